@@ -7,6 +7,8 @@
     port_range    AIOCOLL_PORT_RANGE      none: any free port
     advertise     AIOCOLL_ADVERTISE       none: the address and the port on which this rank listens
     encryption    AIOCOLL_ENCRYPTION      "auto"
+    tls_ca, tls_certificate, tls_key      none: each process makes a certificate for itself
+    job_id        AIOCOLL_JOB_ID          none
     job_key       see `job_key`           none
     spin_us       AIOCOLL_SPIN_US         50
     warn_after    AIOCOLL_WARN_AFTER      30
@@ -30,6 +32,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, Final, Literal
 
+from aiocoll.credentials import read_private, tls_files
 from aiocoll.endpoints import check_ports, parse_advertised, parse_ports
 from aiocoll.environment import take
 from aiocoll.log import logger
@@ -45,7 +48,7 @@ _MAX_KEY_BYTES = 4096
 _PREFIX = "AIOCOLL_"
 #: Variables that other modules read: rendezvous, the launcher, `job_key` and the test suite.
 _ELSEWHERE = frozenset(
-    f"{_PREFIX}{name}" for name in ("PORT", "STORE", "JOB_ID", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
+    f"{_PREFIX}{name}" for name in ("PORT", "STORE", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 )
 
 
@@ -69,6 +72,10 @@ _DEFAULTS: Mapping[str, Any] = {
     "port_range": None,
     "advertise": None,
     "encryption": "auto",
+    "tls_ca": None,
+    "tls_certificate": None,
+    "tls_key": None,
+    "job_id": None,
     "job_key": None,
     "spin_us": 50.0,  # two wake-ups through the kernel: after that, suspending costs no more than polling has
     "warn_after": 30.0,  # longer than a checkpoint or a first compilation usually takes
@@ -95,6 +102,12 @@ class GroupOptions:
             `port_range` is the one port that it leads to.
         encryption: `"auto"`: TLS 1.3 between hosts and off the loopback; `"tls"`: for all TCP connections, on one host,
             too; `"none"`: nothing is encrypted, if every rank says so.
+        tls_ca: path of a PEM file with the certificates of a CA. Then whoever is at the other end of a TLS connection
+            has to have a certificate of it that names its part in the job, see `docs/security.md`; if a rank has these
+            three files, all need them. They are read whenever a group is made.
+        tls_certificate: path of a PEM file with the certificate of this rank, and those between it and the CA, if any.
+        tls_key: path of a PEM file with its private key, without a passphrase, accessible to this user alone.
+        job_id: name of the job, the same on all ranks: in certificates, and to tell connections of jobs apart.
         job_key: secret that all ranks of the job share, at least 16 bytes; a string is encoded as UTF-8.
         spin_us: microseconds an await may poll in one iteration of the loop before it suspends; 0 = never polls.
         warn_after: seconds after which a pending operation is logged with the ranks it waits for; inf = never.
@@ -116,6 +129,10 @@ class GroupOptions:
     port_range: tuple[int, int] | None = _UNSET
     advertise: str | None = _UNSET
     encryption: Literal["auto", "none", "tls"] = _UNSET
+    tls_ca: str | None = _UNSET
+    tls_certificate: str | None = _UNSET
+    tls_key: str | None = _UNSET
+    job_id: str | None = _UNSET
     job_key: bytes | str | None = _UNSET
     spin_us: float = _UNSET
     warn_after: float = _UNSET
@@ -155,6 +172,7 @@ class GroupOptions:
         """
         resolved = cls(**{**_DEFAULTS, **_from_environ(environ), **(explicit._given() if explicit else {})})
         _check_together(resolved.advertise, resolved.port_range)
+        tls_files(resolved.tls_ca, resolved.tls_certificate, resolved.tls_key)
         return resolved
 
 
@@ -269,6 +287,10 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "bind": _check_text,
     "port_range": _check_ports,
     "advertise": _check_advertised,
+    "tls_ca": _check_text,
+    "tls_certificate": _check_text,
+    "tls_key": _check_text,
+    "job_id": _check_text,
     "host_id": _check_text,
     "tuning": _check_text,
     "dump_dir": _check_text,
@@ -339,22 +361,8 @@ def read_key_file(path: str, label: str = "job key file") -> bytes:
     Raises:
         ValueError: the file is missing, a symbolic link, of another user, accessible to others, or the key too short.
     """
-    where = f"{label}={path!r}"
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise ValueError(f"{where}: cannot be opened ({error.strerror}); symbolic links are not followed") from None
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{where}: is not a regular file")
-        if status.st_uid != os.geteuid():
-            raise ValueError(f"{where}: belongs to user {status.st_uid}, not to this user ({os.geteuid()}); chown it")
-        if status.st_mode & 0o077:
-            raise ValueError(f"{where}: other users may access it; chmod 600 it")
-        return _key(where, os.read(fd, _MAX_KEY_BYTES).removesuffix(b"\n").removesuffix(b"\r"))
-    finally:
-        os.close(fd)
+    key = read_private(path, label, _MAX_KEY_BYTES)
+    return _key(f"{label}={path!r}", key.removesuffix(b"\n").removesuffix(b"\r"))
 
 
 def seconds(value: float | timedelta | None, name: str, default: float = math.inf) -> float:

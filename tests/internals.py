@@ -59,6 +59,7 @@ LIMITS = {
     "blocked_after": ("aiocoll.engine.failure.watchdog.BLOCKED_AFTER",),
     "connect_again": ("aiocoll.engine.failure.failure_detector.CONNECT_AGAIN",),
     "control_parting": ("aiocoll.engine.control.star.PARTING",),
+    "dial_doubt": ("aiocoll.transport.stream.dialler._DOUBT",),
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),
     "ring_budget": ("aiocoll.engine.operations.shm_ring.BUDGET",),
@@ -147,7 +148,15 @@ PARTS = {
     "stall_told": "aiocoll.engine.failure.stall_inspector.StallInspector._tell",
     "vote_heard": "aiocoll.engine.consensus.voter.Voter.handle",
     "vote_said": "aiocoll.engine.consensus.voter.Voter.say",
+    # certificates
+    "certificate_clock": "aiocoll.security.user_ca.clock",
+    "certificate_made": "aiocoll.security.user_ca.of_this_process",
+    "certificate_refused": "aiocoll.security.user_ca._refuse",
+    "client_secured": "aiocoll.store.tcp.prepare",
+    "rank_secured": "aiocoll.transport.stream.tls_stream.prepare",
+    "server_secured": "aiocoll.store.server.prepare",
     # stores and commands
+    "client_connected": "aiocoll.store.client.ClientLink.connection_made",
     "store_applied": "aiocoll.store.core.StoreCore.apply",
     "store_reply": "aiocoll.store.session.Session._reply",
     "doctor_answer": "aiocoll.cli.doctor_hosts._answer",

@@ -239,7 +239,7 @@ def test_another_wire_version_names_both():
         client().prove(bytes(answered))
 
 
-@pytest.mark.parametrize("status", [Status.CROSSED, Status.DUPLICATE, Status.REFUSED])
+@pytest.mark.parametrize("status", [Status.CROSSED, Status.DUPLICATE, Status.REFUSED, Status.WRONG_CERTIFICATE])
 def test_the_servers_decision_reaches_the_client_under_a_mac(status):
     c, s = client(), server()
     verdict = s.verdict(c.prove(s.challenge(c.hello())), lambda peer: status)

@@ -26,7 +26,7 @@ DEFAULTS = {
     "tuning": None,
     "dump_dir": None,
 }
-ELSEWHERE = ("PORT", "STORE", "JOB_ID", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
+ELSEWHERE = ("PORT", "STORE", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 
 
 def test_defaults() -> None:

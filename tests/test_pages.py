@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import ssl
 import sys
 import textwrap
 from pathlib import Path
@@ -14,8 +17,13 @@ import pytest
 import aiocoll
 import aiocoll.distributed as dist
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
-from aiocoll.store import HashStore
+from aiocoll.security.names import WrongCertificateError, check_names, rank_name
+from aiocoll.security.tls import of_this_process
+from aiocoll.security.tls_trouble import NOT_YET, in_words
+from aiocoll.security.user_ca import prepare
+from aiocoll.store import HashStore, StoreServer
 
+from .certificates import Authority
 from .pages import ROOT, code, commands, execute, is_shown, shell
 from .ranks import run_ranks
 
@@ -192,6 +200,55 @@ async def test_a_store_that_outlives_every_rank(tmp_path: Path, monkeypatch: pyt
     async with aiocoll.new_group(init_method="env://") as pg:
         assert await pg.allreduce(1) == 1
     await space["server"].aclose()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+async def test_certificates_that_openssl_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks with those of the page meet, and host 0 has the store."""
+    monkeypatch.chdir(tmp_path)
+    shell(code("docs/security.md", "Making certificates", language="sh"), tmp_path)
+    assert [os.stat(name).st_mode & 0o777 for name in ("ca.key", "host0.key", "host1.key")] == [0o600] * 3
+    first, second = (
+        {"tls_ca": "ca.pem", "tls_certificate": f"host{number}.pem", "tls_key": f"host{number}.key"}
+        for number in range(2)
+    )
+    key = b"of this test and no other"
+    shared: Any = {"key": key, "job": "train", "encryption": "tls"}
+
+    async def rank(rank: int, port: int) -> float:
+        files: Any = first if rank < 2 else second
+        options = aiocoll.GroupOptions(
+            transport="tcp", encryption="tls", bind="127.0.0.1", job_id="train", job_key=key, **files
+        )
+        async with aiocoll.TCPStore("127.0.0.1", port, **shared, **files) as store:
+            async with aiocoll.new_group(store=store, rank=rank, world_size=4, options=options) as pg:
+                total: float = await pg.allreduce(1.5)
+                await pg.barrier()
+            return total
+
+    server = StoreServer(**shared, **first)
+    _, port = server.start()
+    assert await asyncio.gather(*(rank(each, port) for each in range(4))) == [6.0] * 4
+    await server.aclose()
+
+
+def test_certificates_are_refused_in_the_words_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    authority = Authority(Path())
+    names = [rank_name("train", rank) for rank in (2, 3)]
+    with pytest.raises(ValueError, match="names") as caught:
+        prepare(authority.make(*names, file="host1"), "train", rank_name("train", 0))
+    assert is_shown(code("docs/security.md", "When a certificate is refused", 2, "text"), str(caught.value))
+    with pytest.raises(ValueError, match="expired") as caught:
+        prepare(authority.make(*names, file="host1", days=(-30, -6)), "train", rank_name("train", 2))
+    assert is_shown(code("docs/security.md", "When a certificate is refused", 1, "text"), str(caught.value))
+    error = ssl.SSLCertVerificationError()
+    error.verify_code = NOT_YET
+    said = str(in_words(error, of_this_process(), "10.0.0.2"))
+    assert is_shown(code("docs/security.md", "When a certificate is refused", 3, "text"), said)
+    with pytest.raises(WrongCertificateError) as refused:
+        check_names(names, rank_name("train", 0), "the certificate of 10.0.0.2")
+    assert is_shown(code("docs/security.md", "When a certificate is refused", 4, "text"), str(refused.value))
 
 
 async def test_the_ported_example_runs() -> None:

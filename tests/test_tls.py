@@ -20,12 +20,11 @@ import pytest
 from aiocoll import AuthenticationError, GroupOptions, HashStore, ProcessGroup, RendezvousError, TCPStore, new_group
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.rendezvous.same_host import encryption_at
-from aiocoll.security import tls
 from aiocoll.security.tls import Tls, binding, is_encrypted, of_this_process
 from aiocoll.transport.stream.plain_stream import PlainStream
 from aiocoll.transport.stream.tls_stream import TlsStream, open_tls
 
-from .internals import comm_of
+from .internals import comm_of, replaced
 
 KEY = b"a key of this test and no other"
 
@@ -266,7 +265,7 @@ async def test_ranks_that_differ_say_so(hosts: str, other: str) -> None:
 async def test_a_rank_without_cryptography_tells_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others do not wait for it."""
     store = HashStore()
-    monkeypatch.setattr("aiocoll.rendezvous.job.of_this_process", tls.of_this_process.__wrapped__)
+    replaced(monkeypatch, certificate_made=another_process)
     monkeypatch.setitem(sys.modules, "cryptography", None)
 
     async def rank(rank: int) -> None:

@@ -16,8 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import aiocoll
+from aiocoll.credentials import TlsFiles, tls_files
 from aiocoll.errors import AiocollError, RendezvousError
 from aiocoll.options import GroupOptions
+from aiocoll.security.names import part_name, shown
+from aiocoll.security.tls_trouble import clock
+from aiocoll.security.user_ca import read
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
@@ -37,6 +41,9 @@ _FILES_OF_PROGRAM = 64
 _USUAL_FILES = 1024
 #: The default of containers.
 _USUAL_SHM = 64 << 20
+_DAY = 86400
+#: Days: a certificate that ends earlier may do so during a job.
+_SOON = 2
 #: Limits of a cgroup from here on mean "none".
 _NO_LIMIT = 1 << 60
 
@@ -207,18 +214,36 @@ def _addresses(master: str | None) -> Iterator[CheckResult]:
             yield _ports(chosen, *options.port_range)
     if options.advertise is not None:
         yield CheckResult("network", "told to other hosts", options.advertise)
-    yield _encryption(options.encryption)
+    yield _encryption(options)
 
 
-def _encryption(option: str) -> CheckResult:
+def _encryption(options: GroupOptions) -> CheckResult:
     name = "between hosts"
-    if option == "none":
+    if options.encryption == "none":
         return CheckResult("network", name, "nothing is encrypted", "on a network that you trust")
+    if (files := tls_files(options.tls_ca, options.tls_certificate, options.tls_key)) is not None:
+        return _certificate(name, files, options.job_id)
     try:
         return CheckResult("network", name, f"TLS 1.3 (cryptography {version('cryptography')})")
     except PackageNotFoundError:
         advice = "ranks on several hosts need it, or encryption='none' on all: pip install aiocoll[tls]"
         return CheckResult("network", name, "cryptography is not installed", advice)
+
+
+def _certificate(name: str, files: TlsFiles, job: str | None) -> CheckResult:
+    """Return what the certificate of the user's CA says."""
+    try:
+        own = read(files).own
+    except ValueError as error:
+        return CheckResult("network", name, "TLS 1.3 with your own CA is not possible", str(error), fine=False)
+    assert own is not None
+    days = (own.ends - clock()) / _DAY
+    value = f"TLS 1.3, certificate {own.path} for {shown(own.names)}, valid for {days:.1f} days more"
+    if job is not None and not any(each.startswith(part_name(job)) for each in own.names):
+        advice = f"it names nothing of this job: expected was {part_name(job)}... (AIOCOLL_JOB_ID)"
+        return CheckResult("network", name, value, advice, fine=False)
+    advice = "a group keeps its certificate: renew it before a long job" if days < _SOON else ""
+    return CheckResult("network", name, value, advice)
 
 
 def _ports(host: str, first: int, last: int) -> CheckResult:

@@ -12,6 +12,7 @@ import platform
 import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -26,7 +27,6 @@ from aiocoll.meeting.cards import cores
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.security.tls import of_this_process
 from aiocoll.store import PrefixStore, Store, TCPStore
 from aiocoll.store.listening import local_address
 from aiocoll.transport.base import Card
@@ -57,6 +57,7 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, say: C
     Raises:
         AiocollError: the store cannot be served, or reached, or its host has gone; or this host was not expected.
     """
+    options = replace(options, job_id=hosts.name)  # as the launcher sets it for ranks
     async with AsyncExitStack() as stack:
         (host, port), listens = hosts.master, ""
         if hosts.node_rank == 0:
@@ -75,6 +76,9 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, say: C
             key=hosts.key,
             job=hosts.name,
             encryption=options.encryption,
+            tls_ca=options.tls_ca,
+            tls_certificate=options.tls_certificate,
+            tls_key=options.tls_key,
         )
         await stack.enter_async_context(store)
         rounds = _Rounds(PrefixStore("doctor", store), hosts)
@@ -172,7 +176,7 @@ class _Visitor:
         self._options = options
         self._came = came
         self._runtime = Runtime.of(running_loop())
-        self._open_stream = OpenEncrypted()
+        self._open_stream = OpenEncrypted(options, hosts.node_rank)
         self._transport = StreamTransport(
             self._runtime,
             hosts.node_rank,
@@ -200,8 +204,7 @@ class _Visitor:
     async def listen(self, came: Mapping[int, Any]) -> tuple[Card | None, str]:
         """Listen; return the card for the others, or why there is none."""
         try:
-            if self._options.encryption != "none":
-                self._open_stream.tls = await asyncio.to_thread(of_this_process)
+            await self._open_stream.encrypt(self._options.encryption != "none")
             stores = {host: told["store"] for host, told in came.items()}
             return await listen_between_hosts(self._transport, self._options, stores, together=False), ""
         except (AiocollError, ValueError) as error:

@@ -82,7 +82,7 @@ def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> H
         master=(host, port),
         key=key or secrets.token_bytes(_KEY_SIZE),
         # All hosts must come to the same name without talking; on one host, jobs that follow each other differ.
-        name=f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8),
+        name=environ.get("AIOCOLL_JOB_ID") or (f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8)),
     )
 
 
@@ -100,6 +100,7 @@ async def serve(
 
     Raises:
         AiocollError: it cannot listen there.
+        ValueError: the files of the user's CA cannot be used.
     """
     said: set[str] = set()
 
@@ -123,6 +124,9 @@ async def serve(
         job=hosts.name,
         world_size=world_size,
         encryption=options.encryption,
+        tls_ca=options.tls_ca,
+        tls_certificate=options.tls_certificate,
+        tls_key=options.tls_key,
     )
     server.start()
     return server

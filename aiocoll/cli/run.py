@@ -4,7 +4,7 @@ The launcher hosts the store, so a free port needs no guessing and rendezvous ou
 variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR`, `MASTER_PORT`) and
 
     NODE_RANK              this host among the hosts, the same as GROUP_RANK
-    AIOCOLL_JOB_ID         what tells this job's connections from another's
+    AIOCOLL_JOB_ID         what tells this job's connections from another's, unless it was set before
     AIOCOLL_STORE          "launcher": the store at MASTER_ADDR:MASTER_PORT is there, rank 0 must not start one
     AIOCOLL_JOB_KEY_FD     a pipe that holds the job key; other processes cannot read it, unlike argv or environment
 """
@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if hosts.node_rank == 0:
             try:
                 server = asyncio.run(serve(hosts, args.nproc * hosts.nnodes, options, _KNOWN_WITHIN, _say))
-            except AiocollError as error:
+            except (AiocollError, ValueError) as error:
                 _say(str(error))
                 return 1
             host, port = local_address(server.host), server.port

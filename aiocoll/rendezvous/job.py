@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from aiocoll.algorithms.machine import Medium, Tuning
+from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
@@ -28,7 +28,7 @@ from aiocoll.rendezvous.measured_links import MeasuredLinks, leaders, measure_li
 from aiocoll.rendezvous.same_host import encryption_at, tell_hosts_apart
 from aiocoll.rendezvous.unmet import not_come, not_connected
 from aiocoll.runtime import Runtime
-from aiocoll.security.tls import agreed, of_this_process
+from aiocoll.security.tls import agreed
 from aiocoll.store import PrefixStore, Store
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
@@ -88,7 +88,7 @@ class Job:
         self._hub: Hub | None = None
         self._tuning = Tuning()
         self._links = MeasuredLinks({})
-        self._open_stream = OpenEncrypted()
+        self._open_stream = OpenEncrypted(options, rank)
         self._opening = asyncio.Lock()
         self._cards: CardCache | None = None
         # What meeting waits for: what others publish; then links.
@@ -107,6 +107,8 @@ class Job:
             async with self._opening:
                 if self.endpoint is None:
                     await self._open()
+                else:
+                    await self._open_stream.renew()
             assert self.endpoint is not None
             return self._join(self.endpoint, spec)
         except BaseException:
@@ -256,7 +258,10 @@ class Job:
         stream, card = await self._listen(job)
         self._stream = stream
         if self.rank == 0:
-            card |= {"medium": self._medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
+            # The medium of most messages if all ranks are on one host; links that cannot use it are only slower.
+            wanted = self._options.transport
+            medium = "shm" if wanted in ("auto", "shm") else "tcp" if wanted == "tcp" else "unix"
+            card |= {"medium": medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
         transport: Transport = stream
         # A peer may connect before this rank has an endpoint to accept its link.
         early: list[Link] = []
@@ -268,9 +273,8 @@ class Job:
             transport, cards = await self._settle(exchange, stream, job, cards)
             if transport is stream:
                 self._links = await self._measure_links(exchange, stream, cards)
-            endpoint = Endpoint(
-                self._runtime, transport, self.rank, self.world_size, self._spin(cards), self._crowded(cards)
-            )
+            crowded = ranks_on_host(self.rank, cards) > cores()
+            endpoint = Endpoint(self._runtime, transport, self.rank, self.world_size, self._spin(cards), crowded)
             self._joining = endpoint
             for link in early:
                 endpoint.accept(link)
@@ -306,12 +310,6 @@ class Job:
             # Nobody waits for its end: who is cancelled in a wait behind `joining` would lose the endpoint.
             told.add_done_callback(lambda done: done.cancelled() or done.exception())
             told.cancel()
-
-    @property
-    def _medium(self) -> Medium:
-        """The medium of most messages if all ranks are on one host; links that cannot use it are only slower."""
-        wanted = self._options.transport
-        return "shm" if wanted in ("auto", "shm") else "tcp" if wanted == "tcp" else "unix"
 
     async def _tune(self) -> Tuning | None:
         """Read the tuning file, if any; a run on a virtual clock must not depend on the machine."""
@@ -379,7 +377,7 @@ class Job:
     ) -> Card:
         options = self._options
         try:
-            self._open_stream.tls = await asyncio.to_thread(of_this_process) if encrypted else None
+            await self._open_stream.encrypt(encrypted)
             return await listen_between_hosts(stream, options, stores, together=alone)
         except (AiocollError, ValueError) as error:
             await store.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
@@ -400,6 +398,3 @@ class Job:
         """Return the seconds to poll: 0 if a peer is in this process, since polling would keep it from running."""
         alone = all(rank == self.rank or card["process"] != cards[self.rank]["process"] for rank, card in cards.items())
         return self._options.spin_us / 1e6 if alone else 0.0
-
-    def _crowded(self, cards: Mapping[int, Card]) -> bool:
-        return ranks_on_host(self.rank, cards) > cores()

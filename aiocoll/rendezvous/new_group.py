@@ -92,16 +92,17 @@ class new_group:
         self._device = device
         self._name = name
         self._timeout = seconds(timeout, "timeout")
-        self._given = options
+        self._options = GroupOptions.resolve(options, os.environ)
         self._join = join
+        job_id = self._options.job_id or ""
         if join:
             if (rank, world_size, name) != (None, None, None) or self._backend != Backend.AIO:
                 raise ValueError("join=True: leave out rank, world_size, name and backend, which the group assigns")
-            self._where = _where(init_method, store, 0, 1, os.environ)._replace(world_size=0, hosted=True)
+            self._where = _where(init_method, store, 0, 1, os.environ, job_id)._replace(world_size=0, hosted=True)
         elif self._backend == Backend.FAKE:
             self._where = _nowhere(rank, world_size, os.environ)
         else:
-            self._where = _where(init_method, store, rank, world_size, os.environ)
+            self._where = _where(init_method, store, rank, world_size, os.environ, job_id)
         self._pg: Any = None
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
@@ -116,8 +117,7 @@ class new_group:
         await self._pg.__aexit__(*exc)
 
     async def _make(self) -> ProcessGroup:
-        where, loop = self._where, running_loop()
-        options = GroupOptions.resolve(self._given, os.environ)
+        where, options, loop = self._where, self._options, running_loop()
         if (factory := factory_of(self._backend)) is not None:
             return await self._make_by(factory, options)
         if self._join:
@@ -222,18 +222,25 @@ class _Where(NamedTuple):
             job=self.job,
             bind=options.bind,
             encryption=options.encryption,
+            tls_ca=options.tls_ca,
+            tls_certificate=options.tls_certificate,
+            tls_key=options.tls_key,
         )
 
 
 def _where(
-    init_method: str | None, store: Store | None, rank: int | None, world_size: int | None, env: Mapping[str, str]
+    init_method: str | None,
+    store: Store | None,
+    rank: int | None,
+    world_size: int | None,
+    env: Mapping[str, str],
+    job: str,
 ) -> _Where:
     if store is not None:
         numbers = _numbers(rank, world_size, {}, "with store=")
         return _Where(("store", id(store)), *numbers, store, "store", "", 0, True, "")
     method = "env://" if init_method is None else init_method
     scheme, _, place = method.partition("://")
-    job = env.get("AIOCOLL_JOB_ID", "")
     if scheme == "env":
         numbers = _numbers(rank, world_size, env, "with init_method='env://'")
         host, port, hosted = _from_environment(env)

@@ -114,6 +114,8 @@ class Status(IntEnum):
     WRONG_EPOCH = 5
     WRONG_WORLD_SIZE = 6
     WRONG_KIND = 7
+    WRONG_CERTIFICATE = 8
+    """The certificate of the client does not name what it claims to be."""
 
 
 class Identity(NamedTuple):
@@ -380,6 +382,8 @@ def _refusal(what: str, status: Status, mine: Identity, peer: Peer) -> Handshake
         Status.WRONG_JOB: f"it belongs to job {peer.job_id.hex()}, this process to job {mine.job_id.hex()}",
         Status.WRONG_EPOCH: f"it is in epoch {peer.epoch}, this process in epoch {mine.epoch}",
         Status.WRONG_WORLD_SIZE: f"its world size is {peer.world_size}, this process has {mine.world_size}",
+        Status.WRONG_CERTIFICATE: "the certificate of this process does not name it; the other end has logged what it "
+        "names, and what was expected",
         Status.WRONG_KIND: f"a {peer.kind.name} connection was asked for, and a "
         f"{'group' if peer.kind is ConnKind.STORE else 'store'} listens there",
     }

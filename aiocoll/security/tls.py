@@ -1,9 +1,9 @@
 """TLS 1.3 for connections between hosts: the contexts of this process, and what a handshake proves of a connection.
 
-Without certificates of the user's, each process makes one for itself, which says nothing: no name in it is checked, and
-it lives as long as the process. The handshake binds it: both ends mix the hash of the certificate that the dialled end
-has shown into the key that they prove (`binding`), so whoever sits between them, with another certificate, can neither
-prove the job key nor use the proofs of others.
+Without certificates of the user's (`aiocoll.security.user_ca`), each process makes one for itself, which says nothing:
+no name in it is checked, and it lives as long as the process. The handshake binds it: both ends mix the hash of the
+certificate that the dialled end has shown into the key that they prove (`binding`), so whoever sits between them, with
+another certificate, can neither prove the job key nor use the proofs of others.
 """
 
 from __future__ import annotations
@@ -20,18 +20,46 @@ from typing import Any, NamedTuple
 from aiocoll.errors import BackendUnavailableError, RendezvousError
 from aiocoll.security.keys import is_loopback
 
-__all__ = ["Tls", "agreed", "binding", "is_encrypted", "of_this_process"]
+__all__ = [
+    "OwnCertificate",
+    "Tls",
+    "agreed",
+    "binding",
+    "is_encrypted",
+    "load_chain",
+    "new_context",
+    "of_this_process",
+]
 
 #: How far the clocks of hosts may be apart, and how long a process may live. Nobody checks either.
 _SKEW, _LIFE = timedelta(days=1), timedelta(days=3650)
 
 
+class OwnCertificate(NamedTuple):
+    """The file of a certificate of the user's, what it names, and when it is valid, in seconds since 1970."""
+
+    path: str
+    names: tuple[str, ...]
+    begins: float
+    ends: float
+
+
 class Tls(NamedTuple):
-    """The contexts of the end that is dialled and of the one that dials, and the certificate of this process (DER)."""
+    """What secures connections of this process.
+
+    Attributes:
+        server: the context of the end that is dialled.
+        client: the context of the end that dials.
+        certificate: the certificate of this process (DER).
+        job: the id of the job that certificates have to name; None where nobody looks at names.
+        own: the certificate of the user's, if it is one.
+    """
 
     server: ssl.SSLContext
     client: ssl.SSLContext
     certificate: bytes
+    job: str | None = None
+    own: OwnCertificate | None = None
 
 
 @cache
@@ -42,10 +70,9 @@ def of_this_process() -> Tls:
         BackendUnavailableError: the package `cryptography` is not installed.
     """
     certificate, chain = _certificate()
-    server = _context(ssl.PROTOCOL_TLS_SERVER)
-    server.num_tickets = 0  # no connection is resumed
-    _load(server, chain)
-    client = _context(ssl.PROTOCOL_TLS_CLIENT)
+    server = new_context(ssl.PROTOCOL_TLS_SERVER)
+    load_chain(server, chain)
+    client = new_context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_NONE  # `binding` takes its place
     return Tls(server, client, certificate)
@@ -93,9 +120,12 @@ class _Socket(ssl.SSLSocket):
             raise
 
 
-def _context(protocol: int) -> ssl.SSLContext:
+def new_context(protocol: int) -> ssl.SSLContext:
+    """Return a context for TLS 1.3 that knows no certificate."""
     context = ssl.SSLContext(protocol)
     context.sslsocket_class = _Socket
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # no connection is resumed
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # The end of one side only is the end of the TCP stream: links and stores know by what they were told whether it
     # came too soon.
@@ -133,7 +163,7 @@ def _certificate() -> tuple[bytes, bytes]:
     return made.public_bytes(serialization.Encoding.DER), made.public_bytes(serialization.Encoding.PEM) + private
 
 
-def _load(context: ssl.SSLContext, chain: bytes) -> None:
+def load_chain(context: ssl.SSLContext, chain: bytes) -> None:
     """Load a certificate and its key, which `ssl` reads from a file only: one that has no name, or is ours alone."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("aiocoll", os.MFD_CLOEXEC)

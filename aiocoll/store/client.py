@@ -18,7 +18,9 @@ from aiocoll.security.handshake import (
     may_be_ours,
 )
 from aiocoll.security.keys import is_loopback
-from aiocoll.security.tls import Tls, binding, is_encrypted, of_this_process
+from aiocoll.security.names import WrongCertificateError, check_names, names_in, store_name
+from aiocoll.security.tls import Tls, binding, is_encrypted
+from aiocoll.security.tls_trouble import closed_without_reason, in_words
 from aiocoll.store.address import StoreEndpoint, check_peer, describe, is_unix, literal, means_loopback, resolve
 from aiocoll.store.base import settled, timed_out
 from aiocoll.store.frames import FrameProtocol, pack
@@ -52,10 +54,14 @@ class ClientLink(FrameProtocol):
 
     Attributes:
         ready: done at the end of the handshake, with its error or None.
+        connected: whether there has been a connection, encrypted if it is to be.
+        tls: what secures the connection, if anything.
     """
 
-    def __init__(self, handshake: ClientHandshake, where: str) -> None:
+    def __init__(self, handshake: ClientHandshake, where: str, tls: Tls | None = None) -> None:
         super().__init__()
+        self.connected = False
+        self.tls = tls
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Exception | None] = loop.create_future()
         self._handshake = handshake
@@ -102,20 +108,28 @@ class ClientLink(FrameProtocol):
             await settled(self._closed, _CLOSE_TIMEOUT)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin the handshake."""
+        """Begin the handshake, if the certificate of the server is that of a store."""
         super().connection_made(transport)
+        self.connected = True
         if secured := transport.get_extra_info("ssl_object"):
             self._handshake.bound = binding(secured.getpeercert(binary_form=True))
+            try:
+                self._check_names(names_in(secured.getpeercert()))
+            except WrongCertificateError as error:
+                self.broken(error)
+                self.transport.abort()
+                return
         self._expect(CHALLENGE_SIZE, self._challenge_received)
         self.transport.write(self._handshake.hello())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail all pending requests."""
         if not self.ready.done():
-            hung_up = ConnectionResetError(
-                "something listens there but closes the connection: not an aiocoll store, or one that is ending"
-            )
-            self.ready.set_result(self.foreign_answer() or hung_up)
+            perhaps = "not an aiocoll store, or one that is ending"
+            if self.tls is not None:
+                perhaps += f", or {closed_without_reason(self.tls)}"
+            hung_up = ConnectionResetError(f"something listens there but closes the connection: {perhaps}")
+            self.ready.set_result(self.certificate_trouble(exc) or self.foreign_answer() or hung_up)
         for request in self._requests.values():
             request.answer.cancel()
         self._requests.clear()
@@ -142,6 +156,14 @@ class ClientLink(FrameProtocol):
             del self._requests[number]
             if not request.answer.done():
                 request.answer.set_result(answer)
+
+    def _check_names(self, names: tuple[str, ...]) -> None:
+        if self.tls is not None and self.tls.job is not None:
+            check_names(names, store_name(self.tls.job), "the certificate of the server")
+
+    def certificate_trouble(self, exc: BaseException | None) -> WrongCertificateError | None:
+        """Return an error if the connection has failed with `exc` because of a certificate."""
+        return in_words(exc, self.tls, "the server") if isinstance(exc, ssl.SSLError) and self.tls is not None else None
 
     def _challenge_received(self, block: bytearray) -> None:
         self._challenged = True
@@ -208,6 +230,7 @@ async def connect(
     key: bytes | None,
     identity: Identity,
     encryption: str,
+    secure: Callable[[], Tls],
     runtime: Runtime,
     timeout: float,
     trouble: Callable[[str], None],
@@ -215,26 +238,29 @@ async def connect(
     """Connect and authenticate; errors that a later start of the server could resolve are retried until `timeout`.
 
     The reason of each failed attempt is passed to `trouble` at once: this call may be cancelled before it can raise.
+    `secure` is called in a thread, once the connection is known to be one that is encrypted.
 
     Raises:
+        ValueError: raised by `secure`, as are errors of what it needs.
         StoreUnavailableError: the message says where, why, and for how long it was tried.
         StoreAuthenticationError: one end refused the other, or the other end is not a store.
-        BackendUnavailableError: the connection is to be encrypted, and what that needs is not installed.
     """
     where = describe(host, port)
     began = runtime.time()
     pause = _FIRST_RETRY
+    tls: Tls | None = None
     trouble(f"no store at {where}: {_explain(TimeoutError())}")
     while True:
         try:
             for endpoint in await _resolve(host, port):
                 endpoint.require_key(key)
                 remaining = began + timeout - runtime.time()
-                link = ClientLink(ClientHandshake(identity, key, runtime.random_bytes), where)
                 secured = not is_unix(host) and is_encrypted(encryption, endpoint.sockaddr[0])
-                tls = await asyncio.to_thread(of_this_process) if secured else None
+                if secured and tls is None:
+                    tls = await asyncio.to_thread(secure)
+                link = ClientLink(ClientHandshake(identity, key, runtime.random_bytes), where, tls if secured else None)
                 try:
-                    return await _attempt(link, endpoint, tls, min(HANDSHAKE_TIMEOUT, max(remaining, _LAST_RETRY)))
+                    return await _attempt(link, endpoint, min(HANDSHAKE_TIMEOUT, max(remaining, _LAST_RETRY)))
                 except AuthenticationError:
                     raise
                 except OSError as exc:
@@ -265,7 +291,7 @@ async def _resolve(host: str, port: int) -> list[StoreEndpoint]:
         raise _UnresolvedError(f"the host name {host!r} cannot be resolved ({why})") from exc
 
 
-async def _attempt(link: ClientLink, endpoint: StoreEndpoint, tls: Tls | None, timeout: float) -> ClientLink:
+async def _attempt(link: ClientLink, endpoint: StoreEndpoint, timeout: float) -> ClientLink:
     """Connect `link` and wait for the end of its handshake; OSError or AuthenticationError if that fails."""
     loop = asyncio.get_running_loop()
     sock = endpoint.socket()
@@ -276,8 +302,9 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, tls: Tls | None, t
             check_peer(sock)
             if isinstance(endpoint.sockaddr, str):
                 transport, _ = await loop.create_unix_connection(lambda: link, sock=sock)
-            elif tls is not None:
-                transport, _ = await loop.create_connection(lambda: link, sock=sock, ssl=tls.client, server_hostname="")
+            elif link.tls is not None:
+                context = link.tls.client
+                transport, _ = await loop.create_connection(lambda: link, sock=sock, ssl=context, server_hostname="")
             else:
                 transport, _ = await loop.create_connection(lambda: link, sock=sock)
             failure = await link.ready
@@ -285,7 +312,12 @@ async def _attempt(link: ClientLink, endpoint: StoreEndpoint, tls: Tls | None, t
             raise failure
     except BaseException as exc:
         if transport is None:
-            sock.close()
+            if link.connected:  # and `create_connection` was cancelled at that moment
+                link.transport.abort()
+            else:
+                sock.close()
+            if trouble := link.certificate_trouble(exc):
+                raise trouble from exc
             raise
         link.transport.abort()
         if isinstance(exc, TimeoutError):

@@ -11,18 +11,23 @@ import asyncio
 import math
 import os
 import socket
+import ssl
 import threading
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Literal
 
+from aiocoll.credentials import tls_files
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, ServerHandshake, job_id
-from aiocoll.security.tls import binding, is_encrypted, of_this_process
+from aiocoll.security.names import WrongCertificateError, store_name
+from aiocoll.security.tls import binding, is_encrypted
+from aiocoll.security.tls_trouble import in_words
 from aiocoll.security.unproven import Unproven
+from aiocoll.security.user_ca import Renewed, prepare
 from aiocoll.store.address import check_peer, describe, is_unix, listen
 from aiocoll.store.core import StoreCore
 from aiocoll.store.session import Session
@@ -52,6 +57,10 @@ class StoreServer:
         world_size: expected number of clients, to size the handshake queue; None if not known.
         encryption: `"auto"` encrypts connections of other hosts, `"tls"` all but those of unix sockets, `"none"` none;
             the same for all clients.
+        tls_ca: path of the certificates of a CA, with `tls_certificate` and `tls_key`: see `GroupOptions`. They are
+            read again when they change.
+        tls_certificate: path of the certificate of this process, which names `aiocoll://JOB/store`.
+        tls_key: path of its private key.
     """
 
     def __init__(
@@ -63,7 +72,13 @@ class StoreServer:
         job: str = "",
         world_size: int | None = None,
         encryption: Literal["auto", "none", "tls"] = "auto",
+        tls_ca: str | None = None,
+        tls_certificate: str | None = None,
+        tls_key: str | None = None,
     ) -> None:
+        files = tls_files(tls_ca, tls_certificate, tls_key)
+        self._tls = Renewed(files, partial(prepare, files, job, store_name(job)))
+        self._reads_files = files is not None
         self.host = host
         self.port = port
         self.core = StoreCore()
@@ -95,9 +110,12 @@ class StoreServer:
         Raises:
             AuthenticationError: other machines can reach the address and there is no key.
             StoreUnavailableError: the address is not available.
+            ValueError: the files of the user's CA cannot be used.
         """
         if self._thread is not None:
             raise RuntimeError("this StoreServer was started before: make a new one")
+        if self._reads_files and not is_unix(self.host) and is_encrypted(self._encryption, self.host):
+            self._tls.get()
         sock = listen(self.host, self.port, self._key)
         if not is_unix(self.host):
             self.port = sock.getsockname()[1]
@@ -143,9 +161,7 @@ class StoreServer:
     def session_closed(self, session: Session, reason: Exception | None) -> None:
         """Remove a connection that has ended."""
         if session in self._unproven:
-            logger.debug(
-                "store on %s refused a connection: %s", describe(self.host, self.port), reason or "it sent nothing"
-            )
+            self._log_refusal(reason or "it sent nothing")
             self._unproven.release(session)
         self._sessions.discard(session)
         self._changed.set()
@@ -208,18 +224,24 @@ class StoreServer:
             except (BlockingIOError, ConnectionAbortedError):
                 continue
             except OSError as exc:
-                self._warn(f"{exc.strerror}; trying again every {_ACCEPT_PAUSE:g} s")
+                self._warn("cannot accept connections", f"{exc.strerror}; trying again every {_ACCEPT_PAUSE:g} s")
                 await self.runtime.sleep(_ACCEPT_PAUSE)
 
-    def _refused(self, connection: socket.socket, why: object) -> None:
-        logger.debug("store on %s refused a connection: %s", describe(self.host, self.port), why)
+    def _refused(self, connection: socket.socket, why: Exception | str) -> None:
+        self._log_refusal(why)
         connection.close()
 
-    def _warn(self, why: str) -> None:
+    def _log_refusal(self, why: Exception | str) -> None:
+        if isinstance(why, WrongCertificateError):  # it may be a rank that waits in vain
+            self._warn("refused a connection", str(why))
+        else:
+            logger.debug("store on %s refused a connection: %s", describe(self.host, self.port), why)
+
+    def _warn(self, what: str, why: str) -> None:
         now = self.runtime.time()
         if now - self._warned >= _WARN_EVERY:
             self._warned = now
-            logger.warning("store on %s cannot accept connections: %s", describe(self.host, self.port), why)
+            logger.warning("store on %s %s: %s", describe(self.host, self.port), what, why)
 
     async def _readable(self, sock: socket.socket) -> None:
         """Wait for a connection or a byte; unlike in `sock_accept`, none is lost when this is cancelled."""
@@ -248,23 +270,32 @@ class StoreServer:
     def _greeted(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._greeting.release(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, OSError):
-            self._warn(str(error))
-        if task.cancelled() or error is not None:
-            self._refused(connection, "others came after it" if error is None else str(error) or "it was silent")
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            self._warn("cannot accept connections", str(error))
+        if task.cancelled():
+            self._refused(connection, "others came after it")
+        elif isinstance(error, Exception):
+            self._refused(connection, error if str(error) else "it was silent")
 
     async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            tls = of_this_process() if encrypted else None  # once: threads that make one at the same time get several
+            tls = self._tls.get() if encrypted else None  # once: threads that make one at the same time get several
             bound = b"" if tls is None else binding(tls.certificate)
-            session = Session(self, ServerHandshake(self._identity, self._key, self.runtime.random_bytes, bound))
+            handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes, bound)
+            session = Session(self, handshake, None if tls is None else tls.job)
             if tls is None:
                 await self._loop.connect_accepted_socket(lambda: session, connection)
                 return
             await self._readable(connection)
             if connection.recv(1, socket.MSG_PEEK) != _TLS:  # TLS takes memory and time
                 raise ConnectionResetError("it does not speak TLS")
-            await self._loop.connect_accepted_socket(lambda: session, connection, ssl=tls.server)
+            who, *_ = connection.getpeername()
+            try:
+                await self._loop.connect_accepted_socket(lambda: session, connection, ssl=tls.server)
+            except ssl.SSLError as error:
+                if trouble := in_words(error, tls, who):
+                    raise trouble from error
+                raise
 
     def _unlink(self) -> None:
         name = self.host.removeprefix("unix:")

@@ -8,7 +8,16 @@ from typing import Any, Protocol
 
 from aiocoll.errors import ProtocolError, StoreError
 from aiocoll.runtime import Runtime
-from aiocoll.security.handshake import CONFIRM_SIZE, HANDSHAKE_TIMEOUT, HELLO_SIZE, PROOF_SIZE, ServerHandshake, Status
+from aiocoll.security.handshake import (
+    CONFIRM_SIZE,
+    HANDSHAKE_TIMEOUT,
+    HELLO_SIZE,
+    PROOF_SIZE,
+    Peer,
+    ServerHandshake,
+    Status,
+)
+from aiocoll.security.names import WrongCertificateError, check_names, names_in, part_name
 from aiocoll.store.commands import COMMANDS, OF_CONNECTIONS, WAITS, check_request
 from aiocoll.store.core import PendingWait, StoreCore
 from aiocoll.store.frames import MAX_FRAME, FrameProtocol, pack
@@ -45,8 +54,10 @@ class SessionOwner(Protocol):
 class Session(FrameProtocol):
     """Handshake, then requests. Any error of the client ends this connection and affects nothing else."""
 
-    def __init__(self, owner: SessionOwner, handshake: ServerHandshake) -> None:
+    def __init__(self, owner: SessionOwner, handshake: ServerHandshake, job: str | None = None) -> None:
         super().__init__()
+        # What certificates of clients have to name.
+        self._job = job
         self._owner = owner
         self._handshake = handshake
         self._waits: dict[int, tuple[StoreCore, PendingWait, tuple[Any, ...]]] = {}
@@ -124,10 +135,21 @@ class Session(FrameProtocol):
         self._expect(PROOF_SIZE, self._proof_received)
 
     def _proof_received(self, block: bytearray) -> None:
-        self._answer(self._handshake.verdict(bytes(block), lambda peer: Status.OK))
+        self._answer(self._handshake.verdict(bytes(block), self._decide))
         if self._handshake.refusal is None:
             self._owner.session_proven(self)
         self._expect(CONFIRM_SIZE, self._confirm_received)
+
+    def _decide(self, peer: Peer) -> Status:
+        if self._job is not None:
+            who, *_ = self.transport.get_extra_info("peername")
+            shown = names_in(self.transport.get_extra_info("ssl_object").getpeercert())
+            try:
+                check_names(shown, part_name(self._job), f"the certificate of {who}")
+            except WrongCertificateError as error:
+                self._reason = error
+                return Status.WRONG_CERTIFICATE
+        return Status.OK
 
     def _confirm_received(self, block: bytearray) -> None:
         self._handshake.accept(bytes(block))
@@ -138,7 +160,7 @@ class Session(FrameProtocol):
     def _answer(self, message: bytes) -> None:
         self.transport.write(message)
         if self._handshake.refusal is not None:
-            self._reason = self._handshake.refusal
+            self._reason = self._reason or self._handshake.refusal
             self.transport.close()
 
     def _join(self, number: int, world_size: int) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Self
 
+from aiocoll.credentials import tls_files
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.security.handshake import ConnKind, Identity, job_id
+from aiocoll.security.names import part_name
+from aiocoll.security.user_ca import prepare
 from aiocoll.store.address import describe, is_unix
 from aiocoll.store.base import Store
 from aiocoll.store.client import ClientLink, connect
@@ -38,6 +42,9 @@ class TCPStore(Store):
         bind: where the master listens if `host` is no address of its machine, or only its loopback; or "any".
         encryption: `"auto"` encrypts the connection if the server is on another host, `"tls"` always but over unix
             sockets, `"none"` never; the server has to be given the same.
+        tls_ca: path of the certificates of a CA, with `tls_certificate` and `tls_key`: see `GroupOptions`.
+        tls_certificate: path of a certificate that names a part in the job `job`; for the master `aiocoll://JOB/store`.
+        tls_key: path of its private key.
         runtime: clock and randomness to use; None is the running loop's.
     """
 
@@ -54,6 +61,9 @@ class TCPStore(Store):
         job: str = "",
         bind: str | None = None,
         encryption: Literal["auto", "none", "tls"] = "auto",
+        tls_ca: str | None = None,
+        tls_certificate: str | None = None,
+        tls_key: str | None = None,
         runtime: Runtime | None = None,
     ) -> None:
         super().__init__(timeout)
@@ -73,6 +83,7 @@ class TCPStore(Store):
         self._job = job
         self._bind = bind
         self._encryption = encryption
+        self._files = tls_files(tls_ca, tls_certificate, tls_key)
         self._runtime = runtime
         self._server: StoreServer | None = None
         self._link: ClientLink | None = None
@@ -98,6 +109,7 @@ class TCPStore(Store):
         Raises:
             StoreUnavailableError: no store answers there; the message says why and for how long it was tried.
             AuthenticationError: one end refused the other, or a key is needed.
+            ValueError: the files of the user's CA cannot be used.
             StoreTimeoutError: fewer than `world_size` clients connected in time.
         """
         await self._opened()
@@ -150,6 +162,7 @@ class TCPStore(Store):
                 key=self._key,
                 identity=self._identity,
                 encryption=self._encryption,
+                secure=partial(prepare, self._files, self._job, part_name(self._job)),
                 runtime=runtime,
                 timeout=max(0.0, deadline - runtime.time()),
                 trouble=self._set_trouble,
@@ -178,6 +191,7 @@ class TCPStore(Store):
             timeout=self.timeout,
             trouble=self._set_trouble,
         )
+        authority, certificate, key = self._files or (None, None, None)
         server = StoreServer(
             host,
             self.port,
@@ -185,6 +199,9 @@ class TCPStore(Store):
             job=self._job,
             world_size=self._world_size,
             encryption=self._encryption,
+            tls_ca=authority,
+            tls_certificate=certificate,
+            tls_key=key,
         )
         _, self.port = server.start()
         self._server = server

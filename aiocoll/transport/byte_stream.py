@@ -27,6 +27,13 @@ class ByteStream(Protocol):
     def bound(self) -> bytes:
         """What a handshake must bind of this connection: which certificate secures it; nothing without encryption."""
 
+    def check_rank(self, rank: int) -> None:
+        """Compare the certificate that the other end has shown with the rank it has to be; nothing without one.
+
+        Raises:
+            WrongCertificateError: it does not name that rank.
+        """
+
     @property
     def send(self) -> Callable[[Bytes], int]:
         """Send some bytes; return how many were taken. After `BlockingIOError` the same bytes are offered again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from aiocoll.cli.main import main
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
 
+from ..certificates import Authority, as_variables
 from ..internals import Limits, replaced
 
 LIMIT = 120
@@ -321,6 +323,29 @@ def test_encryption_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(checks, "version", missing)
     assert "pip install aiocoll[tls]" in found("between hosts").advice
+
+
+def test_a_certificate_of_the_users_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority(tmp_path)
+    files = authority.make("aiocoll://train/rank/*", days=(-1, 12))
+    for name, value in as_variables(files).items():
+        monkeypatch.setenv(name, value)
+    finding = found("between hosts")
+    assert re.fullmatch(
+        r"TLS 1.3, certificate .*own.pem for aiocoll://train/rank/\*, valid for (12.0|11.9) days more", finding.value
+    )
+    assert (finding.fine, finding.advice) == (True, "")
+    monkeypatch.setenv("AIOCOLL_JOB_ID", "train")
+    assert found("between hosts").fine
+    monkeypatch.setenv("AIOCOLL_JOB_ID", "other")
+    assert "it names nothing of this job: expected was aiocoll://other/..." in found("between hosts").advice
+    authority.make("aiocoll://other/rank/*", days=(-1, 1.5))
+    finding = found("between hosts")
+    assert (finding.fine, finding.advice[:29]) == (True, "a group keeps its certificate")
+    authority.make("aiocoll://other/rank/*", days=(-2, -1))
+    finding = found("between hosts")
+    assert not finding.fine
+    assert "own.pem' has expired: it is valid from" in finding.advice
 
 
 def test_ranks_that_do_not_meet(limits: Limits, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,22 @@ def test_each_rank_gets_its_place(launch: Launch) -> None:
     assert len({(env["MASTER_PORT"], env["AIOCOLL_JOB_ID"]) for env in ranks}) == 1
 
 
+def test_the_id_of_a_job_may_be_chosen(launch: Launch) -> None:
+    script = "import os; print(os.environ['AIOCOLL_JOB_ID'])"
+    assert launch("-n", 1, script=script, env={"AIOCOLL_JOB_ID": "train"}).finish().stdout == "[0] train\n"
+
+
+def test_files_of_a_ca_that_cannot_be_used_are_an_error_of_the_launcher(launch: Launch) -> None:
+    files = {"AIOCOLL_TLS_CA": "/no/ca", "AIOCOLL_TLS_CERTIFICATE": "/no/cert"}
+    done = launch("-n", 1, script="", env=files).finish()
+    assert done.returncode == 2
+    assert "tls_ca='/no/ca' is given without tls_key (AIOCOLL_TLS_KEY)" in done.stderr
+    more = {"AIOCOLL_TLS_KEY": "/no/key", "AIOCOLL_ENCRYPTION": "tls", "AIOCOLL_JOB_ID": "train"}
+    done = launch("-n", 1, script="", env=files | more).finish()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "aiocoll run: tls_ca='/no/ca': cannot be read (No such file or directory)\n"
+
+
 def test_arguments_go_to_the_script_untouched(launch: Launch) -> None:
     done = launch(
         "-n", 1, script="import sys; print(sys.argv[1:])", args=("--lr", "0.1", "-n", "7", "--", "x y")

@@ -75,13 +75,19 @@ class Ranks:
 
     async def launch(self, network: Network, what: str, master: str, each: int = 1, **env: str) -> list[Process]:
         """Start ranks, `each` on a host, by `aiocoll run`; the launcher of host 0, which is `master`, has the store."""
+        return [await self.launch_one(network, host, what, master, each, **env) for host in network.hosts]
+
+    async def launch_one(
+        self, network: Network, host: Host, what: str, master: str, each: int = 1, **env: str
+    ) -> Process:
+        """Start the launcher of one host."""
         environment = self.environment | {"METHOD": "env://"} | env
-        key = str(self._key_of(0))
-        for host in network.hosts:
-            hosts = ["--nnodes", str(len(network.hosts)), "--node-rank", str(host.number), "--master-addr", master]
-            command = ["-m", "aiocoll", "run", "-n", str(each), *hosts, "--job-key-file", key, PROGRAM, what]
-            self._processes.append(await Process.start(host, command, environment))
-        return self._processes[-len(network.hosts) :]
+        hosts = ["--nnodes", str(len(network.hosts)), "--node-rank", str(host.number), "--master-addr", master]
+        key = ["--job-key-file", str(self._key_of(0))]
+        command = ["-m", "aiocoll", "run", "-n", str(each), *hosts, *key, PROGRAM, what]
+        process = await Process.start(host, command, environment)
+        self._processes.append(process)
+        return process
 
     async def examine(self, host: Host, nnodes: int, master: str, *more: str, key: bytes = KEY, **env: str) -> Process:
         """Start `aiocoll doctor` on one of several hosts, of which `master` is the first."""

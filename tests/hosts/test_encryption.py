@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.certificates import Authority, as_variables
 from tests.hosts.network import Network
 
 if TYPE_CHECKING:
@@ -53,3 +56,90 @@ async def test_ranks_that_do_not_agree(network: Callable[..., Network], ranks: R
         assert f"is it, too, given encryption='{second}' (AIOCOLL_ENCRYPTION)?" in complaints
         assert any(each in complaints for each in said.split("|"))
         await serving.kill()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def of_job(authority: Authority, *parts: str, file: str = "own") -> dict[str, str]:
+    """Return the environment of a process with a certificate for these parts of the job "train"."""
+    names = (f"aiocoll://train/{part}" for part in parts)
+    return {"AIOCOLL_JOB_ID": "train", **as_variables(authority.make(*names, file=file))}
+
+
+@pytest.mark.parametrize(("size", "with_launcher"), [(2, False), (3, False), (2, True)])
+async def test_hosts_with_certificates_of_a_ca(
+    network: Callable[..., Network], ranks: Ranks, authority: Authority, size: int, with_launcher: bool
+) -> None:
+    """Each host has one for its ranks, two if launched; that of host 0 is for the store, too."""
+    net = network(size)
+    started = []
+    for host in net.hosts:
+        each = 2 if with_launcher else 1
+        parts = [f"rank/{rank}" for rank in range(each * host.number, each * (host.number + 1))]
+        environment = of_job(authority, *parts, *([] if host.number else ["store"]), file=str(host.number))
+        master = net.hosts[0].ipv4
+        if with_launcher:
+            started.append(await ranks.launch_one(net, host, "total", master, each, **environment))
+        else:
+            started.append(await ranks.start(host, "total", host.number, size, f"tcp://{master}:29500", **environment))
+    world = size * (2 if with_launcher else 1)
+    for process in started:
+        told = [await process.told() for _ in range(2)] if with_launcher else [await process.told()]
+        assert told == [[world * (world + 1) / 2] * 2] * len(told)
+        assert await process.end() == (0, "")
+
+
+async def test_what_crosses_the_cable_with_a_ca(
+    network: Callable[..., Network], ranks: Ranks, authority: Authority
+) -> None:
+    """Nor are certificates seen, in TLS 1.3."""
+    net = network(2)
+    with net.captured(1) as captured:
+        started = await ranks.start_all(net, "confide", **of_job(authority, "rank/*", "store"))
+        assert [await process.result() for process in started] == [3, 2]
+    (crossed,) = captured
+    assert len(crossed) > 190_000
+    assert not [secret for secret in (*SECRETS, b"aiocoll:", b"train", b"rank/") if secret in crossed]
+
+
+@pytest.mark.parametrize("part", ["rank/0", "store"])
+async def test_a_certificate_of_another_rank(
+    network: Callable[..., Network], ranks: Ranks, authority: Authority, part: str
+) -> None:
+    """Both hosts say so."""
+    net = network(2)
+    method = f"tcp://{net.hosts[0].ipv4}:29500"
+    good, bad = of_job(authority, "rank/*", "store", file="good"), of_job(authority, part, file="bad")
+    serving = await ranks.start(net.hosts[0], "total", 0, 2, method, **good)
+    failing = await ranks.start(net.hosts[1], "total", 1, 2, method, **bad)
+    for code, complaints in await asyncio.gather(failing.end(), serving.end()):
+        assert code == 1
+        assert f"bad.pem' names aiocoll://train/{part}, but aiocoll://train/rank/1 was expected" in complaints
+
+
+async def test_a_host_of_another_job_or_ca_or_of_none(
+    network: Callable[..., Network], ranks: Ranks, authority: Authority, tmp_path: Path
+) -> None:
+    """It reaches the store and no further; the host of the store logs who it was, if it was told."""
+    net = network(2)
+    method = f"tcp://{net.hosts[0].ipv4}:29500"
+    serving = await ranks.start(net.hosts[0], "total", 0, 2, method, **of_job(authority, "rank/*", "store"))
+    other = as_variables(authority.make("aiocoll://other/rank/*", file="other"))
+    foreign = as_variables(Authority(tmp_path, "foreign").make("aiocoll://train/rank/*", file="stranger"))
+    for environment, message in (
+        # First, since few warnings are logged.
+        ({"AIOCOLL_JOB_ID": "train"}, "one that takes only certificates of a CA"),
+        ({"AIOCOLL_JOB_ID": "other", **other}, "names aiocoll://train/rank/*, aiocoll://train/store, but"),
+        ({"AIOCOLL_JOB_ID": "train", **foreign}, "the certificate of the server is not signed by the CA in our tls_ca"),
+    ):
+        failing = await ranks.start(net.hosts[1], "total", 1, 2, method, TIMEOUT="2", **environment)
+        code, complaints = await failing.end()
+        assert code == 1
+        assert message in complaints
+    joining = await ranks.start(net.hosts[1], "total", 1, 2, method, **of_job(authority, "rank/1", file="late"))
+    assert await joining.result() == await serving.told() == [3.0, 3.0]
+    _, complaints = await serving.end()
+    assert f"refused a connection: {net.hosts[1].ipv4} has shown no certificate: give it, too" in complaints

@@ -419,8 +419,8 @@ async def test_silent_clients_take_no_memory_for_tls():
 
 async def test_a_certificate_that_two_threads_have_made(monkeypatch):
     """Each gets its own then, and later callers one of them: a connection has one, whichever it is."""
-    monkeypatch.setattr("aiocoll.store.server.of_this_process", of_this_process.__wrapped__)
     server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
+    monkeypatch.setattr(server._tls, "get", of_this_process.__wrapped__)
     server.start()
     async with client(server, encryption="tls") as store:
         await store.set("k", b"1")
@@ -744,3 +744,21 @@ async def test_a_client_joins_once(server):
         writer.write(frame(b"\x93\x01\xa4join\x91\x03") + frame(b"\x93\x02\xa4join\x91\x03"))
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
+
+
+async def test_opening_that_is_cancelled_once_it_is_encrypted_does_not_disturb_the_next_one(monkeypatch):
+    """Whose socket has the number of the one that was cancelled."""
+    server = StoreServer(LOCAL, 0, key=KEY, encryption="tls")
+    server.start()
+
+    def made() -> TCPStore:
+        return TCPStore(LOCAL, server.port, key=KEY, encryption="tls")
+
+    with monkeypatch.context() as patch:
+        spied(patch, client_connected=lambda *_: opening.cancel())
+        opening = asyncio.create_task(made().open())
+        await asyncio.wait([opening])
+    assert opening.cancelled()
+    async with made() as store:
+        await store.set("key", b"value")
+    await server.aclose()

@@ -40,6 +40,9 @@ class RecordStream:
         self._readable: Callable[[], object] | None = None
         self._writable: Callable[[], object] | None = None
 
+    def check_rank(self, rank: int) -> None:
+        pass
+
     def send(self, data: Any) -> int:
         self._move()
         if self._error is not None:

@@ -220,9 +220,10 @@ class Dialler:
 
     async def _introduce(self, stream: ByteStream, key: Key, target: DialAddress, adopt: _Adopt[T]) -> T:
         peer, kind = key
+        stream.check_rank(peer)
         identity = self._identity._replace(kind=kind, ended=self._links.ended(key), striped=target.striped)
         exchange = ClientHandshake(identity, self._key, self._runtime.random_bytes, stream.bound)
-        send_message(stream, exchange.hello())
+        await _say_hello(stream, exchange.hello())
         send_message(stream, exchange.prove(await receive_message(stream, CHALLENGE_SIZE)))
         confirmation = exchange.confirm(await receive_message(stream, VERDICT_SIZE))
         assert exchange.peer is not None
@@ -236,3 +237,12 @@ class Dialler:
         if adopted is None:
             raise _RetryError("the connection that it opened came first")
         return adopted
+
+
+async def _say_hello(stream: ByteStream, hello: bytes) -> None:
+    """Send the first message, or say why the other end takes none: it may refuse a certificate that it was shown."""
+    try:
+        send_message(stream, hello)
+    except OSError:
+        await receive_message(stream, 1)
+        raise

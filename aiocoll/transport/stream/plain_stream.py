@@ -27,6 +27,9 @@ class PlainStream(SocketStream):
         # The socket's own methods: none of ours is called per message.
         self.send, self.send_parts, self.receive_into = sock.send, sock.sendmsg, sock.recv_into
 
+    def check_rank(self, rank: int) -> None:
+        """Nothing was shown."""
+
     def shutdown(self) -> None:
         """Shut down the sending side."""
         self.sock.shutdown(socket.SHUT_WR)

@@ -119,12 +119,14 @@ class StripedStream:
         "_soon",
         "_stripes",
         "bound",
+        "check_rank",
         "sock",
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, first: ByteStream) -> None:
         self.sock: socket.socket = first.sock
         self.bound = first.bound
+        self.check_rank = first.check_rank
         self._stripes = [_Stripe(first)]
         self._loop = loop
         self._readable: Callable[[], object] | None = None

@@ -7,8 +7,14 @@ import errno
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
+from aiocoll.credentials import tls_files
+from aiocoll.options import GroupOptions
+from aiocoll.security.names import check_names, names_in, rank_name
 from aiocoll.security.tls import Tls, binding
+from aiocoll.security.tls_trouble import in_words
+from aiocoll.security.user_ca import prepare
 from aiocoll.transport.byte_stream import Bytes, ByteStream, resolve
 from aiocoll.transport.stream.plain_stream import open_plain
 from aiocoll.transport.stream.socket_stream import SocketStream
@@ -27,19 +33,31 @@ class TlsStream(SocketStream):
     Args:
         loop: whose readers and writers there will be.
         sock: after its handshake; closed by `close`.
-        bound: see `aiocoll.security.tls.binding`.
+        tls: what secures it.
+        who: the other end, for messages.
+        dialled: this end has opened the connection.
     """
 
-    __slots__ = ("_held", "_readable", "_soon", "_ssl", "bound")
+    __slots__ = ("_held", "_readable", "_soon", "_ssl", "_tls", "_who", "bound")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, bound: bytes) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, tls: Tls, who: str, *, dialled: bool
+    ) -> None:
         super().__init__(loop, sock)
-        self.bound = bound
+        self.bound = binding(sock.getpeercert(binary_form=True) if dialled else tls.certificate)
         self._ssl = sock
+        self._tls = tls
+        self._who = who
         self._readable: Callable[[], object] | None = None
         self._soon = False
         # Bytes of the record that was made and is not taken yet.
         self._held = 0
+
+    def check_rank(self, rank: int) -> None:
+        """Compare the certificate that was shown with the rank at the other end, if it is one of the user's CA."""
+        if self._tls.job is not None:
+            shown = names_in(self._ssl.getpeercert() or {})
+            check_names(shown, rank_name(self._tls.job, rank), f"the certificate of {self._who}")
 
     def send(self, data: Bytes) -> int:
         """Encrypt and send some bytes; return how many were taken."""
@@ -57,7 +75,7 @@ class TlsStream(SocketStream):
                     return sent
                 raise BlockingIOError from None
             except ssl.SSLError as error:
-                raise _broken(error) from error
+                raise self._broken(error) from error
             self._held = 0
             sent += len(record)
         return sent
@@ -88,7 +106,7 @@ class TlsStream(SocketStream):
                     return got
                 raise BlockingIOError from None
             except ssl.SSLError as error:
-                raise _broken(error) from error
+                raise self._broken(error) from error
             if not more:
                 return got
             got += more
@@ -119,6 +137,9 @@ class TlsStream(SocketStream):
                 self._soon = False
             self._look_again()
 
+    def _broken(self, error: ssl.SSLError) -> ConnectionError:
+        return _broken(error, self._tls, self._who)
+
     def _look_again(self) -> None:
         """Have what was decrypted and not received looked for: no poller tells of it."""
         if self._readable is not None and not self._soon and self._ssl.pending():
@@ -130,8 +151,9 @@ class TlsStream(SocketStream):
         self._read()
 
 
-def _broken(error: ssl.SSLError) -> ConnectionResetError:
-    return ConnectionResetError(errno.ECONNRESET, f"TLS: {error.reason or error}")
+def _broken(error: ssl.SSLError, tls: Tls, who: str) -> ConnectionError:
+    reset = ConnectionResetError(errno.ECONNRESET, f"TLS: {error.reason or error}")
+    return in_words(error, tls, who) or reset
 
 
 def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:
@@ -157,12 +179,33 @@ def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:
 class OpenEncrypted:
     """Opens the streams of a rank, see `aiocoll.transport.byte_stream.OpenStream`: plain ones, until TCP is encrypted.
 
+    Args:
+        options: of its group.
+        rank: this rank.
+
     Attributes:
         tls: what encrypts connections over TCP; None: nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: GroupOptions, rank: int) -> None:
+        files = tls_files(options.tls_ca, options.tls_certificate, options.tls_key)
+        job = options.job_id or ""
+        self._prepare = partial(prepare, files, job, rank_name(job, rank))
         self.tls: Tls | None = None
+
+    async def encrypt(self, encrypted: bool) -> None:
+        """Encrypt connections over TCP from now on, or do not.
+
+        Raises:
+            ValueError: the files of the user's CA cannot be used.
+            BackendUnavailableError: there are none, and no certificate can be made.
+        """
+        self.tls = await asyncio.to_thread(self._prepare) if encrypted else None
+
+    async def renew(self) -> None:
+        """Read the files again for connections to come, if they are encrypted."""
+        if self.tls is not None:
+            await self.encrypt(True)
 
     async def __call__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
         """Return a stream on a connected socket."""
@@ -176,12 +219,18 @@ async def open_tls(tls: Tls, loop: asyncio.AbstractEventLoop, sock: socket.socke
 
     Raises:
         ConnectionResetError: the other end does not speak TLS 1.3, or ended the connection.
+        WrongCertificateError: one end does not take the certificate of the other.
     """
     context = tls.client if dialled else tls.server
     secured = context.wrap_socket(sock, server_side=not dialled, do_handshake_on_connect=False)
     try:
-        await _shake_hands(loop, secured)
-        return TlsStream(loop, secured, binding(secured.getpeercert(binary_form=True) if dialled else tls.certificate))
+        name = secured.getpeername()
+        who = name[0] if isinstance(name, tuple) else "the other end"
+        try:
+            await _shake_hands(loop, secured)
+        except ssl.SSLError as error:
+            raise _broken(error, tls, who) from error
+        return TlsStream(loop, secured, tls, who, dialled=dialled)
     except BaseException:
         secured.close()
         raise
@@ -197,8 +246,6 @@ async def _shake_hands(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket) -> 
             watch, forget = loop.add_reader, loop.remove_reader
         except ssl.SSLWantWriteError:
             watch, forget = loop.add_writer, loop.remove_writer
-        except ssl.SSLError as error:
-            raise _broken(error) from error
         watch(sock.fileno(), resolve, ready)
         try:
             await ready

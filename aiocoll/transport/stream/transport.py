@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -22,6 +23,7 @@ from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.security import handshake
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, Peer, ServerHandshake, Status
+from aiocoll.security.names import WrongCertificateError
 from aiocoll.security.unproven import Unproven
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_message, send_message
@@ -41,6 +43,8 @@ __all__ = ["StreamTransport"]
 _GRACE = 0.05
 #: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
 _TRY_AGAIN = 0.01
+#: Seconds between two warnings of refused certificates: anybody can show one.
+_WARN_EVERY = 10.0
 
 #: What the accepting end of a further connection says of it.
 _TAKEN = b"\x01"
@@ -102,6 +106,7 @@ class StreamTransport:
         self._addresses = DialAddresses(rank, address.host_identity(host_id), key, transport)
         self._process = this_process()
         self._handshake_timeout = handshake_timeout
+        self._warned = -math.inf
         self._unix: str | None = None
         self._tcp: tuple[str, int] | None = None
         self._listeners = address.Listeners(runtime, self._greet)
@@ -292,11 +297,19 @@ class StreamTransport:
         self._evicted.discard(task)
         self._unproven.release(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:
+        if isinstance(error, WrongCertificateError):
+            self._warn(error)
+        elif error is not None:
             level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
             logger.log(level, "rank %d refused a connection", self.rank, exc_info=error, extra=self._log_extra)
         if task.cancelled() or error is not None or not task.result():
             sock.close()
+
+    def _warn(self, why: WrongCertificateError) -> None:
+        """Log that a certificate was refused: whose clock or files are wrong may wait for this rank in vain."""
+        if (now := self._runtime.time()) - self._warned >= _WARN_EVERY:
+            self._warned = now
+            logger.warning("rank %d refused a connection: %s", self.rank, why, extra=self._log_extra)
 
     async def _serve(self, sock: socket.socket) -> bool:
         """Answer a handshake; whether the socket is now in use."""
@@ -320,9 +333,15 @@ class StreamTransport:
             raise exchange.refusal
         proof = await receive_message(stream, handshake.PROOF_SIZE)
         key: Key | None = None
+        wrong: WrongCertificateError | None = None
 
         def decide(peer: Peer) -> Status:
-            nonlocal key
+            nonlocal key, wrong
+            try:
+                stream.check_rank(peer.rank)
+            except WrongCertificateError as error:
+                wrong = error
+                return Status.WRONG_CERTIFICATE
             key = (peer.rank, peer.kind)
             self._links.catch_up(key, peer.ended)
             return self._crossing.decide(key)
@@ -330,7 +349,7 @@ class StreamTransport:
         verdict = exchange.verdict(proof, decide, lambda peer: self._links.ended((peer.rank, peer.kind)))
         if exchange.refusal is not None:
             send_message(stream, verdict)
-            raise exchange.refusal
+            raise wrong or exchange.refusal
         assert key is not None  # asked for everything that is not refused
         task = asyncio.current_task()
         assert task is not None

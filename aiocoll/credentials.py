@@ -1,0 +1,68 @@
+"""Files by which a process proves who it is: which belong together, and reading those that are secret."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import NamedTuple
+
+__all__ = ["TlsFiles", "read_private", "tls_files"]
+
+
+class TlsFiles(NamedTuple):
+    """Paths of PEM files: certificates of a CA; the certificate of this process; the private key of that."""
+
+    ca: str
+    certificate: str
+    key: str
+
+
+def tls_files(ca: str | None, certificate: str | None, key: str | None) -> TlsFiles | None:
+    """Return the files of the options `tls_ca`, `tls_certificate` and `tls_key`; None if none is given.
+
+    Raises:
+        TypeError: one is neither a str nor None.
+        ValueError: one is given without the others.
+    """
+    given = {"tls_ca": ca, "tls_certificate": certificate, "tls_key": key}
+    for name, path in given.items():
+        if path is not None and not isinstance(path, str):
+            raise TypeError(f"{name} must be a str or None, not {type(path).__name__}")
+    missing = [name for name, path in given.items() if not path]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        there = next(name for name in given if name not in missing)
+        variables = ", ".join(f"AIOCOLL_{name.upper()}" for name in missing)
+        raise ValueError(
+            f"{there}={given[there]!r} is given without {' and '.join(missing)} ({variables}): the certificates of "
+            "the CA, the certificate of this process and its key belong together; give all three, or none"
+        )
+    assert ca is not None
+    assert certificate is not None
+    assert key is not None
+    return TlsFiles(ca, certificate, key)
+
+
+def read_private(path: str, label: str, most: int) -> bytes:
+    """Return up to `most` bytes of a file that only this user may access.
+
+    Raises:
+        ValueError: the file is missing, a symbolic link, of another user, or accessible to others; begins with `label`.
+    """
+    where = f"{label}={path!r}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be opened ({error.strerror}); symbolic links are not followed") from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{where}: is not a regular file")
+        if status.st_uid != os.geteuid():
+            raise ValueError(f"{where}: belongs to user {status.st_uid}, not to this user ({os.geteuid()}); chown it")
+        if status.st_mode & 0o077:
+            raise ValueError(f"{where}: other users may access it; chmod 600 it")
+        return os.read(fd, most)
+    finally:
+        os.close(fd)

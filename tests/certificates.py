@@ -1,0 +1,132 @@
+"""A CA for tests, and the certificates that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from aiocoll.credentials import TlsFiles
+
+__all__ = ["Authority", "as_options", "as_variables", "secret_of"]
+
+DAY = timedelta(days=1)
+
+
+class Authority:
+    """A CA whose files are in a folder.
+
+    Args:
+        folder: where `make` puts files; `<name>.pem` is the certificate of the CA.
+        name: its own.
+        days: from when until when its certificate is valid, in days from now.
+        above: the CA that has signed its certificate; None: it has itself.
+        proper: whether its certificate says that it is a CA.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str = "ca",
+        days: tuple[float, float] = (-1, 30),
+        above: Authority | None = None,
+        proper: bool = True,
+    ) -> None:
+        self.folder = folder
+        self.name = name
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._certificate = self._sign(name, self._key, [], days, above or self, ca=proper)
+        self.file = folder / f"{name}.pem"
+        self.file.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
+
+    def make(
+        self,
+        *names: str,
+        file: str = "own",
+        days: tuple[float, float] = (-1, 30),
+        uses: Sequence[x509.ObjectIdentifier] = (),
+        ca: Path | None = None,
+    ) -> TlsFiles:
+        """Make a certificate that has `names`, and replace the files `<file>.pem` and `<file>.key` by it.
+
+        Names are URIs, but for those that begin with ``DNS:``.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._sign("rank", key, names, days, self, uses=uses)
+        public, private = self.folder / f"{file}.pem", self.folder / f"{file}.key"
+        public.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        private.unlink(missing_ok=True)
+        private.touch(mode=0o600)
+        private.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return TlsFiles(str(ca or self.file), str(public), str(private))
+
+    @staticmethod
+    def middle(files: TlsFiles) -> float:
+        """Return a time at which the certificate is valid, in seconds since 1970."""
+        certificate = x509.load_pem_x509_certificate(Path(files.certificate).read_bytes())
+        return (certificate.not_valid_before_utc.timestamp() + certificate.not_valid_after_utc.timestamp()) / 2
+
+    def _sign(
+        self,
+        subject: str,
+        key: ec.EllipticCurvePrivateKey,
+        names: Sequence[str],
+        days: tuple[float, float],
+        signer: Authority,
+        *,
+        ca: bool = False,
+        uses: Sequence[x509.ObjectIdentifier] = (),
+    ) -> x509.Certificate:
+        now = datetime.now(UTC)
+        constraints = x509.BasicConstraints(ca=ca, path_length=None)
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(_name(subject))
+            .issuer_name(_name(signer.name))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now + days[0] * DAY)
+            .not_valid_after(now + days[1] * DAY)
+            .add_extension(constraints, critical=True)
+        )
+        if names:
+            alternatives = [
+                x509.DNSName(name[4:]) if name.startswith("DNS:") else x509.UniformResourceIdentifier(name)
+                for name in names
+            ]
+            builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        if uses:
+            builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        return builder.sign(signer._key, hashes.SHA256())
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+
+def as_options(files: TlsFiles) -> dict[str, Any]:
+    """Return the options that name these files."""
+    return {f"tls_{name}": path for name, path in files._asdict().items()}
+
+
+def as_variables(files: TlsFiles) -> dict[str, str]:
+    """Return the environment that names these files."""
+    return {f"AIOCOLL_{name.upper()}": path for name, path in as_options(files).items()}
+
+
+def secret_of(files: TlsFiles) -> list[bytes]:
+    """Return every form in which the private key might be found: the lines of its file, and what they encode."""
+    text = Path(files.key).read_bytes()
+    key = serialization.load_pem_private_key(text, None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    number = key.private_numbers().private_value
+    return [*text.split(b"\n")[1:-2], number.to_bytes(32, "big"), f"{number:x}".encode(), str(number).encode()]
