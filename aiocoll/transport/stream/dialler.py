@@ -120,7 +120,8 @@ class Dialler:
         try:
             return await self._dial(dial, key, adopt)
         except asyncio.CancelledError:
-            self._trouble = str(dial.failure(self._runtime.time()))
+            if key[1] is not ConnKind.PROBE:  # nobody needs one
+                self._trouble = str(dial.failure(self._runtime.time()))
             raise
         finally:
             del self._dials[key]
