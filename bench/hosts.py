@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from environments import ROOT, Unavailable, prepare
 from inflight import Case
-from launch import RANK, launch
+from launch import RANK, OneHost, launch
 from machine import machine
 from markdown import size_of, table
 from results import Results
@@ -80,6 +82,16 @@ SYSTEMS = {
 }
 
 
+class Loopback(OneHost):
+    """This host, with or without encryption."""
+
+    def __init__(self, encryption: str) -> None:
+        self._encryption = encryption
+
+    def config(self, system: System) -> dict[str, Any]:
+        return super().config(system) | {"encryption": self._encryption}
+
+
 class Hosts:
     """The hosts of a network, on which the ranks of a launch run."""
 
@@ -131,6 +143,7 @@ def main() -> None:
     print("# Allreduce between hosts\n", machine(), "", sep="\n", flush=True)
     found = [(row, *measured(row, systems, pythons, launches)) for row in rows]
     print(report(systems, found))
+    print("", loopback(launches), sep="\n")
 
 
 def measured(row: Row, systems: Sequence[System], pythons: dict[str, Path], launches: int) -> tuple[Results, float]:
@@ -175,6 +188,28 @@ def both_ways(network: Network, link: Link) -> float:
         server.wait(10)
     streams = [each["receiver"]["bits_per_second"] for each in told["end"]["streams"]]
     return float(min(streams) / link.rate / PAYLOAD)
+
+
+def loopback(launches: int) -> str:
+    """Return what encryption takes where no link is in the way, and what the library that it uses could do."""
+    case, effort = Case("allreduce", 64 * MIB), Effort(2.0, 5, 100)
+    rows: list[Sequence[object]] = []
+    for encryption in ("none", "tls"):
+        done = [launch(ours("tcp"), None, 2, [case], effort, LIMIT, Loopback(encryption)) for _ in range(launches)]
+        assert not any(each.failure for each in done), done
+        timings = [each.timings[case] for each in done]
+        seconds = median(median(timing.nanoseconds) for timing in timings) / 1e9
+        cpu = median(timing.cpu for timing in timings)
+        rows.append((encryption, f"{case.nbytes / seconds / 1e9:.2f}", f"{cpu / (2 * case.nbytes / 1e9):.2f}"))
+    how = ("-mr", "-seconds", "2", "-bytes", "16384", "-evp", "aes-256-gcm")
+    speed = subprocess.run(["openssl", "speed", *how], check=True, capture_output=True, text=True)
+    (cipher,) = re.findall(r"^\+F:.*:([\d.]+)$", speed.stdout, re.M)
+    head = ("encryption", "GB/s each way", "CPU seconds per GB, both ends")
+    return (
+        f"## On the loopback, 2 ranks, {size_of(case.nbytes)}\n\n{table(head, rows)}\n\n"
+        f"`openssl speed` encrypts {float(cipher) / 1e9:.1f} GB/s with AES-256-GCM on one core. "
+        "Here one rank encrypts each byte, and the other decrypts it."
+    )
 
 
 def report(systems: Sequence[System], found: Sequence[tuple[Row, Results, float]]) -> str:
