@@ -8,7 +8,16 @@ import sys
 from contextlib import suppress
 from math import inf
 
-__all__ = ["UNREACHABLE_AFTER", "between_hosts", "keep_asking", "retry_soon", "round_trip", "send_in_bursts", "silence"]
+__all__ = [
+    "UNREACHABLE_AFTER",
+    "between_hosts",
+    "keep_asking",
+    "retry_soon",
+    "round_trip",
+    "send_in_bursts",
+    "silence",
+    "window",
+]
 
 #: Seconds without an answer of a peer's host after which it is unreachable. The kernel sends a probe every second, so
 #: the fifth probe still gets its time; the rest of the contract's 6 s is for noticing it and telling all ranks.
@@ -28,6 +37,8 @@ _ASK_AFTER = _ASK_EVERY = 1
 _ASK_TIMES = 10
 #: struct tcp_info: retransmissions, unanswered probes; milliseconds since data and since an acknowledgement came.
 _INFO = struct.Struct("=2xBB48xII")
+#: struct tcp_info: bytes of a packet, and how many may be under way.
+_WINDOW = struct.Struct("=16xI60xI")
 #: struct tcp_info: the shortest round trip in microseconds, of which a kernel before 4.6 says nothing.
 _ROUND_TRIP = struct.Struct("=148xI")
 
@@ -97,3 +108,11 @@ def round_trip(sock: socket.socket) -> float:
         return inf
     (microseconds,) = _ROUND_TRIP.unpack(info)
     return float(microseconds) / 1e6 or inf
+
+
+def window(sock: socket.socket) -> int:
+    """Return how many bytes the kernel lets be under way on a connection now; 0 if it cannot tell."""
+    if not _LINUX or sock.family == socket.AF_UNIX:
+        return 0
+    nbytes, packets = _WINDOW.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WINDOW.size))
+    return int(nbytes * packets)

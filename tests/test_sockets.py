@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from aiocoll import sockets
-from aiocoll.sockets import between_hosts, keep_asking, retry_soon, round_trip, send_in_bursts, silence
+from aiocoll.sockets import between_hosts, keep_asking, retry_soon, round_trip, send_in_bursts, silence, window
 from aiocoll.store import address
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="these are options of Linux")
@@ -132,3 +132,12 @@ def test_a_connection_that_sends_in_bursts_is_not_bbr() -> None:
         send_in_bursts(here)
         here.connect(listener.getsockname())
         assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
+
+
+def test_the_kernel_knows_the_window(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Ten packets at first (RFC 6928), of at least the bytes that every network carries."""
+    before = window(pair[0])
+    assert 10 * 536 <= before <= 10 * (1 << 16)
+    here, there = socket.socketpair()
+    with here, there:
+        assert window(here) == 0

@@ -53,7 +53,9 @@ class MeasuredLinks:
         tcp = tuning.tcp
         there = max((each.rtt for each in figures), default=0.0) / 2
         beta = max((1 / each.rate for each in figures if each.rate), default=0.0)
-        tcp = tcp._replace(alpha=tcp.alpha + there, beta=max(tcp.beta, beta))
+        # However fast the link is: more on its way at once is lost where it meets what others send.
+        beta = max(tcp.beta, beta, there / WINDOW)
+        tcp = tcp._replace(alpha=tcp.alpha + there, beta=beta)
         return tuning._replace(tcp=tcp).over("tcp")
 
     def connections(self, one: str, other: str) -> int:

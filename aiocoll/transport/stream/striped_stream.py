@@ -3,7 +3,8 @@
 TCP sends a window per round trip: what the buffers of the kernel hold, and after a loss half of that. Several
 connections have several windows, and a loss halves one of them.
 
-The bytes go in blocks, each whole over one connection, that with the fewest bytes under way:
+The bytes go in blocks, each whole over one connection: the first whose window has room for it, so that what is little
+keeps one window open; or that with the fewest bytes under way, if none has room:
 
     offset  size  (big endian)
          0     8  number of the block
@@ -21,8 +22,10 @@ import socket
 import struct
 import termios
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 
 from aiocoll.errors import ProtocolError
+from aiocoll.sockets import window
 from aiocoll.transport.byte_stream import Bytes, ByteStream
 
 __all__ = ["BLOCK", "StripedStream"]
@@ -234,10 +237,21 @@ class StripedStream:
 
     def _begin(self, nbytes: int) -> None:
         """Begin a block of what is to be sent."""
-        self._on = min(self._stripes, key=_Stripe.queued) if len(self._stripes) > 1 else self._stripes[0]
         self._left = min(nbytes, BLOCK)
+        self._on = self._stripes[0] if len(self._stripes) == 1 else self._choose(self._left)
         self._head = memoryview(_HEAD.pack(self._next, self._left))
         self._next += 1
+
+    def _choose(self, nbytes: int) -> _Stripe:
+        """Return the connection for a block of so many bytes."""
+        fewest = inf
+        for stripe in self._stripes:
+            queued = stripe.queued()
+            if queued + nbytes <= window(stripe.stream.sock):
+                return stripe
+            if queued < fewest:
+                fewest, found = queued, stripe
+        return found
 
     def _find(self, block: int) -> _Stripe | None:
         """Return the connection that brings a block."""
