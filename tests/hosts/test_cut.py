@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.hosts.network import Network, Process
+from tests.test_sockets import knows_rto_max
 
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
 #: Seconds within which all ranks must know of one that cannot be reached (contract).
 UNREACHABLE = 6.0
-#: Seconds of an outage that heals before that.
-OUTAGE = 3.5
+#: Seconds of an outage that heals before that (contract).
+OUTAGE = 4.0
 
 
 async def ready(started: list[Process]) -> None:
@@ -78,6 +79,9 @@ async def test_of_two_ranks_cut_off_from_each_other_one_goes_on_with_the_rest(
     assert went_on in ([[0, 1], [0, 1], None], [[0, 2], None, [0, 2]])
 
 
+@pytest.mark.skipif(
+    not knows_rto_max(), reason="needs TCP_RTO_MAX_MS (Linux 6.15): before, TCP may be silent for longer"
+)
 async def test_an_outage_that_heals_in_time_costs_nothing_but_time(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
