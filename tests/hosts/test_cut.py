@@ -79,9 +79,7 @@ async def test_of_two_ranks_cut_off_from_each_other_one_goes_on_with_the_rest(
     assert went_on in ([[0, 1], [0, 1], None], [[0, 2], None, [0, 2]])
 
 
-@pytest.mark.skipif(
-    not knows_rto_max(), reason="needs TCP_RTO_MAX_MS (Linux 6.15)"
-)
+@pytest.mark.skipif(not knows_rto_max(), reason="needs TCP_RTO_MAX_MS (Linux 6.15)")
 async def test_an_outage_that_heals_in_time_costs_nothing_but_time(
     network: Callable[[int], Network], ranks: Ranks
 ) -> None:
