@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -175,6 +176,44 @@ async def test_blocks_of_other_lengths_are_refused(length: int) -> None:
         ends.bring(0, 0, b"", announced=length)
         with pytest.raises(ProtocolError, match=f"a block of {length} bytes has come"):
             ends.receive()
+
+
+@pytest.mark.parametrize("block", [0, 2])
+async def test_a_block_that_comes_twice_is_refused(block: int) -> None:
+    """Be it that it was given out, or that it waits for its turn."""
+    with Ends() as ends:
+        ends.bring(0, 0, b"0")
+        ends.bring(1, 2, b"2")
+        assert ends.receive() == b"0"
+        ends.bring(2, block, b"x")
+        with pytest.raises(ProtocolError, match=f"block {block} has come twice"):
+            ends.receive()
+
+
+async def test_the_loop_calls_for_the_connection_that_is_written_to() -> None:
+    """Not for one that has room and is not, which it would call for without end."""
+    with Ends() as ends:
+        calls = 0
+
+        def send() -> None:
+            nonlocal calls
+            calls += 1
+            with suppress(BlockingIOError):
+                while True:
+                    ends.stream.send(bytes(BLOCK))
+
+        send()
+        ends.stream.start_writing(send)
+        for number in range(30):
+            before = calls
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert calls <= before + 2
+            with suppress(BlockingIOError):
+                while True:
+                    ends.far[number % 3].setblocking(False)
+                    ends.far[number % 3].recv(1 << 20)
+        assert calls > 10
 
 
 @pytest.mark.parametrize("sent", [b"\0", struct.pack("!QI", 0, 5), struct.pack("!QI", 7, 5) + b"four"])

@@ -121,6 +121,7 @@ class StripedStream:
         "_readable",
         "_soon",
         "_stripes",
+        "_writable",
         "bound",
         "check_rank",
         "sock",
@@ -133,6 +134,7 @@ class StripedStream:
         self._stripes = [_Stripe(first)]
         self._loop = loop
         self._readable: Callable[[], object] | None = None
+        self._writable: Callable[[], object] | None = None
         self._soon = False
         self._error: OSError | None = None
         # Of the block that is being sent: the connection, what has not been sent of its header, and of its bytes.
@@ -217,12 +219,13 @@ class StripedStream:
 
     def start_writing(self, writable: Callable[[], object]) -> None:
         """Have `writable` called while bytes would be taken."""
+        self._writable = writable
         self._on.stream.start_writing(writable)
 
     def stop_writing(self) -> None:
         """Call `writable` no more."""
-        for stripe in self._stripes:
-            stripe.stream.stop_writing()
+        self._writable = None
+        self._on.stream.stop_writing()
 
     def shutdown(self) -> None:
         """Shut down the sending side of all connections."""
@@ -231,14 +234,18 @@ class StripedStream:
 
     def close(self) -> None:
         """Close all connections."""
-        self._readable = None
+        self._readable = self._writable = None
         for stripe in self._stripes:
             stripe.stream.close()
 
     def _begin(self, nbytes: int) -> None:
         """Begin a block of what is to be sent."""
         self._left = min(nbytes, BLOCK)
-        self._on = self._stripes[0] if len(self._stripes) == 1 else self._choose(self._left)
+        before = self._on
+        self._on = before if len(self._stripes) == 1 else self._choose(self._left)
+        if self._writable is not None and self._on is not before:
+            before.stream.stop_writing()
+            self._on.stream.start_writing(self._writable)
         self._head = memoryview(_HEAD.pack(self._next, self._left))
         self._next += 1
 
@@ -264,6 +271,8 @@ class StripedStream:
         except OSError as error:
             stripe.ended = True
             self._error = self._error or error
+        if stripe.block is not None and (stripe.block < self._expected or stripe.block in self._kept):
+            raise ProtocolError(f"block {stripe.block} has come twice")
 
     def _give(self, space: memoryview) -> int:
         """Give out some of the block whose turn it is; return how many bytes."""
