@@ -19,6 +19,7 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.elements.dtypes import by_name
 
+from ..fakes.cuda import Gate
 from ..fakes.nccl import FakeCommunicator
 from ..lookalikes import Cupy, Torch
 from ..ranks import run_ranks
@@ -229,6 +230,19 @@ async def test_default_streams_are_those_of_the_call(
     cuda, me = libraries.gpu.cuda, threading.get_ident()
     used: list[tuple[str, int]] = []
 
+    #: What holds up the end of an operation, by the devices that want that: one that is over has nothing to wait for.
+    held: dict[int, list[Gate]] = {}
+
+    def hold(where: Any, name: str) -> None:
+        real = getattr(where, name)
+
+        def holding(*args: Any) -> None:
+            if (device := cuda.current()) in held:
+                held[device].append(cuda.gate(args[-1]))
+            real(*args)
+
+        monkeypatch.setattr(where, name, holding)
+
     def spy(name: str) -> None:
         real = getattr(cuda, name)
 
@@ -255,10 +269,13 @@ async def test_default_streams_are_those_of_the_call(
         gate.open()
         assert await work is x
         assert host.tolist() == [3] * 3
+        held[device] = []
         with on_stream():
             work = pg.allreduce(x)
         await work.on_stream()
-        await pg.barrier()  # the next wait is not the loop's: the other rank has to be past its launch
+        (gate,) = held.pop(device)
+        gate.open()
+        await pg.barrier()  # the next wait is not the loop's: the other rank has to be past its gate
         seen: list[Any] = []
         cuda.kernel(stream, lambda: seen.append(host.tolist()), device)
         cuda.stream_synchronize(stream, device)
@@ -268,6 +285,7 @@ async def test_default_streams_are_those_of_the_call(
 
     spy("event_record")
     spy("stream_wait")
-    cuda.latency = 0.002
+    hold(FakeCommunicator, "all_reduce")
+    hold(cuda, "copy_to_device")
     await run_ranks(2, rank)
     assert set(used) == {("event_record", stream), ("stream_wait", stream)}
