@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from .internals import Limits, set_limits
+from .ports import free_port
 from .ranks import options
 
 _FDS = Path("/proc/self/fd")
@@ -75,6 +76,12 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
 def transport(request: pytest.FixtureRequest) -> str:
     """What a test marked with `ranks` sends over: what it is parametrised with, or memory."""
     return getattr(request, "param", "memory")
+
+
+@pytest.fixture
+def port() -> int:
+    """A port on which nothing listens at 127.0.0.1."""
+    return free_port()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

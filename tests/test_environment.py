@@ -59,14 +59,14 @@ def block(process: subprocess.Popen[str]) -> bytes:
 
 @pytest.mark.parametrize("init_method", ["env://", "file"])
 def test_the_key_is_gone_from_the_environment_that_a_process_was_started_with(
-    tmp_path: Path, unused_tcp_port: int, init_method: str
+    tmp_path: Path, port: int, init_method: str
 ) -> None:
     program = PROGRAM
     if init_method == "file":
         program = program.replace(
             "new_group()", f"new_group(init_method='file://{tmp_path}/meet', rank=0, world_size=1)"
         )
-    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_tcp_port)}
+    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with start(["-c", program], **where) as process:
         assert process.stdout is not None
         assert process.stdin is not None

@@ -72,11 +72,11 @@ async def test_a_group_that_was_aborted() -> None:
         assert is_shown(code(PAGE, "What you see", 4, "text"), said)
 
 
-async def test_ranks_that_do_not_meet(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_ranks_that_do_not_meet(tmp_path: Path, port: int) -> None:
     with pytest.raises(aiocoll.RendezvousError) as alone:
         await aiocoll.new_group(store=HashStore(), rank=0, world_size=2, timeout=0.01)
     with pytest.raises(aiocoll.RendezvousError) as elsewhere:
-        await aiocoll.new_group(init_method=f"tcp://127.0.0.1:{unused_tcp_port}", rank=1, world_size=2, timeout=0.1)
+        await aiocoll.new_group(init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=0.1)
     missing, nothing, *_ = code(PAGE, "What you see", 5, "text").split("\nrank ")
     assert is_shown(missing, str(alone.value))
     assert is_shown(f"rank {nothing}", str(elsewhere.value))

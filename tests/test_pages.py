@@ -25,6 +25,7 @@ from aiocoll.store import HashStore, StoreServer
 
 from .certificates import Authority
 from .pages import ROOT, code, commands, execute, is_shown, shell
+from .ports import free_port
 from .ranks import run_ranks
 
 pytest_plugins = ["pytester"]
@@ -37,17 +38,17 @@ def address(port: int) -> dict[str, str]:
     return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-async def test_every_way_to_meet(tmp_path: Path, unused_tcp_port_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_way_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the only rank, on this host: the page has others."""
-    for name, value in address(unused_tcp_port_factory()).items():
+    for name, value in address(free_port()).items():
         monkeypatch.setenv(name, value)
     ways = code("docs/guide.md", "Groups").replace("world_size=4", "world_size=1").replace("/shared", str(tmp_path))
-    *ways, last = ways.replace("10.0.0.1:29500", f"127.0.0.1:{unused_tcp_port_factory()}").splitlines()
+    *ways, last = ways.replace("10.0.0.1:29500", f"127.0.0.1:{free_port()}").splitlines()
     assert len(ways) == 4
     for way in ways:
         fragment = f"{way.split('  #')[0]}\n    size = await pg.allreduce(1)"
         assert (await execute(fragment, aiocoll=aiocoll, store=HashStore()))["size"] == 1
-    monkeypatch.setenv("MASTER_PORT", str(unused_tcp_port_factory()))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     pg = (await execute(last, aiocoll=aiocoll))["pg"]
     assert await pg.allreduce(1) == 1
     await pg.shutdown()
@@ -271,10 +272,10 @@ async def test_the_ported_example_runs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_the_example_before_it_was_ported_runs(tmp_path: Path, unused_tcp_port: int) -> None:
+def test_the_example_before_it_was_ported_runs(tmp_path: Path, port: int) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     before = code("docs/porting.md", "An example") + "\n"
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_tcp_port), "WORLD_SIZE": "2"}
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     (tmp_path / "before.py").write_text(before)
     script = f"RANK=1 {sys.executable} before.py & RANK=0 {sys.executable} before.py && wait $! && echo ran"
     assert "ran" in shell(script, tmp_path, **environ)

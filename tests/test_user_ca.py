@@ -515,12 +515,12 @@ async def test_between_hosts_auto_uses_them(authority: Authority, monkeypatch: p
     assert await meet(each) == [3.0, 3.0]
 
 
-async def test_ranks_meet_at_a_store_by_address(authority: Authority, unused_tcp_port: int) -> None:
+async def test_ranks_meet_at_a_store_by_address(authority: Authority, port: int) -> None:
     """Rank 0 serves it with its own certificate; all comes from the options."""
     files = [authority.make(RANK0, STORE, file="0"), authority.make(rank_name("train", 1), file="1")]
 
     async def rank(rank: int) -> float:
-        method = f"tcp://127.0.0.1:{unused_tcp_port}"
+        method = f"tcp://127.0.0.1:{port}"
         group = new_group(init_method=method, rank=rank, world_size=2, options=options(files[rank]), timeout=20)
         async with group as pg:
             return await total(pg)

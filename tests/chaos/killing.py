@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
-from tests.integration.conftest import free_port
+from tests.ports import free_port
 
 from ..internals import comm_of
 
@@ -123,7 +122,7 @@ async def linked(pg: ProcessGroup) -> None:
 
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     """Return the scenario with what its ranks said, and what their processes ended with."""
-    port = free_port("127.0.0.1", socket.AF_INET)
+    port = free_port()
     reading, writing = os.pipe()
     children = []
     for number in range(WORLD_SIZE):

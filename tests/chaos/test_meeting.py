@@ -46,12 +46,10 @@ async def test_a_rank_that_is_lost_while_the_ranks_meet_keeps_nobody_waiting() -
     await stalled.aclose()
 
 
-async def test_a_store_host_that_was_never_there(unused_tcp_port: int) -> None:
+async def test_a_store_host_that_was_never_there(port: int) -> None:
     """Every rank but the host says where it looked, and for how long."""
-    group = new_group(
-        init_method=f"tcp://127.0.0.1:{unused_tcp_port}", rank=1, world_size=2, timeout=SHORT, options=OPTIONS
-    )
-    where = rf"no store at 127\.0\.0\.1:{unused_tcp_port}: nothing listens there"
+    group = new_group(init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=SHORT, options=OPTIONS)
+    where = rf"no store at 127\.0\.0\.1:{port}: nothing listens there"
     with pytest.raises(RendezvousError, match=rf"did not meet the others within 0\.5 s: {where}"):
         await group
 

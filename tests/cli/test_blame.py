@@ -178,11 +178,11 @@ def test_when_nobody_failed_by_itself_the_first_to_hear_comes_last(launch: Launc
 
 
 @pytest.mark.slow
-def test_another_hosts_launcher_names_what_it_knows(launch: Launch, tmp_path: Path, unused_tcp_port: int) -> None:
+def test_another_hosts_launcher_names_what_it_knows(launch: Launch, tmp_path: Path, port: int) -> None:
     file = tmp_path / "job.key"
     file.write_text("0123456789abcdef")
     file.chmod(0o600)
-    where = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", unused_tcp_port, "--job-key-file", file)
+    where = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--job-key-file", file)
     script = SCRIPT.format(fault="raise ValueError('no data')", other=BARRIER)
     other = launch("-n", 1, "--node-rank", 1, *where, script=script.replace("== 1", "== 0"))
     done = launch("-n", 1, *where, script=script.replace("== 1", "== 0")).finish()

@@ -297,12 +297,12 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     assert "interface='nope0'" in finding.advice
 
 
-def test_ports_and_an_address_that_others_are_told(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
-    monkeypatch.setenv("AIOCOLL_PORT_RANGE", f"{unused_tcp_port}")
-    assert found("ports for peers").value == f"{unused_tcp_port} to {unused_tcp_port}, 1 of them free"
-    with socket.create_server(("127.0.0.1", unused_tcp_port)):
+def test_ports_and_an_address_that_others_are_told(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setenv("AIOCOLL_PORT_RANGE", f"{port}")
+    assert found("ports for peers").value == f"{port} to {port}, 1 of them free"
+    with socket.create_server(("127.0.0.1", port)):
         finding = found("ports for peers")
-    assert finding.value == f"{unused_tcp_port} to {unused_tcp_port}, 0 of them free"
+    assert finding.value == f"{port} to {port}, 0 of them free"
     assert not finding.fine
     assert "AIOCOLL_PORT_RANGE" in finding.advice
     monkeypatch.setenv("AIOCOLL_ADVERTISE", "203.0.113.5")

@@ -29,6 +29,7 @@ from aiocoll.transport.byte_stream import ByteStream
 
 from ..internals import Limits, replaced
 from ..pages import ROOT
+from ..ports import free_port
 
 KEY = b"of this test and no other"
 LIMIT = 60
@@ -43,13 +44,13 @@ def options(**given: Any) -> GroupOptions:
 
 
 @pytest.fixture
-def meet(unused_tcp_port: int) -> Meet:
+def meet(port: int) -> Meet:
     """Be one of some hosts."""
 
     def start(
         number: int, nnodes: int, timeout: float = LIMIT, key: bytes = KEY, at: str = "127.0.0.1", **given: Any
     ) -> Awaitable[HostsMet]:
-        hosts = Hosts(nnodes, number, (at, unused_tcp_port), key, "this test")
+        hosts = Hosts(nnodes, number, (at, port), key, "this test")
         return meet_hosts(hosts, options(**given), timeout, lambda text: None)
 
     return start
@@ -113,8 +114,8 @@ async def test_encryption_that_differs(meet: Meet) -> None:
     )
 
 
-async def test_ports_that_are_taken(meet: Meet, unused_tcp_port: int) -> None:
-    ports = (unused_tcp_port, unused_tcp_port)
+async def test_ports_that_are_taken(meet: Meet, port: int) -> None:
+    ports = (port, port)
     met, _ = await asyncio.gather(meet(0, 2), meet(1, 2, port_range=ports))
     name = socket.gethostname()
     assert advice(met)["host 1"].startswith(
@@ -138,8 +139,8 @@ async def test_a_host_that_does_not_come(meet: Meet) -> None:
     assert met.store.startswith("127.0.0.1 port ")
 
 
-async def test_another_key(meet: Meet, unused_tcp_port: int) -> None:
-    async with serving(unused_tcp_port):
+async def test_another_key(meet: Meet, port: int) -> None:
+    async with serving(port):
         message = r"cannot use the store at 127\.0\.0\.1:\d+: .* did not prove that it holds this job's key"
         with pytest.raises(StoreUnavailableError, match=message):
             await meet(1, 3, key=b"of another test, or so")
@@ -152,18 +153,18 @@ async def test_no_store(meet: Meet) -> None:
         await meet(1, 2, timeout=0.1)
 
 
-async def test_a_port_that_is_taken(meet: Meet, unused_tcp_port: int) -> None:
+async def test_a_port_that_is_taken(meet: Meet, port: int) -> None:
     with (
-        socket.create_server(("127.0.0.1", unused_tcp_port)),
+        socket.create_server(("127.0.0.1", port)),
         pytest.raises(StoreUnavailableError, match=r"the store cannot listen on .*another program uses it"),
     ):
         await meet(0, 2)
 
 
-async def test_a_store_of_something_else(meet: Meet, limits: Limits, unused_tcp_port: int) -> None:
+async def test_a_store_of_something_else(meet: Meet, limits: Limits, port: int) -> None:
     """Of a job that runs, for instance."""
     limits(doctor_slack=0.1)
-    async with serving(unused_tcp_port):
+    async with serving(port):
         with pytest.raises(
             RendezvousError, match=r"host 0 has a store, and did not go on within 0\.2 s: is it `aiocoll"
         ):
@@ -187,8 +188,8 @@ async def test_another_number_of_hosts(meet: Meet, limits: Limits) -> None:
     assert advice(first)["host 1"].endswith("cannot be dialled: it has not told where it listens: see what it prints")
 
 
-async def test_a_host_that_comes_too_late(meet: Meet, unused_tcp_port: int) -> None:
-    async with serving(unused_tcp_port), elsewhere(unused_tcp_port) as store:
+async def test_a_host_that_comes_too_late(meet: Meet, port: int) -> None:
+    async with serving(port), elsewhere(port) as store:
         await store.set("came", told({0: told({"nnodes": 2})}))
         with pytest.raises(RendezvousError, match="host 1 came too late: the others have begun without it; start all"):
             await meet(1, 2)
@@ -222,33 +223,27 @@ def listening(port: int) -> Any:
         (2, "from 1", "host 1 (elsewhere) has not told whom it reaches: see what it prints"),
     ],
 )
-async def test_a_host_that_stops(
-    meet: Meet, limits: Limits, unused_tcp_port: int, free_port: int, rounds: int, name: str, text: str
-) -> None:
+async def test_a_host_that_stops(meet: Meet, limits: Limits, port: int, rounds: int, name: str, text: str) -> None:
     limits(doctor_dial=0.1, doctor_slack=0.3, doctor_ping=0.1)
-    values = [CAME, listening(free_port)][:rounds]
-    met, _ = await asyncio.gather(meet(0, 2), pretend(unused_tcp_port, *values))
+    values = [CAME, listening(free_port())][:rounds]
+    met, _ = await asyncio.gather(meet(0, 2), pretend(port, *values))
     assert advice(met)[name] == text
 
 
-@pytest.fixture
-def free_port(unused_tcp_port_factory: Callable[[], int]) -> int:
-    return unused_tcp_port_factory()
-
-
-async def test_a_connection_that_is_refused(meet: Meet, limits: Limits, unused_tcp_port: int, free_port: int) -> None:
+async def test_a_connection_that_is_refused(meet: Meet, limits: Limits, port: int) -> None:
     limits(doctor_dial=0.3)
-    met, _ = await asyncio.gather(meet(0, 2), pretend(unused_tcp_port, CAME, listening(free_port), REACHED, None))
+    nobody = free_port()
+    met, _ = await asyncio.gather(meet(0, 2), pretend(port, CAME, listening(nobody), REACHED, None))
     (text,) = advice(met).values()
     assert re.fullmatch(
-        rf"host 0 \(.*\) cannot reach host 1 \(elsewhere\) at 127\.0\.0\.1 port {free_port}, which other hosts cannot "
+        rf"host 0 \(.*\) cannot reach host 1 \(elsewhere\) at 127\.0\.0\.1 port {nobody}, which other hosts cannot "
         r"reach: Connection refused \(tried for [\d.]+ s\); a job does without that: it is host 1 that dials host 0",
         text,
     )
     assert [each.value for each in findings(met) if each.name == "0 to 1"] == ["refused"]
 
 
-async def test_another_program_listens_there(meet: Meet, limits: Limits, unused_tcp_port: int) -> None:
+async def test_another_program_listens_there(meet: Meet, limits: Limits, port: int) -> None:
     limits(doctor_dial=0.3)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -259,7 +254,7 @@ async def test_another_program_listens_there(meet: Meet, limits: Limits, unused_
 
     async with await asyncio.start_server(serve, "127.0.0.1") as server:
         card = listening(server.sockets[0].getsockname()[1])
-        met, _ = await asyncio.gather(meet(0, 2), pretend(unused_tcp_port, CAME, card, REACHED, None))
+        met, _ = await asyncio.gather(meet(0, 2), pretend(port, CAME, card, REACHED, None))
     ((_, attempt),) = met.rows[0].items()
     assert "TLS: " in attempt.trouble
 
@@ -311,12 +306,12 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.fixture
-def doctors(tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctors]:
+def doctors(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctors]:
     for name in [name for name in os.environ if name.startswith(("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE"))]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("PYTHONASYNCIODEBUG", raising=False)
     with ExitStack() as stack:
-        yield Doctors(tmp_path, unused_tcp_port, stack)
+        yield Doctors(tmp_path, port, stack)
 
 
 @pytest.mark.slow

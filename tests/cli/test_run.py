@@ -338,11 +338,11 @@ def test_the_launcher_holds_the_store(launch: Launch) -> None:
 
 
 @pytest.mark.slow
-def test_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, unused_tcp_port: int) -> None:
+def test_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, port: int) -> None:
     file = tmp_path / "job.key"
     file.write_text("0123456789abcdef")
     file.chmod(0o600)
-    where = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", unused_tcp_port, "--job-key-file", file)
+    where = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--job-key-file", file)
     other = launch("-n", 2, "--node-rank", 1, *where, script=MEET)
     done = launch("-n", 2, *where, script=MEET).finish()
     assert sorted(done.stdout.splitlines()) == ["[0] b'0' b'0' b'1' b'1'", "[1] b'0' b'0' b'1' b'1'"], done.stderr
@@ -378,10 +378,10 @@ def test_bad_usage_is_explained(
     assert re.search(f"^aiocoll run: error: .*{message}", error, re.MULTILINE), error
 
 
-def test_a_taken_port_is_explained(launch: Launch, capsys: pytest.CaptureFixture[str], unused_tcp_port: int) -> None:
-    with socket.create_server(("127.0.0.1", unused_tcp_port)):
-        assert main.main(["run", "-n", "1", "--master-port", str(unused_tcp_port), launch.write("")]) == 1
-    assert f"aiocoll run: the store cannot listen on 127.0.0.1:{unused_tcp_port}" in capsys.readouterr().err
+def test_a_taken_port_is_explained(launch: Launch, capsys: pytest.CaptureFixture[str], port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        assert main.main(["run", "-n", "1", "--master-port", str(port), launch.write("")]) == 1
+    assert f"aiocoll run: the store cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_no_command_and_help_say_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

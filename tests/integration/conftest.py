@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,22 +99,3 @@ def _end(process: subprocess.Popen[str]) -> None:
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
     with ExitStack() as stack:
         yield Ranks(tmp_path, stack)
-
-
-@pytest.fixture
-def port() -> int:
-    """A port that is free now, and that the kernel does not give to anybody who asks for any."""
-    return free_port("127.0.0.1", socket.AF_INET)
-
-
-def free_port(host: str, family: socket.AddressFamily) -> int:
-    # Anywhere: test suites that run at the same time must not look for one in the same place.
-    first = 15_000 + int.from_bytes(os.urandom(2)) % 10_000
-    for number in range(first, first + 5_000):
-        with socket.socket(family) as sock:
-            try:
-                sock.bind((host, number))
-            except OSError:
-                continue
-            return number
-    raise AssertionError("no free port")

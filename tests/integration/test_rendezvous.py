@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.conftest import LIMIT, PROGRAM, free_port
+from tests.integration.conftest import LIMIT, PROGRAM
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Ranks
@@ -31,7 +32,7 @@ def test_over_tcp(ranks: Ranks, port: int) -> None:
 
 def test_over_tcp_6(ranks: Ranks) -> None:
     try:
-        port = free_port("::1", socket.AF_INET6)
+        port = free_port("::1")
     except AssertionError:
         pytest.skip("this machine has no IPv6 loopback")
     env = {"AIOCOLL_TRANSPORT": "tcp"}

@@ -76,10 +76,10 @@ class Program:
     ("method", "transport"),
     [("unix:{}/store", "auto"), ("file://{}/store", "unix"), ("tcp", "tcp"), ("tcp", "shm")],
 )
-async def test_another_user(method: str, transport: str, folder: str, unused_tcp_port: int) -> None:
+async def test_another_user(method: str, transport: str, folder: str, port: int) -> None:
     """All attempts are made while ranks work; then these meet again, while connections are held."""
-    store = ["127.0.0.1", unused_tcp_port] if method == "tcp" else None
-    method = f"tcp://127.0.0.1:{unused_tcp_port}" if store else method.format(folder)
+    store = ["127.0.0.1", port] if method == "tcp" else None
+    method = f"tcp://127.0.0.1:{port}" if store else method.format(folder)
     env = {"AIOCOLL_JOB_KEY_FILE": key_in(folder)} if store else {}
     with ExitStack() as stack:
         place = {"method": method, "transport": transport, "folder": folder}

@@ -133,11 +133,11 @@ def started(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("key", [KEY, None])
-async def test_another_user(key: bytes | None, unused_tcp_port: int) -> None:
+async def test_another_user(key: bytes | None, port: int) -> None:
     """As a container without root beside a process of its host: TCP with the key, or an error on both at once."""
-    there = f"tcp://127.0.0.1:{unused_tcp_port}"
+    there = f"tcp://127.0.0.1:{port}"
     group = new_group(init_method=there, rank=0, world_size=2, timeout=30, options=GroupOptions(job_key=key))
-    with started(str(unused_tcp_port), "" if key is None else key.decode()) as other:
+    with started(str(port), "" if key is None else key.decode()) as other:
         try:
             if key is None:
                 with pytest.raises((RendezvousError, AuthenticationError), match=r"as another user .* user .*job_key="):

@@ -167,20 +167,20 @@ async def test_nobody_listens_to_other_machines_without_a_key() -> None:
     await store.aclose()
 
 
-async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> None:
+async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr("aiocoll.rendezvous.new_group._keys", {})
     monkeypatch.setenv("AIOCOLL_JOB_KEY", KEY.decode())
     look = [sys.executable, "-c", "import os; print(*(name for name in os.environ if 'JOB_KEY' in name))"]
-    method = f"tcp://127.0.0.1:{unused_tcp_port}"
+    method = f"tcp://127.0.0.1:{port}"
     async with new_group(init_method=method, rank=0, world_size=1):
         assert "AIOCOLL_JOB_KEY" not in os.environ
         child = await asyncio.create_subprocess_exec(*look, stdout=subprocess.PIPE)
         assert await child.communicate() == (b"\n", None)
         # This process has taken the key, and keeps it for the groups to come.
         with pytest.raises(AuthenticationError, match="did not prove"):
-            await TCPStore("127.0.0.1", unused_tcp_port, timeout=5, key=OTHER).open()
+            await TCPStore("127.0.0.1", port, timeout=5, key=OTHER).open()
     async with new_group(init_method=method, rank=0, world_size=1):
-        store = TCPStore("127.0.0.1", unused_tcp_port, timeout=5, key=KEY)
+        store = TCPStore("127.0.0.1", port, timeout=5, key=KEY)
         assert await store.num_keys() > 0
         await store.aclose()
 

@@ -31,6 +31,7 @@ from aiocoll.store.frames import pack
 from aiocoll.store.session import Session
 
 from ..internals import replaced, spied
+from ..ports import free_port
 from ..ranks import until
 
 try:
@@ -100,12 +101,6 @@ async def impostor(reply: bytes, *, hang_up: bool = True):
         yield listener.sockets[0].getsockname()[1]
         for transport in transports:
             transport.abort()
-
-
-def unused_port() -> int:
-    with socket.socket() as sock:
-        sock.bind((LOCAL, 0))
-        return sock.getsockname()[1]
 
 
 async def test_port_zero_becomes_the_real_port():
@@ -327,7 +322,7 @@ async def test_loopback_without_a_key_warns_once(caplog):
 
 
 async def test_nobody_listens():
-    port = unused_port()
+    port = free_port()
     with pytest.raises(
         StoreUnavailableError, match=rf"no store at {LOCAL}:{port}: nothing listens.*\(tried for 0\.\d s\)"
     ):
@@ -339,7 +334,7 @@ async def test_nobody_listens():
 @pytest.mark.parametrize("name", ["master", "localhost", "localhost.localdomain", "127.0.1.1"])
 async def test_a_name_that_means_this_machine(monkeypatch, name):
     """Said where that is an accident: Debian writes a host's own name into /etc/hosts so."""
-    port = unused_port()
+    port = free_port()
 
     async def resolve(host, port):
         return [StoreEndpoint(socket.AF_INET, ("127.0.1.1", port))]
@@ -365,7 +360,7 @@ async def test_a_host_name_is_looked_up():
 
 
 async def test_a_late_server_is_found():
-    port = unused_port()
+    port = free_port()
     store = TCPStore(LOCAL, port, key=KEY)
     opening = asyncio.create_task(store.open())
     await asyncio.sleep(0)

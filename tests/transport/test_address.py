@@ -7,7 +7,6 @@ import re
 import socket
 import stat
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -15,6 +14,8 @@ import pytest
 from aiocoll.errors import RendezvousError
 from aiocoll.runtime import Runtime
 from aiocoll.transport.stream import addresses as address
+
+from ..ports import free_ports
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells these facts only")
 
@@ -76,8 +77,8 @@ def test_tcp_listener_on_an_address_that_is_not_ours() -> None:
         address.open_tcp("192.0.2.254")
 
 
-def test_tcp_listeners_take_the_ports_of_a_range(unused_tcp_port_factory: Callable[[], int]) -> None:
-    first = next(port for port in iter(unused_tcp_port_factory, 0) if port < 65000)
+def test_tcp_listeners_take_the_ports_of_a_range() -> None:
+    first = free_ports(3)
     with ExitStack() as stack:
         taken = [stack.enter_context(address.open_tcp("127.0.0.1", (first, first + 2))) for _ in range(3)]
         assert [listener.getsockname()[1] for listener in taken] == [first, first + 1, first + 2]
@@ -88,14 +89,14 @@ def test_tcp_listeners_take_the_ports_of_a_range(unused_tcp_port_factory: Callab
         assert stack.enter_context(address.open_tcp("127.0.0.1", (first, first + 2))).getsockname()[1] == first + 1
 
 
-def test_a_port_of_a_range_may_have_connections_of_a_job_that_has_ended(unused_tcp_port: int) -> None:
-    where = "127.0.0.1", unused_tcp_port
-    with address.open_tcp("127.0.0.1", (unused_tcp_port,) * 2) as listener, socket.create_connection(where) as client:
+def test_a_port_of_a_range_may_have_connections_of_a_job_that_has_ended(port: int) -> None:
+    where = "127.0.0.1", port
+    with address.open_tcp("127.0.0.1", (port,) * 2) as listener, socket.create_connection(where) as client:
         listener.setblocking(True)
         accepted, _ = listener.accept()
         accepted.close()  # it closes first, so its end keeps the port for a minute
         assert client.recv(1) == b""
-    address.open_tcp("127.0.0.1", (unused_tcp_port,) * 2).close()
+    address.open_tcp("127.0.0.1", (port,) * 2).close()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may listen on any port")
