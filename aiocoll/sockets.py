@@ -14,6 +14,7 @@ __all__ = [
     "keep_asking",
     "retry_soon",
     "round_trip",
+    "send_evenly",
     "send_in_bursts",
     "silence",
     "window",
@@ -35,6 +36,11 @@ _RTO_MAX_MS = 1000
 _ASK_AFTER = _ASK_EVERY = 1
 #: Probes after which the kernel gives up by itself: more than fit into `UNREACHABLE_AFTER`.
 _ASK_TIMES = 10
+#: <asm-generic/socket.h>: the most bytes per second that may leave. The kernel paces whatever has such a limit.
+_SO_MAX_PACING_RATE = 47
+#: More than any network carries. Not the number that stands for no limit; nor are its lower 32 bits, which are all that
+#: kernels before 4.20 look at.
+_ANY_RATE = struct.pack("=Q", (1 << 48) - 2)
 #: struct tcp_info: retransmissions, unanswered probes; milliseconds since data and since an acknowledgement came.
 _INFO = struct.Struct("=2xBB48xII")
 #: struct tcp_info: bytes of a packet, and how many may be under way.
@@ -70,6 +76,12 @@ def send_in_bursts(sock: socket.socket) -> None:
     if _LINUX:
         with suppress(OSError):  # a kernel that was built without it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+def send_evenly(sock: socket.socket) -> None:
+    """Spread what the window allows over the round trip, so that no queue on the way is overrun after a pause."""
+    if _LINUX:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _ANY_RATE)
 
 
 def keep_asking(sock: socket.socket) -> None:
@@ -115,4 +127,5 @@ def window(sock: socket.socket) -> int:
     if not _LINUX or sock.family == socket.AF_UNIX:
         return 0
     nbytes, packets = _WINDOW.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WINDOW.size))
-    return int(nbytes * packets)
+    # It keeps them until they are acknowledged, and counts more than the bytes.
+    return min(int(nbytes * packets), sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 4)

@@ -10,13 +10,24 @@ from collections.abc import Iterator
 import pytest
 
 from aiocoll import sockets
-from aiocoll.sockets import between_hosts, keep_asking, retry_soon, round_trip, send_in_bursts, silence, window
+from aiocoll.sockets import (
+    between_hosts,
+    keep_asking,
+    retry_soon,
+    round_trip,
+    send_evenly,
+    send_in_bursts,
+    silence,
+    window,
+)
 from aiocoll.store import address
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="these are options of Linux")
 
 #: <linux/tcp.h>
 TCP_RTO_MAX_MS = 44
+#: <asm-generic/socket.h>, and the number that stands for no limit.
+SO_MAX_PACING_RATE, UNLIMITED = 47, (1 << 64) - 1
 
 
 @pytest.fixture
@@ -132,6 +143,26 @@ def test_a_connection_that_sends_in_bursts_is_not_bbr() -> None:
         send_in_bursts(here)
         here.connect(listener.getsockname())
         assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
+
+
+def test_a_connection_that_sends_evenly_has_a_limit_that_it_never_reaches() -> None:
+    """On older kernels, too, which take 32 bits of it: all of them set is no limit there."""
+    with socket.socket() as sock:
+        assert pacing_rate(sock) == UNLIMITED
+        send_evenly(sock)
+        assert 1 << 40 < pacing_rate(sock) < UNLIMITED
+        assert 1 << 31 < pacing_rate(sock) & 0xFFFFFFFF < 0xFFFFFFFF
+
+
+def pacing_rate(sock: socket.socket) -> int:
+    return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8), sys.byteorder)
+
+
+def test_the_window_is_no_more_than_the_buffer_holds(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, _ = pair
+    before = window(here)
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # as little as the kernel permits
+    assert window(here) == here.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 4 < before
 
 
 def test_the_kernel_knows_the_window(pair: tuple[socket.socket, socket.socket]) -> None:

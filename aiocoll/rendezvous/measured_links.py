@@ -26,8 +26,10 @@ from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["MeasuredLinks", "leaders", "measure_links", "read_links"]
 
-#: Bytes under way that one connection can keep up: a loss halves them, and each round trip adds but a packet.
-WINDOW = 256 * 1024
+#: Bytes under way that the kernel allows one connection, unless it is told to allow more (net.ipv4.tcp_wmem, tcp_rmem).
+WINDOW = 3 << 20
+#: Bytes that a link takes at once, however fast it is: more is lost where it meets what others send.
+BURST = 1 << 20
 #: Bytes per second of a link on which they come too fast to tell.
 FAST = 1e9
 #: Hosts up to which every pair is measured.
@@ -53,8 +55,7 @@ class MeasuredLinks:
         tcp = tuning.tcp
         there = max((each.rtt for each in figures), default=0.0) / 2
         beta = max((1 / each.rate for each in figures if each.rate), default=0.0)
-        # However fast the link is: more on its way at once is lost where it meets what others send.
-        beta = max(tcp.beta, beta, there / WINDOW)
+        beta = max(tcp.beta, beta, there / BURST)
         tcp = tcp._replace(alpha=tcp.alpha + there, beta=beta)
         return tuning._replace(tcp=tcp).over("tcp")
 

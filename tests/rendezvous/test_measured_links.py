@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from aiocoll import GroupOptions, RendezvousError, new_group
 from aiocoll.algorithms.machine import Machine, Tuning
 from aiocoll.rendezvous import measured_links
-from aiocoll.rendezvous.measured_links import WINDOW, MeasuredLinks, leaders, measure_links, read_links
+from aiocoll.rendezvous.measured_links import BURST, WINDOW, MeasuredLinks, leaders, measure_links, read_links
 from aiocoll.transport.base import Card
+from aiocoll.transport.stream.link_table import MOST_CONNECTIONS
 from aiocoll.transport.stream.probe import LinkFigures
 
 from ..internals import comm_of
@@ -42,7 +44,7 @@ class Recorder:
 
 @pytest.mark.parametrize(
     ("hosts", "there", "beta"),
-    [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / WINDOW), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
+    [("abc", 25e-3, 1e-6), ("ab", 25e-3, 1e-6), ("bc", 5e-3, 5e-3 / BURST), ("ac", 5e-7, 1e-9), ("ad", 25e-3, 1e-6)],
 )
 def test_a_group_goes_by_the_slowest_link_between_its_hosts(hosts: str, there: float, beta: float) -> None:
     """What the software takes comes on top; no link is faster than loopback; one that was not measured is as others."""
@@ -51,6 +53,20 @@ def test_a_group_goes_by_the_slowest_link_between_its_hosts(hosts: str, there: f
 
 def test_without_figures_everything_stays() -> None:
     assert MeasuredLinks({}).tune(TUNING, {"a", "b"}) == TUNING.over("tcp")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a link has one connection")
+@pytest.mark.parametrize(("windows", "count"), [(0.1, 1), (1.4, 1), (1.6, 2), (3.4, 3), (90, MOST_CONNECTIONS)])
+def test_a_link_has_a_connection_for_each_window_that_it_holds(windows: float, count: int) -> None:
+    links = MeasuredLinks({frozenset("ab"): LinkFigures(20e-3, windows * WINDOW / 20e-3)})
+    assert links.connections("a", "b") == links.connections("b", "a") == count
+    assert links.connections("a", "c") == 1, "of this one nothing is known"
+
+
+def test_a_link_on_which_packets_come_too_fast_to_tell_holds_what_this_machine_sends() -> None:
+    links = MeasuredLinks({frozenset("ab"): LinkFigures(1e-3, 0.0), frozenset("ac"): LinkFigures(1.0, 0.0)})
+    assert links.connections("a", "b") == 1
+    assert links.connections("a", "c") == (MOST_CONNECTIONS if sys.platform.startswith("linux") else 1)
 
 
 def test_the_lowest_rank_of_each_host_leads() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +22,8 @@ from ..ranks import until
 from .links import Recorder, frame, sockets
 from .test_stream import Rank, started
 
+#: <asm-generic/socket.h>
+SO_MAX_PACING_RATE = 47
 LARGE = bytes(range(256)) * (SEGMENT // 256)
 
 
@@ -49,6 +52,23 @@ async def test_frames_come_in_order_over_all_connections(flavour: str, count: in
                 end.write(*frame(number, LARGE[number:]))
             await recorder.frames_are(40)
             assert recorder.frames == [(number, LARGE[number:]) for number in range(40)]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a kernel that paces is asked")
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+async def test_connections_to_other_hosts_are_paced(count: int, host: str) -> None:
+    """Without that a fast link loses what leaves at once after a pause, and slows down."""
+    async with started(2, "tcp") as ranks:
+        ranks[1].card = await ranks[1].transport.listen_tcp(host)
+        ends = await linked(ranks, count) if count > 1 else (await ranks[0].connect(ranks[1], ConnKind.DATA), None)
+        ours, theirs = (connections(ranks[rank], 1 - rank) for rank in range(2))
+        found = [is_paced(sock) for sock in [*ours, *theirs] or [ends[0]._stream.sock]]
+        assert found == [host == "127.0.0.2"] * len(found)
+
+
+def is_paced(sock: socket.socket) -> bool:
+    return sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8) != b"\xff" * 8
 
 
 @pytest.mark.parametrize("kind", [ConnKind.CONTROL, ConnKind.DATA])

@@ -8,7 +8,7 @@ from collections import Counter
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind, Peer
-from aiocoll.sockets import between_hosts
+from aiocoll.sockets import between_hosts, send_evenly
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.shm.link import ShmLink
@@ -22,7 +22,7 @@ __all__ = ["MOST_CONNECTIONS", "Key", "LinkTable"]
 #: Counts of links travel in the handshake modulo this number.
 MANY = 1 << 16
 #: Connections of a link: more gain little, and take from others what they share the network with.
-MOST_CONNECTIONS = 8
+MOST_CONNECTIONS = 4
 
 Key = tuple[int, ConnKind]
 """The peer, and what the link is for."""
@@ -100,8 +100,7 @@ class LinkTable:
             if striped:
                 stream = self._striped[peer.rank] = StripedStream(self._runtime.loop, stream)
             link = StreamLink(self._runtime, stream, *key, self._pool)
-            if between_hosts(sock):
-                self._silence.watch(link, sock)
+            self._prepare(link, sock)
         self._links[key] = link
         self._theirs[key] = peer.ended
         return link
@@ -113,9 +112,15 @@ class LinkTable:
             return False
         striped.add(stream)
         link = self._links[peer, ConnKind.DATA]
-        if isinstance(link, StreamLink) and between_hosts(stream.sock):
-            self._silence.watch(link, stream.sock)
+        if isinstance(link, StreamLink):
+            self._prepare(link, stream.sock)
         return True
+
+    def _prepare(self, link: StreamLink, sock: socket.socket) -> None:
+        """Prepare a connection of a link, if that is between hosts."""
+        if between_hosts(sock):
+            send_evenly(sock)
+            self._silence.watch(link, sock)
 
     async def adopt_bare(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
         """Return `stream`, which is to carry no frames: it counts as a link that is over."""

@@ -1,7 +1,6 @@
 """A byte stream over several connections, for links that one of them does not fill.
 
-TCP sends a window per round trip: what the buffers of the kernel hold, and after a loss half of that. Several
-connections have several windows, and a loss halves one of them.
+TCP sends a window per round trip, and the buffers of the kernel bound it. Several connections have several.
 
 The bytes go in blocks, each whole over one connection: the first whose window has room for it, so that what is little
 keeps one window open; or that with the fewest bytes under way, if none has room:
