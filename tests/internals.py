@@ -110,6 +110,7 @@ PARTS = {
     "populate": "aiocoll.transport.shm.region._populate",
     "proc_folder": "aiocoll.cli.checks._PROC",
     "routable_address": "aiocoll.transport.stream.route.routable_address",
+    "round_trip": "aiocoll.transport.stream.link_table.round_trip",
     "shm_folder": "aiocoll.cli.checks._SHM",
     "signal_listeners": "aiocoll.dump.signals._listeners",
     "store_resolve": "aiocoll.store.listening.resolve",

@@ -7,6 +7,7 @@ import socket
 import struct
 import sys
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import pytest
 from aiocoll.errors import ProtocolError
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.transport.stream.link_table import MOST_CONNECTIONS
+from aiocoll.transport.stream.link_table import FAR, MOST_CONNECTIONS
 from aiocoll.transport.stream.plain_stream import PlainStream
 from aiocoll.transport.stream.striped_stream import AHEAD, BLOCK, StripedStream
 
+from ..internals import replaced
 from ..ranks import until
 from .links import Recorder, frame, sockets
 from .test_stream import Rank, started
@@ -56,15 +58,26 @@ async def test_frames_come_in_order_over_all_connections(flavour: str, count: in
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a kernel that paces is asked")
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
-async def test_connections_to_other_hosts_are_paced(count: int, host: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "rtt", "paced"),
+    [
+        ("127.0.0.1", 1.0, False),
+        ("127.0.0.2", FAR, True),
+        ("127.0.0.2", FAR - 1e-6, False),
+        ("127.0.0.2", inf, False),  # the kernel cannot tell
+    ],
+)
+async def test_connections_to_hosts_that_are_far_are_paced(
+    count: int, host: str, rtt: float, paced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without that a fast link loses what leaves at once after a pause, and slows down."""
+    replaced(monkeypatch, round_trip=lambda sock: rtt)
     async with started(2, "tcp") as ranks:
         ranks[1].card = await ranks[1].transport.listen_tcp(host)
         ends = await linked(ranks, count) if count > 1 else (await ranks[0].connect(ranks[1], ConnKind.DATA), None)
         ours, theirs = (connections(ranks[rank], 1 - rank) for rank in range(2))
         found = [is_paced(sock) for sock in [*ours, *theirs] or [ends[0]._stream.sock]]
-        assert found == [host == "127.0.0.2"] * len(found)
+        assert found == [paced] * len(found)
 
 
 def is_paced(sock: socket.socket) -> bool:

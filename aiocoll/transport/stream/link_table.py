@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import socket
 from collections import Counter
+from math import inf
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind, Peer
-from aiocoll.sockets import between_hosts, send_evenly
+from aiocoll.sockets import between_hosts, round_trip, send_evenly
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.shm.link import ShmLink
@@ -17,12 +18,16 @@ from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.silence import Silence
 from aiocoll.transport.stream.striped_stream import StripedStream
 
-__all__ = ["MOST_CONNECTIONS", "Key", "LinkTable"]
+__all__ = ["FAR", "MOST_CONNECTIONS", "Key", "LinkTable"]
 
 #: Counts of links travel in the handshake modulo this number.
 MANY = 1 << 16
 #: Connections of a link: more gain little, and take from others what they share the network with.
 MOST_CONNECTIONS = 4
+
+#: Seconds of a round trip from which connections are paced. Queues hold the window of a nearer one, and the timers that
+#: pace it take more than they save.
+FAR = 1e-3
 
 Key = tuple[int, ConnKind]
 """The peer, and what the link is for."""
@@ -119,7 +124,8 @@ class LinkTable:
     def _prepare(self, link: StreamLink, sock: socket.socket) -> None:
         """Prepare a connection of a link, if that is between hosts."""
         if between_hosts(sock):
-            send_evenly(sock)
+            if FAR <= round_trip(sock) < inf:
+                send_evenly(sock)
             self._silence.watch(link, sock)
 
     async def adopt_bare(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
