@@ -23,6 +23,7 @@
     ReduceOp              SUM, AVG, MIN, MAX, ..., and operations of your own
     Send, Recv            messages for `ProcessGroup.batch`
     process_group         make a group the current one of a context; `current_process_group` returns it
+    Meeting               lets processes become ranks that something else starts, with a `Ticket` each
     Store                 where ranks meet: `TCPStore`, `FileStore`, `HashStore`, `PrefixStore`
     errors                every exception; all of them are here, too
     hooks                 functions of your own, called when operations start and end: `hooks.add_hook`
@@ -43,6 +44,7 @@ from aiocoll.group.messages import Recv, Send
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
+from aiocoll.rendezvous.tickets import Meeting, Ticket
 from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from aiocoll.work import Work
 
@@ -54,6 +56,7 @@ __all__ = [
     "FileStore",
     "GroupOptions",
     "HashStore",
+    "Meeting",
     "PrefixStore",
     "ProcessGroup",
     "Recv",
@@ -61,6 +64,7 @@ __all__ = [
     "Send",
     "Store",
     "TCPStore",
+    "Ticket",
     "Work",
     "current_process_group",
     "hooks",

@@ -48,7 +48,7 @@ _MAX_KEY_BYTES = 4096
 _PREFIX = "AIOCOLL_"
 #: Variables that other modules read: rendezvous, the launcher, `job_key` and the test suite.
 _ELSEWHERE = frozenset(
-    f"{_PREFIX}{name}" for name in ("PORT", "STORE", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
+    f"{_PREFIX}{name}" for name in ("PORT", "STORE", "SINGLETON", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 )
 
 

@@ -14,13 +14,18 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-__all__ = ["BUDGET", "Runtime", "running_loop"]
+__all__ = ["BUDGET", "Runtime", "random_bytes", "running_loop"]
 
 #: Longest time one callback moves or reduces data before it puts the rest off, in seconds: with what a last piece
 #: takes on top, no callback holds the loop for a millisecond.
 BUDGET = 300e-6
 #: Two readings of one clock may differ by so many seconds: a loop may return the time at which its iteration began.
 _SAME_CLOCK = 1.0
+
+
+def random_bytes(n: int) -> bytes:
+    """Return random bytes where there is no loop whose `Runtime` would give them."""
+    return os.urandom(n)
 
 
 class Runtime:
@@ -88,7 +93,7 @@ class Runtime:
 
     def random_bytes(self, n: int) -> bytes:
         """Return `n` bytes fit for keys and nonces."""
-        return os.urandom(n)
+        return random_bytes(n)
 
     async def sleep(self, seconds: float) -> None:
         """Suspend for `seconds` of this runtime's time."""

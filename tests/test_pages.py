@@ -24,7 +24,7 @@ from aiocoll.security.user_ca import prepare
 from aiocoll.store import HashStore, StoreServer
 
 from .certificates import Authority
-from .pages import ROOT, code, commands, execute, is_shown, shell
+from .pages import ROOT, code, commands, execute, files, is_shown, shell, write
 from .ports import free_port
 from .ranks import run_ranks
 
@@ -52,6 +52,11 @@ async def test_every_way_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pg = (await execute(last, aiocoll=aiocoll))["pg"]
     assert await pg.allreduce(1) == 1
     await pg.shutdown()
+
+
+def test_the_meeting_of_the_guide(tmp_path: Path) -> None:
+    write({"sums.py": files("docs/guide.md")["sums.py"]}, tmp_path)
+    assert shell(f"{sys.executable} sums.py", tmp_path) == "[6, 6, 6, 6]\n"
 
 
 async def test_the_store_of_the_guide_is_the_one_that_passes_the_contract_and_ranks_meet_there() -> None:

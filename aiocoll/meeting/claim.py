@@ -6,7 +6,15 @@ from aiocoll.errors import RendezvousError
 from aiocoll.meeting.cards import CALLED_OFF
 from aiocoll.store import PrefixStore, Store
 
-__all__ = ["call_off_all", "claim"]
+__all__ = ["assign", "call_off_all", "claim"]
+
+
+async def assign(store: Store, world_size: int) -> int:
+    """Return a rank for a process that was given none.
+
+    They go round, so that as many processes can meet again on this store.
+    """
+    return (await store.add("aiocoll/assigned", 1) - 1) % world_size
 
 
 async def claim(store: Store, rank: int, world_size: int) -> int:

@@ -15,13 +15,12 @@ class StoreHandle:
     Args:
         store: the caller's store, where the ranks meet; it stays open. None: make one.
         open_store: makes the store otherwise; the last user closes it.
-        hosts: whether this rank serves that store.
+        replaceable: whether another one may be opened if that is lost.
     """
 
-    def __init__(self, store: Store | None, open_store: Callable[[], Store], hosts: bool) -> None:
+    def __init__(self, store: Store | None, open_store: Callable[[], Store], replaceable: bool) -> None:
         self.store = store if store is not None else open_store()
-        #: Whether another one may be opened if this one is lost.
-        self.replaceable = store is None and not hosts
+        self.replaceable = store is None and replaceable
         self._owned = store is None
         self._open_store = open_store
         self._holders = 0

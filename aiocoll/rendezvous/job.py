@@ -169,7 +169,7 @@ class Job:
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
     ) -> ProcessGroup:
         """Meet newcomers in a new world, which receives nothing from older ones."""
-        handle = self._store_handle if store is None else StoreHandle(store, lambda: store, False)
+        handle = self._store_handle if store is None else StoreHandle(store, lambda: store, replaceable=False)
         job = Job(
             (*self._identity, assignment.prefix),
             handle,

@@ -70,7 +70,9 @@ class ClientLink(FrameProtocol):
         self._closed: asyncio.Future[None] = loop.create_future()
         self._requests: dict[int, _Request] = {}
         self._count = 0
-        self._failure = f"store {where} closed the connection: its process (rank 0 or the launcher) has ended"
+        self._failure = (
+            f"store {where} closed the connection: its process (rank 0, the launcher, or who holds a meeting) has ended"
+        )
 
     async def call(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         """Carry out a command that is answered at once; `timeout` is for a server that does not answer."""

@@ -326,7 +326,6 @@ async def test_meeting_can_be_cancelled(port: int) -> None:
         ({"init_method": "mpi://"}, {}, ValueError, "init_method='mpi://' must be env://, tcp://host:port or file"),
         ({"init_method": "file://there"}, {}, ValueError, "init_method='file://there' must be"),
         ({"init_method": "tcp://localhost"}, {}, ValueError, "port"),
-        ({"store": HashStore(), "rank": None}, {}, ValueError, "rank is missing: give rank= with store="),
         ({"init_method": "file:///x", "world_size": None}, {"WORLD_SIZE": "2"}, ValueError, "world_size is missing"),
         (
             {"rank": None},

@@ -1,0 +1,150 @@
+"""`Meeting`: a process that is no rank lets others become ranks, with tickets in place of addresses, ports and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from aiocoll.rendezvous.new_group import new_group
+from aiocoll.rendezvous.where import Where
+from aiocoll.runtime import random_bytes
+from aiocoll.store import StoreServer
+
+__all__ = ["Meeting", "Ticket"]
+
+#: 256 bits, the width of the hash that the handshake uses.
+_KEY_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a process needs to become a rank. Small, and can be pickled.
+
+    Whoever has it can join the job, for it has the job key: send it only where nobody else reads it.
+
+    Attributes:
+        host: where the meeting is.
+        port: where the meeting is.
+        job: name of the job.
+        key: the job key.
+        world_size: number of ranks; 0 for a newcomer to a group that grows.
+        rank: which one its holder becomes; None: one that is free.
+    """
+
+    host: str
+    port: int
+    job: str
+    key: bytes = field(repr=False)
+    world_size: int
+    rank: int | None
+
+    def where(self) -> Where:
+        """Return where the ranks meet, for `new_group`."""
+        return Where(
+            (self.host, self.port, self.job),
+            self.rank,
+            self.world_size,
+            scheme="tcp",
+            host=self.host,
+            port=self.port,
+            job=self.job,
+            key=self.key,
+        )
+
+    def join(self, **given: Any) -> new_group:
+        """Become a rank; the same as ``new_group(init_method=ticket)``.
+
+        Args:
+            **given: other arguments of `new_group`: `name`, `timeout`, `options`, ...
+
+        Returns:
+            What is awaited or entered, and gives the `ProcessGroup`.
+
+        Raises:
+            StoreUnavailableError: the process that holds the meeting is gone, or cannot be reached from here.
+            RendezvousError: the other ranks did not come; a newcomer: no group has grown.
+        """
+        return new_group(init_method=self, **given)
+
+
+class Meeting:
+    """Where the ranks of a job meet: a store and a job key, held by a process that starts them but is none of them.
+
+        with aiocoll.Meeting(4) as meeting:
+            for rank in range(4):
+                start(work, meeting.ticket(rank))  # on any pool of processes; there: pg = await ticket.join()
+
+    The store is served from a thread of its own. Enter it with ``with`` or ``async with``; at the end of the block the
+    ranks can no longer meet or grow, but groups that there are go on.
+
+    Args:
+        world_size: number of ranks.
+        host: address of this machine at which the ranks reach it; with the default, those of this machine do.
+        port: 0 means a free one.
+        encryption: see `GroupOptions`, the same for all ranks.
+
+    Attributes:
+        world_size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        encryption: Literal["auto", "none", "tls"] = "auto",
+    ) -> None:
+        if isinstance(world_size, bool) or not isinstance(world_size, int):
+            raise TypeError(f"world_size must be an int, not {type(world_size).__name__}")
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size}: must be positive")
+        self.world_size = world_size
+        self._job = random_bytes(8).hex()
+        self._key = random_bytes(_KEY_SIZE)
+        self._server = StoreServer(
+            host, port, key=self._key, job=self._job, world_size=world_size, encryption=encryption
+        )
+        self._started = False
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        self._started = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.close()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._server.aclose()
+
+    def ticket(self, rank: int | None = None) -> Ticket:
+        """Return a ticket for one process.
+
+        Args:
+            rank: which rank it becomes; None: one that is free when it joins, and then for all tickets.
+
+        Raises:
+            ValueError: there is no such rank, or the meeting has not begun.
+        """
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
+            raise TypeError(f"rank must be an int or None, not {type(rank).__name__}")
+        if rank is not None and not 0 <= rank < self.world_size:
+            raise ValueError(f"rank={rank}: must be from 0 to {self.world_size - 1}, one less than world_size")
+        return self._ticket(self.world_size, rank)
+
+    def newcomer(self) -> Ticket:
+        """Return a ticket for a process that takes part when the ranks call `ProcessGroup.grow`.
+
+        Raises:
+            ValueError: the meeting has not begun.
+        """
+        return self._ticket(0, None)
+
+    def _ticket(self, world_size: int, rank: int | None) -> Ticket:
+        if not self._started:
+            raise ValueError("the meeting has not begun: enter it, `with aiocoll.Meeting(...) as meeting:`")
+        return Ticket(self._server.host, self._server.port, self._job, self._key, world_size, rank)

@@ -1,0 +1,238 @@
+"""Meetings held by a process that is no rank, and ranks that the store assigns."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiocoll import (
+    AiocollError,
+    FileStore,
+    GroupOptions,
+    HashStore,
+    Meeting,
+    ProcessGroup,
+    RendezvousError,
+    StoreUnavailableError,
+    TCPStore,
+    Ticket,
+    new_group,
+)
+
+from ..internals import comm_of
+
+LIMIT = 20.0
+
+
+async def reduced(ticket: Ticket, **given: Any) -> tuple[int, int, float]:
+    async with ticket.join(timeout=LIMIT, **given) as pg:
+        return pg.rank(), pg.size(), await pg.allreduce(1.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("given", [True, False], ids=["given", "assigned"])
+async def test_ranks_meet_with_tickets(world_size: int, given: bool) -> None:
+    async with Meeting(world_size) as meeting:
+        tickets = [meeting.ticket(rank if given else None) for rank in range(world_size)]
+        met = await asyncio.gather(*(reduced(pickle.loads(pickle.dumps(ticket))) for ticket in tickets))
+        assert (met if given else sorted(met)) == [(rank, world_size, world_size) for rank in range(world_size)]
+
+
+def test_it_can_be_held_without_a_loop() -> None:
+    with Meeting(1) as meeting:
+        assert asyncio.run(reduced(meeting.ticket(0))) == (0, 1, 1.0)
+
+
+async def test_tickets_are_small_and_do_not_show_the_key() -> None:
+    async with Meeting(3) as meeting:
+        for ticket in meeting.ticket(2), meeting.ticket(), meeting.newcomer():
+            assert len(pickle.dumps(ticket)) < 400
+            assert "key" not in repr(ticket)
+            assert repr(ticket.key)[2:-1] not in repr(ticket)
+            assert pickle.loads(pickle.dumps(ticket)) == ticket
+
+
+async def test_groups_of_one_ticket_share_the_job() -> None:
+    async def rank(ticket: Ticket) -> bool:
+        async with ticket.join(timeout=LIMIT) as pg, ticket.join(timeout=LIMIT, name="second") as second:
+            await asyncio.gather(pg.barrier(), second.barrier())
+            return comm_of(pg).endpoint is comm_of(second).endpoint
+
+    async with Meeting(2) as meeting:
+        assert await asyncio.gather(*(rank(meeting.ticket(number)) for number in range(2))) == [True, True]
+
+
+async def test_ranks_meet_again() -> None:
+    async with Meeting(2) as meeting:
+        for _ in range(3):
+            met = await asyncio.gather(*(reduced(meeting.ticket()) for _ in range(2)))
+            assert sorted(met) == [(0, 2, 2.0), (1, 2, 2.0)]
+
+
+async def test_a_newcomer_takes_the_place_of_a_rank() -> None:
+    async def rank(ticket: Ticket) -> tuple[int, float]:
+        async with ticket.join(timeout=LIMIT) as pg:
+            if pg.rank() == 0:  # which would host the store without a meeting
+                return 0, 0.0
+            old = pg
+            pg = await old.shrink()
+            await old.shutdown()
+            old, pg = pg, await pg.grow(1)
+            await old.shutdown()
+            async with pg:
+                return pg.size(), await pg.allreduce(1.0)
+
+    async def newcomer(ticket: Ticket) -> tuple[int, float]:
+        async with ticket.join(timeout=LIMIT) as pg:
+            return pg.size(), await pg.allreduce(1.0)
+
+    async with Meeting(3) as meeting:
+        joining = (newcomer(meeting.newcomer()), *(rank(meeting.ticket(number)) for number in range(3)))
+        assert await asyncio.gather(*joining) == [(3, 3.0), (0, 0.0), (3, 3.0), (3, 3.0)]
+
+
+async def test_a_process_too_many_is_told() -> None:
+    async with Meeting(2) as meeting:
+        came = [asyncio.create_task(reduced(meeting.ticket())) for _ in range(3)]
+        results = await asyncio.gather(*came, return_exceptions=True)
+        (error,) = (each for each in results if isinstance(each, BaseException))
+        assert isinstance(error, RendezvousError)
+        assert "is taken: another process joined as rank" in str(error)
+
+
+async def test_who_waits_when_a_meeting_ends_is_told() -> None:
+    async with Meeting(2) as meeting:
+        waiting = asyncio.create_task(reduced(meeting.ticket(0)))
+        ticket = meeting.ticket()
+        async with ticket.where().open(LIMIT, ticket.key, GroupOptions.resolve(None, {})) as store:
+            await store.wait(["aiocoll/1/card/0"])
+    with pytest.raises(StoreUnavailableError, match=r"its process \(.*who holds a meeting\) has ended"):
+        async with asyncio.timeout(LIMIT / 4):
+            await waiting
+
+
+async def test_a_meeting_that_is_over_or_of_another_job() -> None:
+    async with Meeting(1) as meeting:
+        ticket = meeting.ticket()
+        other = Ticket(ticket.host, ticket.port, ticket.job, b"?" * 32, 1, 0)
+        with pytest.raises(AiocollError, match="key"):
+            await other.join(timeout=LIMIT)
+    with pytest.raises(StoreUnavailableError, match="nothing listens there"):
+        await ticket.join(timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "message"),
+    [
+        (2, ValueError, r"rank=2: must be from 0 to 1"),
+        (-1, ValueError, r"rank=-1: must be from 0 to 1"),
+        ("0", TypeError, "rank must be an int or None, not str"),
+        (True, TypeError, "rank must be an int or None, not bool"),
+    ],
+)
+async def test_wrong_ranks(rank: Any, error: type[Exception], message: str) -> None:
+    async with Meeting(2) as meeting:
+        with pytest.raises(error, match=message):
+            meeting.ticket(rank)
+
+
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
+def test_wrong_sizes(size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="world_size"):
+        Meeting(size)
+
+
+def test_a_meeting_has_to_be_entered() -> None:
+    for ask in (Meeting(1).ticket, Meeting(1).newcomer):
+        with pytest.raises(ValueError, match="the meeting has not begun: enter it"):
+            ask()
+
+
+@pytest.mark.parametrize("given", [{"rank": 0}, {"world_size": 1}, {"join": True}, {"store": HashStore()}])
+async def test_a_ticket_has_what_is_needed(given: dict[str, Any]) -> None:
+    async with Meeting(1) as meeting:
+        with pytest.raises(ValueError, match=r"leave out rank, world_size and join|exclude each other"):
+            new_group(init_method=meeting.ticket(0), **given)
+
+
+# -- ranks that the store assigns
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+async def test_a_store_assigns_ranks(world_size: int) -> None:
+    async def rank(store: HashStore) -> tuple[int, float]:
+        async with new_group(store=store, world_size=world_size, timeout=LIMIT) as pg:
+            return pg.rank(), await pg.allreduce(1.0)
+
+    async with HashStore() as store:
+        for _ in range(2):
+            met = await asyncio.gather(*(rank(store) for _ in range(world_size)))
+            assert sorted(met) == [(number, world_size) for number in range(world_size)]
+
+
+async def test_so_does_a_file(tmp_path: Path) -> None:
+    async def rank() -> tuple[int, float]:
+        async with new_group(init_method=f"file://{tmp_path}/store", world_size=3, timeout=LIMIT) as pg:
+            return pg.rank(), await pg.allreduce(1.0)
+
+    assert sorted(await asyncio.gather(*(rank() for _ in range(3)))) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
+async def test_so_does_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
+        for name, value in {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "2"
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+
+        async def rank() -> tuple[int, float]:
+            async with new_group(timeout=LIMIT) as pg:
+                return pg.rank(), await pg.allreduce(1.0)
+
+        assert sorted(await asyncio.gather(rank(), rank())) == [(0, 2.0), (1, 2.0)]
+
+
+async def test_a_rank_that_would_host_the_store_has_to_be_given() -> None:
+    with pytest.raises(ValueError, match=r"rank is missing: give rank= with init_method='tcp://127\.0\.0\.1:1'"):
+        new_group(init_method="tcp://127.0.0.1:1", world_size=2)
+
+
+@pytest.mark.parametrize("size", [0, -3])
+async def test_there_must_be_ranks(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"world_size={size}: world_size must be positive"):
+        new_group(store=FileStore("/nowhere"), world_size=size)
+
+
+# -- a program that nothing has started
+
+
+async def test_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_SINGLETON", "1")
+    async with new_group() as pg, new_group() as second:
+        assert (pg.rank(), pg.size(), await pg.allreduce(3.0)) == (0, 1, 3.0)
+        assert pg.group_name != second.group_name
+        assert isinstance(pg, ProcessGroup)
+
+
+@pytest.mark.parametrize("value", ["yes", "2", ""])
+async def test_what_else_it_may_not_be(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_SINGLETON", value)
+    with pytest.raises(ValueError, match=rf"AIOCOLL_SINGLETON='{value}': must be 1"):
+        new_group()
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+async def test_what_is_started_as_a_rank_is_one(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_SINGLETON", "1")
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match="missing"):
+        new_group()
+
+
+async def test_without_either_there_is_a_hint() -> None:
+    with pytest.raises(ValueError, match=r"start the ranks with `aiocoll run`; .* AIOCOLL_SINGLETON=1"):
+        new_group()
