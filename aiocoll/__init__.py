@@ -24,6 +24,7 @@
     Send, Recv            messages for `ProcessGroup.batch`
     process_group         make a group the current one of a context; `current_process_group` returns it
     Meeting               lets processes become ranks that something else starts, with a `Ticket` each
+    BlockingGroup         calls that wait, for programs without an event loop
     Store                 where ranks meet: `TCPStore`, `FileStore`, `HashStore`, `PrefixStore`
     errors                every exception; all of them are here, too
     hooks                 functions of your own, called when operations start and end: `hooks.add_hook`
@@ -37,6 +38,7 @@ Modules: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.test
 
 from aiocoll import errors, hooks
 from aiocoll.backends import Backend, BackendConfig, register_backend
+from aiocoll.blocking import BlockingGroup
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
 from aiocoll.group.current import current_process_group, process_group
@@ -53,6 +55,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "BackendConfig",
+    "BlockingGroup",
     "FileStore",
     "GroupOptions",
     "HashStore",

@@ -59,6 +59,19 @@ def test_the_meeting_of_the_guide(tmp_path: Path) -> None:
     assert shell(f"{sys.executable} sums.py", tmp_path) == "[6, 6, 6, 6]\n"
 
 
+async def test_the_calls_of_the_guide_that_wait() -> None:
+    async with aiocoll.Meeting(1) as meeting:
+        block = code("docs/guide.md", "Meetings", 2)
+        names = {"aiocoll": aiocoll, "ticket": meeting.ticket(), "x": np.ones(2), "y": np.ones(3)}
+        space = await asyncio.to_thread(run_sync, block, names)
+    assert (space["total"].tolist(), space["later"].result().tolist()) == ([1.0] * 2, [1.0] * 3)
+
+
+def run_sync(block: str, names: dict[str, Any]) -> dict[str, Any]:
+    exec(block, names)
+    return names
+
+
 async def test_the_store_of_the_guide_is_the_one_that_passes_the_contract_and_ranks_meet_there() -> None:
     store, use = code("docs/guide.md", "Writing a store"), code("docs/guide.md", "Writing a store", 2)
     assert (ROOT / "tests/store/minimal_store.py").read_text().endswith(f'"""\n\n{store}')
