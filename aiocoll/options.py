@@ -6,6 +6,7 @@
     bind          AIOCOLL_BIND            none: the address of that interface
     port_range    AIOCOLL_PORT_RANGE      none: any free port
     advertise     AIOCOLL_ADVERTISE       none: the address and the port on which this rank listens
+    connections   AIOCOLL_CONNECTIONS     none: as many as fill the link, four at most
     encryption    AIOCOLL_ENCRYPTION      "auto"
     tls_ca, tls_certificate, tls_key      none: each process makes a certificate for itself
     job_id        AIOCOLL_JOB_ID          none
@@ -71,6 +72,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "bind": None,
     "port_range": None,
     "advertise": None,
+    "connections": None,
     "encryption": "auto",
     "tls_ca": None,
     "tls_certificate": None,
@@ -100,6 +102,8 @@ class GroupOptions:
         advertise: numeric address by which ranks on other hosts reach this rank where that is not one of its host, as
             behind NAT, like `"203.0.113.5"`; with a port, like `"203.0.113.5:40000"`, if that is translated, too: then
             `port_range` is the one port that it leads to.
+        connections: most connections of the data link to a rank on another host that this rank dials, at least 1; None:
+            as many as fill the link, four at most.
         encryption: `"auto"`: TLS 1.3 between hosts and off the loopback; `"tls"`: for all TCP connections, on one host,
             too; `"none"`: nothing is encrypted, if every rank says so.
         tls_ca: path of a PEM file with the certificates of a CA. Then whoever is at the other end of a TLS connection
@@ -128,6 +132,7 @@ class GroupOptions:
     bind: str | None = _UNSET
     port_range: tuple[int, int] | None = _UNSET
     advertise: str | None = _UNSET
+    connections: int | None = _UNSET
     encryption: Literal["auto", "none", "tls"] = _UNSET
     tls_ca: str | None = _UNSET
     tls_certificate: str | None = _UNSET
@@ -198,6 +203,11 @@ def _parse(name: str, variable: str, text: str) -> Any:
             return parse_float(text)
         except ValueError:
             raise ValueError(f"{variable}={text!r}: must be a number") from None
+    if name == "connections":
+        try:
+            return parse_int(text)
+        except ValueError:
+            raise ValueError(f"{variable}={text!r}: must be a number") from None
     if name == "port_range":
         try:
             return parse_ports(text)
@@ -249,6 +259,13 @@ def _check_advertised(label: str, value: Any) -> None:
         _check(label, value, parse_advertised, value)
 
 
+def _check_connections(label: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{label} must be an int or None, not {type(value).__name__}")
+    if value is not None and value < 1:
+        raise ValueError(f"{label}={value}: must be at least 1")
+
+
 def _check_together(advertise: str | None, port_range: tuple[int, int] | None) -> None:
     port = None if advertise is None else parse_advertised(advertise)[1]
     if port is not None and (port_range is None or port_range[0] != port_range[1]):
@@ -287,6 +304,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "bind": _check_text,
     "port_range": _check_ports,
     "advertise": _check_advertised,
+    "connections": _check_connections,
     "tls_ca": _check_text,
     "tls_certificate": _check_text,
     "tls_key": _check_text,

@@ -16,6 +16,7 @@ DEFAULTS = {
     "bind": None,
     "port_range": None,
     "advertise": None,
+    "connections": None,
     "encryption": "auto",
     "job_key": None,
     "spin_us": 50.0,
@@ -26,7 +27,7 @@ DEFAULTS = {
     "tuning": None,
     "dump_dir": None,
 }
-ELSEWHERE = ("PORT", "STORE", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
+ELSEWHERE = ("PORT", "STORE", "SINGLETON", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 
 
 def test_defaults() -> None:
@@ -43,6 +44,7 @@ def test_defaults() -> None:
         ("port_range", "31000-31009", (31000, 31009), (1, 65535)),
         ("port_range", "31000", (31000, 31000), None),
         ("advertise", "203.0.113.5", "203.0.113.5", "::1"),
+        ("connections", "1", 1, None),
         ("encryption", "none", "none", "tls"),
         ("spin_us", "0", 0.0, 7),
         ("warn_after", "inf", math.inf, 1.5),
@@ -121,6 +123,9 @@ def test_unusable_variables_are_named(variable: str, text: str, allowed: str) ->
         ({"port_range": (5, 4)}, ValueError, r"port_range=\(5, 4\): must be two ports from 1 to 65535"),
         ({"advertise": 5}, TypeError, "advertise must be a str or None, not int"),
         ({"advertise": "far"}, ValueError, "advertise='far': must be an IPv4 or IPv6 address"),
+        ({"connections": 0}, ValueError, "connections=0: must be at least 1"),
+        ({"connections": True}, TypeError, "connections must be an int or None, not bool"),
+        ({"connections": 1.0}, TypeError, "connections must be an int or None, not float"),
         ({"tuning": 1}, TypeError, "tuning must be a str or None, not int"),
         ({"job_key": 5}, TypeError, "job_key must be bytes or str, not int"),
         ({"job_key": "short"}, ValueError, "at least 16 bytes, this one has 5; make one with"),

@@ -214,6 +214,8 @@ def _addresses(master: str | None) -> Iterator[CheckResult]:
             yield _ports(chosen, *options.port_range)
     if options.advertise is not None:
         yield CheckResult("network", "told to other hosts", options.advertise)
+    if options.connections is not None:
+        yield CheckResult("network", "connections for data", f"at most {options.connections} to a rank on another host")
     yield _encryption(options)
 
 

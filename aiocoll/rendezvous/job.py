@@ -391,7 +391,7 @@ class Job:
             return MeasuredLinks({})
         found = await measure_links(stream, cards) if self.rank in ranks else None
         links = read_links(await exchange.values("links", found, ranks), cards)
-        stream.connections = partial(links.connections, cards[self.rank]["host"])
+        stream.connections = partial(links.connections, cards[self.rank]["host"], self._options.connections)
         return links
 
     def _spin(self, cards: Mapping[int, Card]) -> float:

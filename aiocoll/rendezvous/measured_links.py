@@ -59,13 +59,13 @@ class MeasuredLinks:
         tcp = tcp._replace(alpha=tcp.alpha + there, beta=beta)
         return tuning._replace(tcp=tcp).over("tcp")
 
-    def connections(self, one: str, other: str) -> int:
-        """Return how many connections a link between two hosts is to have."""
+    def connections(self, one: str, most: int | None, other: str) -> int:
+        """Return how many connections a link between two hosts is to have, `most` if that is fewer."""
         figures = self._figures.get(frozenset((one, other)))
         if figures is None or not sys.platform.startswith("linux"):
             return 1
         window = figures.rtt * (figures.rate or FAST)
-        return min(max(round(window / WINDOW), 1), MOST_CONNECTIONS)
+        return min(max(round(window / WINDOW), 1), MOST_CONNECTIONS, most or MOST_CONNECTIONS)
 
 
 def leaders(cards: Mapping[int, Card]) -> list[int]:

@@ -307,6 +307,8 @@ def test_ports_and_an_address_that_others_are_told(monkeypatch: pytest.MonkeyPat
     assert "AIOCOLL_PORT_RANGE" in finding.advice
     monkeypatch.setenv("AIOCOLL_ADVERTISE", "203.0.113.5")
     assert found("told to other hosts").value == "203.0.113.5"
+    monkeypatch.setenv("AIOCOLL_CONNECTIONS", "1")
+    assert found("connections for data").value == "at most 1 to a rank on another host"
 
 
 def test_encryption_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,14 +59,17 @@ def test_without_figures_everything_stays() -> None:
 @pytest.mark.parametrize(("windows", "count"), [(0.1, 1), (1.4, 1), (1.6, 2), (3.4, 3), (90, MOST_CONNECTIONS)])
 def test_a_link_has_a_connection_for_each_window_that_it_holds(windows: float, count: int) -> None:
     links = MeasuredLinks({frozenset("ab"): LinkFigures(20e-3, windows * WINDOW / 20e-3)})
-    assert links.connections("a", "b") == links.connections("b", "a") == count
-    assert links.connections("a", "c") == 1, "of this one nothing is known"
+    assert links.connections("a", None, "b") == links.connections("b", None, "a") == count
+    assert links.connections("a", 2, "b") == min(count, 2)
+    assert links.connections("a", 1, "b") == 1
+    assert links.connections("a", 100, "b") == count
+    assert links.connections("a", None, "c") == 1, "of this one nothing is known"
 
 
 def test_a_link_on_which_packets_come_too_fast_to_tell_holds_what_this_machine_sends() -> None:
     links = MeasuredLinks({frozenset("ab"): LinkFigures(1e-3, 0.0), frozenset("ac"): LinkFigures(1.0, 0.0)})
-    assert links.connections("a", "b") == 1
-    assert links.connections("a", "c") == (MOST_CONNECTIONS if sys.platform.startswith("linux") else 1)
+    assert links.connections("a", None, "b") == 1
+    assert links.connections("a", None, "c") == (MOST_CONNECTIONS if sys.platform.startswith("linux") else 1)
 
 
 def test_the_lowest_rank_of_each_host_leads() -> None:
@@ -146,6 +149,30 @@ async def test_the_ranks_of_one_host_go_by_what_it_does(tmp_path: Path, monkeypa
     for each in await machines("aab", tmp_path):
         assert each["world"].alpha == Tuning().tcp.alpha + 25e-3
         assert each["host"].alpha == Tuning(medium="shm").machine.alpha
+
+
+@pytest.mark.parametrize(("most", "count"), [(None, MOST_CONNECTIONS), (1, 1)])
+async def test_a_rank_says_how_many_connections_it_opens(
+    most: int | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measured(*_: Any) -> LinkFigures:
+        return LinkFigures(1.0, 1e12)
+
+    monkeypatch.setattr(measured_links, "_measured", measured)
+
+    async def rank(number: int) -> int:
+        how = GroupOptions(host_id=str(number), job_key=b"k" * 32, bind="127.0.0.1", connections=most)
+        place = {"init_method": f"file://{tmp_path}/store", "rank": number, "world_size": 2}
+        async with new_group(**place, timeout=30, options=how) as pg:
+            await pg.barrier()
+            endpoint = comm_of(pg).endpoint
+            return int(endpoint.context.transport.connections(endpoint.cards[1 - number]["host"]))  # type: ignore[attr-defined]
+
+    def in_thread(number: int) -> int:
+        return asyncio.run(rank(number))
+
+    expected = count if sys.platform.startswith("linux") else 1
+    assert await asyncio.gather(*(asyncio.to_thread(in_thread, number) for number in range(2))) == [expected] * 2
 
 
 @pytest.mark.parametrize("error", [RendezvousError("no way"), ConnectionResetError(), TimeoutError()])
