@@ -172,14 +172,14 @@ async def init_process_group(
         init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``; not together with `store`.
         timeout: seconds the ranks have to meet, and that an operation may take by default; None is 300.
         world_size: number of ranks; -1 takes it from the environment.
-        rank: this rank; -1 takes it from the environment.
+        rank: this rank; -1 takes it from the environment, which a `store` leaves out.
         store: a store that all ranks share.
         group_name: the same on all ranks; "" is numbered in the order of the calls.
         pg_options: see `aiocoll.GroupOptions`.
         device_id: "cpu", "cuda:0" and the like, the number of a CUDA device, or None.
 
     Raises:
-        ValueError: this context has a default group already.
+        ValueError: this context has a default group already, or there is a `store` and no `rank`.
         Exception: see `aiocoll.new_group`.
     """
     here = CURRENT.get()
@@ -188,6 +188,8 @@ async def init_process_group(
             f"there is a default group here already, {here.group_name!r}: call destroy_process_group() before "
             "init_process_group() is called again"
         )
+    if store is not None and init_method is None and rank == -1:
+        raise ValueError("rank is missing: give rank= with store=, as torch.distributed needs it")
     pg = await meet(
         backend,
         init_method=init_method,
