@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from aiocoll.cli.arguments import integer, positive
 from aiocoll.options import GroupOptions, job_key, read_key_file
 from aiocoll.runtime import Runtime, running_loop
+from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
 from aiocoll.store.listening import find_address
 
@@ -17,8 +18,6 @@ __all__ = ["Hosts", "add_host_arguments", "read_hosts", "serve"]
 
 #: torchrun's, for several hosts; one host takes a free port.
 _DEFAULT_PORT = 29500
-#: 256 bits, the width of the hash that the handshake uses.
-_KEY_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def read_hosts(args: argparse.Namespace, environ: MutableMapping[str, str]) -> H
         nnodes=args.nnodes,
         node_rank=args.node_rank,
         master=(host, port),
-        key=key or secrets.token_bytes(_KEY_SIZE),
+        key=key or secrets.token_bytes(KEY_SIZE),
         # All hosts must come to the same name without talking; on one host, jobs that follow each other differ.
         name=environ.get("AIOCOLL_JOB_ID") or (f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8)),
     )

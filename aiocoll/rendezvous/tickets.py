@@ -8,12 +8,10 @@ from typing import Any, Literal, Self
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.rendezvous.where import Where
 from aiocoll.runtime import random_bytes
+from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
 
 __all__ = ["Meeting", "Ticket"]
-
-#: 256 bits, the width of the hash that the handshake uses.
-_KEY_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class Meeting:
             raise ValueError(f"world_size={world_size}: must be positive")
         self.world_size = world_size
         self._job = random_bytes(8).hex()
-        self._key = random_bytes(_KEY_SIZE)
+        self._key = random_bytes(KEY_SIZE)
         self._server = StoreServer(
             host, port, key=self._key, job=self._job, world_size=world_size, encryption=encryption
         )

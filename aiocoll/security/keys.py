@@ -6,10 +6,12 @@ import ipaddress
 
 from aiocoll.errors import AuthenticationError
 
-__all__ = ["MIN_KEY_SIZE", "is_loopback", "require_key"]
+__all__ = ["KEY_SIZE", "MIN_KEY_SIZE", "is_loopback", "require_key"]
 
 #: Bytes of the shortest job key taken: 128 bits cannot be guessed from a recorded handshake.
 MIN_KEY_SIZE = 16
+#: Of keys that are made here: 256 bits, the width of the hash that the handshake uses.
+KEY_SIZE = 32
 
 _HOW_TO_GET_A_KEY = (
     "start the job with `aiocoll run`, which makes one, or pass the same job_key= (or AIOCOLL_JOB_KEY) to every rank; "

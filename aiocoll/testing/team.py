@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from aiocoll.options import GroupOptions
+from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
 from aiocoll.testing.child import ChildJob, RemoteCall
 from aiocoll.testing.children import GRACE, Child
@@ -24,8 +25,6 @@ __all__ = ["Team", "pickled"]
 
 #: Seconds that ranks get to end by themselves when another has failed. That it cannot be reached is known after 6 s.
 RELEASE = 6.0
-#: 256 bits, the width of the hash that the handshake uses.
-KEY_SIZE = 32
 
 
 class Team:
