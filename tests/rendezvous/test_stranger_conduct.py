@@ -140,7 +140,8 @@ class Strangers:
         self._tasks.append(asyncio.get_running_loop().create_task(self._stay(family, target)))
 
     async def _stay(self, family: int, target: Any) -> None:
-        with suppress(ConnectionRefusedError, ConnectionResetError, FileNotFoundError):  # nobody listens any more
+        # Turned away for another one, or nobody listens any more.
+        with suppress(BrokenPipeError, ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
             await self._conduct(family, target)
 
     async def leave(self) -> int:

@@ -6,8 +6,10 @@ import os
 import re
 import socket
 import stat
+import struct
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -155,6 +157,24 @@ async def test_reach_does_not_meet_itself(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("socket.socket", Unlucky)
     with pytest.raises(ConnectionRefusedError):
         await address.reach(asyncio.get_running_loop(), socket.AF_INET, free)
+
+
+async def test_reach_a_listener_that_resets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowded one may turn a connection away between any two questions about it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        class TurnedAway(socket.socket):
+            def getsockopt(self, *option: int) -> Any:
+                code = super().getsockopt(*option)
+                accepted, _ = listener.accept()
+                with accepted:
+                    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return code
+
+        target = listener.getsockname()
+        monkeypatch.setattr("socket.socket", TurnedAway)
+        with pytest.raises(ConnectionResetError):
+            await address.reach(asyncio.get_running_loop(), socket.AF_INET, target)
 
 
 class Starved:

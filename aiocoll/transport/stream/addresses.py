@@ -180,6 +180,17 @@ def may_connect(uid: int | None, own_uid: int) -> bool:
     return uid in (None, own_uid)
 
 
+def _lack_of_a_peer(sock: socket.socket) -> int:
+    """Return why a TCP socket that has just connected has no peer, as an errno; 0 if it has one."""
+    try:
+        met_itself = sock.getsockname() == sock.getpeername()  # as dialling a free port of this host can
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise
+        return errno.ECONNRESET
+    return errno.ECONNREFUSED if met_itself else 0
+
+
 async def reach(
     loop: asyncio.AbstractEventLoop, family: int, address: Any, *, in_bursts: bool = False
 ) -> socket.socket:
@@ -205,8 +216,8 @@ async def reach(
             finally:
                 loop.remove_writer(sock)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if not code and family != getattr(socket, "AF_UNIX", None) and sock.getsockname() == sock.getpeername():
-            code = errno.ECONNREFUSED  # dialling a free port of this host can meet itself
+        if not code and family != getattr(socket, "AF_UNIX", None):
+            code = _lack_of_a_peer(sock)
         if code:
             raise OSError(code, os.strerror(code))
     except BaseException:
