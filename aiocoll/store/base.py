@@ -29,7 +29,8 @@ class Store(ABC):
     unreachable. Cancelling a wait leaves nothing behind, and a queue keeps its item.
 
     Cost of a call: with a `HashStore` a few microseconds, with a `FileStore` a lock and at most one write, with a
-    `TCPStore` one round trip. The store notifies a wait when it ends; only a file is polled, every 20 ms.
+    `TCPStore` one round trip, with a `RedisStore` one or two. The store notifies a wait when it ends; only a file is
+    polled, every 20 ms.
     """
 
     def __init__(self, timeout: float | timedelta = 300.0) -> None:

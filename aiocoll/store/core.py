@@ -88,6 +88,18 @@ class StoreCore:
         present: Mapping[str, Any] = self._queues if command == "queue_pop" else self._values
         return [key for key in keys_of(arguments) if key not in present]
 
+    def forget(self, kept: str | None) -> None:
+        """Remove all keys and queues, but those whose names begin with `kept`."""
+
+        def goes(name: str) -> bool:
+            return kept is None or not name.startswith(kept)
+
+        for key in list(filter(goes, self._values)):
+            self._reserve(0, -len(self._values.pop(key)))
+        for queue in list(filter(goes, self._queues)):
+            while self._queue_take(queue) is not None:
+                pass
+
     def read(self, command: str, keys: list[str]) -> Any:
         """Return the result of a wait whose keys all exist."""
         if command == "get":

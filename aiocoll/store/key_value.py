@@ -18,10 +18,10 @@ from aiocoll.store.commands import MAX_VALUE_BYTES, keys_of
 from aiocoll.store.polling import Poll
 from aiocoll.store.values import UPDATES, Update
 
-__all__ = ["KeyValueStore"]
+__all__ = ["QUEUE", "KeyValueStore", "refuse_reserved"]
 
 #: Begins the name of the entry that holds a queue; no key may begin so.
-_QUEUE: Final = "aiocoll:queue:"
+QUEUE: Final = "aiocoll:queue:"
 
 
 class KeyValueStore(Store):
@@ -81,7 +81,7 @@ class KeyValueStore(Store):
         """Return the names of all entries, in any order."""
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        _refuse_reserved(arguments)
+        refuse_reserved(arguments)
         if command in UPDATES:
             return await self._update(arguments[0], UPDATES[command], *arguments)
         if command == "queue_push":
@@ -92,16 +92,16 @@ class KeyValueStore(Store):
                     return False
             return True
         if command == "queue_len":
-            return len(_unpack(await self.read(_QUEUE + arguments[0])))
+            return len(_unpack(await self.read(QUEUE + arguments[0])))
         if command == "multi_set":
             for key, value in zip(*arguments, strict=True):
                 await self.set(key, value)
             return None
-        keys = [name for name in await self.names() if name.startswith(arguments[0]) and not name.startswith(_QUEUE)]
+        keys = [name for name in await self.names() if name.startswith(arguments[0]) and not name.startswith(QUEUE)]
         return keys if command == "list_keys" else len(keys)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        _refuse_reserved(arguments)
+        refuse_reserved(arguments)
         poll = Poll(Runtime.of(running_loop()), timeout)
         keys = keys_of(arguments)
         if command == "queue_pop":
@@ -123,7 +123,7 @@ class KeyValueStore(Store):
         return values
 
     async def _update_queue(self, update: Callable[..., Update], key: str, *arguments: Any) -> Any:
-        return await self._update(_QUEUE + key, update, key, *arguments)
+        return await self._update(QUEUE + key, update, key, *arguments)
 
     async def _update(self, name: str, update: Callable[..., Update], key: str, *arguments: Any) -> Any:
         while True:
@@ -168,10 +168,11 @@ class KeyValueStore(Store):
                 await self._update_queue(_queue_return, key, item)
 
 
-def _refuse_reserved(arguments: tuple[Any, ...]) -> None:
+def refuse_reserved(arguments: tuple[Any, ...]) -> None:
+    """Raise `ValueError` for a key that begins like the entry of a queue; takes the arguments of a command."""
     for key in keys_of(arguments):
-        if key.startswith(_QUEUE):
-            raise ValueError(f"key {key!r} begins with {_QUEUE!r}, which is for queues: choose another name")
+        if key.startswith(QUEUE):
+            raise ValueError(f"key {key!r} begins with {QUEUE!r}, which is for queues: choose another name")
 
 
 def _queue_push(key: str, old: bytes | None, item: bytes) -> Update:

@@ -138,6 +138,16 @@ class StoreServer:
         self._running.result()
         return self.host, self.port
 
+    def put(self, key: str, value: bytes) -> None:
+        """Set a key in the store, from any thread; nothing once this is closed."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.core.apply, "set", (key, value))
+
+    def has(self, key: str) -> bool:
+        """Return whether there is a key in the store, from any thread."""
+        found: bool = self.core.apply("check", ([key],))
+        return found
+
     def close(self) -> None:
         """Stop serving and wait until the thread is gone; idempotent, from any thread."""
         if self._request_stop() and self._thread is not None:
@@ -148,6 +158,13 @@ class StoreServer:
         if self._request_stop() and self._thread is not None:
             await asyncio.wrap_future(self._finished)
             self._thread.join()
+
+    def forget(self, kept: str | None = None) -> None:
+        """Begin anew: end all connections, remove all keys and queues, but those whose names begin with `kept`.
+
+        From any other thread, while it serves. Nothing that the clients of before have sent arrives later.
+        """
+        asyncio.run_coroutine_threadsafe(self._forget(kept), self._loop).result()
 
     def session_opened(self, session: Session) -> None:
         """Add a connection that has not proven the key yet."""
@@ -193,6 +210,12 @@ class StoreServer:
         finally:
             sock.close()
             self._finished.set_result(None)
+
+    async def _forget(self, kept: str | None) -> None:
+        for session in list(self._sessions):
+            session.abort()
+        self.core.forget(kept)
+        self._members = StoreCore()
 
     async def _serve(self, sock: socket.socket) -> None:
         self.runtime = Runtime(self._loop)

@@ -2,13 +2,15 @@
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 
-from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from aiocoll.store import FileStore, HashStore, PrefixStore, RedisStore, Store, TCPStore
 
+from ..certificates import Authority
+from ..redis_server import RedisServer, redis_server
 from .minimal_store import MinimalStore
 
 
@@ -21,12 +23,21 @@ def has_ipv6() -> bool:
     return True
 
 
-KINDS = ["hash", "file", "tcp4", "tcp6", "tls", "unix", "unix-abstract", "minimal"]
+KINDS = ["hash", "file", "tcp4", "tcp6", "tls", "unix", "unix-abstract", "redis", "rediss", "minimal"]
 #: Those of servers that have another limit of keys, or none.
-UNLIMITED: set[str] = set()
+UNLIMITED = {"redis", "rediss"}
 
 
-@pytest.fixture(params=[*KINDS, *(f"prefix-{kind}" for kind in ("hash", "file", "tcp4", "minimal"))])
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis server for all tests that leave it as it is."""
+    folder = tmp_path_factory.mktemp("redis")
+    files = Authority(folder).make("DNS:localhost")
+    with redis_server(folder, files) as server:
+        yield server
+
+
+@pytest.fixture(params=[*KINDS, *(f"prefix-{kind}" for kind in ("hash", "file", "tcp4", "redis", "minimal"))])
 async def open_store(request: pytest.FixtureRequest, tmp_path) -> AsyncIterator[Callable[[], Store]]:
     """A function that opens one more handle on one store; all are closed at the end."""
     kind = request.param.removeprefix("prefix-")
@@ -38,6 +49,10 @@ async def open_store(request: pytest.FixtureRequest, tmp_path) -> AsyncIterator[
             handle = lambda: shared  # noqa: E731
         elif kind == "file":
             handle = lambda: FileStore(tmp_path / "store")  # noqa: E731
+        elif kind in ("redis", "rediss"):
+            server: RedisServer = request.getfixturevalue("redis")
+            url, ca = (server.url, None) if kind == "redis" else (server.tls_url, server.ca)
+            handle = lambda: RedisStore(url, job=str(tmp_path), tls_ca=ca)  # noqa: E731
         elif kind == "minimal":
             entries: dict[str, bytes] = {}
             handle = lambda: MinimalStore(entries)  # noqa: E731

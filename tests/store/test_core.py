@@ -165,3 +165,24 @@ def test_every_change_is_counted_and_nothing_else(command: str, arguments: tuple
     before = core.changes
     core.apply(command, arguments)
     assert core.changes - before == changes
+
+
+@pytest.mark.parametrize("kept", [None, "a/"])
+def test_what_is_forgotten_takes_no_room(limits: Limits, kept: str | None) -> None:
+    limits(store_entries=6, store_size=32)
+    core = StoreCore()
+    for name in ("a/1", "b/1"):
+        core.apply("set", (name, b"value"))
+        core.apply("queue_push", (name, b"first"))
+        core.apply("queue_push", (name, b"second"))
+    core.forget(kept)
+    left = int(kept is not None)
+    assert core.apply("list_keys", ("",)) == ["a/1"] * left
+    assert (core.apply("queue_len", ("a/1",)), core.apply("queue_len", ("b/1",))) == (2 * left, 0)
+    core.apply("set", ("new", bytes(32 - 16 * left)))
+    with pytest.raises(StoreError, match="full: 32 bytes"):
+        core.apply("append", ("new", b"1"))
+    for i in range(5 - 3 * left):
+        core.apply("set", (f"new{i}", b""))
+    with pytest.raises(StoreError, match="full: 6 keys"):
+        core.apply("set", ("one more", b""))

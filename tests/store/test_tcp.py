@@ -757,3 +757,26 @@ async def test_opening_that_is_cancelled_once_it_is_encrypted_does_not_disturb_t
     async with made() as store:
         await store.set("key", b"value")
     await server.aclose()
+
+
+async def test_a_server_that_begins_anew_ends_connections_and_what_they_wait_for(server: StoreServer) -> None:
+    async with client(server, world_size=1) as before, client(server, wait_for_workers=False) as waiting:
+        await before.multi_set(["kept/1", "other"], [b"1", b"2"])
+        await before.queue_push("queue", b"item")
+        wait = asyncio.ensure_future(waiting.queue_pop("later"))
+        await waiting.num_keys()
+        await asyncio.to_thread(server.forget, "kept/")
+        with pytest.raises(StoreUnavailableError, match="closed the connection"):
+            await wait
+        with pytest.raises(StoreUnavailableError, match="closed the connection"):
+            await before.get("kept/1")
+    async with client(server, wait_for_workers=False) as after:
+        assert await after.list_keys() == ["kept/1"]
+        assert await after.queue_len("queue") == 0
+        await after.queue_push("later", b"mine")
+        assert await after.queue_pop("later") == b"mine", "nobody of before takes it"
+    # Nor do those count that came before.
+    late = client(server, world_size=2, timeout=0.2)
+    with pytest.raises(StoreTimeoutError):
+        await late.open()
+    await late.aclose()

@@ -1,0 +1,155 @@
+"""Which Redis server a store is on, and how it is reached; passwords are in no text that it makes."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from aiocoll.credentials import read_private
+from aiocoll.errors import BackendUnavailableError, StoreError
+from aiocoll.numerals import parse_int
+from aiocoll.store.address import describe
+from aiocoll.store.client import StoreAuthenticationError
+
+__all__ = ["RedisAddress"]
+
+#: Where servers listen by default.
+_PORT: Final = 6379
+
+
+class RedisAddress:
+    """A server and one of its databases, from ``redis://[[user]:password@]host[:port][/db]``, or ``rediss://`` for TLS.
+
+    Args:
+        url: the address.
+        tls_ca: path of the certificates of the CAs that may have signed the server's; None: those of the system.
+        tls_certificate: path of a certificate to show to the server, or None.
+        tls_key: path of its private key.
+
+    Raises:
+        BackendUnavailableError: the package `redis` is not installed.
+        ValueError, TypeError: `url` has another form, or a file cannot be used; the password is not in the message.
+    """
+
+    def __init__(self, url: str, tls_ca: str | None, tls_certificate: str | None, tls_key: str | None) -> None:
+        self._redis, self._exceptions = _redis()
+        encrypted, self._arguments = _parse(url)
+        where = describe(self._arguments["host"], self._arguments["port"])
+        self._text = f"redis{'s' * encrypted}://{where}/{self._arguments['db']}"
+        self._context: ssl.SSLContext | None = None
+        if encrypted:
+            self._context = _context(tls_ca, tls_certificate, tls_key)
+        elif (tls_ca, tls_certificate, tls_key) != (None, None, None):
+            raise ValueError("tls_ca, tls_certificate and tls_key are for a url that begins with rediss://")
+
+    def __str__(self) -> str:
+        return self._text
+
+    def connection(self) -> Any:
+        """Return a new `redis.asyncio.Connection`, which nothing has connected yet; the caller bounds its calls."""
+        # Version 2 of the protocol has all that is used, and is known to every server and proxy.
+        arguments = {**self._arguments, "protocol": 2, "socket_timeout": None}
+        if self._context is None:
+            return self._redis.Connection(**arguments)
+        connection = self._redis.SSLConnection(**arguments)
+        # The one that it would make trusts the CAs of the system, too.
+        connection.ssl_context.context = self._context
+        return connection
+
+    def refusal(self, error: Exception) -> StoreError | None:
+        """Return what to raise for an error that trying again does not mend; None if it may."""
+        exceptions = self._exceptions
+        if isinstance(error, exceptions.NoPermissionError):
+            return StoreAuthenticationError(
+                f"{self} forbids what the store needs ({error}): the user in the url needs the keys and the channels "
+                "aiocoll:*, and the commands that the documentation of RedisStore lists"
+            )
+        if isinstance(error, exceptions.AuthenticationError | exceptions.AuthenticationWrongNumberOfArgsError):
+            return StoreAuthenticationError(f"{self} refuses user or password: {error}; correct them in the url")
+        for cause in _causes(error):
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                return StoreAuthenticationError(
+                    f"the certificate of {self} is refused ({cause.verify_message}): give the certificates of its CA "
+                    "by tls_ca=, and a host that the certificate names in the url"
+                )
+        if isinstance(error, exceptions.ResponseError):
+            return StoreError(f"{self} could not carry out a request: {error}")
+        return None
+
+    def explain(self, error: Exception) -> str:
+        """Return in words why the server was not reached."""
+        for cause in _causes(error):
+            if isinstance(cause, ConnectionRefusedError):
+                return "nothing listens there (connection refused); is it running, and is the url right?"
+            alert = isinstance(cause, ssl.SSLError) and "ALERT" in (cause.reason or "")
+            if alert or (self._context is not None and isinstance(cause, ConnectionResetError)):
+                return (
+                    "it has closed the connection; if it asks for certificates, give tls_certificate= and tls_key= "
+                    "of a CA that it trusts"
+                )
+            if isinstance(cause, ssl.SSLError):
+                return f"what listens there does not speak TLS as expected ({cause.reason or cause})"
+            if isinstance(cause, OSError) and cause.strerror:
+                return cause.strerror
+        if isinstance(error, TimeoutError):
+            return "no answer; is the url right, and is the port open in the firewall?"
+        return str(error) or type(error).__name__
+
+
+def _redis() -> tuple[Any, Any]:
+    try:
+        import redis.asyncio
+        import redis.exceptions
+    except ImportError as error:
+        raise BackendUnavailableError("RedisStore needs the package redis: pip install aiocoll[redis]") from error
+    return redis.asyncio, redis.exceptions
+
+
+def _parse(url: str) -> tuple[bool, dict[str, Any]]:
+    """Return whether to encrypt, and the arguments of a connection."""
+    if not isinstance(url, str):
+        raise TypeError(f"url must be str, got {type(url).__name__}")
+    form = "redis://[[user]:password@]host[:port][/db], or rediss:// for TLS"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        database = parse_int(parts.path.removeprefix("/") or "0")
+    except ValueError:
+        raise ValueError(f"url must be {form}: the port, the number of the database or an address is wrong") from None
+    if parts.scheme not in ("redis", "rediss") or not host or parts.query or parts.fragment or database < 0:
+        raise ValueError(f"url must be {form}; characters like / and @ of a password are written %2F and %40")
+    return parts.scheme == "rediss", {
+        "host": host,
+        "port": _PORT if port is None else port,
+        "db": database,
+        "username": unquote(parts.username) if parts.username else None,
+        "password": unquote(parts.password) if parts.password else None,
+    }
+
+
+def _context(ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
+    if (certificate is None) != (key is None):
+        raise ValueError("tls_certificate and tls_key belong together: give both, or none")
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise ValueError(f"tls_ca={ca!r}: cannot be used ({error.strerror or error})") from None
+    if certificate is not None and key is not None:
+        read_private(key, "tls_key", 0)
+        try:
+            context.load_cert_chain(certificate, key, password="")
+        except OSError as error:
+            raise ValueError(
+                f"tls_certificate={certificate!r}, tls_key={key!r}: cannot be used ({error.strerror or error})"
+            ) from None
+    return context
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error` and what it was raised for."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

@@ -1,0 +1,143 @@
+"""A Redis server of a test's own: it can be stopped, started again, and forget what it had."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from aiocoll.credentials import TlsFiles
+
+from .ports import free_ports
+
+#: Seconds that a server has to answer.
+LIMIT = 20
+
+
+class RedisServer:
+    """A process of redis-server on a port of its own of the loopback; call `start`.
+
+    Args:
+        folder: where it keeps its data: nothing, but for `save`.
+        files: its certificate; with it, TLS is spoken at `tls_url`.
+        options: on its command line.
+        command: makes a command of one; for a server on a host of its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: TlsFiles | None = None,
+        *options: str,
+        command: Callable[..., Sequence[str]] = lambda *words: words,
+    ) -> None:
+        self.port = free_ports(2)
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self._command = command
+        self._options = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+        if files is not None:
+            self.ca = files.ca
+            self.tls_url = f"rediss://localhost:{self.port + 1}/0"
+            self._options += ["--tls-port", str(self.port + 1), "--tls-auth-clients", "optional"]
+            self._options += ["--tls-cert-file", files.certificate, "--tls-key-file", files.key]
+            self._options += ["--tls-ca-cert-file", files.ca]
+        self._options += options
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it accepts connections."""
+        command = self._command("redis-server", *self._options)
+        self._process = process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        said = []
+        with process.stdout:
+            for line in process.stdout:
+                said.append(line)
+                if "Ready to accept connections" in line:
+                    return
+        raise AssertionError("".join(said))
+
+    def kill(self) -> None:
+        """End it at once; it keeps nothing that it has not saved."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(LIMIT)
+
+    def freeze(self) -> None:
+        """Let it be silent, with its connections open."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def tell(self, *command: str) -> str:
+        """Carry out a command, beside what is tested; return the answer, of a list its items with blanks between."""
+        return self.send(request(*command))
+
+    def send(self, asked: bytes) -> str:
+        """Send a command as it is, on a connection of its own; return the answer."""
+        with (
+            socket.create_connection(("127.0.0.1", self.port), LIMIT) as connection,
+            connection.makefile("rwb") as file,
+        ):
+            file.write(asked)
+            file.flush()
+            return _answer(file)
+
+    def clients(self) -> int:
+        """Return how many connections there are, but for the one that asks."""
+        return self.tell("CLIENT", "LIST").count(" fd=") - 1
+
+    def listeners(self, job: str = "") -> int:
+        """Return how many connections are told of changes."""
+        return int(self.tell("PUBSUB", "NUMSUB", f"aiocoll:{job}").split()[1])
+
+
+def _answer(file: IO[bytes]) -> str:
+    answer = file.readline().decode().strip()
+    assert not answer.startswith("-"), answer
+    if answer.startswith("*"):
+        return " ".join(_answer(file) for _ in range(int(answer[1:])))
+    if answer.startswith("$") and answer != "$-1":
+        return file.read(int(answer[1:]) + 2).decode()[:-2]
+    return answer[1:]
+
+
+def request(*command: str) -> bytes:
+    """Return a command as it is sent to a server."""
+    words = [b"$%d\r\n%s\r\n" % (len(word), word) for word in map(str.encode, command)]
+    return b"*%d\r\n%s" % (len(words), b"".join(words))
+
+
+def need_redis() -> None:
+    """Skip a test where it cannot run."""
+    if importlib.util.find_spec("redis") is None:
+        pytest.skip("the package redis is not installed")
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+
+
+@contextmanager
+def redis_server(folder: Path, files: TlsFiles | None = None, *options: str, **how: Any) -> Iterator[RedisServer]:
+    """Run a server, or skip the test; it is gone at the end."""
+    need_redis()
+    server = RedisServer(folder, files, *options, **how)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

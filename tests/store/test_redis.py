@@ -1,0 +1,623 @@
+"""What is special about a store on Redis: outages, lost data, passwords, certificates, and what is left there."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import math
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import AuthenticationError, BackendUnavailableError, GroupOptions, RedisStore, new_group
+from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
+
+from ..certificates import Authority
+from ..internals import Limits
+from ..ranks import until
+from ..redis_server import RedisServer, need_redis, redis_server, request
+
+#: Seconds in which a wait must have ended of which nobody would tell but the server.
+SOON = 10.0
+LOST = "has lost the entries of this job"
+
+Open = Callable[..., RedisStore]
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Open]:
+    """Open stores that are closed at the end."""
+    need_redis()
+    async with AsyncExitStack() as stack:
+
+        def store(url: str, **how: Any) -> RedisStore:
+            made = RedisStore(url, **how)
+            stack.push_async_callback(made.aclose)
+            return made
+
+        yield store
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server of the test's own."""
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+# -- waits
+
+
+async def test_a_wait_is_told_when_its_key_is_there(own: RedisServer, opened: Open, limits: Limits) -> None:
+    limits(redis_look_every=math.inf)
+    store, other = opened(own.url), opened(own.url)
+    waits = [asyncio.create_task(each.get(f"k{number}")) for number in range(3) for each in (store, other)]
+    pop = asyncio.create_task(store.queue_pop("q"))
+    await until(lambda: own.listeners() == 2)
+    async with asyncio.timeout(SOON):
+        await store.set("k0", b"0")
+        await store.multi_set(["k1", "k2"], [b"1", b"2"])
+        await other.queue_push("q", b"item")
+        assert await asyncio.gather(*waits) == [b"0", b"0", b"1", b"1", b"2", b"2"]
+        assert await pop == b"item"
+
+
+async def test_a_key_that_comes_while_a_wait_begins_is_seen(own: RedisServer, opened: Open, limits: Limits) -> None:
+    limits(redis_look_every=math.inf)
+    store, other = opened(own.url), opened(own.url)
+    keeps_listening = asyncio.create_task(store.get("last"))
+    await until(lambda: own.listeners() == 1)
+    async with asyncio.timeout(SOON):
+        for number in range(200):
+            assert (await asyncio.gather(store.get(f"k{number}"), other.set(f"k{number}", b"v")))[0] == b"v"
+        await other.set("last", b"v")
+        await keeps_listening
+
+
+async def test_closing_ends_waits_at_once(own: RedisServer, opened: Open, limits: Limits) -> None:
+    limits(redis_look_every=math.inf)
+    store = opened(own.url)
+    waits = [asyncio.create_task(store.get("never")), asyncio.create_task(store.queue_pop("never"))]
+    await until(lambda: own.listeners() == 1)
+    for _ in range(5):  # they have heard of that, and looked again
+        await store.check([])
+    async with asyncio.timeout(SOON):
+        await store.aclose()
+        for wait in waits:
+            with pytest.raises(StoreUnavailableError, match="is closed: make a new one"):
+                await wait
+
+
+async def test_absent_and_empty_are_not_the_same(redis: RedisServer, opened: Open) -> None:
+    store = opened(redis.url, job="swapping")
+    for old, new, done in (
+        (b"", b"1", False),
+        (None, b"", True),
+        (None, b"1", False),
+        (b"", b"1", True),
+        (b"2", None, False),
+        (b"1", None, True),
+        (None, None, True),
+    ):
+        assert await store.compare_and_swap("k", old, new) is done
+    assert await store.names() == []
+
+
+async def test_all_waits_of_a_store_share_a_connection(own: RedisServer, opened: Open) -> None:
+    store = opened(own.url)
+    waits = [asyncio.create_task(store.get(str(number))) for number in range(100)]
+    await store.set("here", b"")
+    await until(lambda: own.clients() == 2)
+    await store.multi_set([str(number) for number in range(100)], [b"1"] * 100)
+    await asyncio.gather(*waits)
+    assert own.clients() == 2
+    # What nobody waits for ends the subscription.
+    await store.set("here", b"")
+    await until(lambda: own.clients() == 1)
+    assert await store.get("0") == b"1"
+    async with asyncio.timeout(SOON):
+        again = asyncio.create_task(store.get("again"))
+        await until(lambda: own.clients() == 2)
+        await store.set("again", b"2")
+        assert await again == b"2"
+
+
+async def test_many_clients_add_to_one_number(redis: RedisServer, opened: Open) -> None:
+    stores = [opened(redis.url, job="adding") for _ in range(20)]
+    sums = await asyncio.gather(*(store.add("n", 1) for store in stores * 10))
+    assert sorted(sums) == list(range(1, 201))
+
+
+async def test_jobs_are_apart(redis: RedisServer, opened: Open) -> None:
+    one, two = opened(redis.url, job="one"), opened(redis.url, job="two")
+    await one.set("k", b"1")
+    await one.queue_push("q", b"1")
+    assert (await two.num_keys(), await two.check(["k"]), await two.queue_len("q")) == (0, False, 0)
+    with pytest.raises(StoreTimeoutError, match=rf"RedisStore on {re.escape(redis.url)} did not get key 'k' within"):
+        await two.get("k", timeout=0.01)
+
+
+async def test_it_knows_the_address_of_the_server(redis: RedisServer, opened: Open) -> None:
+    store = opened(redis.url.replace("127.0.0.1", "localhost"))
+    assert (store.reached, store.trouble) == ("", None)
+    await store.set("k", b"")
+    assert (store.reached, store.trouble) == ("127.0.0.1", None)
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+async def test_ranks_meet_shrink_and_grow(own: RedisServer, assigned: bool) -> None:
+    """Each rank and the newcomer has a store of its own."""
+    options = GroupOptions(transport="unix")
+
+    async def rank(number: int) -> Any:
+        place = {"world_size": 3} | ({} if assigned else {"rank": number})
+        async with RedisStore(own.url) as store, new_group(store=store, options=options, **place) as pg:
+            assert await pg.allreduce(pg.rank()) == 3
+            if pg.rank() == 1:
+                return await pg.wait_revoked()
+            async with await pg.shrink(exclude=[1]) as small, await small.grow(1) as grown:
+                return await grown.allgather_object(grown.rank())
+
+    async def newcomer() -> Any:
+        async with RedisStore(own.url) as store, new_group(store=store, join=True, options=options) as pg:
+            return await pg.allgather_object(pg.rank())
+
+    async with asyncio.timeout(60):
+        results = await asyncio.gather(*map(rank, range(3)), newcomer())
+    assert [result for result in results if result == [0, 1, 2]] == [[0, 1, 2]] * 3
+
+
+# -- outages
+
+
+async def test_calls_and_waits_outlast_a_restart(own: RedisServer, opened: Open) -> None:
+    store, other = opened(own.url), opened(own.url)
+    await store.set("before", b"1")
+    waiting = asyncio.create_task(store.get("after"))
+    await until(lambda: own.clients() == 2)
+    own.tell("SAVE")
+    own.kill()
+    calling = asyncio.create_task(other.set("after", b"2"))
+    await until(lambda: other.trouble)
+    why = "nothing listens there (connection refused); is it running, and is the url right?"
+    assert other.trouble == f"no store at {own.url}: {why}"
+    other.timeout = 0.1
+    with pytest.raises(StoreUnavailableError, match=r"connection refused.*; tried for 0\.1 s"):
+        await other.check(["before"])
+    other.timeout = SOON
+    own.start()
+    async with asyncio.timeout(SOON):
+        assert await waiting == b"2"
+        await calling
+        assert await other.get("before") == b"1"
+    assert other.trouble is None
+
+
+async def test_a_wait_ends_although_the_server_is_gone(own: RedisServer, opened: Open, limits: Limits) -> None:
+    limits(redis_patience=0.1)
+    store = opened(own.url)
+    await store.set("k", b"")
+    own.kill()
+    async with asyncio.timeout(SOON):
+        for wait in (store.get, lambda key, timeout: store.wait([key], timeout), store.queue_pop):
+            for timeout in (0.0, 0.2):
+                with pytest.raises(StoreUnavailableError, match=r"nothing listens there .* tried for 0\.[12] s"):
+                    await wait("k", timeout=timeout)
+
+
+async def test_connections_that_break_are_made_again(own: RedisServer, opened: Open, limits: Limits) -> None:
+    limits(redis_look_every=math.inf)
+    store, other = opened(own.url), opened(own.url)
+    for number in range(5):
+        waiting = asyncio.create_task(store.get(f"k{number}"))
+        await until(lambda: own.clients() >= 2)
+        own.tell("CLIENT", "KILL", "TYPE", "normal")
+        own.tell("CLIENT", "KILL", "TYPE", "pubsub")
+        async with asyncio.timeout(SOON):
+            await other.set(f"k{number}", b"v")
+            assert await waiting == b"v"
+
+
+@asynccontextmanager
+async def answers_lost(server: RedisServer, every: int, requests: list[bytes]) -> AsyncIterator[str]:
+    """A way to the server on which one in `every` answers is lost together with its connection; gives its URL.
+
+    What goes there is appended to `requests`.
+    """
+    count = 0
+    writers: set[asyncio.StreamWriter] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream, downstream = await asyncio.open_connection("127.0.0.1", server.port)
+        writers.update((writer, downstream))
+        doomed = False
+
+        async def ask() -> None:
+            nonlocal count, doomed
+            while asked := await reader.read(1 << 20):
+                requests.append(asked)
+                count += asked.count(b"EVAL")
+                doomed = b"EVAL" in asked and count % every == 0
+                downstream.write(asked)
+            downstream.close()
+
+        async def answer() -> None:
+            while (answered := await upstream.read(1 << 20)) and not doomed:
+                writer.write(answered)
+            writer.close()
+
+        with suppress(ConnectionError):
+            await asyncio.gather(ask(), answer())
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
+        yield f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}/0"
+        for writer in writers:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+async def test_a_change_whose_answer_was_lost_is_made_once(own: RedisServer, opened: Open, every: int) -> None:
+    requests: list[bytes] = []
+    async with answers_lost(own, every, requests) as url:
+        store = opened(url)
+        assert [await store.add("n", 1) for _ in range(20)] == list(range(1, 21))
+        for number in range(10):
+            await store.queue_push("q", b"%d" % number)
+        for _ in range(10):
+            await store.append("log", b"x")
+        assert [await store.queue_pop("q") for _ in range(10)] == [b"%d" % number for number in range(10)]
+        assert await store.multi_get(["n", "log"]) == [b"20", b"x" * 10]
+        assert [await store.delete_key("n") for _ in range(2)] == [True, False]
+        await store.aclose()
+    # What was under way on a connection that broke may come after all that came later.
+    for asked in requests:
+        if b"EVAL" in asked:
+            own.send(asked)
+    store = opened(own.url)
+    assert await store.list_keys() == ["log"]
+    assert await store.get("log") == b"x" * 10
+
+
+async def test_a_server_that_is_silent_for_a_while(own: RedisServer, opened: Open, limits: Limits) -> None:
+    """Requests that it finds when it goes on were sent several times, and are carried out once."""
+    limits(redis_patience=0.05)
+    store = opened(own.url)
+    await store.set("k", b"v")
+    own.freeze()
+    adding = asyncio.create_task(store.add("n", 1))
+    await asyncio.sleep(0)
+    store.timeout = 0.3
+    with pytest.raises(StoreUnavailableError, match=r"no store at .*: no answer; is the url right.*tried for 0\.3 s"):
+        await store.set("k", b"gave up before it was sent")
+    own.thaw()
+    async with asyncio.timeout(SOON):
+        assert await adding == 1
+        store.timeout = SOON
+        assert await store.add("n", 1) == 2
+        assert await store.get("k") == b"v"
+
+
+# -- lost data
+
+
+@pytest.mark.parametrize("how", ["FLUSHALL", "restart", "DEL aiocoll:"])
+async def test_lost_data_is_an_error_everywhere(own: RedisServer, opened: Open, how: str) -> None:
+    store, other, third = (opened(own.url) for _ in range(3))
+    await other.set("k", b"v")
+    await third.check(["k"])
+    waits = [asyncio.create_task(wait) for wait in (store.get("never"), store.queue_pop("never"), other.wait(["no"]))]
+    await until(lambda: own.listeners() == 2)
+    if how == "restart":
+        own.kill()
+        own.start()
+    else:
+        own.tell(*how.split())
+    async with asyncio.timeout(SOON):
+        for wait in waits:
+            with pytest.raises(StoreUnavailableError, match=rf"{LOST}.*FLUSHALL.*start all ranks again"):
+                await wait
+        for call in (third.set("k", b"v"), third.check(["k"]), third.add("n", 1), third.list_keys(), store.get("k")):
+            with pytest.raises(StoreUnavailableError, match=LOST):
+                await call
+    # A new client begins anew, and nobody else takes what it has for what was lost.
+    fresh = opened(own.url)
+    await fresh.set("k", b"new")
+    assert await fresh.get("k") == b"new"
+    with pytest.raises(StoreUnavailableError, match=LOST):
+        await store.get("k")
+    assert await fresh.list_keys() == ["k"]
+
+
+async def test_an_older_copy_of_the_data_is_lost_data(own: RedisServer, opened: Open) -> None:
+    store, other = opened(own.url), opened(own.url)
+    await store.set("k", b"old")
+    await other.set("l", b"old")
+    own.tell("SAVE")
+    await store.set("k", b"new")
+    own.kill()
+    own.start()
+    assert await other.get("k") == b"old"  # nothing that it has done is missing, until the other one has looked
+    for each in (store, other):
+        with pytest.raises(StoreUnavailableError, match=LOST):
+            await each.get("k")
+
+
+# -- what is left on the server
+
+
+async def test_entries_expire_unless_a_client_is_there(own: RedisServer, opened: Open, limits: Limits) -> None:
+    limits(redis_renew_every=0.02)
+    day = 86_400_000
+    store = opened(own.url, job="j")
+    await store.set("k", b"v")
+    assert own.tell("DBSIZE") == "1"
+    assert day - 60_000 < int(own.tell("PTTL", "aiocoll:j")) <= day
+    own.tell("PEXPIRE", "aiocoll:j", "30000")
+    async with asyncio.timeout(SOON):
+        while int(own.tell("PTTL", "aiocoll:j")) <= 30_000:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await store.aclose()
+    limits(redis_renew_every=3600.0)
+    other = opened(own.url, job="j")
+    for call in (lambda: other.get("k"), lambda: other.set("k", b"w")):
+        own.tell("PEXPIRE", "aiocoll:j", "30000")
+        await call()
+        assert day - 60_000 < int(own.tell("PTTL", "aiocoll:j")) <= day
+
+
+async def test_neither_keys_nor_arrays_go_there(own: RedisServer) -> None:
+    secret, payload = b"the key of this job, 32 bytes ..", 1234.5678
+    reader, writer = await asyncio.open_connection("127.0.0.1", own.port, limit=1 << 24)
+    writer.write(request("MONITOR"))
+    assert await reader.readline() == b"+OK\r\n"
+
+    async def rank(number: int) -> None:
+        options = GroupOptions(job_key=secret, transport="tcp")
+        async with (
+            RedisStore(own.url) as store,
+            new_group(store=store, rank=number, world_size=3, options=options) as pg,
+        ):
+            assert (await pg.allreduce(np.full(1000, payload)) == 3 * payload).all()
+            assert await pg.allgather_object("an object") == ["an object"] * 3
+
+    await asyncio.gather(*map(rank, range(3)))
+    own.tell("ECHO", "that was all")
+    seen = await reader.readuntil(b"that was all")
+    writer.close()
+    await writer.wait_closed()
+    assert b"card/2" in seen
+    # MONITOR shows bytes that are no text by their numbers.
+    array = "".join(f"\\x{byte:02x}" for byte in np.float64(payload).tobytes())
+    for text in (secret, secret.hex().encode(), base64.b64encode(secret), b"an object", array.encode()):
+        assert text not in seen
+
+
+# -- passwords and rights
+
+
+def texts(error: BaseException) -> str:
+    """Return all that may be shown of an error and what caused it."""
+    shown, cause = [], error
+    while cause is not None:
+        shown += [str(cause), repr(cause)]
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    return "\n".join(shown)
+
+
+async def test_a_password_is_proven_and_shown_nowhere(
+    tmp_path: Path, opened: Open, limits: Limits, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    limits(redis_patience=0.1)
+    with redis_server(tmp_path, None, "--requirepass", "hunter/2@x") as server:
+        url = f"redis://:hunter%2F2%40x@127.0.0.1:{server.port}/3"
+        store = opened(url, timeout=5.0)
+        await store.set("k", b"v")
+        assert await store.get("k") == b"v"
+        shown = [repr(store), str(store), repr(vars(store))]
+        wrong, none = opened(url.replace("2F2", "2F3"), timeout=5.0), opened(server.url, timeout=5.0)
+        for each, what in (
+            (wrong, r"refuses user or password: .*; correct them in the url"),
+            (none, "NOAUTH|required"),
+        ):
+            with pytest.raises(StoreUnavailableError, match=what) as raised:
+                await each.set("k", b"")
+            assert isinstance(raised.value, AuthenticationError)
+            shown.append(texts(raised.value))
+        with pytest.raises(StoreTimeoutError) as missing:
+            await store.get("missing", timeout=0.01)
+        server.kill()
+        with pytest.raises(StoreUnavailableError) as gone:
+            await store.get("k", timeout=0.2)
+        shown += [texts(missing.value), texts(gone.value), str(store.trouble)]
+        server.start()
+    shown.append(repr(new_group(init_method=url, rank=0, world_size=1)._where))
+    for init_method in (url, url.replace("redis", "reddis")):
+        with pytest.raises(ValueError, match=r"init_method='redd?is://\.\.\.@127\.0\.0\.1") as refused:
+            new_group(init_method=init_method, rank=0)
+        shown.append(texts(refused.value))
+    assert f"redis://127.0.0.1:{server.port}/3" in "".join(shown)
+    assert "hunter" not in "".join(shown) + caplog.text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hunter2@host:port",
+        "redis://:hunter2@host:70000",
+        "redis://:hunter2@host/first",
+        "redis://:hunter2@host/-1",
+        "redis://:hunter2@host/0?timeout=3",
+        "redis://:hunter2@[::1/0",
+        "redis://:hunter2@/0",
+        "redis://hunter2/pass@host",
+        "http://:hunter2@host",
+        "",
+    ],
+)
+def test_urls_that_are_none_are_refused(url: str) -> None:
+    need_redis()
+    with pytest.raises(ValueError, match=r"url must be redis://\[\[user\]:password@\]host\[:port\]\[/db\]") as raised:
+        RedisStore(url)
+    assert "hunter" not in texts(raised.value)
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    need_redis()
+    with pytest.raises(TypeError, match="url must be str, got bytes"):
+        RedisStore(b"redis://host")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="job must be str, got int"):
+        RedisStore("redis://host", job=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tls_ca, tls_certificate and tls_key are for a url that begins with rediss"):
+        RedisStore("redis://host", tls_ca="ca.pem")
+    with pytest.raises(ValueError, match="tls_certificate and tls_key belong together"):
+        RedisStore("rediss://host", tls_certificate="own.pem")
+    with pytest.raises(ValueError, match=r"tls_ca='.*/none.pem': cannot be used"):
+        RedisStore("rediss://host", tls_ca=str(tmp_path / "none.pem"))
+    files = Authority(tmp_path).make("DNS:localhost")
+    with pytest.raises(ValueError, match=r"tls_certificate='.*', tls_key='.*': cannot be used"):
+        RedisStore("rediss://host", tls_certificate=files.ca, tls_key=files.key)
+    Path(files.key).chmod(0o644)
+    with pytest.raises(ValueError, match=r"tls_key='.*': other users may access it; chmod 600 it"):
+        RedisStore("rediss://host", tls_certificate=files.certificate, tls_key=files.key)
+
+
+async def test_a_user_with_the_rights_that_are_documented(own: RedisServer, opened: Open) -> None:
+    listed = re.search(r"the commands (EVAL[^.]*)\.", RedisStore.__doc__ or "")
+    assert listed is not None
+    commands = re.findall("[A-Z]{3,}", listed[1])
+    rights = ["reset", "on", ">hunter2", "~aiocoll:*", *(f"+{command}" for command in commands)]
+    own.tell("ACL", "SETUSER", "ranks", *rights, "&aiocoll:*")
+    url = own.url.replace("//", "//ranks:hunter2@").removesuffix("0") + "1"
+    store, other = opened(url), opened(url)
+    waiting = asyncio.create_task(store.get("late"))
+    await other.set("k", b"1")
+    await other.append("k", b"2")
+    assert await other.add("k", 1) == 13
+    assert await other.list_keys() == ["k"]
+    assert await other.delete_key("k")
+    await other.queue_push("q", b"item")
+    assert await store.queue_pop("q") == b"item"
+    await other.set("late", b"here")
+    assert await waiting == b"here"
+    own.tell("ACL", "SETUSER", "ranks", "resetchannels")
+    strange = opened(url)
+    with pytest.raises(StoreUnavailableError, match=r"forbids what the store needs .*channels aiocoll:\*") as raised:
+        await strange.get("never")
+    assert isinstance(raised.value, AuthenticationError)
+
+
+async def test_what_the_server_refuses_is_said(own: RedisServer, opened: Open) -> None:
+    store = opened(own.url, job="j")
+    await store.set("k", b"v")
+    own.tell("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(StoreError, match=rf"{own.url} could not carry out a request: .*maxmemory"):
+        await store.set("k", b"w")
+    assert await store.get("k") == b"v"
+    own.tell("CONFIG", "SET", "maxmemory", "0")
+    await store.set("k", b"w")
+    own.tell("SET", "aiocoll:other", "of somebody else")
+    with pytest.raises(StoreError, match="WRONGTYPE"):
+        await opened(own.url, job="other").set("k", b"w")
+
+
+async def test_another_kind_of_server_is_not_taken_for_redis(opened: Open) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
+        where = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        for scheme, why in (("redis", ""), ("rediss", "what listens there does not speak TLS as expected")):
+            with pytest.raises(
+                StoreUnavailableError, match=rf"no store at {scheme}://{where}/0: {why}.*tried for 0\.2 s"
+            ):
+                await opened(f"{scheme}://{where}", timeout=0.2).set("k", b"v")
+
+
+# -- certificates
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server of the test's own that speaks TLS, and insists on certificates of its CA."""
+    files = Authority(tmp_path).make("DNS:localhost", file="server")
+    with redis_server(tmp_path, files, "--tls-auth-clients", "yes") as server:
+        yield server
+
+
+async def test_both_ends_show_a_certificate(secured: RedisServer, opened: Open, tmp_path: Path) -> None:
+    files = Authority(tmp_path, "clients").make("DNS:client", file="client")
+    stranger = opened(secured.tls_url, tls_ca=secured.ca, timeout=0.3)
+    with pytest.raises(
+        StoreUnavailableError,
+        match=r"no store at rediss://localhost:\d+/0: .*if it asks for certificates, give tls_cert",
+    ):
+        await stranger.set("k", b"v")
+    wrong = opened(
+        secured.tls_url, tls_ca=secured.ca, tls_certificate=files.certificate, tls_key=files.key, timeout=0.3
+    )
+    with pytest.raises(
+        StoreUnavailableError,
+        match=r"no store at rediss://localhost:\d+/0: .*if it asks for certificates, give tls_cert",
+    ):
+        await wrong.set("k", b"v")
+
+
+async def test_a_certificate_for_clients(tmp_path: Path, opened: Open) -> None:
+    authority = Authority(tmp_path)
+    files = authority.make("DNS:localhost", file="server")
+    own = authority.make("DNS:client", file="client")
+    with redis_server(tmp_path, files, "--tls-auth-clients", "yes") as server:
+        store = opened(server.tls_url, tls_ca=own.ca, tls_certificate=own.certificate, tls_key=own.key)
+        await store.set("k", b"v")
+        assert await store.get("k") == b"v"
+
+
+async def test_certificates_of_others_are_refused_at_once(
+    redis: RedisServer, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Authority(tmp_path, "other")
+    refused = r"the certificate of rediss://.* is refused \(.*\): give the certificates of its CA by tls_ca="
+    by_number = redis.tls_url.replace("localhost", "127.0.0.1")
+    for url, ca in ((redis.tls_url, None), (redis.tls_url, str(other.file)), (by_number, redis.ca)):
+        with pytest.raises(StoreUnavailableError, match=refused) as raised:
+            await opened(url, tls_ca=ca).set("k", b"v")
+        assert isinstance(raised.value, AuthenticationError)
+    # Who names a CA trusts no other; who names none trusts those of the system.
+    monkeypatch.setenv("SSL_CERT_FILE", redis.ca)
+    with pytest.raises(StoreUnavailableError, match=refused):
+        await opened(redis.tls_url, tls_ca=str(other.file)).set("k", b"v")
+    await opened(redis.tls_url).set("k", b"v")
+
+
+async def test_plain_text_and_tls_are_told_apart(redis: RedisServer, opened: Open, limits: Limits) -> None:
+    limits(redis_patience=0.1)
+    plain = redis.tls_url.replace("rediss://localhost", "redis://127.0.0.1")
+    with pytest.raises(StoreUnavailableError, match=r"tried for 0\.2 s"):
+        await opened(plain, timeout=0.2).set("k", b"v")
+    encrypted = redis.url.replace("redis://127.0.0.1", "rediss://localhost")
+    with pytest.raises(StoreUnavailableError, match=r"no answer; is the url right, .*tried for 0\.2 s"):
+        await opened(encrypted, tls_ca=redis.ca, timeout=0.2).set("k", b"v")
+
+
+# -- without the package
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+    with pytest.raises(
+        BackendUnavailableError, match=r"RedisStore needs the package redis: pip install aiocoll\[redis\]"
+    ):
+        RedisStore("redis://127.0.0.1:6379/0")
