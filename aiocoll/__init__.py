@@ -15,7 +15,7 @@
 
     asyncio.run(main())
 
-``aiocoll run -n 2 hello.py`` starts two ranks of it, and so does torchrun.
+``aiocoll run -n 2 hello.py`` starts two ranks of it, and so do torchrun, mpiexec and srun.
 
     new_group             form a group with the other ranks; `GroupOptions` says how it communicates
     ProcessGroup          its calls: allreduce, broadcast, allgather, send, recv, allgather_object, shrink, ...
@@ -24,8 +24,9 @@
     Send, Recv            messages for `ProcessGroup.batch`
     process_group         make a group the current one of a context; `current_process_group` returns it
     Meeting               lets processes become ranks that something else starts, with a `Ticket` each
+    elastic               ``async for pg in aiocoll.elastic()``: another group whenever a rank is lost
     BlockingGroup         calls that wait, for programs without an event loop
-    Store                 where ranks meet: `TCPStore`, `FileStore`, `HashStore`, `PrefixStore`
+    Store                 where ranks meet: `TCPStore`, `FileStore`, `RedisStore`, `HashStore`, `PrefixStore`
     errors                every exception; all of them are here, too
     hooks                 functions of your own, called when operations start and end: `hooks.add_hook`
     register_backend      groups of another kind: `Backend`, `BackendConfig`
@@ -39,6 +40,7 @@ Modules: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.test
 from aiocoll import errors, hooks
 from aiocoll.backends import Backend, BackendConfig, register_backend
 from aiocoll.blocking import BlockingGroup
+from aiocoll.elastic import elastic
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
 from aiocoll.group.current import current_process_group, process_group
@@ -47,7 +49,7 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.rendezvous.tickets import Meeting, Ticket
-from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from aiocoll.store import FileStore, HashStore, PrefixStore, RedisStore, Store, TCPStore
 from aiocoll.work import Work
 
 __version__ = "0.1.0"
@@ -63,6 +65,7 @@ __all__ = [
     "PrefixStore",
     "ProcessGroup",
     "Recv",
+    "RedisStore",
     "ReduceOp",
     "Send",
     "Store",
@@ -70,6 +73,7 @@ __all__ = [
     "Ticket",
     "Work",
     "current_process_group",
+    "elastic",
     "hooks",
     "new_group",
     "process_group",

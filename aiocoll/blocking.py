@@ -213,3 +213,4 @@ class BlockingGroup:
     drain = _blocking(ProcessGroup.drain)
     wait_revoked = _blocking(ProcessGroup.wait_revoked)
     abort = _blocking(ProcessGroup.abort)
+    report_death = _blocking(ProcessGroup.report_death)

@@ -23,6 +23,7 @@ Wrong arguments raise the built-in ``TypeError`` or ``ValueError`` at the call: 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "AiocollError",
@@ -46,6 +47,10 @@ __all__ = [
 
 class AiocollError(RuntimeError):
     """Base of every error of the library."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As by default, but for tools that pickle tracebacks, too, and cannot make objects with several bases.
+        return type(self), self.args, self.__dict__
 
 
 class GroupError(AiocollError):
@@ -86,9 +91,10 @@ class PeerLostError(GroupError, ConnectionError):
     """A rank is gone.
 
     Attributes:
-        how: ``"killed"`` (a process of its host has found that its process is gone), ``"left"`` (it closed its
-            groups), ``"stopped"`` (its process, on this host, has been stopped for seconds: SIGSTOP, a debugger) or
-            ``"unreachable"`` (its connection broke, or no heartbeat has come for seconds: it may be alive).
+        how: ``"killed"`` (a process of its host has found that its process is gone, or it was reported dead),
+            ``"left"`` (it closed its groups), ``"stopped"`` (its process, on this host, has been stopped for seconds:
+            SIGSTOP, a debugger) or ``"unreachable"`` (its connection broke, or no heartbeat has come for seconds: it
+            may be alive).
     """
 
     def __init__(

@@ -49,7 +49,11 @@ _MAX_KEY_BYTES = 4096
 _PREFIX = "AIOCOLL_"
 #: Variables that other modules read: rendezvous, the launcher, `job_key` and the test suite.
 _ELSEWHERE = frozenset(
-    f"{_PREFIX}{name}" for name in ("PORT", "STORE", "SINGLETON", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
+    f"{_PREFIX}{name}"
+    for name in (
+        *("PORT", "STORE", "SINGLETON", "JOIN", "RESTART_COUNT", "WORLD_SIZE", "SERVICE"),
+        *("JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP"),
+    )
 )
 
 
@@ -66,6 +70,11 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "debug": ("off", "detail"),
 }
 _TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_NUMBERS: Mapping[str, Callable[[str], float]] = {
+    "spin_us": parse_float,
+    "warn_after": parse_float,
+    "connections": parse_int,
+}
 _DEFAULTS: Mapping[str, Any] = {
     "transport": "auto",
     "interface": None,
@@ -198,14 +207,9 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse(name: str, variable: str, text: str) -> Any:
-    if name in ("spin_us", "warn_after"):
+    if name in _NUMBERS:
         try:
-            return parse_float(text)
-        except ValueError:
-            raise ValueError(f"{variable}={text!r}: must be a number") from None
-    if name == "connections":
-        try:
-            return parse_int(text)
+            return _NUMBERS[name](text)
         except ValueError:
             raise ValueError(f"{variable}={text!r}: must be a number") from None
     if name == "port_range":

@@ -97,9 +97,10 @@ LIMITS = {
     "doctor_slack": ("aiocoll.cli.doctor_hosts._SLACK",),
     "doctor_ping": ("aiocoll.cli.doctor_hosts._PING_FOR",),
     "doctor_patience": ("aiocoll.cli.doctor._PATIENCE",),
-    "run_drain": ("aiocoll.cli.supervise.DRAIN",),
+    "run_drain": ("aiocoll.cli.supervise.DRAIN", "aiocoll.cli.rank.DRAIN"),
     "run_grace": ("aiocoll.cli.supervise.GRACE",),
     "run_release": ("aiocoll.cli.supervise.RELEASE",),
+    "run_settle": ("aiocoll.cli.supervise.SETTLE",),
     "testing_release": ("aiocoll.testing.team.RELEASE",),
     "tune_enough": ("aiocoll.cli.tune.ENOUGH",),
 }

@@ -23,6 +23,8 @@ EXCUSES = (
     "needs a GPU",
     "needs two hosts",
     "needs an MPI library",
+    "needs Slurm",
+    "needs a cluster",
     "installs or runs the whole of it, which takes minutes",
 )
 _FENCE = re.compile(r"(?:<!-- not run: (.*?) -->\n)?^```(\w+)\n(.*?)^```$|^#+ ([^\n]+)$", re.MULTILINE | re.DOTALL)

@@ -34,6 +34,10 @@ OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__
              "__enter__", "__eq__", "__exit__", "__getitem__", "__hash__", "__iter__", "__len__", "__or__"}  # fmt: skip
 
 
+#: A program, and modules that need CuPy, Ray or Dask.
+_LEFT = ("aiocoll.__main__", "aiocoll.gpu.cupy_api", "aiocoll.integrations.")
+
+
 def public_names() -> list[str]:
     """Return a line for each public name, sorted."""
     lines = {line for name in MODULES for line in _of_module(importlib.import_module(name))}
@@ -114,7 +118,7 @@ def _classes() -> dict[str, type]:
     """Return the classes of the package by name."""
     found = {}
     for info in pkgutil.walk_packages(aiocoll.__path__, "aiocoll."):
-        if info.name not in ("aiocoll.__main__", "aiocoll.gpu.cupy_api"):  # a program; needs CuPy
+        if not info.name.startswith(_LEFT):
             module = importlib.import_module(info.name)
             found.update({name: each for name, each in vars(module).items() if inspect.isclass(each)})
     return {name: cls for name, cls in found.items() if _is_ours(cls)}

@@ -190,8 +190,9 @@ def test_files_and_functions_stay_small() -> None:
 
 @cache
 def classes() -> dict[str, type]:
-    """Return the classes at the top of modules by name, without those of the module that needs CuPy."""
-    names = [name for name in MODULES if name not in ("aiocoll", "__main__", "gpu.cupy_api")]
+    """Return the classes at the top of modules by name, without those of modules that need CuPy, Ray or Dask."""
+    left = ("aiocoll", "__main__", "gpu.cupy_api")
+    names = [name for name in MODULES if name not in left and folder(name) != "integrations"]
     found: dict[str, type] = {}
     for name in names:
         loaded = importlib.import_module(f"aiocoll.{name}")
@@ -396,8 +397,8 @@ print(*(name for name in {LATER} if name in sys.modules and name not in before))
 
 
 def test_every_module_can_be_imported_alone() -> None:
-    left = ("aiocoll", "__main__", "gpu.cupy_api")  # the last needs CuPy
-    names = [name for name in MODULES if name not in left and folder(name) != "testing"]
+    left = ("aiocoll", "__main__", "gpu.cupy_api")  # the last needs CuPy, and integrations Ray or Dask
+    names = [name for name in MODULES if name not in left and folder(name) not in ("testing", "integrations")]
     code = "\n".join(["import importlib", *(f"importlib.import_module('aiocoll.{name}')" for name in names)])
     assert run(code) == ""
 

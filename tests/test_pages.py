@@ -27,6 +27,7 @@ from .certificates import Authority
 from .pages import ROOT, code, commands, execute, files, is_shown, shell, write
 from .ports import free_port
 from .ranks import run_ranks
+from .redis_server import redis_server
 
 pytest_plugins = ["pytester"]
 
@@ -72,6 +73,21 @@ def run_sync(block: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.parametrize("victim", [None, 0, 2])
+def test_the_elastic_program(victim: int | None, tmp_path: Path) -> None:
+    programs = files("docs/elastic.md")
+    if victim is not None:
+        death = (
+            f'    if state["step"] == 50 and pg.rank() == {victim} and not os.path.exists("killed"):\n'
+            '        open("killed", "x").close()\n'
+            "        os.kill(os.getpid(), 9)\n"
+        )
+        begin, end = programs["sums.py"].split("    gradient", 1)
+        programs["sums.py"] = f"import os\n{begin}{death}    gradient{end}"
+    write(programs, tmp_path)
+    assert shell("python supervisor.py", tmp_path).count("[5050. 5050. 5050.]") == 4
+
+
 async def test_the_store_of_the_guide_is_the_one_that_passes_the_contract_and_ranks_meet_there() -> None:
     store, use = code("docs/guide.md", "Writing a store"), code("docs/guide.md", "Writing a store", 2)
     assert (ROOT / "tests/store/minimal_store.py").read_text().endswith(f'"""\n\n{store}')
@@ -82,6 +98,23 @@ async def test_the_store_of_the_guide_is_the_one_that_passes_the_contract_and_ra
     sizes: list[int] = []
     await asyncio.gather(*(space["main"](rank, sizes) for rank in range(2)))
     assert sizes == [2, 2]
+
+
+async def test_ranks_meet_on_a_redis_server(tmp_path: Path) -> None:
+    use = code("docs/guide.md", "On a Redis server").replace("...", "sizes.append(await pg.allreduce(1))")
+    user = code("docs/security.md", "What a Redis server sees", 1, "text")
+    with redis_server(tmp_path, Authority(tmp_path).make("DNS:localhost")) as server:
+        server.tell(*user.split())
+        use = use.replace("redis://10.0.0.9:6379/0", server.url).replace("ca.pem", server.ca)
+        use = use.replace("redis.internal/0", server.tls_url.removeprefix("rediss://")).replace(
+            "world_size=4", "world_size=2"
+        )
+        main = f"async def main(rank, sizes):\n{textwrap.indent(use, '    ')}"
+        space = await execute(main, aiocoll=aiocoll)
+        sizes: list[int] = []
+        await asyncio.gather(*(space["main"](rank, sizes) for rank in range(2)))
+        assert sizes == [2, 2, 2, 2]
+        assert server.tell("EXISTS", "aiocoll:train-17") == "1"
 
 
 async def test_a_work_is_awaited_later() -> None:

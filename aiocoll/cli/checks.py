@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,9 +19,12 @@ import aiocoll
 from aiocoll.credentials import TlsFiles, tls_files
 from aiocoll.errors import AiocollError, RendezvousError
 from aiocoll.options import GroupOptions
+from aiocoll.rendezvous.launchers import EXPLICIT, LAUNCHERS, local_numbers, recognise
+from aiocoll.rendezvous.where import find_where
 from aiocoll.security.names import part_name, shown
 from aiocoll.security.tls_trouble import clock
 from aiocoll.security.user_ca import read
+from aiocoll.store.address import describe
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
@@ -76,6 +79,7 @@ def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
     """
     yield from _versions()
     yield from _host(ranks)
+    yield _started_by(os.environ)
     yield from _limits()
     unshared = "ranks of one host cannot share memory and use sockets, which is slower"
     yield _try("shared memory", _use_memfd, unshared)
@@ -111,6 +115,31 @@ def _host(ranks: int) -> Iterator[CheckResult]:
     advice = "" if kind.startswith("uvloop") else "uvloop.run(main()) in place of asyncio.run(main()) is faster"
     yield CheckResult("host", "event loop", kind, advice)
     yield CheckResult("host", "identity", address.host_identity(os.environ.get("AIOCOLL_HOST_ID")))
+
+
+def _started_by(env: Mapping[str, str]) -> CheckResult:
+    """Return what has started this process, and what `env://` makes of it."""
+    topic, name = "launcher", "started by"
+    launcher = recognise(env)
+    if launcher is None:
+        looked = ", ".join(f"{each.name} ({' or '.join(each.marks)})" for each in LAUNCHERS)
+        return CheckResult(topic, name, "nothing that env:// recognises", f"recognised are, in this order: {looked}")
+    value = f"{launcher.name} ({launcher.mark(env)})"
+    try:
+        where = find_where(None, None, None, None, env, "")
+        here = local_numbers(env)
+    except (ValueError, AiocollError) as error:
+        return CheckResult(topic, name, value, str(error), fine=launcher is EXPLICIT)  # doctor itself is no rank
+    value += f": rank {'that is free' if where.rank is None else where.rank} of {where.world_size}"
+    if None not in here:
+        value += f", {here[0]} of {here[1]} on this host"
+    place = "where rank 0 tells the launcher" if where.ask else describe(where.host, where.port)
+    value += f"; the store is {'' if where.ask else 'at '}{place}"
+    keys = [key for key in ("AIOCOLL_JOB_KEY_FILE", "AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FD") if key in env]
+    value += f"; the job key comes from {keys[0] if keys else 'the launcher' if where.ask else 'nowhere'}"
+    needed = where.several_hosts and not keys
+    advice = "ranks on several hosts need one: name a file that only you can read by AIOCOLL_JOB_KEY_FILE"
+    return CheckResult(topic, name, value, advice if needed else "", fine=not needed)
 
 
 def _limits() -> Iterator[CheckResult]:

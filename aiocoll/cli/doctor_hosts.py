@@ -20,14 +20,14 @@ from typing import Any
 import msgpack
 
 import aiocoll
-from aiocoll.cli.hosts import Hosts, serve
+from aiocoll.cli.hosts import Hosts, reach_store, serve
 from aiocoll.cli.reach import Attempt, HostFacts, HostsMet
 from aiocoll.errors import AiocollError, RendezvousError, StoreError, StoreTimeoutError
 from aiocoll.meeting.cards import cores
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.store import PrefixStore, Store, TCPStore
+from aiocoll.store import PrefixStore, Store
 from aiocoll.store.listening import local_address
 from aiocoll.transport.base import Card
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
@@ -68,18 +68,7 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, say: C
             say(f"host 0 listens on {listens} for the others, and waits for them for {timeout:g} s")
         else:
             say(f"looking for host 0 at {host} port {port} for {timeout:g} s")
-        store = TCPStore(
-            host,
-            port,
-            timeout=timeout,
-            wait_for_workers=False,
-            key=hosts.key,
-            job=hosts.name,
-            encryption=options.encryption,
-            tls_ca=options.tls_ca,
-            tls_certificate=options.tls_certificate,
-            tls_key=options.tls_key,
-        )
+        store = reach_store(hosts, options, (host, port), timeout)
         await stack.enter_async_context(store)
         rounds = _Rounds(PrefixStore("doctor", store), hosts)
         told = {"nnodes": hosts.nnodes, "store": store.reached, "listens": listens, "facts": _facts(options)}

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from aiocoll.cli.arguments import integer, positive
 from aiocoll.options import GroupOptions, job_key, read_key_file
+from aiocoll.rendezvous.store_security import store_security
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.security.keys import KEY_SIZE
-from aiocoll.store import StoreServer
+from aiocoll.store import StoreServer, TCPStore
 from aiocoll.store.listening import find_address
 
-__all__ = ["Hosts", "add_host_arguments", "read_hosts", "serve"]
+__all__ = ["Hosts", "add_host_arguments", "reach_store", "read_hosts", "serve"]
 
 #: torchrun's, for several hosts; one host takes a free port.
 _DEFAULT_PORT = 29500
@@ -122,10 +123,19 @@ async def serve(
         key=hosts.key,
         job=hosts.name,
         world_size=world_size,
-        encryption=options.encryption,
-        tls_ca=options.tls_ca,
-        tls_certificate=options.tls_certificate,
-        tls_key=options.tls_key,
+        **store_security(options),
     )
     server.start()
     return server
+
+
+def reach_store(hosts: Hosts, options: GroupOptions, where: tuple[str, int], timeout: float) -> TCPStore:
+    """Return a client of that store, not opened yet."""
+    return TCPStore(
+        *where,
+        timeout=timeout,
+        wait_for_workers=False,
+        key=hosts.key,
+        job=hosts.name,
+        **store_security(options),
+    )

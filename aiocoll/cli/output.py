@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import IO
 
+from aiocoll.cli.logs import LogFile
+
 __all__ = ["Output", "OutputRelay"]
 
 #: Bytes of one read, and of the longest line that is kept whole; longer ones are cut, so that memory stays bounded.
@@ -55,14 +57,18 @@ class OutputRelay(threading.Thread):
         pipe: the output of a rank, unbuffered.
         sink: receives the output.
         output: writes it.
+        log: gets a copy without prefixes, as it comes.
     """
 
-    def __init__(self, prefix: bytes, pipe: IO[bytes], sink: IO[str], output: Output) -> None:
+    def __init__(
+        self, prefix: bytes, pipe: IO[bytes], sink: IO[str], output: Output, log: LogFile | None = None
+    ) -> None:
         super().__init__(name=f"output {prefix.decode()}", daemon=True)
         self._prefix = prefix
         self._pipe = pipe
         self._sink = sink
         self._output = output
+        self._log = log
         self._lines: list[bytes] = []
         self._held_since: float | None = None
         self.start()
@@ -79,6 +85,8 @@ class OutputRelay(threading.Thread):
                     continue
                 if not (chunk := self._pipe.read(_CHUNK)):
                     break
+                if self._log is not None:
+                    self._log.write(chunk)
                 *lines, rest = (rest + chunk).split(b"\n")
                 while len(rest) >= _CHUNK:
                     lines.append(rest[:_CHUNK])

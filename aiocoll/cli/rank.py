@@ -14,10 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from aiocoll.cli.logs import LogFile
 from aiocoll.cli.output import Output, OutputRelay
 
-__all__ = ["Exit", "RankProcess", "Report"]
+__all__ = ["DRAIN", "Exit", "RankProcess", "Report", "SaidElastic"]
 
+#: Seconds for the rest of the output of an ended rank; only a process that it left behind takes longer.
+DRAIN = 1.0
 _START = str(Path(__file__).with_name("start.py"))
 #: Lines of /proc/PID/status: which signals a process blocks, ignores and handles.
 _EXPECTED = ("SigBlk", "SigIgn", "SigCgt")
@@ -32,6 +35,12 @@ class Report(NamedTuple):
     code: int | None
     error: str
     traceback: str
+
+
+class SaidElastic(NamedTuple):
+    """The rank is in a group that mends itself; see `aiocoll.launcher`."""
+
+    rank: int
 
 
 class Exit(NamedTuple):
@@ -54,7 +63,8 @@ class RankProcess:
         environment: all of its environment but the number of the key's pipe.
         key: the content of that pipe.
         output: receives its output.
-        tell: called, from another thread, with its reports, then its exit.
+        logs: get a copy of its standard output and error, if there are any.
+        tell: called, from another thread, with what it reports, then its exit.
 
     Raises:
         OSError: the process cannot be started.
@@ -67,10 +77,12 @@ class RankProcess:
         environment: Mapping[str, str],
         key: bytes,
         output: Output,
-        tell: Callable[[Report | Exit], object],
+        logs: tuple[LogFile, LogFile] | None,
+        tell: Callable[[Report | SaidElastic | Exit], object],
     ) -> None:
         self.rank = rank
         self._tell = tell
+        self._logs = logs
         fd = _pipe_with(key)
         self._reports, theirs = os.pipe()
         try:
@@ -93,9 +105,10 @@ class RankProcess:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         prefix = b"[%d] " % rank
+        out, err = logs or (None, None)
         self._relays = [
-            OutputRelay(prefix, self._process.stdout, sys.stdout, output),
-            OutputRelay(prefix, self._process.stderr, sys.stderr, output),
+            OutputRelay(prefix, self._process.stdout, sys.stdout, output, out),
+            OutputRelay(prefix, self._process.stderr, sys.stderr, output, err),
         ]
         self._listeners = [
             threading.Thread(target=self._wait, args=(theirs,), name=f"rank-{rank}-end", daemon=True),
@@ -127,6 +140,11 @@ class RankProcess:
         """Kill the rank and its children, if they still exist."""
         self.send(signal.SIGKILL)
 
+    def kill_children(self) -> None:
+        """Kill what the rank, which has ended, has left in its process group."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def drain(self, deadline: float) -> None:
         """Wait for its end and all of its output; processes that keep the output open after `deadline` are killed."""
         self._process.wait()
@@ -135,10 +153,11 @@ class RankProcess:
         for relay in self._relays:
             relay.join(max(0.0, deadline - time.monotonic()))
         if any(relay.is_alive() for relay in self._relays):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self.kill_children()
             for relay in self._relays:
                 relay.join(0.1)  # a daemon that left the process group may keep the pipe open for ever
+        for log in self._logs or ():
+            log.close()
 
     def _wait(self, reports: int) -> None:
         """Write the end after all reports: children of the rank may keep the pipe itself open."""
@@ -147,6 +166,7 @@ class RankProcess:
             pipe.write(f"\n{json.dumps({'time': time.monotonic(), 'code': code, 'ended': True})}\n")
 
     def _listen(self) -> None:
+        traceback = ""
         with open(self._reports, encoding="utf-8", errors="replace") as pipe:
             for line in pipe:
                 try:
@@ -155,8 +175,17 @@ class RankProcess:
                     continue
                 if said.pop("ended", False):
                     self._tell(Exit(self.rank, **said))
-                    return
-                self._tell(Report(self.rank, **said))
+                    break
+                if said.pop("elastic", False):
+                    self._tell(SaidElastic(self.rank))
+                    continue
+                report = Report(self.rank, **said)
+                traceback = report.traceback
+                self._tell(report)
+        if self._logs is not None and traceback:
+            # The rank has not written it itself, and it shall come last.
+            self._relays[1].join(DRAIN)
+            self._logs[1].write(traceback.encode(errors="replace"))
 
 
 def _expects(pid: int, number: signal.Signals) -> bool:

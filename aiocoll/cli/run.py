@@ -6,6 +6,8 @@ variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`,
     NODE_RANK              this host among the hosts, the same as GROUP_RANK
     AIOCOLL_JOB_ID         what tells this job's connections from another's, unless it was set before
     AIOCOLL_STORE          "launcher": the store at MASTER_ADDR:MASTER_PORT is there, rank 0 must not start one
+    AIOCOLL_RESTART_COUNT  how many restarts of the job there had been when this process was started
+    AIOCOLL_JOIN           "1", in place of RANK: take the place of a lost rank in a group that grows
     AIOCOLL_JOB_KEY_FD     a pipe that holds the job key; other processes cannot read it, unlike argv or environment
 """
 
@@ -15,10 +17,16 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
-from aiocoll.cli.arguments import positive
-from aiocoll.cli.hosts import Hosts, add_host_arguments, read_hosts, serve
+from aiocoll.cli.arguments import natural, positive, positives
+from aiocoll.cli.hosts import Hosts, add_host_arguments, reach_store, read_hosts, serve
+from aiocoll.cli.hosts_link import HostsLink
+from aiocoll.cli.logs import Logs
+from aiocoll.cli.program import Program, Start
+from aiocoll.cli.restarts import Alone
 from aiocoll.cli.supervise import supervise
 from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
@@ -35,16 +43,37 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "run",
         help="start the ranks of a program",
-        usage="aiocoll run -n N [options] (SCRIPT | -m MODULE) [ARG ...]",
+        usage="aiocoll run (-n N | --nproc-list N,N,...) [options] (SCRIPT | -m MODULE) [ARG ...]",
         description="Start N ranks of a Python program on this host. Their output is prefixed with [RANK]; their "
         "standard input is empty. A rank that fails stops the others. The first that failed by itself is shown last, "
-        "with its traceback, and its exit code is the launcher's.",
+        "with its traceback, and its exit code is the launcher's. With --max-restarts all ranks are then started anew, "
+        "or, where the ranks mend their group (aiocoll.elastic), only the rank that failed is replaced.",
         epilog="Several hosts: run the same command on each, with its own --node-rank; host 0 holds the store. All "
         "need one job key, in a file (--job-key-file) or in AIOCOLL_JOB_KEY.",
     )
-    parser.add_argument("-n", "--nproc", type=positive, required=True, metavar="N", help="ranks on this host")
+    ranks = parser.add_mutually_exclusive_group(required=True)
+    ranks.add_argument("-n", "--nproc", type=positive, metavar="N", help="ranks on this host, and on every other one")
+    ranks.add_argument(
+        "--nproc-list",
+        type=positives,
+        metavar="N,N,...",
+        help="ranks on each host, in the order of --node-rank, where hosts differ",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     add_host_arguments(parser)
+    parser.set_defaults(nnodes=None)
+    parser.add_argument(
+        "--max-restarts",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="how often ranks that failed may be started anew, all or one at a time, in the whole job (default: 0)",
+    )
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="keep the output of each rank in files of its own as well, in a new folder in DIR that only you can read",
+    )
     parser.add_argument("script", metavar="SCRIPT", help="Python program, or a module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
     parser.set_defaults(command=lambda args: _run(args, parser))
@@ -52,28 +81,53 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
+        nprocs = _nprocs(args)
         hosts = read_hosts(args, os.environ)
         command = _command(args)
         options = GroupOptions.resolve(None, os.environ)
+        logs = _logs(args.log_dir)
     except ValueError as error:
         parser.error(str(error))
     environ = dict(os.environ)
-    environ.pop("AIOCOLL_JOB_KEY_FILE", None)
+    for name in ("AIOCOLL_JOB_KEY_FILE", "AIOCOLL_JOIN", "RANK"):
+        environ.pop(name, None)
     with ExitStack() as stack:
-        host, port = hosts.master
+        (host, port), server = hosts.master, None
         if hosts.node_rank == 0:
             try:
-                server = asyncio.run(serve(hosts, args.nproc * hosts.nnodes, options, _KNOWN_WITHIN, _say))
+                server = asyncio.run(serve(hosts, sum(nprocs), options, _KNOWN_WITHIN, _say))
             except (AiocollError, ValueError) as error:
                 _say(str(error))
                 return 1
             host, port = local_address(server.host), server.port
             stack.callback(server.close)
-        first = hosts.node_rank * args.nproc
-        environments = {
-            first + local: environ | _variables(hosts, args.nproc, local, host, port) for local in range(args.nproc)
-        }
-        return supervise(command, environments, hosts.key)
+        program = Program(
+            command,
+            range(sum(nprocs[: hosts.node_rank]), sum(nprocs[: hosts.node_rank + 1])),
+            lambda start: environ | _variables(start, hosts, nprocs, (host, port)),
+            hosts.key,
+            logs,
+        )
+        if hosts.nnodes > 1 and args.max_restarts:
+            same = f"--nproc-list {','.join(map(str, nprocs))} --max-restarts {args.max_restarts}"
+            reach = partial(reach_store, hosts, options, (host, port))
+            return supervise(program, HostsLink(hosts, same, args.max_restarts, reach, server))
+        return supervise(program, Alone(args.max_restarts, server))
+
+
+def _nprocs(args: argparse.Namespace) -> tuple[int, ...]:
+    """Return the number of ranks of each host; takes the number of hosts from the list if only that has it."""
+    listed: tuple[int, ...] | None = args.nproc_list
+    if listed is None:
+        args.nnodes = args.nnodes or 1
+        listed = (args.nproc,) * args.nnodes
+    args.nnodes = args.nnodes or len(listed)
+    if len(listed) != args.nnodes:
+        raise ValueError(
+            f"--nproc-list {','.join(map(str, listed))}: has {len(listed)} numbers for --nnodes {args.nnodes}; give "
+            "one for each host"
+        )
+    return listed
 
 
 def _command(args: argparse.Namespace) -> tuple[str, ...]:
@@ -88,17 +142,30 @@ def _say(trouble: str) -> None:
     print(f"aiocoll run: {trouble}", file=sys.stderr)
 
 
-def _variables(hosts: Hosts, nproc: int, local_rank: int, host: str, port: int) -> dict[str, str]:
+def _logs(parent: str | None) -> Logs | None:
+    if parent is None:
+        return None
+    try:
+        logs = Logs(parent, _say)
+    except OSError as error:
+        raise ValueError(f"--log-dir {parent}: {error.strerror}; give a folder in which you can make others") from None
+    _say(f"output of the ranks is kept in {logs.path}")
+    return logs
+
+
+def _variables(start: Start, hosts: Hosts, nprocs: Sequence[int], store: tuple[str, int]) -> dict[str, str]:
+    host, port = store
     return {
-        "RANK": str(hosts.node_rank * nproc + local_rank),
-        "WORLD_SIZE": str(hosts.nnodes * nproc),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(nproc),
+        **({"AIOCOLL_JOIN": "1"} if start.joins else {"RANK": str(start.rank)}),
+        "WORLD_SIZE": str(sum(nprocs)),
+        "LOCAL_RANK": str(start.rank - sum(nprocs[: hosts.node_rank])),
+        "LOCAL_WORLD_SIZE": str(nprocs[hosts.node_rank]),
         "NODE_RANK": str(hosts.node_rank),
         "GROUP_RANK": str(hosts.node_rank),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "AIOCOLL_JOB_ID": hosts.name,
         "AIOCOLL_STORE": "launcher",
+        "AIOCOLL_RESTART_COUNT": str(start.restarts),
         "PYTHONUNBUFFERED": "1",
     }

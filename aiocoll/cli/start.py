@@ -10,7 +10,8 @@ launcher, with which the rank dies (Linux); FD is a pipe on which an uncaught ex
     traceback   all that Python would have shown
 
 The launcher shows it in place of the interpreter, since here it would be mixed with those of other ranks. Nothing of
-the package is imported: the program may do without, and shall not wait for it.
+the package is imported: the program may do without, and shall not wait for it. Where the package has something to say
+to the launcher, it finds this module in `sys.modules`, and `say_elastic` writes a line of its own.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import FrameType, ModuleType, TracebackType
 
-__all__: list[str] = []
+__all__ = ["say_elastic"]
 
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -32,8 +34,20 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ON_THE_WAY = (os.path.abspath(__file__), __file__, "<frozen runpy>", "<frozen importlib._bootstrap")
 #: Errors of the library that report a failure of another rank.
 _NEWS = ("GroupError", "RendezvousError", "StoreTimeoutError", "StoreUnavailableError")
+#: By which name the package finds this file, which is executed by its path.
+_NAME = "aiocoll.cli.start"
 #: Characters of an exception's message in one line: some messages hold a whole array.
 _LONGEST = 400
+#: The process of this rank, and the pipe to its launcher.
+_rank = [-1, -1]
+
+
+def say_elastic() -> None:
+    """Tell the launcher that this rank is in a group that mends itself; a forked child is no rank and says nothing."""
+    pid, pipe = _rank
+    if os.getpid() == pid:
+        with suppress(OSError):  # the launcher is gone
+            os.write(pipe, b'{"elastic": true}\n')
 
 
 def _main() -> None:
@@ -41,6 +55,8 @@ def _main() -> None:
     _die_with(int(parent))
     pid, pipe = os.getpid(), int(fd)
     os.set_inheritable(pipe, False)
+    sys.modules[_NAME] = sys.modules[__name__]
+    _rank[:] = pid, pipe
     if hasattr(signal, "SIGUSR2"):
         setattr(_say_where, "stands_in_for_aiocoll", True)  # noqa: B010 - a name that `dump.signals` looks for
         signal.signal(signal.SIGUSR2, _say_where)

@@ -1,8 +1,8 @@
-"""Supervise the ranks: forward signals, stop all when one fails, and report which rank failed first.
+"""Supervise the ranks: forward signals, stop all when one fails, report which rank failed first, start them anew.
 
-One queue gets all events, from the threads that listen to the ranks and from signal handlers; the main thread handles
-them. (Threads rather than an event loop: a terminal that blocks our output must not block Ctrl-C, and `Process.wait` of
-some asyncio releases waits for the output of grandchildren.)
+One queue gets all events, from the threads that listen to the ranks and to other hosts, and from signal handlers; the
+main thread handles them. (Threads rather than an event loop: a terminal that blocks our output must not block Ctrl-C,
+and `Process.wait` of some asyncio releases waits for the output of grandchildren.)
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from math import inf
+from typing import NamedTuple
 
 from aiocoll.cli.output import Output
-from aiocoll.cli.rank import Exit, RankProcess, Report
-from aiocoll.cli.verdict import RankOutcome, culprit, tracebacks, words
+from aiocoll.cli.program import Program, Start
+from aiocoll.cli.rank import DRAIN, Exit, RankProcess, Report, SaidElastic
+from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Restarts, Verdict
+from aiocoll.cli.verdict import RankOutcome, culprit, headline, replaced, tracebacks, words
 
-__all__ = ["DRAIN", "GRACE", "RELEASE", "supervise"]
+__all__ = ["GRACE", "RELEASE", "supervise"]
 
 #: Seconds that ranks get to end by themselves when one has failed. Most are told and report their own error; and the
 #: rank to blame may be the last to report, after it has left its groups.
@@ -27,41 +30,53 @@ RELEASE = 1.0
 #: Seconds from asking a rank to end (SIGTERM) to ending it (SIGKILL): users are promised that a failure stops all
 #: ranks within 5.
 GRACE = 3.0
-#: Seconds for the rest of the output of an ended rank; only a process that it left behind takes longer.
-DRAIN = 1.0
+#: Seconds from the loss of a rank to a newcomer in its place: whether others are lost as well. If all are, they start
+#: anew together, which is one restart.
+SETTLE = 0.3
 
 
-_Event = Report | Exit | signal.Signals
+_Event = Report | SaidElastic | Exit | News | signal.Signals
 _Events = queue.SimpleQueue[_Event]
 
 
-def supervise(command: Sequence[str], environments: Mapping[int, Mapping[str, str]], key: bytes) -> int:
-    """Run `command` once for each rank and wait for the end of all.
+class _Ending(NamedTuple):
+    code: int
+    lines: list[str]
+    verdict: Verdict
+
+
+def supervise(program: Program, restarts: Restarts) -> int:
+    """Run the ranks of this host and wait for the end of all.
 
     Args:
-        command: what follows the name of the Python interpreter.
-        environments: the environment of each rank.
-        key: the content of each rank's pipe.
+        program: what they run.
+        restarts: says when they start, for the first time and anew.
 
     Returns:
         0 when every rank ended with 0, else the code of the rank to blame, or 128 + n for signal n.
     """
     events = _Events()
     output = Output(on_closed=lambda: events.put(signal.SIGPIPE))
-    ranks: dict[int, RankProcess] = {}
-    with _signals_to(events):
-        try:
-            for rank, environment in environments.items():
-                ranks[rank] = RankProcess(rank, command, environment, key, output, events.put)
-            code, last_words = _Supervisor(ranks, events, output).run()
-        finally:
-            for process in ranks.values():
-                process.kill()
-            deadline = time.monotonic() + DRAIN
-            for process in ranks.values():
-                process.drain(deadline)
-    _say(output, last_words)
-    return code
+    with _signals_to(events), closing(restarts):
+        restarts.begin(events.put)
+        ending = _await_start(events, output)
+        while (number := ending.verdict.restarts) is not None:
+            ending = _Attempt(program, number, restarts, events, output).run()
+            _say(output, ending.lines)
+    if not ending.lines and ending.verdict.why:
+        _say(output, [f"aiocoll run: {ending.verdict.why}"])
+    return ending.code
+
+
+def _await_start(events: _Events, output: Output) -> _Ending:
+    while True:
+        event = events.get()
+        if isinstance(event, Notice):
+            _say(output, [f"aiocoll run: {event.text}"])
+        if isinstance(event, Verdict):
+            return _Ending(1, [], event)
+        if isinstance(event, signal.Signals) and event != signal.SIGUSR2:
+            return _Ending(128 + event, [], Verdict(None, f"stopped by {event.name}"))
 
 
 def _say(output: Output, lines: Iterable[str]) -> None:
@@ -85,53 +100,176 @@ def _signals_to(events: _Events) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Supervisor:
-    """The state of the ranks, and the deadlines for ending them."""
+class _Attempt:
+    """The ranks from the time when all start to the time when all have ended, and the deadlines for ending them."""
 
-    def __init__(self, ranks: Mapping[int, RankProcess], events: _Events, output: Output) -> None:
-        self._running = dict(ranks)
+    def __init__(self, program: Program, number: int, restarts: Restarts, events: _Events, output: Output) -> None:
+        self._program = program
+        self._number = number
+        self._restarts = restarts
         self._events = events
         self._output = output
-        self._outcomes = {rank: RankOutcome(rank) for rank in ranks}
+        self._processes: list[RankProcess] = []
+        self._running: dict[int, RankProcess] = {}
+        self._outcomes = {rank: RankOutcome(rank) for rank in program.ranks}
         #: When the next step towards the end of all is due, when the last one is, and when all were told to end.
         self._deadline = self._end = inf
         self._stopped = inf
         self._signal: signal.Signals | None = None
+        #: Whether a failure here ends the job, or one elsewhere, and what comes then.
+        self._failing = self._failing_elsewhere = False
+        self._verdict: Verdict | None = None
+        # Of a job that mends itself: whether it is one, the living ranks of its group, those that are lost and to be
+        # replaced, when restarts are asked for these, those for which one is asked for, newcomers that nobody needs,
+        # and when they are told so.
+        self._elastic = False
+        self._members: set[int] = set()
+        self._lost: set[int] = set()
+        self._replacement = inf
+        self._asked: set[int] = set()
+        self._dismissed: set[int] = set()
+        self._dismissal = inf
+        self._elsewhere: Mapping[int, HostState] = {}
+        self._told: HostState | None = None
 
-    def run(self) -> tuple[int, list[str]]:
-        """Return the exit code, and what to tell the user (nothing when all went well)."""
-        while self._running:
-            try:
-                due = min(self._deadline, self._end)
-                event = self._events.get(timeout=None if due == inf else max(0.0, due - time.monotonic()))
-            except queue.Empty:
-                self._out_of_patience()
-                continue
-            if isinstance(event, signal.Signals):
-                self._signalled(event)
+    def run(self) -> _Ending:
+        """Start all ranks and wait for their end; return what comes then, and what to tell the user."""
+        try:
+            for rank in self._program.ranks:
+                self._start(Start(rank, self._number, joins=False))
+            while self._running or (self._signal is None and (self._to_replace() or self._verdict is None)):
+                self._tell_others()
+                self._next()
+        finally:
+            for process in self._processes:
+                process.kill()
+            deadline = time.monotonic() + DRAIN
+            for process in self._processes:
+                process.drain(deadline)
+        ending = self._ending()
+        if ending.verdict.restarts is not None:
+            for process in self._processes:
+                process.kill_children()
+        return ending
+
+    def _start(self, start: Start) -> None:
+        process = self._program.start(start, self._output, self._events.put)
+        self._processes.append(process)
+        self._running[start.rank] = process
+
+    def _next(self) -> None:
+        """Handle the next event, or the next deadline."""
+        due = min(self._deadline, self._end, self._replacement, self._dismissal)
+        try:
+            event = self._events.get(timeout=None if due == inf else max(0.0, due - time.monotonic()))
+        except queue.Empty:
+            if due == self._replacement:
+                self._ask()
+            elif due == self._dismissal:
+                self._dismiss()
             else:
-                self._heard(event)
-        to_blame = culprit(self._outcomes, self._stopped)
-        if to_blame is None:
-            return 0, []
+                self._out_of_patience()
+            return
+        if isinstance(event, signal.Signals):
+            self._signalled(event)
+        elif isinstance(event, Report | Exit):
+            self._heard(event)
+        elif isinstance(event, SaidElastic):
+            self._elastic = True
+            self._members.add(event.rank)
+        elif isinstance(event, Granted):
+            self._replace(event)
+        elif isinstance(event, Notice):
+            _say(self._output, [f"aiocoll run: {event.text}"])
+        elif isinstance(event, Elsewhere):
+            self._elsewhere = {host: state for host, state in event.states.items() if state.restarts == self._number}
+            if any(state.phase in (Phase.FAILS, Phase.FAILED) for state in self._elsewhere.values()):
+                self._failed_elsewhere()
+        else:
+            self._verdict = event
+            self._failed_elsewhere()
+        self._look_for_members()
+
+    def _tell_others(self) -> None:
+        why = ""
         if self._signal is not None:
-            return 128 + self._signal, [*tracebacks(self._outcomes), f"aiocoll run: stopped by {self._signal.name}"]
-        return to_blame.status or 1, list(words(self._outcomes, to_blame, self._stopped))
+            phase, why = Phase.QUITS, f"was stopped by {self._signal.name}"
+        elif self._running or self._to_replace():
+            phase = Phase.FAILS if self._failing else Phase.RUNS
+        else:
+            to_blame = self._culprit()
+            phase = Phase.ENDED if to_blame is None else Phase.FAILED
+            if to_blame is not None and to_blame.degree < 2 and to_blame.time <= self._stopped:
+                why = headline(to_blame)
+        well = any(outcome.exit is not None and not outcome.failed for outcome in self._outcomes.values())
+        state = HostState(self._number, phase, self._elastic, len(self._members), well, why)
+        if state != self._told:
+            self._told = state
+            self._restarts.say(state)
+
+    def _culprit(self) -> RankOutcome | None:
+        outcomes = {rank: outcome for rank, outcome in self._outcomes.items() if rank not in self._dismissed}
+        return culprit(outcomes, self._stopped)
+
+    def _ending(self) -> _Ending:
+        to_blame, verdict = self._culprit(), self._verdict or Verdict(None)
+        if to_blame is None:
+            code, lines = int(bool(verdict.why)), []
+        elif self._signal is not None:
+            return _Ending(
+                128 + self._signal,
+                [*tracebacks(self._outcomes), f"aiocoll run: stopped by {self._signal.name}"],
+                Verdict(None),
+            )
+        else:
+            elsewhere = self._failing_elsewhere and to_blame.time > self._stopped
+            code = 1 if elsewhere else to_blame.status or 1
+            lines = list(words(self._outcomes, None if elsewhere else to_blame, self._stopped))
+        if verdict.restarts is not None:
+            why = f"{verdict.why}; " if verdict.why else ""
+            restart = f"restart {verdict.restarts} of {self._restarts.allowed}"
+            lines.append(f"aiocoll run: {why}all ranks are started anew ({restart})")
+        elif verdict.why:
+            lines.append(f"aiocoll run: {verdict.why}")
+        return _Ending(code, lines, verdict)
+
+    # -- failures
 
     def _heard(self, event: Report | Exit) -> None:
         outcome = self._outcomes[event.rank]
         if isinstance(event, Exit):
             outcome.exit = event
-            del self._running[event.rank]
+            process = self._running.pop(event.rank)
+            self._members.discard(event.rank)
+            if outcome.failed and self._restarts.allowed:
+                process.kill_children()  # whoever takes its place shall find ports and devices free
         else:
             outcome.report = event
         if not outcome.failed:
             return
+        if self._may_replace(event.rank):
+            if isinstance(event, Exit):
+                self._lost.add(event.rank)
+                self._replacement = min(self._replacement, time.monotonic() + SETTLE)
+            return
         if isinstance(event, Exit):
             self._end = min(self._end, time.monotonic() + RELEASE + GRACE)
-        if self._signal is not None or self._stopped != inf:
-            return  # all have been told to end
-        self._deadline = min(self._deadline, time.monotonic() + RELEASE)
+        self._fail()
+
+    def _fail(self) -> None:
+        """All are to end, since a rank has failed."""
+        self._replace_none()
+        if self._signal is None and self._stopped == inf:  # else all have been told to end
+            self._failing = True
+            self._deadline = min(self._deadline, time.monotonic() + RELEASE)
+
+    def _failed_elsewhere(self) -> None:
+        if self._running and not self._failing_elsewhere:
+            self._end = min(self._end, time.monotonic() + RELEASE + GRACE)
+            if self._signal is None and self._stopped == inf:
+                self._deadline = min(self._deadline, time.monotonic() + RELEASE)
+        self._failing_elsewhere = True
+        self._replace_none()
 
     def _out_of_patience(self) -> None:
         if self._signal is not None or time.monotonic() >= self._end:
@@ -157,6 +295,78 @@ class _Supervisor:
 
     def _unreported(self) -> set[int]:
         return {rank for rank in self._running if self._outcomes[rank].report is None}
+
+    # -- groups that mend themselves
+
+    def _may_replace(self, rank: int) -> bool:
+        """Whether a newcomer in the place of `rank` would find a group, and the job goes on."""
+        going_on = self._restarts.allowed and not self._is_ending()
+        return bool(going_on) and self._is_elastic() and self._has_members(but=rank)
+
+    def _is_ending(self) -> bool:
+        return self._signal is not None or self._failing_elsewhere or min(self._stopped, self._deadline) != inf
+
+    def _is_elastic(self) -> bool:
+        return self._elastic or any(state.elastic for state in self._elsewhere.values())
+
+    def _has_members(self, but: int = -1) -> bool:
+        """Whether a rank lives that is in the group; a host that has said nothing of it yet is only slow to tell."""
+        members = {rank for rank in self._members - {but} if not self._outcomes[rank].failed}
+        return bool(members) or any(
+            state.members or (self._elastic and not state.elastic and not state.over)
+            for state in self._elsewhere.values()
+        )
+
+    def _to_replace(self) -> set[int]:
+        return self._lost | self._asked
+
+    def _replace_none(self) -> None:
+        self._lost.clear()
+        self._asked.clear()
+        self._replacement = inf
+
+    def _ask(self) -> None:
+        self._replacement = inf
+        lost, self._lost = self._lost, set()
+        self._asked |= lost
+        for rank in lost:
+            self._restarts.take(rank)
+
+    def _replace(self, granted: Granted) -> None:
+        rank, number = granted
+        if rank not in self._asked or self._signal is not None:
+            return
+        self._asked.discard(rank)
+        if not number:
+            self._end = min(self._end, time.monotonic() + RELEASE + GRACE)
+            self._fail()
+            return
+        _say(self._output, replaced(self._outcomes[rank], f"restart {number} of {self._restarts.allowed}"))
+        self._outcomes[rank] = RankOutcome(rank)
+        self._start(Start(rank, number, joins=True))
+
+    def _look_for_members(self) -> None:
+        """Newcomers wait in vain where nobody is left; but who comes and who goes may be known in any order."""
+        if self._is_ending() or not self._running or not self._is_elastic() or self._has_members():
+            self._dismissal = inf
+        elif self._dismissal == inf:
+            self._dismissal = time.monotonic() + RELEASE
+
+    def _dismiss(self) -> None:
+        self._dismissal = inf
+        ended = [*self._elsewhere.values(), *([self._told] if self._told is not None else [])]
+        if not any(state.well for state in ended):
+            self._fail()  # all have been lost at once
+            return
+        ranks = ", ".join(map(str, sorted(self._running)))
+        _say(
+            self._output, [f"aiocoll run: the others have ended well: rank {ranks} cannot join them any more, stopped"]
+        )
+        self._dismissed |= self._running.keys()
+        self._end = time.monotonic() + RELEASE + GRACE
+        self._stop()
+
+    # -- signals
 
     def _signalled(self, number: signal.Signals) -> None:
         if number == signal.SIGUSR2:

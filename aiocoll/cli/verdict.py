@@ -9,7 +9,7 @@ from math import inf
 
 from aiocoll.cli.rank import Exit, Report
 
-__all__ = ["RankOutcome", "culprit", "tracebacks", "words"]
+__all__ = ["RankOutcome", "culprit", "headline", "replaced", "tracebacks", "words"]
 
 
 @dataclass(slots=True)
@@ -63,11 +63,13 @@ def culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome 
     return min(failed, key=lambda outcome: (outcome.degree, outcome.time), default=None)
 
 
-def words(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome, stopped: float) -> Iterator[str]:
-    """Yield a line for each rank, then that to blame, its traceback last."""
+def words(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | None, stopped: float) -> Iterator[str]:
+    """Yield a line for each rank, then that to blame if it is here, its traceback last."""
     for rank, outcome in sorted(outcomes.items()):
         if outcome is not to_blame:
             yield f"aiocoll run: rank {rank} {_end(outcome, stopped)}"
+    if to_blame is None:
+        return
     rank, report = to_blame.rank, to_blame.report
     if report is None or not report.traceback:
         yield f"aiocoll run: rank {rank} {_end(to_blame, inf)}"
@@ -77,6 +79,19 @@ def words(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome, stopped: f
     )
     yield f"aiocoll run: rank {rank} {first}; exit code {to_blame.status}:"
     yield from tracebacks({rank: to_blame})
+
+
+def headline(outcome: RankOutcome) -> str:
+    """Return how a rank failed, in one line."""
+    report = outcome.report
+    failed = f"failed: {report.error}" if report is not None and report.code is None else _end(outcome, inf)
+    return f"rank {outcome.rank} {failed}"
+
+
+def replaced(outcome: RankOutcome, restart: str) -> Iterator[str]:
+    """Yield how a rank failed in whose place a newcomer is started, its traceback last."""
+    yield f"aiocoll run: {headline(outcome)}; a newcomer is started in its place ({restart})"
+    yield from tracebacks({outcome.rank: outcome})
 
 
 def tracebacks(outcomes: Mapping[int, RankOutcome]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiocoll.distributed.world import Group, a_group, found, inside, is_outside
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.numerals import parse_int
+from aiocoll.rendezvous.launchers import local_numbers
 from aiocoll.work import Work
 
 __all__ = [
@@ -66,25 +66,22 @@ def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return the number of this process on its host, which the launcher sets as ``LOCAL_RANK``.
+    """Return the number of this process on its host, as the launcher tells it: ``LOCAL_RANK``, or its own variable.
 
     Args:
-        fallback_rank: returned if it is not set.
+        fallback_rank: returned if nothing tells.
 
     Raises:
         RuntimeError: neither is given.
     """
-    given = os.environ.get("LOCAL_RANK")
-    if given is None:
-        if fallback_rank is None:
-            raise RuntimeError(
-                "LOCAL_RANK is not in the environment: start the ranks with `aiocoll run`, or give fallback_rank="
-            )
-        return int(fallback_rank)
-    try:
-        return parse_int(given)
-    except ValueError:
-        raise ValueError(f"LOCAL_RANK={given!r} in the environment must be a number") from None
+    rank, _ = local_numbers(os.environ)
+    if rank is not None:
+        return rank
+    if fallback_rank is None:
+        raise RuntimeError(
+            "LOCAL_RANK is not in the environment: start the ranks with `aiocoll run`, or give fallback_rank="
+        )
+    return int(fallback_rank)
 
 
 def rank_of(pg: ProcessGroup, name: str, given: int | None, group_given: int | None, default: int | None = None) -> int:

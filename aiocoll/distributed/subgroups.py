@@ -14,8 +14,8 @@ from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.world import Group, GroupMember, default_group, found, inside, replace
 from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.numerals import parse_int
 from aiocoll.options import seconds
+from aiocoll.rendezvous.launchers import local_numbers
 from aiocoll.work import Work
 
 __all__ = [
@@ -115,7 +115,7 @@ def new_subgroups(
     """Make groups of equal size, of ranks of a group that follow each other; all its ranks call it.
 
     Args:
-        group_size: ranks in each; None is ``LOCAL_WORLD_SIZE``, the ranks that the launcher has started on this host.
+        group_size: ranks in each; None is as many as the launcher has started on this host (``LOCAL_WORLD_SIZE``).
         group: whose ranks; None is the default group.
         timeout: see `new_group`.
         backend: see `new_group`.
@@ -131,13 +131,9 @@ def new_subgroups(
     parent = inside(group)
     size = parent.size()
     if group_size is None:
-        local = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if not local:
+        _, group_size = local_numbers(os.environ)
+        if group_size is None:
             raise ValueError("group_size is missing, and LOCAL_WORLD_SIZE is not in the environment: give group_size=")
-        try:
-            group_size = parse_int(local)
-        except ValueError:
-            raise ValueError(f"LOCAL_WORLD_SIZE={local!r} in the environment must be a number") from None
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         raise TypeError(f"group_size must be an int, not {type(group_size).__name__}")
     if group_size <= 0:

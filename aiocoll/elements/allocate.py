@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from aiocoll.elements.buffers import Buffer
+from aiocoll.elements.buffers import Buffer, view
 from aiocoll.elements.device import UNKNOWN, DeviceArray, device_of, where
 from aiocoll.elements.dtypes import array_dtype
 from aiocoll.loading import loading
 
-__all__ = ["empty_like", "same_place", "spare"]
+__all__ = ["empty_like", "overwrite", "same_place", "spare"]
 
 
 def empty_like(buffer: Buffer) -> Any:
@@ -26,6 +26,18 @@ def empty_like(buffer: Buffer) -> Any:
     with loading("CUDA arrays"):
         from aiocoll.elements.device_views import empty_like as on_device
     return on_device(buffer.result, sys.modules.get("torch"), sys.modules.get("cupy"))
+
+
+def overwrite(obj: Any, values: Any) -> Any:
+    """Copy `values`, which `empty_like` made for `obj`, to it; return it, or a new array if it is immutable."""
+    buffer = view(obj)
+    if isinstance(buffer.array, DeviceArray):
+        with loading("CUDA arrays"):
+            from aiocoll.elements.device_views import overwrite as on_device
+        on_device(obj, values)
+        return obj
+    buffer.array[:] = view(values).array
+    return buffer.finish()
 
 
 def spare(buffer: Buffer) -> Buffer:

@@ -15,7 +15,7 @@ import numpy as np
 from aiocoll.elements.device import UNKNOWN, DeviceArray, PutBack
 from aiocoll.elements.dtypes import DType, by_name, of_numpy
 
-__all__ = ["empty_like", "of_cupy", "of_dlpack", "of_interface", "of_torch", "spare"]
+__all__ = ["empty_like", "of_cupy", "of_dlpack", "of_interface", "of_torch", "overwrite", "spare"]
 
 _DLPACK_CUDA = 2
 
@@ -113,6 +113,15 @@ def empty_like(obj: Any, torch: Any, cupy: Any) -> Any:
     raise TypeError(
         f"cannot allocate an array like a {type(obj).__name__}: pass outputs that share no memory with inputs"
     )
+
+
+def overwrite(obj: Any, values: Any) -> None:
+    """Copy `values`, made by `empty_like` for the CUDA array `obj`, to it, on its library's current stream."""
+    if hasattr(obj, "copy_"):
+        obj.detach().copy_(values)
+    else:
+        with obj.device:
+            obj[...] = values
 
 
 def spare(array: DeviceArray, obj: Any, torch: Any, cupy: Any) -> DeviceArray:

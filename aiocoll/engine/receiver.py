@@ -64,6 +64,8 @@ class Receiver(NamedTuple):
     def _handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
         """Carry out a message, which came behind all data if `direct`."""
         kind = message["t"]
+        if kind != "shrink" and self.roster.dead.get(peer, ("", ""))[0] == "killed":
+            return  # taken for dead though it lives; only agreements answer, that they go on without it
         if kind == "relay":
             self.control.tell(message["to"], {"t": "relayed", "from": peer, "note": message["note"]})
         elif kind == "relayed":
@@ -119,5 +121,7 @@ class Receiver(NamedTuple):
         rank, how = message["rank"], message["how"]
         if rank != self.facts.rank:
             self.roster.died(rank, message["detail"], tell=False, how=how)
+        elif how == "killed":
+            self.roster.disowned(message["detail"])
         elif how == PROTOCOL:
             self.roster.died(peer, message["detail"], tell=False, how=how)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
+from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.fusion.deferred_work import FlushWork
 from aiocoll.errors import GroupError
 from aiocoll.group.dispatch.dispatcher import Dispatcher
@@ -100,6 +101,16 @@ class Lifetime:
             )
             d.failures.expect(cause)
             comm.revoke(cause)
+
+    def report_death(self, rank: int, reason: str) -> None:
+        """The program knows that a rank is dead."""
+        d, comm = self._dispatcher, self._comm
+        d.check_place()
+        if d.check_rank(rank, "rank") == d.rank:
+            raise ValueError(f"rank={d.rank} is this rank itself, which lives")
+        if not isinstance(reason, str):
+            raise TypeError(f"reason must be a str, not {type(reason).__name__}")
+        d.endpoint.roster.report(comm.ranks[rank], fitting(reason))
 
     async def shutdown(self) -> None:
         """Close the group."""

@@ -1164,7 +1164,7 @@ class ProcessGroup:
         group: Self = await self._reconfigurer.shrink(exclude, assume_dead)
         return group
 
-    async def grow(self, n: int, timeout: Timeout = None) -> Self:
+    async def grow(self, n: int, timeout: Timeout = None, *, at_least: int | None = None) -> Self:
         """Make a new group of the ranks of this one, which keep their numbers, and `n` newcomers after them.
 
         All ranks call it; newcomers call ``new_group(join=True)`` with the same ``init_method`` or store, before or
@@ -1175,12 +1175,13 @@ class ProcessGroup:
         Args:
             n: number of newcomers, the same on all ranks.
             timeout: seconds to wait for them, and then for all to meet; None is the group's.
+            at_least: when the time is over, go on with those that have come if there are so many; None: only with `n`.
 
         Returns:
             The new group.
 
         Raises:
-            TypeError, ValueError: `n` is no positive number, or differs between ranks.
+            TypeError, ValueError: `n` or `at_least` is no positive number, or differs between ranks.
             RendezvousError: too few came, or not all could meet; this group is as before. Newcomers that came keep
                 waiting.
             StoreUnavailableError: the store where the ranks met is gone, so nobody can be found there.
@@ -1189,7 +1190,7 @@ class ProcessGroup:
 
         Cost: that of `new_group`, after an `allgather_object`.
         """
-        group: Self = await self._reconfigurer.grow(n, timeout)
+        group: Self = await self._reconfigurer.grow(n, timeout, at_least)
         return group
 
     async def merge_remote_group(
@@ -1276,6 +1277,30 @@ class ProcessGroup:
             RuntimeError: called in another process, thread or event loop than the group's.
         """
         self._lifetime.abort(reason)
+
+    def report_death(self, rank: int, reason: str) -> None:
+        """Tell all ranks that the process of a rank is gone, where the program, or what runs it, knows that it is.
+
+        All groups with that rank fail, on all ranks, with ``PeerLostError(how="killed")``. To `shrink` the rank is
+        proven dead: it is not tried again, not waited for and not counted. The report may come when the group has
+        failed already, and while `shrink` waits. Reports of ranks that have ended, or are known to be dead, do nothing.
+
+        **If the rank lives after all**, it is out once it hears of the report: its groups fail, its `shrink` raises
+        `GroupError`, and what it sends is ignored. Before that it may still go on, but not alone: only if the ranks
+        that are wrongly reported could go on without the others (more than half of all, or half with the lowest), there
+        may be two groups.
+
+        Args:
+            rank: rank of this group.
+            reason: what the errors say about it.
+
+        Raises:
+            TypeError, ValueError: `rank` is no other rank of this group, or `reason` no text.
+            RuntimeError: called in another process, thread or event loop than the group's.
+
+        Cost: a small message to every rank.
+        """
+        self._lifetime.report_death(rank, reason)
 
     async def shutdown(self) -> None:
         """Close the group: wait for works that have started (at most `timeout`), say goodbye, release everything.

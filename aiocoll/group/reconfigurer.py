@@ -14,7 +14,7 @@ from aiocoll.errors import AiocollError, GroupClosedError, GroupError, Rendezvou
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.dispatch.origin import GroupSpec, Origin
 from aiocoll.group.objects import Objects
-from aiocoll.meeting.growth import Assignment
+from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.meeting.merging import Party, find_assignment
 from aiocoll.store import Store
 from aiocoll.work import Work
@@ -95,26 +95,43 @@ class Reconfigurer:
 
     # -- growing
 
-    async def grow(self, n: int, timeout: Timeout) -> Any:
+    async def grow(self, n: int, timeout: Timeout, at_least: int | None) -> Any:
         """Make a group of this one's ranks and newcomers."""
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise TypeError(f"n must be an int, not {type(n).__name__}")
+        least = n if at_least is None else at_least
+        for name, given in (("n", n), ("at_least", least)):
+            if isinstance(given, bool) or not isinstance(given, int):
+                raise TypeError(f"{name} must be an int, not {type(given).__name__}")
         if n < 1:
             raise ValueError(f"n={n}: give the number of newcomers, at least 1")
+        if not 1 <= least <= n:
+            raise ValueError(f"at_least={least}: must be from 1 to n={n}")
         limit = self._dispatcher.limit(timeout)
-        self._dispatcher.check()
-        assignment = await self._unless_revoked(self._assign(n, limit))
-        async with self._calling_off(assignment):
-            return await self._grown(assignment, limit)
+        return await self.take_in(n, least, limit, limit)
 
-    async def _assign(self, n: int, limit: float) -> Assignment:
-        comm, name = self._comm, _following(self._comm.name)
-        asked = await self._objects.allgather(n, limit, None)
-        if len(set(asked)) > 1:
-            raise ValueError(f"the ranks of group {comm.name!r} called grow() with n={asked}: give the same n")
+    async def take_in(self, most: int, least: int, come: float, meet: float) -> Any:
+        """Make a group of this one's ranks and newcomers: `come` and `meet` are the seconds for each of it."""
+        comm = self._comm
+        self._dispatcher.check()
+        invitation = Invitation(most, least, len(comm.ranks), _following(comm.name))
+        assignment = await self._unless_revoked(self._assign(invitation, come, meet))
+        async with self._calling_off(assignment):
+            return await self._grown(assignment, meet)
+
+    async def await_newcomer(self) -> None:
+        """Wait until there is a newcomer that a group could take in."""
+        await self._origin.await_newcomer()
+
+    async def _assign(self, invitation: Invitation, come: float, meet: float) -> Assignment:
+        comm = self._comm
+        most, least = zip(*await self._objects.allgather(invitation[:2], meet, None), strict=True)
+        for name, asked in (("n", most), ("at_least", least)):
+            if len(set(asked)) > 1:
+                raise ValueError(
+                    f"the ranks of group {comm.name!r} called grow() with {name}={list(asked)}: give the same {name}"
+                )
         if self._origin.dry:
-            return (await self._origin.invite(n, len(asked), name, limit))._replace(rank=comm.rank)
-        return await (self._invite(n, limit) if comm.rank == 0 else self._invited())
+            return (await self._origin.invite(invitation, come))._replace(rank=comm.rank)
+        return await (self._invite(invitation, come) if comm.rank == 0 else self._invited())
 
     async def _grown(self, assignment: Assignment, limit: float) -> Any:
         """Meet the newcomers, and continue with them only if all ranks of this group do."""
@@ -136,11 +153,11 @@ class Reconfigurer:
             await group.broadcast_object(True, 0, key=ADOPTED)
         return group
 
-    async def _invite(self, n: int, limit: float) -> Assignment:
+    async def _invite(self, invitation: Invitation, limit: float) -> Assignment:
         """As rank 0, wait for the newcomers, and tell the other ranks the outcome."""
         comm = self._comm
         try:
-            assignment = await self._origin.invite(n, len(comm.ranks), _following(comm.name), limit)
+            assignment = await self._origin.invite(invitation, limit)
         except StoreUnavailableError as error:
             await self._dispatcher.runtime.sleep(NEWS)
             text = (
@@ -290,15 +307,16 @@ class Reconfigurer:
 
     @contextlib.asynccontextmanager
     async def _calling_off(self, assignment: Assignment, store: Store | None = None) -> AsyncIterator[None]:
-        """If this group fails in the block, tell the newcomers that have an assignment not to wait for it.
+        """If the block fails, tell the newcomers that have an assignment not to wait for this group.
 
         A task that is cancelled before it has begun runs none of its code, so this is no part of what a task runs.
         """
         try:
             yield
-        except BaseException:
-            if (cause := self._comm.cause) is not None:
-                await self._origin.call_off(assignment, f"the group that was to meet them has failed: {cause}", store)
+        except BaseException as error:
+            cause = self._comm.cause
+            reason = f"does not: {str(error) or 'a rank was cancelled'}" if cause is None else f"has failed: {cause}"
+            await self._origin.call_off(assignment, f"the group that was to meet them {reason}", store)
             raise
 
     async def _pass_on(self, assignment: Assignment, store: Store | None = None) -> Assignment:

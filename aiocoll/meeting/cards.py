@@ -19,9 +19,9 @@ CALLED_OFF = b"off:"
 #: Key of the reason why ranks that have each other's cards do not meet.
 ENDED = "ended"
 
-#: Types of the fields of a card: host, event loop, unix socket, address of the store, process (namespace, pid, start),
-#: host and port of TCP, bytes of a piece in shared memory.
-_CARD = [str, str, str, str, int, int, int, str, int, int]
+#: Types of the fields of a card: host, event loop, unix socket, address of the store, whose ticket it has, process
+#: (namespace, pid, start), host and port of TCP, bytes of a piece in shared memory.
+_CARD = [str, str, str, str, str, int, int, int, str, int, int]
 
 
 class CardCache:
@@ -60,6 +60,7 @@ def _decoded(rank: int, data: bytes) -> Card:
             card.get("loop", ""),
             card["unix"] or "",
             card.get("store", ""),
+            card.get("holder", ""),
             *card["process"],
             *tcp,
             card["piece"],

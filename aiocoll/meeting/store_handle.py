@@ -16,11 +16,15 @@ class StoreHandle:
         store: the caller's store, where the ranks meet; it stays open. None: make one.
         open_store: makes the store otherwise; the last user closes it.
         replaceable: whether another one may be opened if that is lost.
+        holder: how the process that holds a meeting in the store calls this one; "" if there is none.
     """
 
-    def __init__(self, store: Store | None, open_store: Callable[[], Store], replaceable: bool) -> None:
+    def __init__(
+        self, store: Store | None, open_store: Callable[[], Store], replaceable: bool, holder: str = ""
+    ) -> None:
         self.store = store if store is not None else open_store()
         self.replaceable = store is None and replaceable
+        self.holder = holder
         self._owned = store is None
         self._open_store = open_store
         self._holders = 0

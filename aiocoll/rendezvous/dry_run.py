@@ -43,7 +43,7 @@ from aiocoll.engine.job.context import Context
 from aiocoll.engine.links.channel import Channel
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.meeting.growth import Assignment
+from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.options import GroupOptions
 from aiocoll.runtime import Runtime
 from aiocoll.store import Store
@@ -87,9 +87,12 @@ class World:
         self._endpoint.add(comm)
         return ProcessGroup(comm, spec, self)
 
-    async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
-        """Take in `n` newcomers."""
-        return Assignment("", self._endpoint.rank, size + n, name)
+    async def invite(self, invitation: Invitation, timeout: float) -> Assignment:
+        """Take in as many newcomers as are wanted."""
+        return Assignment("", self._endpoint.rank, invitation.size + invitation.most, invitation.name)
+
+    async def await_newcomer(self) -> None:
+        """Do not wait: there are as many as are wanted."""
 
     async def meet_anew(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None

@@ -19,7 +19,8 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
 from aiocoll.meeting.cards import CALLED_OFF, ENDED, CardCache, call_off, cores, raise_if_called_off, ranks_on_host
 from aiocoll.meeting.claim import call_off_all, claim
-from aiocoll.meeting.growth import Assignment, invite, meeting_store
+from aiocoll.meeting.growth import Assignment, Invitation, await_newcomer, invite, meeting_store
+from aiocoll.meeting.holders import arrival, heed_deaths
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.exchange import LAST_LOOK, Exchange
@@ -95,9 +96,9 @@ class Job:
         self._exchange: Exchange | None = None
         self._stream: StreamTransport | None = None
         self._joining: Endpoint | None = None
-        self._members = 0
+        self._members = self._made = 0
+        self._heeding: asyncio.Task[None] | None = None
         store_handle.hold()
-        self._made = 0
         self._names: dict[str, int] = {}
 
     async def group(self, spec: GroupSpec) -> ProcessGroup:
@@ -156,14 +157,21 @@ class Job:
             if self.endpoint is not None:
                 endpoint, self.endpoint = self.endpoint, None
                 await endpoint.aclose()
+            if self._heeding is not None:
+                self._heeding.cancel()
+                await asyncio.wait([self._heeding])
         finally:
             await self._store_handle.drop()
 
     # -- growing
 
-    async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
-        """Assign `n` newcomers the ranks from `size` on; return this rank's assignment."""
-        return await invite(self._store_handle.store, n, size, name, timeout)
+    async def invite(self, invitation: Invitation, timeout: float) -> Assignment:
+        """Assign ranks to newcomers; return this rank's assignment."""
+        return await invite(self._store_handle.store, invitation, timeout)
+
+    async def await_newcomer(self) -> None:
+        """Wait until there is a newcomer."""
+        await await_newcomer(self._store_handle.store)
 
     async def meet_anew(
         self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None
@@ -269,6 +277,7 @@ class Job:
         try:
             card |= await self._tell_hosts_apart(store, stream)
             cards = await exchange.cards("card", card, self._cards)
+            holders = {card.get("holder", ""): rank for rank, card in cards.items()}
             self._tuning = from_wire(cards[0].get("tuning"), cards[0].get("medium"), ranks_on_host(0, cards))
             transport, cards = await self._settle(exchange, stream, job, cards)
             if transport is stream:
@@ -286,6 +295,10 @@ class Job:
             await transport.aclose()
             raise
         self.endpoint = endpoint
+        if holder := self._store_handle.holder:
+            await self._store_handle.store.set(arrival(holder), b"")
+            heeding = heed_deaths(self._store_handle.store, holders, endpoint.roster.report)
+            self._heeding = self._runtime.create_task(heeding, f"aiocoll deaths {self.rank}")
         await store.set(f"member/{self.rank}", b"in")
 
     async def _connect(self, endpoint: Endpoint, cards: Mapping[int, Card], store: Store) -> None:
@@ -334,7 +347,8 @@ class Job:
             connect_timeout=self._timeout,
             open_stream=self._open_stream,
         )
-        place = {"loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached}
+        loop, holder = f"{os.getpid()}/{id(self._loop)}", self._store_handle.holder
+        place = {"loop": loop, "store": self._store.reached, "holder": holder}
         place["encryption"] = encryption_at(self.rank, place["store"], options)
         return transport, (await transport.listen() if self._runtime.may_listen else transport.card) | place
 

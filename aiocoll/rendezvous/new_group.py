@@ -13,12 +13,13 @@ from aiocoll.errors import GroupError, RendezvousError
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.reconfigurer import ADOPTED
+from aiocoll.launcher import is_newcomer
 from aiocoll.meeting.claim import assign
 from aiocoll.meeting.growth import await_assignment
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
-from aiocoll.rendezvous.where import Place, find_where, nowhere
+from aiocoll.rendezvous.where import DEFAULT, Place, find_where, nowhere
 from aiocoll.runtime import running_loop
 from aiocoll.store import Store
 
@@ -34,17 +35,19 @@ class new_group:
     Args:
         backend: None or "aio" for the library's own, a registered name, or pairs such as "cpu:aio,cuda:nccl"; see
             `aiocoll.backends`.
-        init_method: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or a ticket of an
-            `aiocoll.Meeting`; not together with `store`.
+        init_method: ``env://`` (the default, except where a ticket is: see `Ticket.as_default`), ``tcp://host:port``,
+            ``file:///path``, ``redis://host:port/db`` (see `aiocoll.RedisStore`), or a ticket of an `aiocoll.Meeting`;
+            not together with `store`.
         store: a store that all ranks share.
-        rank: this rank; from ``RANK`` with ``env://``. None where no rank hosts the store, so with `store`, ``file://``
-            and ``AIOCOLL_STORE=launcher``: a rank that is free. Then no process may choose its rank, and each call is
-            another rank.
-        world_size: number of ranks; from ``WORLD_SIZE`` with ``env://``.
+        rank: this rank; with ``env://`` from ``RANK``, or the variable of a known launcher. None where no rank hosts
+            the store, so with `store`, ``file://``, ``redis://`` and ``AIOCOLL_STORE=launcher``: a rank that is free.
+            Then no process may choose its rank, and each call is another rank.
+        world_size: number of ranks; with ``env://`` from ``WORLD_SIZE``, or the variable of that launcher.
         timeout: seconds the ranks have to meet, and that an operation may take by default.
         device: a kind of device that the backend serves, or None.
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
-        join: become a rank of an existing group whose ranks call `ProcessGroup.grow`; the group assigns the rank.
+        join: become a rank of an existing group whose ranks call `ProcessGroup.grow`; the group assigns the rank. With
+            ``env://``, ``AIOCOLL_JOIN=1`` says so too: the launcher does, to the process that replaces a lost rank.
         options: see `GroupOptions`.
 
     Returns:
@@ -77,6 +80,9 @@ class new_group:
             raise ValueError("init_method and store exclude each other: give one of them")
         self._devices = BackendConfig(backend).get_device_backend_map()
         self._backend = sole_backend(self._devices)
+        unsaid = init_method is None and store is None and rank is None and world_size is None and not join
+        if unsaid and self._backend != Backend.FAKE:
+            init_method = DEFAULT.get()
         for argument, given, kind in (
             ("init_method", init_method, str if not isinstance(init_method, Place) else Place),
             ("store", store, Store),
@@ -101,9 +107,10 @@ class new_group:
                 raise ValueError(
                     "leave out name and backend: init_method is a newcomer's ticket, the group assigns them"
                 )
-        elif join:
+        elif join or self._asked_to_join(init_method, store):
             if (rank, world_size, name) != (None, None, None) or self._backend != Backend.AIO:
-                raise ValueError("join=True: leave out rank, world_size, name and backend, which the group assigns")
+                why = "join=True" if join else "AIOCOLL_JOIN=1 in the environment"
+                raise ValueError(f"{why}: leave out rank, world_size, name and backend, which the group assigns")
             self._where = find_where(init_method, store, 0, 1, os.environ, job_id)._replace(world_size=0, hosted=True)
         elif self._backend == Backend.FAKE:
             self._where = nowhere(rank, world_size, os.environ)
@@ -112,6 +119,16 @@ class new_group:
         if self._where.rank is None and self._backend != Backend.AIO:
             raise ValueError(f"rank is missing: give rank=, which backend={backend!r} does not assign")
         self._pg: Any = None
+
+    @property
+    def timeout(self) -> float:
+        """Seconds the ranks have to meet."""
+        return self._timeout
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether this becomes a rank of a group that grows."""
+        return not self._where.world_size
 
     def __await__(self) -> Generator[Any, None, ProcessGroup]:
         return self._make().__await__()
@@ -124,8 +141,15 @@ class new_group:
     async def __aexit__(self, *exc: Any) -> None:
         await self._pg.__aexit__(*exc)
 
+    def _asked_to_join(self, init_method: str | None, store: Store | None) -> bool:
+        of_environment = store is None and init_method in (None, "env://")
+        return of_environment and self._backend != Backend.FAKE and is_newcomer(os.environ)
+
     async def _make(self) -> ProcessGroup:
-        where, options, loop = self._where, self._options, running_loop()
+        options, loop = self._options, running_loop()
+        if self._where.ask is not None:
+            self._where = await self._where.found(self._key(), options, self._timeout)
+        where = self._where
         if (factory := factory_of(self._backend)) is not None:
             return await self._make_by(factory, options)
         if not where.world_size:
@@ -178,7 +202,9 @@ class new_group:
 
     def _open_store_handle(self, options: GroupOptions) -> StoreHandle:
         where, key = self._where, self._key()
-        return StoreHandle(where.store, lambda: where.open(self._timeout, key, options), where.replaceable)
+        return StoreHandle(
+            where.store, lambda: where.open(self._timeout, key, options), where.replaceable, where.holder
+        )
 
     def _job(self, identity: tuple[Any, ...], store_handle: StoreHandle, rank: int) -> Job:
         size, options = self._where.world_size, self._options

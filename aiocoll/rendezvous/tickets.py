@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from aiocoll.engine.control.shapes import fitting
+from aiocoll.meeting.holders import arrival, death
 from aiocoll.rendezvous.new_group import new_group
-from aiocoll.rendezvous.where import Where
+from aiocoll.rendezvous.where import DEFAULT, Where
 from aiocoll.runtime import random_bytes
 from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
@@ -27,6 +32,7 @@ class Ticket:
         key: the job key.
         world_size: number of ranks; 0 for a newcomer to a group that grows.
         rank: which one its holder becomes; None: one that is free.
+        holder: how the meeting calls the process that has it.
     """
 
     host: str
@@ -35,6 +41,7 @@ class Ticket:
     key: bytes = field(repr=False)
     world_size: int
     rank: int | None
+    holder: str = ""
 
     def where(self) -> Where:
         """Return where the ranks meet, for `new_group`."""
@@ -47,7 +54,21 @@ class Ticket:
             port=self.port,
             job=self.job,
             key=self.key,
+            holder=self.holder,
         )
+
+    @contextlib.contextmanager
+    def as_default(self) -> Iterator[None]:
+        """Have `new_group` and `elastic` without arguments join by this ticket, in a ``with`` block.
+
+        So a program runs unchanged that finds its job in the environment otherwise. It holds for this task and those
+        that it starts; arguments that say where to meet go before.
+        """
+        token = DEFAULT.set(self)
+        try:
+            yield
+        finally:
+            DEFAULT.reset(token)
 
     def join(self, **given: Any) -> new_group:
         """Become a rank; the same as ``new_group(init_method=ticket)``.
@@ -104,6 +125,7 @@ class Meeting:
             host, port, key=self._key, job=self._job, world_size=world_size, encryption=encryption
         )
         self._started = False
+        self._deaths = itertools.count()
 
     def __enter__(self) -> Self:
         self._server.start()
@@ -142,7 +164,30 @@ class Meeting:
         """
         return self._ticket(0, None)
 
+    def has_arrived(self, ticket: Ticket) -> bool:
+        """Return whether the process that has a ticket of this meeting has become a rank."""
+        return self._server.has(arrival(ticket.holder))
+
+    def report_death(self, ticket: Ticket, reason: str) -> None:
+        """Tell the ranks that the process which had a ticket is gone, where what runs it knows that.
+
+        To each of them it is as if another one called `ProcessGroup.report_death`: see there also for what becomes of a
+        process that lives after all.
+
+        Args:
+            ticket: of this meeting, given to that process only.
+            reason: what the errors say about it.
+
+        Raises:
+            ValueError: the ticket is of another meeting.
+        """
+        if ticket.job != self._job:
+            raise ValueError("ticket is not one of this meeting")
+        self._server.put(*death(next(self._deaths), ticket.holder, fitting(reason)))
+
     def _ticket(self, world_size: int, rank: int | None) -> Ticket:
         if not self._started:
             raise ValueError("the meeting has not begun: enter it, `with aiocoll.Meeting(...) as meeting:`")
-        return Ticket(self._server.host, self._server.port, self._job, self._key, world_size, rank)
+        return Ticket(
+            self._server.host, self._server.port, self._job, self._key, world_size, rank, random_bytes(8).hex()
+        )

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
-from contextlib import suppress
-from hashlib import sha256
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from aiocoll.endpoints import parse_endpoint
-from aiocoll.errors import RendezvousError
+from aiocoll.errors import AuthenticationError
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
-from aiocoll.rendezvous.private_folder import private_folder
-from aiocoll.store import FileStore, HashStore, Store, TCPStore
+from aiocoll.rendezvous.launchers import EXPLICIT, TORCHRUN, Ask, recognise
+from aiocoll.rendezvous.store_security import store_security
+from aiocoll.store import FileStore, HashStore, RedisStore, Store, TCPStore
 
-__all__ = ["Place", "Where", "find_where", "nowhere"]
+__all__ = ["DEFAULT", "Place", "Where", "find_where", "nowhere"]
+
+_REDIS = ("redis", "rediss")
+_PASSWORD = re.compile("//.*@")
 
 
 class Where(NamedTuple):
@@ -26,12 +30,15 @@ class Where(NamedTuple):
         rank: None if the store assigns it.
         world_size: number of ranks; 0 for a newcomer to a group that grows, which is assigned both.
         store: the caller's own.
-        scheme: how the store is reached otherwise, "tcp" or "file".
-        host: the store's address, or path.
+        scheme: how the store is reached otherwise, "tcp", "file", "redis" or "rediss".
+        host: the store's address, path or URL.
         port: the store's.
         hosted: whether the store is served by a process that is no rank.
         job: name of the job.
         key: the job key, where it comes along with the address.
+        several_hosts: the launcher that has started ranks on several hosts, which need a job key; "" for others.
+        ask: asks the launcher for the address.
+        holder: how the process that gave this one its ticket calls it.
     """
 
     identity: Any
@@ -44,6 +51,12 @@ class Where(NamedTuple):
     hosted: bool = True
     job: str = ""
     key: bytes | None = None
+    several_hosts: str = ""
+    ask: Ask | None = None
+    holder: str = ""
+
+    def __repr__(self) -> str:
+        return f"Where(rank={self.rank}, world_size={self.world_size}, scheme={self.scheme!r})"  # the rest has secrets
 
     @property
     def hosts(self) -> bool:
@@ -55,10 +68,34 @@ class Where(NamedTuple):
         """Whether there may be another store at the same place when this one is gone; a meeting has one."""
         return not self.hosts and self.key is None
 
+    async def found(self, key: bytes | None, options: GroupOptions, timeout: float) -> Where:
+        """Return where the store is, asking the launcher if only that knows.
+
+        Raises:
+            RendezvousError: it does not tell, or not all ranks have asked in `timeout` seconds.
+        """
+        if self.ask is None:
+            return self
+        store = await self.ask(key, options, self.job, timeout)
+        return self._replace(host=store.host, port=store.port, key=store.key, ask=None)
+
     def open(self, timeout: float, key: bytes | None, options: GroupOptions) -> Store:
-        """Open the store of the init method."""
+        """Open the store of the init method.
+
+        Raises:
+            AuthenticationError: ranks on several hosts need a job key.
+        """
+        if self.several_hosts and key is None:
+            raise AuthenticationError(
+                f"{self.several_hosts} has started ranks on several hosts, and there is no job key: put one into a "
+                "file that is on every host, and that only you can read, and name that by AIOCOLL_JOB_KEY_FILE; make "
+                'one with `python -c "import secrets; print(secrets.token_hex(32))"`. MPICH\'s mpiexec and '
+                "`srun --mpi=pmi2` hand one over by themselves"
+            )
         if self.scheme == "file":
             return FileStore(self.host, self.world_size or None)
+        if self.scheme in _REDIS:
+            return RedisStore(self.host, job=self.job, timeout=timeout)
         return TCPStore(
             self.host,
             self.port,
@@ -69,10 +106,7 @@ class Where(NamedTuple):
             key=key,
             job=self.job,
             bind=options.bind,
-            encryption=options.encryption,
-            tls_ca=options.tls_ca,
-            tls_certificate=options.tls_certificate,
-            tls_key=options.tls_key,
+            **store_security(options),
         )
 
 
@@ -82,6 +116,10 @@ class Place(Protocol):
 
     def where(self) -> Where:
         """Return where the ranks meet."""
+
+
+#: Where the ranks of this context meet if nothing is said.
+DEFAULT: ContextVar[Place | None] = ContextVar("aiocoll_place", default=None)
 
 
 def find_where(
@@ -113,19 +151,17 @@ def find_where(
     method = "env://" if init_method is None else init_method
     scheme, _, place = method.partition("://")
     if scheme == "env":
-        if (rank, world_size) == (None, None) and _alone(env):
-            return Where((method, "alone"), 0, 1, HashStore())
-        hosted = env.get("AIOCOLL_STORE") == "launcher"
-        numbers = _numbers(rank, world_size, env, "with init_method='env://'", assigned=hosted)
-        host, port = _from_environment(env)
-        return Where((method, host, port, job), *numbers, None, "tcp", host, port, hosted, job)
-    numbers = _numbers(rank, world_size, {}, f"with init_method={method!r}", assigned=scheme == "file")
+        return _from_environment(method, rank, world_size, env, job)
+    shown = _PASSWORD.sub("//...@", method)
+    numbers = _numbers(rank, world_size, {}, f"with init_method={shown!r}", assigned=scheme in ("file", *_REDIS))
     if scheme == "tcp":
         host, port = parse_endpoint(place.partition("/")[0])
         return Where((method, job), *numbers, None, "tcp", host, port, False, job)
+    if scheme in _REDIS:
+        return Where((method, job), *numbers, None, scheme, method, job=job)
     if scheme == "file" and place.startswith("/"):
         return Where((method, job), *numbers, None, "file", place, job=job)
-    raise ValueError(f"init_method={method!r} must be env://, tcp://host:port or file:///path")
+    raise ValueError(f"init_method={shown!r} must be env://, tcp://host:port, file:///path or redis://host:port/db")
 
 
 def nowhere(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> Where:
@@ -134,12 +170,52 @@ def nowhere(rank: int | None, world_size: int | None, env: Mapping[str, str]) ->
     return Where(None, *numbers)
 
 
+def _from_environment(method: str, rank: int | None, world_size: int | None, env: Mapping[str, str], job: str) -> Where:
+    """Return where a rank meets the others by what has started it; arguments count as if they were variables."""
+    launcher, given = recognise(env), (rank, world_size) != (None, None)
+    if launcher is None and not given and _alone(env):
+        return Where((method, "alone"), 0, 1, HashStore())
+    if launcher in (None, EXPLICIT, TORCHRUN) or given:
+        hosted = env.get("AIOCOLL_STORE") == "launcher"
+        try:
+            numbers = _numbers(rank, world_size, env, "with init_method='env://'", assigned=hosted)
+            address = (launcher if launcher is TORCHRUN else EXPLICIT).address(env)
+        except ValueError as error:
+            raise ValueError(f"{error}{_another(env)}") from None
+        return Where((method, *address[:2], job), *numbers, None, "tcp", *address[:2], hosted, job)
+    numbers, address = launcher.numbers(env), launcher.address(env)
+    return Where(
+        (method, launcher.name, *address[:2], job),
+        *numbers,
+        None,
+        "tcp",
+        *address[:2],
+        address.ask is not None,
+        job,
+        several_hosts=launcher.name if address.several_hosts else "",
+        ask=address.ask,
+    )
+
+
+def _another(env: Mapping[str, str]) -> str:
+    """Say which launcher would be asked if nothing were given."""
+    others = {name: text for name, text in env.items() if name not in EXPLICIT.marks}
+    launcher = recognise(others)
+    if launcher in (None, TORCHRUN):
+        return ""
+    there = [name for name in EXPLICIT.marks if name in env]
+    return (
+        f"; {launcher.name} has started this process ({launcher.mark(env)}), and is asked if you give neither rank= "
+        f"nor world_size={' and unset ' if there else ''}{', '.join(there)}"
+    )
+
+
 def _alone(env: Mapping[str, str]) -> bool:
     """Whether a program that nothing has started as a rank is to be the only one."""
     asked = env.get("AIOCOLL_SINGLETON", "0")
     if asked not in ("0", "1"):
         raise ValueError(f"AIOCOLL_SINGLETON={asked!r}: must be 1, for a group of one rank, or 0")
-    return asked == "1" and not any(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return asked == "1"
 
 
 def _numbers(
@@ -169,8 +245,8 @@ def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> 
     if variable not in env:
         from_environment = env or when.endswith("'env://'")
         hint = (
-            f", set {variable} in the environment, or start the ranks with `aiocoll run`; a program that nothing has "
-            "started as a rank is a group of one with AIOCOLL_SINGLETON=1"
+            f", set {variable} in the environment, or start the ranks with `aiocoll run`, torchrun, mpiexec or srun; a "
+            "program that nothing has started as a rank is a group of one with AIOCOLL_SINGLETON=1"
             if from_environment
             else ""
         )
@@ -179,29 +255,3 @@ def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> 
         return variable, parse_int(env[variable])
     except ValueError:
         raise ValueError(f"{variable}={env[variable]!r} in the environment must be a number") from None
-
-
-def _from_environment(env: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port of the store."""
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "AIOCOLL_PORT" not in env:
-        # The port is that of torchrun's agent, which uses another protocol.
-        if env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE"):
-            raise RendezvousError(
-                "under torchrun on several hosts set AIOCOLL_PORT to a port that is free on the master"
-            )
-        run = f"{env.get('TORCHELASTIC_RUN_ID', '')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}-{env['MASTER_PORT']}"
-        # A short name, whatever the id is: the path of a socket has room for 107 bytes.
-        return f"unix:{private_folder(env)}/aiocoll-{sha256(run.encode()).hexdigest()[:16]}", 0
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-    if missing:
-        raise ValueError(
-            f"{' and '.join(missing)} missing in the environment: start the ranks with `aiocoll run`, set them, "
-            "or give init_method= or store="
-        )
-    if not env["MASTER_ADDR"]:
-        raise ValueError("MASTER_ADDR='' in the environment must be the host name or address of rank 0")
-    variable = "AIOCOLL_PORT" if "AIOCOLL_PORT" in env else "MASTER_PORT"
-    with suppress(ValueError):
-        if 0 < (port := parse_int(env[variable])) <= 65535:
-            return env["MASTER_ADDR"], port
-    raise ValueError(f"{variable}={env[variable]!r} in the environment must be a port number from 1 to 65535")

@@ -100,15 +100,18 @@ REACTIONS = {
 }
 
 
-#: Rank 1 waits until no other holds the pipe open any more.
+#: Rank 1 waits until no other holds the pipe open any more; it may hear of that after they are gone.
 ENDING = """
+import select
 others = os.environ['RANK'] != '1'
-if others:
-    held = os.open(sys.argv[1], os.O_RDWR)
+held = os.open(sys.argv[1], os.O_RDWR if others else os.O_RDONLY | os.O_NONBLOCK)
 try:
     asyncio.run(main())
 finally:
-    others or open(sys.argv[1]).read()
+    if not others:
+        writers = select.poll()
+        writers.register(held, 0)
+        writers.poll()
 """
 
 

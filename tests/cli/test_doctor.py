@@ -101,6 +101,7 @@ def test_its_text_can_be_read() -> None:
     assert [line for line in lines[:-1] if not line.startswith("  ")] == [
         "versions",
         "host",
+        "launcher",
         "limits",
         "means",
         "network",
@@ -108,6 +109,77 @@ def test_its_text_can_be_read() -> None:
     ]
     assert "  0-1: shm, both are on this host" in lines
     assert (lines[-1] == "all fine") == (done.returncode == 0)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "n[01-02]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_GTIDS": "0,1",
+    "AIOCOLL_PORT": "31000",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "value", "advice", "fine"),
+    [
+        (
+            {},
+            "nothing that env:// recognises",
+            "recognised are, in this order: torchrun (TORCHELASTIC_RUN_ID), explicit variables (RANK or WORLD_SIZE or "
+            "MASTER_ADDR or MASTER_PORT), PMI-1 (PMI_FD), Open MPI (OMPI_COMM_WORLD_RANK), Kubernetes "
+            "(JOB_COMPLETION_INDEX), Slurm (SLURM_STEP_ID)",
+            True,
+        ),
+        (
+            SLURM,
+            "Slurm (SLURM_STEP_ID): rank 1 of 3, 1 of 2 on this host; the store is at n01:31000; the job key comes "
+            "from nowhere",
+            "ranks on several hosts need one: name a file that only you can read by AIOCOLL_JOB_KEY_FILE",
+            False,
+        ),
+        (
+            SLURM | {"AIOCOLL_JOB_KEY": "nobody is to see this"},
+            "Slurm (SLURM_STEP_ID): rank 1 of 3, 1 of 2 on this host; the store is at n01:31000; the job key comes "
+            "from AIOCOLL_JOB_KEY",
+            "",
+            True,
+        ),
+        (
+            {"PMI_FD": "1", "PMI_RANK": "0", "PMI_SIZE": "2"},
+            "PMI-1 (PMI_FD): rank 0 of 2; the store is where rank 0 tells the launcher; the job key comes from the "
+            "launcher",
+            "",
+            True,
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "0"},
+            "Kubernetes (JOB_COMPLETION_INDEX)",
+            "AIOCOLL_WORLD_SIZE is missing in the environment, where Kubernetes was recognised by JOB_COMPLETION_INDEX"
+            ": give the container that variable, with the `completions` of the Job",
+            False,
+        ),
+        (
+            {"MASTER_ADDR": "127.0.0.1"},
+            "explicit variables (MASTER_ADDR)",
+            "world_size is missing: give world_size= with init_method='env://', set WORLD_SIZE in the environment, or "
+            "start the ranks with `aiocoll run`, torchrun, mpiexec or srun; a program that nothing has started as a "
+            "rank is a group of one with AIOCOLL_SINGLETON=1",
+            True,
+        ),
+    ],
+    ids=["nothing", "Slurm", "key", "PMI", "half", "half by hand"],
+)
+def test_what_has_started_it_is_named(
+    env: dict[str, str], value: str, advice: str, fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in env:
+        monkeypatch.setenv(name, env[name])
+    assert found("started by") == CheckResult("launcher", "started by", value, advice, fine)
 
 
 @pytest.mark.slow
@@ -251,7 +323,7 @@ def test_what_cannot_be_read_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_system_without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resource", None)
     topics = {finding.topic for finding in look(1)}
-    assert topics == {"versions", "host", "means", "network"}
+    assert topics == {"versions", "host", "launcher", "means", "network"}
 
 
 def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,7 +350,7 @@ def test_several_hosts_meet_at_host_0(launch: Launch, tmp_path: Path, port: int)
 
 
 USAGE = [
-    (["script"], "the following arguments are required: -n/--nproc"),
+    (["script"], "one of the arguments -n/--nproc --nproc-list is required"),
     (["-n", "0", "script"], "argument -n/--nproc: 0 is not a positive number"),
     (["-n", "x", "script"], "argument -n/--nproc: 'x' must be a whole number"),
     (["-n", "2"], "the following arguments are required: SCRIPT"),
@@ -390,4 +390,6 @@ def test_no_command_and_help_say_what_there_is(capsys: pytest.CaptureFixture[str
     assert "the following arguments are required: COMMAND" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         main.main(["run", "--help"])
-    assert "aiocoll run -n N [options] (SCRIPT | -m MODULE) [ARG ...]" in capsys.readouterr().out
+    assert (
+        "aiocoll run (-n N | --nproc-list N,N,...) [options] (SCRIPT | -m MODULE) [ARG ...]" in capsys.readouterr().out
+    )

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll.elements.allocate import empty_like, same_place, spare
+from aiocoll.elements.allocate import empty_like, overwrite, same_place, spare
 from aiocoll.elements.buffers import clash, overlaps, view
 from aiocoll.elements.device import UNKNOWN, DeviceArray, PutBack
 from aiocoll.elements.dtypes import by_code, by_name
 
-from ..lookalikes import Cupy, Torch
+from ..lookalikes import Cupy, JaxArray, Torch
 
 FLOAT32 = by_name("float32")
 #: How NumPy shows what it does not have.
@@ -408,6 +408,24 @@ def test_new_arrays_like_others(cupy: Cupy, torch: Torch) -> None:
         TypeError, match=r"cannot allocate an array like a Interface: pass outputs that share no memory"
     ):
         empty_like(view(Interface(np.ones(2))))
+
+
+@pytest.mark.parametrize("layout", ["dense", "strided"])
+@pytest.mark.parametrize("kind", ["numpy", "cupy", "torch", "immutable"])
+def test_arrays_are_overwritten(kind: str, layout: str, cupy: Cupy, torch: Torch) -> None:
+    host = np.zeros((2, 3), "float32") if layout == "dense" else np.zeros((3, 2), "float32").T
+    array: Any = {
+        "numpy": lambda: host,
+        "cupy": lambda: cupy.ndarray(host, 1),
+        "torch": lambda: torch.Tensor(host, "float32", 1, requires_grad=True),
+        "immutable": lambda: JaxArray(host),
+    }[kind]()
+    values = empty_like(view(array))
+    filled = getattr(values, "host", values)
+    filled[...] = [[1, 2, 3], [4, 5, 6]]
+    result = overwrite(array, values)
+    assert (result is array) == (kind != "immutable")
+    assert np.array_equal(host if result is array else result.host, filled)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cupy", "torch"])

@@ -27,6 +27,7 @@ class Alone:
         self.world_size = world_size
         self.loop = asyncio.get_running_loop()
         self.over: set[int] = set()
+        self.out: str | None = None
         self.dead: dict[int, tuple[str, str]] = {}
         self.groups: dict[int, Any] = {}
         self.runtime = self

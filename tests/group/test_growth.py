@@ -19,7 +19,7 @@ from aiocoll import (
     TCPStore,
     new_group,
 )
-from aiocoll.meeting.growth import Assignment, await_assignment, invite
+from aiocoll.meeting.growth import Assignment, Invitation, await_assignment, invite
 from aiocoll.store import Store, StoreServer
 
 from ..internals import comm_of, waits_of
@@ -39,7 +39,7 @@ async def on_ranks(where: dict[str, Any], world_size: int, then: Any, *others: A
 
 def asks_for_newcomers(store: HashStore) -> bool:
     """Whether rank 0 waits for another one."""
-    return any(waiter.command == "queue_pop" for waiter in waits_of(store).values())
+    return any(waiter.keys[0].startswith("aiocoll/grow/came/") for waiter in waits_of(store).values())
 
 
 async def growth(pg: ProcessGroup, n: int) -> tuple[type[GroupError], str]:
@@ -149,7 +149,7 @@ async def test_a_group_that_fails_at_any_turn_after_a_newcomer_has_its_seat(turn
     async def rank(pg: ProcessGroup) -> None:
         growing = asyncio.ensure_future(growth(pg, 1))
         if pg.rank() == 0:
-            await store.get("aiocoll/grow/seat/1")
+            await store.get("aiocoll/grow/assignment/1")
             for _ in range(turns):
                 await asyncio.sleep(0)
             pg.abort("on purpose")
@@ -173,7 +173,7 @@ class Far(HashStore):
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
         answer = await self._of_all._call(command, arguments)
-        if command == "compare_set" and arguments[0] == "aiocoll/grow/seat/1":
+        if command == "compare_set" and arguments[0] == "aiocoll/grow/assignment/1":
             self.stored.set()
             await asyncio.Event().wait()
         return answer
@@ -187,15 +187,15 @@ async def test_a_newcomer_is_told_whose_assignment_was_stored_when_rank_0_was_ca
     far = Far(store)
     newcomers = [asyncio.ensure_future(await_assignment(store, 30)) for _ in range(2)]
     await asyncio.sleep(0)
-    inviting = asyncio.ensure_future(invite(far, 2, 1, "large", 30))
+    inviting = asyncio.ensure_future(invite(far, Invitation(2, 2, 1, "large"), 30))
     await far.stored.wait()
     inviting.cancel()
     await asyncio.wait([inviting])
     assert inviting.cancelled()
     told = await store.get(f"{(await newcomers[0]).prefix}/aiocoll/1/job")
-    assert told == b"off:the group that was to meet them does not grow: its rank 0 was cancelled"
+    assert told == b"off:the group that was to meet them does not grow: its rank 0 was lost or cancelled"
     # The other one waits for another group.
-    assert await invite(store, 1, 1, "larger", 30) == Assignment("aiocoll/grown/2", 0, 2, "larger")
+    assert await invite(store, Invitation(1, 1, 1, "larger"), 30) == Assignment("aiocoll/grown/2", 0, 2, "larger")
     assert await newcomers[1] == Assignment("aiocoll/grown/2", 1, 2, "larger")
 
 
@@ -292,3 +292,65 @@ async def test_a_store_that_is_gone_is_told_of_where_nobody_has_died() -> None:
             assert await pg.allreduce(1) == 1
 
         await on_ranks({"store": store}, 1, rank)
+
+
+@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+async def test_as_many_newcomers_as_have_come(world_size: int, transport: str) -> None:
+    store = HashStore()
+    where = {"store": store, "options": options(transport)}
+
+    async def rank(pg: ProcessGroup) -> Any:
+        async with await pg.grow(3, timeout=1, at_least=1) as grown:
+            return await grown.allgather_object(grown.rank())
+
+    async def newcomer() -> Any:
+        async with new_group(join=True, **where) as pg:  # type: ignore[arg-type]
+            return await pg.allgather_object(pg.rank())
+
+    results = await on_ranks(where, world_size, rank, newcomer(), newcomer())
+    assert results == [[*range(world_size + 2)]] * (world_size + 2)
+
+
+async def test_newcomers_are_told_if_the_ranks_do_not_meet_them_in_time() -> None:
+    """One of two newcomers never comes to where it was assigned a rank."""
+    store = HashStore()
+    late = Late(store)
+
+    async def rank(pg: ProcessGroup) -> Any:
+        with pytest.raises(RendezvousError):
+            await pg.grow(2, timeout=1)
+        told.cancel()
+        return await pg.allreduce(1)
+
+    async def newcomer() -> None:
+        with pytest.raises(RendezvousError, match=r"group that was to meet them does not: rank \d waited 1 s for"):
+            await new_group(store=store, join=True, timeout=float("inf"))
+
+    told = asyncio.ensure_future(new_group(store=late, join=True, timeout=float("inf"))._make())
+    assert await on_ranks({"store": store}, 2, rank, newcomer()) == [2, 2, None]
+
+
+@pytest.mark.parametrize(
+    ("n", "at_least", "error", "message"),
+    [
+        (2, 0, ValueError, "at_least=0: must be from 1 to n=2"),
+        (2, 3, ValueError, "at_least=3: must be from 1 to n=2"),
+        (2, True, TypeError, "at_least must be an int, not bool"),
+        (2, 1.0, TypeError, "at_least must be an int, not float"),
+    ],
+)
+async def test_wrong_numbers_of_newcomers(n: int, at_least: Any, error: type[Exception], message: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(error, match=message):
+            await pg.grow(n, at_least=at_least)
+
+    await on_ranks({"store": HashStore()}, 1, rank)
+
+
+async def test_ranks_that_want_other_numbers_of_newcomers() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=r"called grow\(\) with at_least=\[1, 2\]: give the same at_least"):
+            await pg.grow(2, at_least=pg.rank() + 1)
+
+    await on_ranks({"store": HashStore()}, 2, rank)

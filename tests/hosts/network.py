@@ -285,10 +285,10 @@ class Process:
             )
         )
 
-    async def told(self) -> Any:
+    async def told(self, limit: float = LIMIT) -> Any:
         """Wait for the next line, be it a launcher's; the whole standard error is in the failure if there is none."""
         assert self._process.stdout is not None
-        async with asyncio.timeout(LIMIT):
+        async with asyncio.timeout(limit):
             line = await self._process.stdout.readline()
         assert line, (await self.end())[1]
         return json.loads(re.sub(rb"^\[\d+\] ", b"", line))

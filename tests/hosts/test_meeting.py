@@ -11,6 +11,7 @@ import pytest
 
 from tests.hosts.network import Network, Process
 from tests.pages import code, is_shown
+from tests.redis_server import redis_server
 
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
@@ -67,6 +68,15 @@ async def test_in_a_store_that_a_rank_reaches_by_its_loopback(network: Callable[
         await ranks.start(net.hosts[1], "total", 1, 2, f"store:{net.hosts[0].ipv4}"),
     ]
     assert [await process.result() for process in started] == [[3.0, 3.0]] * 2
+
+
+async def test_on_a_redis_server(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks tell each other the address by which they have reached it; one is on its host."""
+    net = network(3)
+    everywhere = ("--bind", "0.0.0.0", "--protected-mode", "no")
+    with redis_server(tmp_path, None, *everywhere, command=net.hosts[0].command) as server:
+        started = await ranks.start_all(net, "total", f"redis://{net.hosts[0].ipv4}:{server.port}/0")
+        assert [await process.result() for process in started] == [[6.0, 6.0]] * 3
 
 
 async def test_in_a_file(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import re
 import signal
 import subprocess
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +148,52 @@ async def test_a_rank_that_is_killed_is_replaced(victim: int, service: Service) 
     for place in (victim, other):
         assert (await service.settled(place))["ranks"] == 2
     assert [line.split(" in ")[0] for line in service.end()] == [f"{4 * CLIENTS * REQUESTS} counted"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_the_launcher_replaces_a_rank_that_is_killed(victim: int, ranks: Ranks) -> None:
+    launcher = ranks.start("-m", "aiocoll", "run", "-n", "2", "--max-restarts", "1", SCRIPT, "--port", "0")
+    said = re.compile(r"\[(\d)\] rank \d of 2 serves (http://\S+)\n")
+
+    def urls(count: int) -> dict[int, str]:
+        """Wait until so many processes serve; return where, by the numbers that the launcher gives them."""
+        assert launcher.stdout is not None
+        found: dict[int, str] = {}
+        for line in launcher.stdout:
+            if (told := said.fullmatch(line)) is not None:
+                found[int(told[1])] = told[2]
+            if len(found) == count:
+                break
+        return found
+
+    async def stats(url: str) -> Any:
+        async with session.get(f"{url}/stats") as response:
+            return await response.json()
+
+    served = await asyncio.to_thread(urls, 2)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT)) as session:
+        async with session.post(f"{served[victim]}/count/3") as response:
+            assert response.status == 204
+        async with asyncio.timeout(LIMIT):
+            while sum((await stats(served[1 - victim]))["total"]) == 0:
+                pass
+        os.kill(rank_process(launcher.pid, victim), signal.SIGKILL)
+        served |= await asyncio.to_thread(urls, 1)
+        for url in served.values():
+            told = await stats(url)
+            assert (told["ranks"], told["total"]) == (2, [0, 0, 0, 1, 0, 0, 0, 0])
+    launcher.send_signal(signal.SIGTERM)
+    out, err = await asyncio.to_thread(launcher.communicate, timeout=LIMIT)
+    assert launcher.returncode == 0
+    assert err == (
+        f"aiocoll run: rank {victim} was killed by SIGKILL; a newcomer is started in its place (restart 1 of 1)\n"
+    )
+    assert sorted(re.findall(r"\[(\d)\] 1 counted in \d+ rounds", out)) == ["0", "1"]
+
+
+def rank_process(launcher: int, local_rank: int) -> int:
+    """Return the process with that LOCAL_RANK among the children of the launcher."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    wanted = f"LOCAL_RANK={local_rank}"
+    return next(int(pid) for pid in children if wanted in Path(f"/proc/{pid}/environ").read_text().split("\0"))

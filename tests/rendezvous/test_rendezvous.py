@@ -323,7 +323,7 @@ async def test_meeting_can_be_cancelled(port: int) -> None:
     [
         ({"backend": "gloo"}, {}, ValueError, "backend='gloo' is not known: use aio"),
         ({"init_method": "env://", "store": HashStore()}, {}, ValueError, "init_method and store exclude each other"),
-        ({"init_method": "mpi://"}, {}, ValueError, "init_method='mpi://' must be env://, tcp://host:port or file"),
+        ({"init_method": "mpi://"}, {}, ValueError, "init_method='mpi://' must be env://, tcp://host:port, file"),
         ({"init_method": "file://there"}, {}, ValueError, "init_method='file://there' must be"),
         ({"init_method": "tcp://localhost"}, {}, ValueError, "port"),
         ({"init_method": "file:///x", "world_size": None}, {"WORLD_SIZE": "2"}, ValueError, "world_size is missing"),
@@ -363,6 +363,7 @@ def test_wrong_arguments_are_named_at_the_call(
 
 
 async def test_under_torchrun_on_several_hosts_a_port_is_asked_for(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("TORCHELASTIC_RUN_ID", "run")
     environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     environment.setenv("MASTER_PORT", "29500")
     environment.setenv("WORLD_SIZE", "4")

@@ -12,9 +12,11 @@ import pytest
 from aiocoll import (
     AiocollError,
     FileStore,
+    GroupError,
     GroupOptions,
     HashStore,
     Meeting,
+    PeerLostError,
     ProcessGroup,
     RendezvousError,
     StoreUnavailableError,
@@ -234,5 +236,82 @@ async def test_what_is_started_as_a_rank_is_one(variable: str, monkeypatch: pyte
 
 
 async def test_without_either_there_is_a_hint() -> None:
-    with pytest.raises(ValueError, match=r"start the ranks with `aiocoll run`; .* AIOCOLL_SINGLETON=1"):
+    with pytest.raises(
+        ValueError, match=r"start the ranks with `aiocoll run`, torchrun, mpiexec or srun; .* AIOCOLL_SINGLETON=1"
+    ):
         new_group()
+
+
+# -- deaths, and programs that know nothing of tickets
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+async def test_a_meeting_tells_the_ranks_who_is_gone(hosts: int) -> None:
+    """Also those in a group that has grown, and the one that is not gone."""
+    came: asyncio.Queue[None] = asyncio.Queue()
+
+    async def rank(number: int, ticket: Ticket) -> str:
+        options = GroupOptions(transport="tcp", host_id=f"{number % hosts}", encryption="none")
+        pg = await ticket.join(timeout=LIMIT, options=options)
+        if ticket.world_size:
+            small, pg = pg, await pg.grow(1)
+            await small.shutdown()
+        async with pg:
+            came.put_nowait(None)
+            cause = await pg.wait_revoked()
+            assert isinstance(cause, PeerLostError)
+            assert (cause.how, cause.ranks) == ("killed", (1,))
+            if pg.rank() == 1:
+                with pytest.raises(GroupError, match=r"rank 1 is out, .* it was preempted"):
+                    await pg.shrink()
+                return "out"
+            async with await pg.shrink() as group:
+                return f"{await group.allreduce(1)} of {group.size()}"
+
+    async with Meeting(2) as meeting:
+        tickets = [meeting.ticket(0), meeting.ticket(1), meeting.newcomer()]
+        ranks = [asyncio.create_task(rank(*each)) for each in enumerate(tickets)]
+        assert not any(map(meeting.has_arrived, tickets))
+        for _ in ranks:
+            await came.get()
+        assert all(map(meeting.has_arrived, tickets))
+        meeting.report_death(meeting.ticket(1), "of a ticket that nobody has")
+        meeting.report_death(tickets[1], "it was preempted")
+        assert await asyncio.gather(*ranks) == ["2 of 2", "out", "2 of 2"]
+    meeting.report_death(tickets[0], "nobody hears that any more")
+
+
+async def test_deaths_are_those_of_a_ticket_of_the_meeting() -> None:
+    async with Meeting(1) as meeting, Meeting(1) as other:
+        with pytest.raises(ValueError, match="is not one of this meeting"):
+            meeting.report_death(other.ticket(0), "gone")
+
+
+async def test_a_rank_goes_on_when_its_meeting_is_over() -> None:
+    async with Meeting(1) as meeting:
+        pg = await meeting.ticket(0).join(timeout=LIMIT)
+    assert await pg.allreduce(1.0) == 1.0
+    await pg.shutdown()
+
+
+async def test_a_ticket_in_place_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_SINGLETON", "1")
+
+    async def program() -> tuple[int, int]:
+        async with new_group() as pg, new_group(name="second") as second:
+            await second.barrier()
+            return pg.rank(), pg.size()
+
+    async def rank(ticket: Ticket) -> list[tuple[int, int]]:
+        with ticket.as_default():
+            met = [await program()]
+            async with HashStore() as store, new_group(store=store, rank=0, world_size=1) as pg:
+                met.append((pg.rank(), pg.size()))
+            async with new_group("fake", rank=2, world_size=7) as pg:
+                met.append((pg.rank(), pg.size()))
+        async with new_group() as pg:
+            return [*met, (pg.rank(), pg.size())]
+
+    async with Meeting(2) as meeting:
+        met = await asyncio.gather(*(rank(meeting.ticket(number)) for number in range(2)))
+        assert met == [[(0, 2), (0, 1), (2, 7), (0, 1)], [(1, 2), (0, 1), (2, 7), (0, 1)]]

@@ -116,6 +116,8 @@ class Coordinator:
         agreement = self._agreement
         if not self._votes or agreement.outcome is not None or agreement.promised != self._ballot:
             return
+        if agreement.parts.ranks.out is not None:
+            return
         away = agreement.away
         if self._proposal is not None:
             if decides(self._acks, agreement.ranks, away):

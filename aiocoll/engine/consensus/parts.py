@@ -48,6 +48,10 @@ class Ranks(Protocol):
         """Ranks that have ended or are lost."""
 
     @property
+    def out(self) -> str | None:
+        """Why other ranks take this one for dead; None: they do not."""
+
+    @property
     def suspected(self) -> set[int]:
         """Lost ranks that may still be alive."""
 

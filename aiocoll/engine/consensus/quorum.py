@@ -1,8 +1,9 @@
 """The quorum rule: which ranks of a failed group may decide how it continues.
 
 A rank is *away* when it can no longer take part: it has ended in order, or is proven dead. Only a witness proves a
-death: a process of the same host that sees the process gone, or the launcher. A broken connection proves nothing,
-and neither does silence. All other ranks are *living*, whether they can be reached or not.
+death: a process of the same host that sees the process gone, or the program, which says that it knows
+(`ProcessGroup.report_death`). A broken connection proves nothing, and neither does silence. All other ranks are
+*living*, whether they can be reached or not.
 
 Ranks decide (`decides`) if they are
 
@@ -32,7 +33,8 @@ ballot contains a rank of the quorum Q that has accepted the lower one. Take any
 
 A rank that ends after it has continued elsewhere says so, and is not counted as away. `shrink(assume_dead=...)`
 declares ranks away on the program's authority. If that is wrong, and those ranks continue as well, there are two
-groups.
+groups. Ranks that are reported dead hear of it and do not continue; wrong reports before they hear of it are harmless
+as long as the reported ranks are none that may decide.
 """
 
 from __future__ import annotations

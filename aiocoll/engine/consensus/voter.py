@@ -233,10 +233,23 @@ class Voter:
 
     def _cast(self) -> None:
         """Vote as a candidate: in the promised ballot, or at the lowest rank that may answer."""
+        if (why := self.parts.ranks.out) is not None:
+            self._give_up(why)
+            return
         self._choose()
         self._stop()
         self._prompt = self.parts.context.runtime.call_later(PROMPT, self.attempt, self._remind)
         self._say_vote()
+
+    def _give_up(self, why: str) -> None:
+        """Wait for no decision: the others ignore this rank."""
+        me = self.position(self.rank)
+        if self._waiter is not None and not self._waiter.done():
+            text = (
+                f"rank {me} is out, for the others take it for dead: {why}; close the group, and join again with "
+                "new_group(join=True)"
+            )
+            self._waiter.set_exception(GroupError(text, ranks=[me]))
 
     def _choose(self) -> None:
         """Promise a ballot of a rank that may answer."""

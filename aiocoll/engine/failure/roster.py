@@ -34,7 +34,8 @@ class Roster:
         groups: of this rank; they fail when one of their ranks is lost.
 
     Attributes:
-        dead: how each lost rank was lost, and the evidence for it: proven dead ("killed"), or not.
+        dead: how each lost rank was lost, and the evidence for it: proven dead ("killed"), or not. This rank itself is
+            among them if others take it for dead.
         over: ranks that have ended or are lost: a connection that breaks to one of them is no news.
         changed: see `connect`.
     """
@@ -63,6 +64,11 @@ class Roster:
         self._examine, self.changed, self._renew = examine, changed, renew
 
     @property
+    def out(self) -> str | None:
+        """Why other ranks take this one for dead; None: they do not."""
+        return self.dead.get(self._context.rank, ("", None))[1]
+
+    @property
     def suspected(self) -> set[int]:
         """Lost ranks that may still be alive."""
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
@@ -85,13 +91,31 @@ class Roster:
         if known and (rank not in self.suspected or how != "killed"):
             return
         self._lose(rank, detail, how)
-        if tell:
+        if tell and self.out is None:
             message = {"t": "died", "rank": rank, "detail": detail, "how": how}
             self._control.flood(message, range(context.world_size))
         if not known:
             for group in list(self._groups.values()):
                 if rank in group.position:
                     group.lost(rank, detail, how)
+
+    def report(self, rank: int, detail: str) -> None:
+        """The program, or what runs it, knows that the process of `rank` is gone. If it lives, it hears of it."""
+        if rank == self._context.rank:
+            self.disowned(detail)
+        elif not self._context.closed and self.out is None and (rank not in self.over or rank in self.suspected):
+            self._control.tell(rank, {"t": "died", "rank": rank, "detail": detail, "how": "killed"})
+            self.died(rank, detail)
+
+    def disowned(self, detail: str) -> None:
+        """Other ranks take this one for dead, and ignore it: all its groups fail."""
+        context = self._context
+        if context.closed or self.out is not None:
+            return
+        self.dead[context.rank] = "killed", detail
+        for group in list(self._groups.values()):
+            group.lost(context.rank, detail, "killed")
+        self.changed()
 
     def cut_off(self, rank: int) -> None:
         """The connection to a rank broke although its process lives: groups with both fail, for the same reason."""

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from aiocoll.engine.consensus.completed import Completed
-from aiocoll.meeting.growth import Assignment
+from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.options import GroupOptions
 from aiocoll.store import Store
 
@@ -45,8 +45,11 @@ class Origin(Protocol):
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> Any:
         """Make a group of some of the ranks, all of which have agreed to it."""
 
-    async def invite(self, n: int, size: int, name: str, timeout: float) -> Assignment:
-        """Give `n` newcomers the ranks from `size` on; return this rank's assignment among them."""
+    async def invite(self, invitation: Invitation, timeout: float) -> Assignment:
+        """Assign ranks to newcomers; return this rank's assignment among them."""
+
+    async def await_newcomer(self) -> None:
+        """Wait until there is a newcomer."""
 
     async def meet_anew(self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None) -> Any:
         """Meet newcomers, within `limit` seconds, in a world of its own; in `store` if it is not where all met."""

@@ -1,0 +1,324 @@
+"""The restarts of a job on several hosts: their launchers tell each other by the store how their ranks are.
+
+Each writes its state several times a second, and reads those of all. Host 0, which has the store, decides what comes
+next, and notes who is not heard of any more; a host that does not reach the store for as long takes host 0 for lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from time import monotonic
+from typing import NamedTuple
+
+import msgpack
+
+from aiocoll.cli.hosts import Hosts
+from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Verdict
+from aiocoll.errors import RendezvousError, StoreError
+from aiocoll.store import PrefixStore, Store, StoreServer, TCPStore
+
+__all__ = ["HostsLink"]
+
+#: Seconds in which the launcher of host 0 must be there.
+COMES_WITHIN = 300.0
+#: Seconds after which one that waits for it says so.
+SAYS_SO_AFTER = 2.0
+#: Seconds between two looks at the others.
+TURN = 0.25
+#: Seconds without a sign of life after which a host is lost, and that host 0 stays at the end for the others to hear.
+LOST = 6.0
+#: What the keys of launchers begin with; all others are removed before the ranks start anew.
+_PREFIX = "aiocoll/launchers"
+
+
+class _Told(NamedTuple):
+    """What a launcher writes: a number that grows each time, whether it leaves, and its state."""
+
+    beat: int
+    leaves: bool
+    state: HostState
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> _Told:
+        beat, leaves, (restarts, phase, *more) = msgpack.unpackb(data)
+        return cls(beat, leaves, HostState(restarts, Phase(phase), *more))
+
+
+class _Decision(NamedTuple):
+    """What host 0 writes.
+
+    Attributes:
+        restarts: number of the restart in which all ranks run, or are to be started.
+        over: whether the job is over.
+        why: of what that comes.
+        by: the host with the rank to blame, which has said so already.
+        lost: hosts without which the others go on.
+    """
+
+    restarts: int
+    over: bool = False
+    why: str = ""
+    by: int | None = None
+    lost: tuple[int, ...] = ()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> _Decision:
+        return cls(*msgpack.unpackb(data, use_list=False))
+
+
+class HostsLink:
+    """See `aiocoll.cli.restarts.Restarts`.
+
+    Args:
+        hosts: of the job.
+        same: what has to be the same on all hosts, in words.
+        allowed: how many restarts there may be.
+        open_store: makes a client of the store that has to be reached within so many seconds.
+        server: of the store, on host 0.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        same: str,
+        allowed: int,
+        open_store: Callable[[float], TCPStore],
+        server: StoreServer | None,
+    ) -> None:
+        self.allowed = allowed
+        self._hosts = hosts
+        self._same = same
+        self._open_store = open_store
+        self._server = server
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="aiocoll-launchers", daemon=True)
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._state = HostState(0, Phase.RUNS)
+        self._asked: list[int] = []
+        self._beat = 0
+        self._leaves = False
+        self._decision: _Decision | None = None
+        self._states: Mapping[int, HostState] = {}
+        self._reached = 0.0
+        # On host 0: the last beat of each host, and when it was new; and when the last decision was made.
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._decided = monotonic()
+
+    def begin(self, tell: Callable[[News], object]) -> None:
+        """See `Restarts`."""
+        self._tell = tell
+        self._thread.start()
+
+    def take(self, rank: int) -> None:
+        """See `Restarts`."""
+        self._soon(lambda: self._asked.append(rank))
+
+    def say(self, state: HostState) -> None:
+        """See `Restarts`."""
+
+        def change() -> None:
+            self._state = state
+
+        self._soon(change)
+
+    def close(self) -> None:
+        """See `Restarts`."""
+
+        def leave() -> None:
+            self._leaves = True
+            if self._task is not None and self._decision is None:
+                self._task.cancel()
+
+        self._soon(leave)
+        self._thread.join(2 * LOST)
+
+    def _soon(self, change: Callable[[], object]) -> None:
+        """Make a change in the thread of the link, unless that has ended."""
+
+        def carry_out() -> None:
+            change()
+            self._changed.set()
+
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(carry_out)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        if self._leaves:
+            return
+        self._task = asyncio.ensure_future(self._take_part())
+        await asyncio.wait([self._task])
+        if not self._task.cancelled() and (error := self._task.exception()) is not None:
+            self._tell(Verdict(None, str(error)))
+
+    async def _take_part(self) -> None:
+        within = COMES_WITHIN
+        address, port = self._hosts.master
+        waits = Notice(f"looking for host 0 at {address} port {port} for {within:g} s")
+        waiting = self._loop.call_later(SAYS_SO_AFTER, self._tell, waits)
+        while True:
+            try:
+                async with self._open_store(within) as store:
+                    part = PrefixStore(_PREFIX, store)
+                    waiting.cancel()
+                    if self._decision is None:
+                        await self._come(part)
+                    store.timeout = within = LOST
+                    while not await self._turn(part):
+                        self._reached = monotonic()
+                        await self._pause()
+                    return
+            except StoreError as error:
+                if self._decision is None:
+                    raise
+                if monotonic() - self._reached > LOST:
+                    await self._without_host_0(error)
+                    return
+
+    async def _come(self, store: Store) -> None:
+        """Make sure that this is the only launcher of this host, and begin with the restart that the others are in."""
+        rank, given = self._hosts.node_rank, self._same.encode()
+        if (others := await store.compare_set("same", b"", given)) != given:
+            raise RendezvousError(
+                f"host {rank} was started with {self._same}, another host with {others.decode()}: give all the same"
+            )
+        mine = msgpack.packb([socket.gethostname(), os.getpid(), os.urandom(8)])
+        name, pid, _ = msgpack.unpackb(first := await store.compare_set(f"launcher/{rank}", b"", mine))
+        if first != mine:
+            raise RendezvousError(
+                f"host {rank} is {name} (process {pid}) already: give each host a --node-rank of its own"
+            )
+        if self._server is not None:
+            self._decision = _Decision(0)
+        else:
+            self._decision = _Decision.unpacked(await store.get("decision"))
+        self._reached = monotonic()
+        self._tell_decision()
+
+    async def _turn(self, store: Store) -> bool:
+        """Tell and hear; return whether there is no more to be heard."""
+        mine = f"host/{self._hosts.node_rank}"
+        await store.set(mine, self._packed())
+        while self._asked:
+            number = await store.add("restarts", 1)
+            self._tell(Granted(self._asked.pop(0), number if number <= self.allowed else 0))
+        keys = [key for key in await store.list_keys() if key.startswith("host/")]
+        data = await store.multi_get(keys)
+        told = {int(key.removeprefix("host/")): _Told.unpacked(each) for key, each in zip(keys, data, strict=True)}
+        if self._server is not None:
+            await self._decide(store, self._server, told)
+        else:
+            await self._hear(store)
+        decision = self._decision
+        assert decision is not None
+        self._states = {host: each.state for host, each in told.items() if host not in decision.lost}
+        self._tell(Elsewhere({host: state for host, state in self._states.items() if host != self._hosts.node_rank}))
+        if self._server is not None:
+            left = all(told[host].leaves for host in self._states if host)
+            return decision.over and (left or monotonic() - self._decided > LOST)
+        if decision.over or self._leaves:
+            await store.set(mine, self._packed())
+            return True
+        return False
+
+    def _packed(self) -> bytes:
+        self._beat += 1
+        over = self._decision is not None and self._decision.over
+        data: bytes = msgpack.packb([self._beat, self._leaves or over, list(self._state)])
+        return data
+
+    async def _pause(self) -> None:
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TURN):
+                await self._changed.wait()
+
+    def _tell_decision(self) -> None:
+        decision = self._decision
+        assert decision is not None
+        why = decision.why if decision.by != self._hosts.node_rank else ""
+        self._tell(Verdict(None if decision.over else decision.restarts, why))
+
+    # -- host 0 decides, the others hear
+
+    async def _decide(self, store: Store, server: StoreServer, told: Mapping[int, _Told]) -> None:
+        before = self._decision
+        assert before is not None
+        if not before.over and (decision := await self._next(store, told, before)) != before:
+            if decision.restarts != before.restarts:
+                server.forget(_PREFIX)
+            self._decision, self._decided = decision, monotonic()
+            if (decision.restarts, decision.over) != (before.restarts, before.over):
+                self._tell_decision()
+        assert self._decision is not None
+        # Always, since beginning anew ends all connections to the store.
+        await store.set("decision", msgpack.packb(self._decision))
+
+    async def _next(self, store: Store, told: Mapping[int, _Told], decision: _Decision) -> _Decision:
+        """Return what is to be done now."""
+        there = {host: each.state for host, each in told.items() if host not in decision.lost}
+        for host in self._silent(told) & there.keys():
+            why = f"host {host} is lost: its launcher has not been heard of for {LOST:g} s"
+            if not any(state.elastic for state in there.values()):
+                return _Decision(decision.restarts, True, why, lost=(host,))
+            self._tell(Notice(f"{why}; the others go on"))
+            return decision._replace(lost=(*decision.lost, host))
+        for host in there:
+            if told[host].leaves:
+                return _Decision(decision.restarts, True, f"host {host} {there[host].why or 'has left'}")
+        if not all(state.over and state.restarts == decision.restarts for state in there.values()):
+            return decision
+        if all(state.phase == Phase.ENDED for state in there.values()):
+            return self._once_all_came(told, decision)
+        by = next((host for host, state in sorted(there.items()) if state.why), None)
+        decision = decision._replace(why=f"host {by}: {there[by].why}" if by is not None else "", by=by)
+        number = await store.add("restarts", 1)
+        return decision._replace(restarts=number) if number <= self.allowed else decision._replace(over=True)
+
+    def _silent(self, told: Mapping[int, _Told]) -> set[int]:
+        """Return those that have come, and have not been heard of for too long."""
+        now = monotonic()
+        for host, each in told.items():
+            if self._beats.get(host, (0, 0.0))[0] != each.beat:
+                self._beats[host] = (each.beat, now)
+        return {host for host, (_, at) in self._beats.items() if now - at > LOST}
+
+    def _once_all_came(self, told: Mapping[int, _Told], decision: _Decision) -> _Decision:
+        missing = ", ".join(str(host) for host in range(self._hosts.nnodes) if host not in told)
+        if not missing:
+            return _Decision(decision.restarts, True)
+        if monotonic() - self._decided > COMES_WITHIN:
+            why = f"host {missing} did not come within {COMES_WITHIN:g} s: was it started with --max-restarts, too?"
+            return _Decision(decision.restarts, True, why)
+        return decision
+
+    async def _hear(self, store: Store) -> None:
+        before = self._decision
+        assert before is not None
+        self._decision = decision = _Decision.unpacked(await store.get("decision"))
+        for host in set(decision.lost) - set(before.lost) if not decision.over else ():
+            self._tell(Notice(f"host {host} is lost; the others go on"))
+        if (decision.restarts, decision.over) != (before.restarts, before.over):
+            self._tell_decision()
+
+    async def _without_host_0(self, error: StoreError) -> None:
+        """The ranks of a job that mends itself can go on; they are not replaced any more."""
+        why = f"host 0 is lost: {error}"
+        if not any(state.elastic for state in (self._state, *self._states.values())):
+            self._tell(Verdict(None, why))
+            return
+        self._tell(Notice(f"{why}; the others go on, and no rank can be started anew any more"))
+        while not (self._leaves or self._state.over):
+            while self._asked:
+                self._tell(Granted(self._asked.pop(), 0))
+            await self._pause()
+        self._tell(Verdict(None))

@@ -1,0 +1,243 @@
+"""`elastic`: one group after the other, each with whoever is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, MutableMapping
+from itertools import count
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from aiocoll.elements.allocate import empty_like, overwrite
+from aiocoll.elements.buffers import view
+from aiocoll.engine.control.causes import failure_by
+from aiocoll.errors import CollectiveMismatchError, GroupError, RendezvousError, StoreError, StoreUnavailableError
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.launcher import say_elastic
+from aiocoll.log import logger
+from aiocoll.rendezvous.new_group import new_group
+from aiocoll.runtime import Runtime, running_loop
+
+__all__ = ["elastic"]
+
+#: Seconds in which newcomers come, and then seconds in which they are met, before the ranks look for others.
+ROUND = 10.0
+#: What makes a value of the state an array, which is received in place.
+_ARRAY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
+
+
+async def elastic(
+    *,
+    state: MutableMapping[str, Any] | None = None,
+    size: int | None = None,
+    wait: float = 60.0,
+    max_mends: int | None = None,
+    mend_timeout: float = 300.0,
+    **given: Any,
+) -> AsyncIterator[ProcessGroup]:
+    """Yield a group, and another one after each loss of a rank, until the block of the loop ends without one.
+
+        state = {"step": 0, "weights": weights}
+        async for pg in aiocoll.elastic(state=state):
+            with contextlib.suppress(aiocoll.GroupError):  # then there is another group
+                while state["step"] < STEPS:
+                    await step(pg, state)  # changes it at the end, so that it is whole whenever this raises
+
+    When the group has failed, the ranks that live `ProcessGroup.shrink` it, wait for newcomers in the place of the lost
+    ones, and take over the state. A rank that is lost meanwhile makes them begin again. If they went on without some,
+    and newcomers come later, the group is aborted to take them in. All ranks and all newcomers run the same program; a
+    newcomer is one whose ticket says so, or that has ``join=True``. They come in where the store outlives the lost
+    rank: `aiocoll.Meeting`, the launcher, a file or Redis. Who is lost before the first group has met is not replaced.
+
+    Args:
+        state: what every group begins with: in each, the ranks take over the values that its rank 0 has, arrays in
+            place, others as objects. Newcomers have arrays of the same names, shapes and dtypes. It is the same on all
+            ranks whether there is one.
+        size: ranks to have; by default those of the first group. Newcomers take over that of the others.
+        wait: seconds to wait for newcomers before going on with those that there are.
+        max_mends: groups that may end before their loop does; then the failure is raised.
+        mend_timeout: seconds that it may take until there is a group again.
+        **given: arguments of `new_group`.
+
+    Yields:
+        The groups. Each is closed when the next one is there, the last one at the end of the loop.
+
+    Raises:
+        PeerLostError: this rank cannot go on: see `ProcessGroup.shrink`.
+        CollectiveMismatchError: the ranks have called different collectives, as they would again.
+        GroupError: more groups have failed than `max_mends`.
+        TimeoutError: there was no group within `mend_timeout`.
+        What `new_group` raises, if the ranks do not meet at first.
+    """
+    if state is not None and not isinstance(state, MutableMapping):
+        raise TypeError(f"state must be a dict or None, not {type(state).__name__}")
+    if not wait >= 0:
+        raise ValueError(f"wait={wait}: must not be negative")
+    if max_mends is not None and max_mends < 0:
+        raise ValueError(f"max_mends={max_mends}: must not be negative")
+    made = new_group(**given)
+    mending = _Mending(await _first(made), state, size, wait, begun=not made.newcomer)
+    try:
+        failure = await mending.begin()
+        while True:
+            async with asyncio.timeout(None if mend_timeout == inf else mend_timeout):
+                while failure is not None:
+                    if mending.mends == max_mends or isinstance(failure, CollectiveMismatchError):
+                        raise failure
+                    failure = await mending.mend()
+            yield mending.pg
+            if (failure := mending.failure) is None:
+                return
+    finally:
+        mending.end()
+        await mending.pg.shutdown()
+
+
+async def _first(made: new_group) -> ProcessGroup:
+    """Become a rank; a newcomer whose group fails while it comes in tries again."""
+    clock = Runtime.of(running_loop()).time
+    end = clock() + made.timeout
+    while True:
+        try:
+            return await made
+        except RendezvousError:
+            if not made.newcomer or clock() >= end:
+                raise
+
+
+class _Mending:
+    """What one rank keeps from group to group.
+
+    Attributes:
+        pg: the group that there is.
+        mends: how many there were before.
+    """
+
+    def __init__(
+        self, pg: ProcessGroup, state: MutableMapping[str, Any] | None, size: int | None, wait: float, *, begun: bool
+    ) -> None:
+        self.pg = pg
+        self.mends = 0
+        self._begun = begun
+        self._state = state
+        self._size = pg.size() if size is None else size
+        self._wait = wait
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def failure(self) -> GroupError | None:
+        """Why the group has failed, if it has."""
+        cause = self.pg._comm.cause
+        return None if cause is None else failure_by(cause)
+
+    async def begin(self) -> GroupError | None:
+        """Begin with the group that there is; return why it failed, if it did."""
+        return await self._unless_failed(self._share())
+
+    async def mend(self) -> GroupError | None:
+        """Make a group of the ranks that live, and of newcomers; return why that failed, if it did."""
+        self.end()
+        self.mends += 1
+        await self._change_to(await self.pg.shrink())
+        return await self._unless_failed(self._grow())
+
+    async def _unless_failed(self, doing: Awaitable[None]) -> GroupError | None:
+        try:
+            await doing
+        except GroupError as error:
+            if self.failure is None:
+                raise
+            return error
+        return None
+
+    def end(self) -> None:
+        """Look for newcomers no more."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    async def _look(self, pg: ProcessGroup) -> None:
+        with contextlib.suppress(StoreError):
+            await pg._reconfigurer.await_newcomer()
+            pg.abort("there are newcomers")
+
+    async def _grow(self) -> None:
+        """Take in newcomers, in rounds: one that dies while it is met holds up one of them. Begin with that group."""
+        await self._agree()
+        for number in count(1):
+            missing = self._size - self.pg.size()
+            if missing <= 0:
+                break
+            come, last = min(self._wait, ROUND), number * ROUND >= self._wait
+            try:
+                grown = await self.pg._reconfigurer.take_in(missing, 1 if last else missing, come, ROUND)
+                await self._change_to(grown)
+            except RendezvousError:  # they have not come
+                if self.failure is not None:
+                    raise self.failure from None
+            except StoreUnavailableError as error:
+                name, rank = self.pg.group_name, self.pg.rank()
+                logger.warning(
+                    "group %r, rank %d: goes on with %d of %d ranks: %s",
+                    name,
+                    rank,
+                    self.pg.size(),
+                    self._size,
+                    str(error),
+                    extra={"group": name, "rank": rank},
+                )
+                break
+            if last:
+                break
+        await self._share()
+
+    async def _agree(self) -> int:
+        """Return the first rank that has begun with a group before, and take over its numbers."""
+        pg = self.pg
+        told = await pg.allgather_object((self._begun, self._size, self.mends))
+        for rank, (begun, size, mends) in enumerate(told):
+            if begun:
+                self._size, self.mends = size, mends
+                return rank
+        raise GroupError(
+            f"group {pg.group_name!r}, rank {pg.rank()}: all ranks are lost that had the state; start anew",
+            group=pg.group_name,
+        )
+
+    async def _share(self) -> None:
+        """Take over the state, and look for newcomers if some are missing."""
+        state, pg = self._state, self.pg
+        root = await self._agree()
+        arrays = None if state is None else sorted(name for name, value in state.items() if _is_array(value))
+        names = await pg.broadcast_object(arrays, root)
+        if names != arrays:
+            raise ValueError(
+                f"state has the arrays {names} on rank {root}, and {arrays} on rank {pg.rank()}: have the same"
+            )
+        if state is not None and arrays is not None:
+            state.update(await self._receive(state, arrays, root))
+        self._begun = True
+        say_elastic()
+        if pg.rank() == 0 and pg.size() < self._size:
+            self._looking = running_loop().create_task(self._look(pg), name="aiocoll newcomers")
+
+    async def _receive(self, state: MutableMapping[str, Any], names: list[str], root: int) -> dict[str, Any]:
+        """Return what rank `root` has; where it may be needed, the state stays whole until all has come."""
+        pg = self.pg
+        told = await pg.broadcast_object({name: value for name, value in state.items() if name not in names}, root)
+        kept = self._begun and pg.rank() != root
+        into = {name: empty_like(view(state[name], name=name)) if kept else state[name] for name in names}
+        works = {name: pg.broadcast(array, root) for name, array in into.items()}
+        arrays = {name: await work for name, work in works.items()}
+        return told | ({name: overwrite(state[name], array) for name, array in arrays.items()} if kept else arrays)
+
+    async def _change_to(self, pg: ProcessGroup) -> None:
+        old, self.pg = self.pg, pg
+        await old.shutdown()
+
+
+def _is_array(value: Any) -> bool:
+    return any(hasattr(value, name) for name in _ARRAY) and not isinstance(value, np.generic)

@@ -1,0 +1,295 @@
+"""What has started this process as a rank: a table of launchers, and what their variables say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from typing import NamedTuple
+
+from aiocoll.errors import RendezvousError
+from aiocoll.numerals import parse_int
+from aiocoll.options import GroupOptions
+from aiocoll.rendezvous.pmi_store import PmiStore, PublishedStore
+from aiocoll.rendezvous.private_folder import private_folder
+
+__all__ = [
+    "EXPLICIT",
+    "KUBERNETES",
+    "LAUNCHERS",
+    "OPEN_MPI",
+    "PMI",
+    "SLURM",
+    "TORCHRUN",
+    "Address",
+    "Ask",
+    "Launcher",
+    "local_numbers",
+    "recognise",
+]
+
+#: Asks the launcher for the address of the store, and for the job key if this process has none.
+Ask = Callable[[bytes | None, GroupOptions, str, float], Awaitable[PublishedStore]]
+
+#: torchrun's; in a pod nobody else listens.
+_PORT = 29500
+#: Ports that are derived from the name of a job: above those that kernels give to whoever asks for any.
+_FIRST_PORT, _PORTS = 61440, 4096
+#: A list of Slurm's begins with a host such as `x1`, `node[01-03,07]` or `rack[0-1]node[1-4]-ib`.
+_FIRST_HOST = re.compile(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+(?=,|\Z)", re.ASCII)
+_RANGES = re.compile(r"\[(\d+)[^]]*\]")
+#: Open MPI 4 tells the addresses of mpiexec, 5 the name of its host.
+_ORTE_URI = re.compile(r"[^;]*;tcp(?:://([^,:]+)|6://\[([^,\]]+))")
+_PRTE_JOB = re.compile(r"prterun-(.+)-\d+@\d+")
+
+
+class Address(NamedTuple):
+    """Where the store is.
+
+    Attributes:
+        host: its address, or a unix socket.
+        port: its port.
+        several_hosts: whether ranks on several hosts meet there, which need a job key.
+        ask: asks the launcher for what is not known yet.
+    """
+
+    host: str = ""
+    port: int = 0
+    several_hosts: bool = False
+    ask: Ask | None = None
+
+
+class Launcher(NamedTuple):
+    """A row of the table: how a launcher is recognised, and what it says.
+
+    Attributes:
+        name: of the launcher.
+        marks: variables, each of which shows that it has started this process.
+        rank: variable with the rank.
+        world_size: variable with the number of ranks.
+        address: finds where the store is.
+        local_rank: variables besides LOCAL_RANK, one of which has the number of this process on its host.
+        local_world_size: variables besides LOCAL_WORLD_SIZE, one of which tells how many ranks its host has.
+        remedy: what to do if a variable is missing.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    rank: str
+    world_size: str
+    address: Callable[[Mapping[str, str]], Address]
+    local_rank: tuple[str, ...] = ()
+    local_world_size: tuple[str, ...] = ()
+    remedy: str = "start all ranks in the same way, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
+
+    def mark(self, env: Mapping[str, str]) -> str | None:
+        """Return the variable by which it is recognised; None if it has not started this process."""
+        return next((name for name in self.marks if name in env), None)
+
+    def numbers(self, env: Mapping[str, str]) -> tuple[int, int]:
+        """Return rank and world size.
+
+        Raises:
+            ValueError: they are missing or wrong; names the variable.
+        """
+        rank, size = (self.number(env, name) for name in (self.rank, self.world_size))
+        if not 0 <= rank < size:
+            raise ValueError(f"{self.rank}={rank}, {self.world_size}={size}: {self.name} tells no such rank")
+        return rank, size
+
+    def number(self, env: Mapping[str, str], name: str) -> int:
+        """Return the number in a variable."""
+        text = self.text(env, name)
+        try:
+            return parse_int(text)
+        except ValueError:
+            raise ValueError(f"{name}={text!r} in the environment must be a number ({self.name} sets it)") from None
+
+    def text(self, env: Mapping[str, str], name: str) -> str:
+        """Return the text in a variable."""
+        if not env.get(name):
+            raise ValueError(
+                f"{name} is missing in the environment, where {self.name} was recognised by {self.mark(env)}: "
+                f"{self.remedy}"
+            )
+        return env[name]
+
+
+def recognise(env: Mapping[str, str]) -> Launcher | None:
+    """Return what has started this process as a rank; None if nothing has."""
+    return next((launcher for launcher in LAUNCHERS if launcher.mark(env) is not None), None)
+
+
+def local_numbers(env: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Return the number of this process among the ranks of its host, and how many these are; None if nothing tells.
+
+    Raises:
+        ValueError: a variable is no number.
+    """
+    launcher = recognise(env)
+    if launcher is KUBERNETES:
+        return 0, 1
+    ranks, sizes = ((), ()) if launcher is None else (launcher.local_rank, launcher.local_world_size)
+    return _local(env, ("LOCAL_RANK", *ranks)), _local(env, ("LOCAL_WORLD_SIZE", *sizes))
+
+
+def _local(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    name = next((name for name in names if env.get(name)), None)
+    if name is None:
+        return None
+    if name == "SLURM_GTIDS":
+        return env[name].count(",") + 1
+    try:
+        return parse_int(env[name])
+    except ValueError:
+        raise ValueError(f"{name}={env[name]!r} in the environment must be a number") from None
+
+
+# -- where the store is
+
+
+def _port_of(env: Mapping[str, str], otherwise: int) -> int:
+    """Return the port that ``AIOCOLL_PORT`` names, or another one."""
+    return otherwise if "AIOCOLL_PORT" not in env else _port(env, "AIOCOLL_PORT")
+
+
+def _port(env: Mapping[str, str], name: str) -> int:
+    with suppress(ValueError):
+        if 0 < (port := parse_int(env[name])) <= 65535:
+            return port
+    raise ValueError(f"{name}={env[name]!r} in the environment must be a port number from 1 to 65535")
+
+
+def _digest(job: str) -> str:
+    return sha256(job.encode()).hexdigest()
+
+
+def _on_this_host(env: Mapping[str, str], job: str) -> Address:
+    """Return a socket that no other user can take, with a short name: its path has room for 107 bytes."""
+    return Address(f"unix:{private_folder(env)}/aiocoll-{_digest(job)[:16]}")
+
+
+def _between_hosts(env: Mapping[str, str], host: str, job: str) -> Address:
+    port = _port_of(env, _FIRST_PORT + int(_digest(job), 16) % _PORTS)
+    return Address(host, port, several_hosts=True)
+
+
+def _torchrun(env: Mapping[str, str]) -> Address:
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "AIOCOLL_PORT" in env:
+        return _explicit(env)
+    # The port is that of torchrun's agent, which uses another protocol.
+    if env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE"):
+        raise RendezvousError("under torchrun on several hosts set AIOCOLL_PORT to a port that is free on the master")
+    run, restart = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _on_this_host(env, f"{run}-{restart}-{env['MASTER_PORT']}")
+
+
+def _explicit(env: Mapping[str, str]) -> Address:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} missing in the environment: start the ranks with `aiocoll run`, set them, "
+            "or give init_method= or store="
+        )
+    if not env["MASTER_ADDR"]:
+        raise ValueError("MASTER_ADDR='' in the environment must be the host name or address of rank 0")
+    return Address(env["MASTER_ADDR"], _port(env, "AIOCOLL_PORT" if "AIOCOLL_PORT" in env else "MASTER_PORT"))
+
+
+def _pmi(env: Mapping[str, str]) -> Address:
+    rank, size = PMI.numbers(env)
+    fd, port = PMI.text(env, "PMI_FD"), _port_of(env, 0)
+    together = local_numbers(env)[1] == size
+
+    def ask(key: bytes | None, options: GroupOptions, job: str, timeout: float) -> Awaitable[PublishedStore]:
+        # Made here, so that nothing is opened for a program that only wants to know.
+        if fd not in _pmi_stores:
+            _pmi_stores[fd] = PmiStore(fd, rank, size, together, port)
+        return _pmi_stores[fd].find(key, options, job, timeout)
+
+    return Address(ask=ask)
+
+
+#: By ``PMI_FD``, which this process has one of: the launcher is asked once.
+_pmi_stores: dict[str, PmiStore] = {}
+
+
+def _open_mpi(env: Mapping[str, str]) -> Address:
+    job = OPEN_MPI.text(env, "PMIX_NAMESPACE")
+    _, size = OPEN_MPI.numbers(env)
+    if local_numbers(env)[1] == size:
+        return _on_this_host(env, f"openmpi-{job}")
+    told = _ORTE_URI.match(env.get("OMPI_MCA_orte_hnp_uri", "")) or _PRTE_JOB.fullmatch(job)
+    if told is None:
+        raise RendezvousError(
+            f"Open MPI has started ranks on several hosts, and does not tell where (PMIX_NAMESPACE={job!r}): set RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank, or start them with `aiocoll run` on each host"
+        )
+    host = next(filter(None, told.groups()))
+    return _between_hosts(env, host, f"openmpi-{job}")
+
+
+def _kubernetes(env: Mapping[str, str]) -> Address:
+    name = KUBERNETES.text(env, "HOSTNAME").partition(".")[0]
+    job = name.removesuffix(f"-{env['JOB_COMPLETION_INDEX']}")
+    if job == name:
+        raise ValueError(
+            f"HOSTNAME={name!r} in the environment must be that of a pod of an indexed job, which ends with "
+            f"-{env['JOB_COMPLETION_INDEX']}, its JOB_COMPLETION_INDEX: leave it as Kubernetes sets it"
+        )
+    return Address(f"{job}-0.{env.get('AIOCOLL_SERVICE') or job}", _port_of(env, _PORT), several_hosts=True)
+
+
+def _slurm(env: Mapping[str, str]) -> Address:
+    nodes, job = SLURM.text(env, "SLURM_STEP_NODELIST"), SLURM.text(env, "SLURM_JOB_ID")
+    name = f"slurm-{job}.{SLURM.text(env, 'SLURM_STEP_ID')}"
+    if SLURM.number(env, "SLURM_STEP_NUM_NODES") == 1:
+        return _on_this_host(env, name)
+    first = _FIRST_HOST.match(nodes)
+    if first is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} in the environment must be a list of hosts, like n[01-04],x1")
+    return _between_hosts(env, _RANGES.sub(r"\1", first[0]), name)
+
+
+TORCHRUN = Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), "RANK", "WORLD_SIZE", _torchrun)
+EXPLICIT = Launcher(
+    "explicit variables", ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "RANK", "WORLD_SIZE", _explicit
+)
+PMI = Launcher(
+    "PMI-1",
+    ("PMI_FD",),
+    "PMI_RANK",
+    "PMI_SIZE",
+    _pmi,
+    local_rank=("MPI_LOCALRANKID", "SLURM_LOCALID"),
+    local_world_size=("MPI_LOCALNRANKS", "SLURM_GTIDS"),
+)
+OPEN_MPI = Launcher(
+    "Open MPI",
+    ("OMPI_COMM_WORLD_RANK",),
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    _open_mpi,
+    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
+KUBERNETES = Launcher(
+    "Kubernetes",
+    ("JOB_COMPLETION_INDEX",),
+    "JOB_COMPLETION_INDEX",
+    "AIOCOLL_WORLD_SIZE",
+    _kubernetes,
+    remedy="give the container that variable, with the `completions` of the Job",
+)
+SLURM = Launcher(
+    "Slurm",
+    ("SLURM_STEP_ID",),
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    _slurm,
+    local_rank=("SLURM_LOCALID",),
+    local_world_size=("SLURM_GTIDS",),
+)
+#: Those that are recognised, the first that has left its mark before the others.
+LAUNCHERS = (TORCHRUN, EXPLICIT, PMI, OPEN_MPI, KUBERNETES, SLURM)

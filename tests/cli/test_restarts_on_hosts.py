@@ -1,0 +1,287 @@
+"""`aiocoll run --max-restarts` on several hosts: launchers on one machine that agree by the store of host 0."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from .mending import ELASTIC, MENDS, Ranks, enough, states
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Job, Launch
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., "Job"]
+
+
+@pytest.fixture
+def start(launch: Launch, tmp_path: Path, port: int) -> Start:
+    """Start the launcher of one host."""
+    file = tmp_path / "job.key"
+    file.touch(mode=0o600)
+    file.write_text("0123456789abcdef")
+
+    def start(host: int, *options: object, script: str, args: tuple[object, ...] = (), hosts: int = 2) -> Job:
+        where = ("--nnodes", hosts, "--master-addr", "127.0.0.1", "--master-port", port, "--job-key-file", file)
+        return launch("--node-rank", host, *where, *options, script=script, args=args)
+
+    return start
+
+
+FAILS = """
+    import asyncio, os, signal, sys
+    import aiocoll
+
+    async def main():
+        count = int(os.environ["AIOCOLL_RESTART_COUNT"])
+        async with aiocoll.new_group() as pg:
+            print("start", count, await pg.allreduce(2 ** pg.rank()))
+            await pg.barrier()
+            if pg.rank() == {rank} and count < {times}:
+                {fault}
+            await pg.barrier()
+
+    asyncio.run(main())
+    print("well")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("fault", ["raise ValueError('no data')", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_all_ranks_of_all_hosts_begin_anew(start: Start, rank: int, fault: str) -> None:
+    script = FAILS.format(rank=rank, times=2, fault=fault)
+    options = ("--nproc-list", "2,1", "--max-restarts", 2)
+    jobs = [start(host, *options, script=script) for host in (1, 0)]
+    one, zero = (job.finish() for job in jobs)
+    assert (zero.returncode, one.returncode) == (0, 0), zero.stderr + one.stderr
+    said = sorted((zero.stdout + one.stdout).splitlines())
+    assert [line for line in said if "start" in line] == sorted(
+        f"[{each}] start {count} 7" for each in range(3) for count in range(3)
+    )
+    assert [line for line in said if "well" in line] == [f"[{each}] well" for each in range(3)]
+    failure = "failed: ValueError: no data .*" if "raise" in fault else "was killed by SIGKILL"
+    for host, done in enumerate((zero, one)):
+        by = "" if host == rank // 2 else rf"host {rank // 2}: rank {rank} {failure}; "
+        anew = [line for line in done.stderr.splitlines() if "anew" in line]
+        for number, line in enumerate(anew, 1):
+            expected = rf"aiocoll run: {by}all ranks are started anew \(restart {number} of 2\)"
+            assert re.fullmatch(expected, line), (expected, line)
+        assert len(anew) == 2
+
+
+def test_the_restarts_of_a_job_are_used_up_on_all_hosts(start: Start) -> None:
+    script = FAILS.format(rank=1, times=9, fault="raise ValueError('no data')")
+    jobs = [start(host, "-n", 1, "--max-restarts", 1, script=script) for host in (1, 0)]
+    one, zero = (job.finish() for job in jobs)
+    assert (zero.returncode, one.returncode) == (1, 1)
+    assert sorted((zero.stdout + one.stdout).splitlines()) == [
+        f"[{rank}] start {count} 3" for rank in range(2) for count in range(2)
+    ]
+    assert one.stderr.splitlines()[-1] == "[1] ValueError: no data", "the rank to blame comes last, on its host"
+    assert re.fullmatch(r"aiocoll run: host 1: rank 1 failed: ValueError: no data \(.*\)", zero.stderr.splitlines()[-1])
+
+
+def test_a_host_that_has_ended_well_starts_anew_as_well(start: Start, tmp_path: Path) -> None:
+    """No group tells of the failure: the launchers do."""
+    script = f"""
+        import os, sys
+        from pathlib import Path
+        count, well = os.environ["AIOCOLL_RESTART_COUNT"], Path({str(tmp_path)!r}, "well")
+        print("start", count)
+        if os.environ["RANK"] == "1" and count == "0":
+            sys.exit(3)
+    """
+    jobs = [start(host, "-n", 1, "--max-restarts", 1, script=script) for host in (1, 0)]
+    one, zero = (job.finish() for job in jobs)
+    assert (zero.returncode, one.returncode) == (0, 0)
+    assert (zero.stdout, one.stdout) == ("[0] start 0\n[0] start 1\n", "[1] start 0\n[1] start 1\n")
+    assert zero.stderr == (
+        "aiocoll run: host 1: rank 1 exited with code 3; all ranks are started anew (restart 1 of 1)\n"
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_other_hosts_are_stopped_whatever_they_do(start: Start, tmp_path: Path, rank: int) -> None:
+    """No group tells them."""
+    script = f"""
+        import os, signal, sys
+        if os.environ["AIOCOLL_RESTART_COUNT"] == "0":
+            print("ready")
+            if os.environ["RANK"] == "{rank}":
+                open(sys.argv[1]).read()
+                sys.exit(3)
+            signal.pause()
+    """
+    os.mkfifo(tmp_path / "fifo")
+    jobs = [start(host, "-n", 1, "--max-restarts", 1, script=script, args=(tmp_path / "fifo",)) for host in range(2)]
+    for host, job in enumerate(jobs):
+        job.read(f"[{host}] ready")
+    (tmp_path / "fifo").write_text(".")
+    done = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [0, 0]
+    failed = f"rank {rank} exited with code 3"
+    assert done[rank].stderr.splitlines() == [
+        f"aiocoll run: {failed}",
+        "aiocoll run: all ranks are started anew (restart 1 of 1)",
+    ]
+    assert done[1 - rank].stderr.splitlines() == [
+        f"aiocoll run: rank {1 - rank} was stopped (SIGTERM)",
+        f"aiocoll run: host {rank}: {failed}; all ranks are started anew (restart 1 of 1)",
+    ]
+
+
+def test_a_host_that_comes_late_finds_the_restart_that_the_others_are_in(start: Start) -> None:
+    script = """
+        import os, sys
+        print("start", os.environ["RANK"], os.environ["AIOCOLL_RESTART_COUNT"])
+        if os.environ["AIOCOLL_RESTART_COUNT"] == "0":
+            sys.exit(3)
+    """
+    first = start(0, "-n", 1, "--max-restarts", 1, script=script)
+    first.read("[0] start 0 1")
+    one, zero = start(1, "-n", 1, "--max-restarts", 1, script=script).finish(), first.finish()
+    assert (zero.returncode, one.returncode) == (0, 0)
+    assert one.stdout == "[1] start 1 1\n"
+
+
+@pytest.mark.parametrize("victims", [(0,), (3,), (0, 1), (1, 2)], ids=str)
+def test_a_group_that_mends_itself_gets_newcomers_on_each_host(
+    start: Start, tmp_path: Path, victims: tuple[int, ...]
+) -> None:
+    args = (enough(tmp_path),)
+    jobs = [start(host, "-n", 2, "--max-restarts", 2, script=ELASTIC, args=args) for host in range(2)]
+    hosts = [Ranks(job) for job in jobs]
+    for ranks in hosts:
+        ranks.read("(member) of 4", 2)
+    for rank in victims:
+        hosts[rank // 2].kill(rank)
+    for host, ranks in enumerate(hosts):
+        left = [rank for rank in (2 * host, 2 * host + 1) if rank not in victims]
+        times = ranks.read(r"whole after (\S+)", len(left)) if left else []
+        assert all(float(time) < 10 for time in times)
+    enough(tmp_path).touch()
+    done = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [0, 0], done
+    text = "".join(f"[{rank}] {said}\n" for ranks in hosts for rank, said in ranks.lines)
+    found = states(text + done[0].stdout + done[1].stdout)
+    assert len(found) == 4
+    assert found == found[:1] * 4
+    assert found[0]["sum"] == found[0]["steps"] * 15
+    lines = sorted(line for each in done for line in each.stderr.splitlines())
+    assert [line.partition("; ")[0] for line in lines] == [
+        f"aiocoll run: rank {rank} was killed by SIGKILL" for rank in victims
+    ]
+    numbers = [re.findall(r"newcomer is started in its place \(restart (\d) of 2\)", line) for line in lines]
+    assert sorted(numbers) == [[str(1 + i)] for i in range(len(victims))]
+
+
+def test_where_nobody_is_left_on_any_host_all_begin_anew(start: Start, tmp_path: Path) -> None:
+    args = (enough(tmp_path),)
+    jobs = [start(host, "-n", 1, "--max-restarts", 4, script=MENDS, args=args) for host in range(2)]
+    hosts = [Ranks(job) for job in jobs]
+    for ranks in hosts:
+        ranks.read("(member) of 2", 1)
+    for rank, ranks in enumerate(hosts):
+        ranks.kill(rank)
+    for ranks in hosts:
+        ranks.read("(member) of 2", 1)
+    enough(tmp_path).touch()
+    done = [job.finish() for job in jobs]
+    assert [each.returncode for each in done] == [0, 0], done
+    assert all("all ranks are started anew" in each.stderr.splitlines()[-1] for each in done)
+    found = states(done[0].stdout + done[1].stdout)
+    assert [state["sum"] for state in found] == [found[0]["steps"] * 3] * 2
+
+
+WAITS = """
+    import os, signal
+    print("ready", os.getpid())
+    signal.pause()
+"""
+
+
+def ready(job: Job) -> int:
+    """Wait for the one rank of a host; return its process."""
+    return int(Ranks(job).read(r"ready (\d+)", 1)[0])
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_signal_to_one_launcher_ends_the_job_on_all_hosts(start: Start, host: int) -> None:
+    jobs = [start(each, "-n", 1, "--max-restarts", 5, script=WAITS) for each in range(2)]
+    pids = [ready(job) for job in jobs]
+    jobs[host].process.send_signal(signal.SIGINT)
+    done = [job.finish() for job in jobs]
+    assert done[host].returncode == 130
+    assert done[host].stderr.splitlines()[-1] == "aiocoll run: stopped by SIGINT"
+    assert done[1 - host].returncode == 1
+    assert done[1 - host].stderr.splitlines() == [
+        f"aiocoll run: rank {1 - host} was stopped (SIGTERM)",
+        f"aiocoll run: host {host} was stopped by SIGINT",
+    ]
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_launcher_that_dies_ends_the_job_on_the_other_hosts(start: Start, host: int) -> None:
+    jobs = [start(each, "-n", 1, "--max-restarts", 5, script=WAITS) for each in range(2)]
+    pids = [ready(job) for job in jobs]
+    jobs[host].process.kill()
+    done = jobs[1 - host].finish()
+    assert done.returncode == 1
+    stopped, why = done.stderr.splitlines()
+    assert stopped == f"aiocoll run: rank {1 - host} was stopped (SIGTERM)"
+    reason = (
+        "its launcher has not been heard of for 6 s"
+        if host
+        else r"no store at 127\.0\.0\.1:\d+: nothing listens there.*"
+    )
+    assert re.fullmatch(rf"aiocoll run: host {host} is lost: {reason}", why)
+    jobs[host].process.wait()
+    assert not Path(f"/proc/{pids[1 - host]}").exists()
+
+
+WRONG = [
+    (("-n", 2, "--max-restarts", 3), "host 1 was started with --nproc-list 2,2 --max-restarts 3, another host with "
+     "--nproc-list 1,1 --max-restarts 3: give all the same"),
+    (("-n", 1, "--max-restarts", 2), "host 1 was started with --nproc-list 1,1 --max-restarts 2, another host with "
+     "--nproc-list 1,1 --max-restarts 3: give all the same"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=["ranks", "restarts"])
+def test_hosts_that_were_started_differently_are_told(start: Start, options: tuple[object, ...], message: str) -> None:
+    first = start(0, "-n", 1, "--max-restarts", 3, script=WAITS)
+    ready(first)
+    done = start(1, *options, script=WAITS).finish()
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"aiocoll run: {message}\n")
+    first.process.terminate()
+    assert first.finish().returncode == 143
+
+
+def test_a_host_has_one_launcher(start: Start) -> None:
+    first = start(0, "-n", 1, "--max-restarts", 3, script=WAITS)
+    ready(first)
+    second = start(1, "-n", 1, "--max-restarts", 3, script=WAITS)
+    ready(second)
+    done = start(1, "-n", 1, "--max-restarts", 3, script=WAITS).finish()
+    assert done.returncode == 1
+    said = rf"aiocoll run: host 1 is \S+ \(process {second.process.pid}\) already: give each host a --node-rank .*\n"
+    assert re.fullmatch(said, done.stderr)
+    first.process.terminate()
+    assert (first.finish().returncode, second.finish().returncode) == (143, 1)
+
+
+def test_ctrl_c_ends_a_launcher_that_waits_for_host_0(start: Start) -> None:
+    job = start(1, "-n", 1, "--max-restarts", 3, script=WAITS)
+    said = job.process.stderr.readline()
+    assert re.fullmatch(r"aiocoll run: looking for host 0 at 127\.0\.0\.1 port \d+ for 300 s\n", said)
+    job.process.send_signal(signal.SIGINT)
+    done = job.finish()
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "aiocoll run: stopped by SIGINT\n")

@@ -1,0 +1,73 @@
+"""What the launcher of one host does by what it has heard of another one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aiocoll.cli.program import Program, Start
+from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Phase, Verdict
+from aiocoll.cli.supervise import supervise
+
+#: A rank that is lost as soon as it is in a group; whoever takes its place ends well.
+LOST = """
+import os, signal
+from aiocoll.launcher import say_elastic
+if "AIOCOLL_JOIN" not in os.environ:
+    say_elastic()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class TwoHosts:
+    """Restarts of a job on two hosts, of which the other one tells nothing new."""
+
+    allowed = 2
+
+    def __init__(self, other: HostState) -> None:
+        self.taken: list[int] = []
+        self._other = other
+
+    def begin(self, tell: Callable[[News], object]) -> None:
+        self._tell = tell
+        tell(Verdict(0))
+        tell(Elsewhere({1: self._other}))
+
+    def take(self, rank: int) -> None:
+        self.taken.append(rank)
+        self._tell(Granted(rank, len(self.taken)))
+
+    def say(self, state: HostState) -> None:
+        if state.over:
+            self._tell(Verdict(None))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("other", "replaced"),
+    [
+        (HostState(0, Phase.RUNS, elastic=True, members=2), [0]),
+        (HostState(0, Phase.RUNS), [0]),  # it is slow to tell
+        (HostState(0, Phase.RUNS, elastic=True, members=0), []),
+        (HostState(0, Phase.ENDED), []),
+    ],
+    ids=["members", "slow", "no members", "ended"],
+)
+def test_ranks_are_replaced_if_others_may_be_in_the_group(
+    other: HostState, replaced: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOST)
+
+    def environment(start: Start) -> dict[str, str]:
+        return {**os.environ, **({"AIOCOLL_JOIN": "1"} if start.joins else {})}
+
+    restarts = TwoHosts(other)
+    code = supervise(Program((str(script),), range(1), environment, b"k" * 32), restarts)
+    assert (code == 0, sorted(restarts.taken)) == (bool(replaced), replaced)
+    assert capfd.readouterr().err.count("a newcomer is started in its place") == len(replaced)

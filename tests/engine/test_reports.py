@@ -1,0 +1,177 @@
+"""Deaths that the program reports: of ranks that nobody sees, and of ranks that live after all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup
+from aiocoll.testing import run_ranks
+
+from ..internals import comm_of
+from .hosts import Hosts
+from .test_shrink import Job, fails, now, works
+
+REASON = "the operator has pulled the plug"
+
+
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+@pytest.mark.parametrize("lost", [[0, 1], [0, 2, 3], [1, 2, 3]])
+def test_who_is_left_goes_on_where_nobody_sees_the_dead(lost: list[int], when: str) -> None:
+    """Each rank is alone on its host: the others are unreachable, and without the report too few are left."""
+    job = Job(Hosts(range(4)))
+    left = [rank for rank in range(4) if rank not in lost]
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() in lost:
+            await job.die(pg.rank())
+
+        def report() -> None:
+            for rank in lost:
+                pg.report_death(rank, REASON)
+
+        reporter = pg.rank() == left[-1]
+        if when == "before" and reporter:
+            asyncio.get_running_loop().call_later(0.99, report)
+        cause = await fails(pg)
+        assert cause.how == ("killed" if when == "before" else "unreachable")
+        start = now()
+        if when == "within" and reporter:
+            asyncio.get_running_loop().call_later(0.5, report)
+        if when == "after":
+            with pytest.raises(PeerLostError, match="they are no quorum without"):
+                await pg.shrink()
+            if reporter:
+                report()
+            await asyncio.sleep(1)  # virtual
+        group = await pg.shrink()
+        if when == "within":
+            assert now() - start < 2.5  # the lost ones are not tried any longer
+        return await works(group)
+
+    found = job.run(4, body)
+    assert [found[rank] for rank in left] == [tuple(left)] * len(left)
+
+
+@pytest.mark.ranks(3)
+async def test_everybody_hears_who_is_gone_and_why(pg: ProcessGroup) -> None:
+    pair = await pg.split_group([0, 1])
+    if pg.rank() == 1:
+        pg.report_death(2, REASON)
+        pg.report_death(2, "again")
+    cause = await pg.wait_revoked()
+    assert isinstance(cause, PeerLostError)
+    assert (str(cause), cause.how) == (f"rank 2 of group 'world:0' is gone: {REASON}", "killed")
+    assert cause.ranks == (2,)
+    if pair is not None:
+        assert await pair.allreduce(1) == 2
+
+
+@pytest.mark.parametrize("reporter", [0, 1, 3])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_lives_after_all_is_out(victim: int, reporter: int) -> None:
+    job = Job(Hosts([0, 0, 1, 1]))
+    others = [rank for rank in range(4) if rank != victim]
+    reporter = reporter or others[0]
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() == reporter:
+            pg.report_death(victim, REASON)
+        cause = await fails(pg)
+        assert (cause.how, cause.ranks) == ("killed", (victim,))
+        assert REASON in str(cause)
+        if pg.rank() != victim:
+            group = await pg.shrink()
+            for _ in range(10):
+                await works(group)
+                await asyncio.sleep(1)  # virtual: in which the other one does what it can
+            return await works(group)
+        with pytest.raises(GroupError, match=rf"rank {victim} is out, .*{REASON}.*join=True"):
+            await pg.shrink()
+        endpoint = comm_of(pg).endpoint
+        for rank in others:
+            endpoint.roster.died(rank, "it says so", how="killed")
+        with pytest.raises(GroupError, match="is out"):
+            await pg.shrink(assume_dead=others)
+        return None
+
+    found = job.run(4, body)
+    assert [found[rank] for rank in others] == [tuple(others)] * 3
+
+
+def test_a_rank_that_hears_of_it_late_learns_that_it_is_out() -> None:
+    """It is cut off, and waits for votes, when the others go on without it."""
+    job = Job(Hosts(range(3)))
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() == 2:
+            for rank in range(2):
+                job.hosts.cut(2, rank)
+                job.hosts.cut(rank, 2)
+        await fails(pg)
+        if pg.rank() < 2:
+            pg.report_death(2, REASON)
+            group = await pg.shrink()
+            await works(group)
+            for rank in range(2):
+                job.hosts.heal(2, rank)
+                job.hosts.heal(rank, 2)
+            await asyncio.sleep(20)  # virtual
+            return await works(group)
+        while True:
+            with pytest.raises(GroupError) as raised:
+                await pg.shrink()
+            if not isinstance(raised.value, PeerLostError):
+                return str(raised.value)
+
+    first, second, third = job.run(3, body)
+    assert first == second == (0, 1)
+    assert "ranks 0, 1 went on without it" in third or "is out" in third
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("rank", "reason", "error", "message"),
+    [
+        (2, REASON, ValueError, "rank=2 is not a rank of group"),
+        ("1", REASON, TypeError, "rank must be a rank"),
+        (None, REASON, ValueError, "is this rank itself, which lives"),
+        (1, 5, TypeError, "reason must be a str, not int"),
+    ],
+)
+async def test_wrong_reports(pg: ProcessGroup, rank: Any, reason: Any, error: type[Exception], message: str) -> None:
+    if rank == 1:
+        rank = 1 - pg.rank()
+    with pytest.raises(error, match=message):
+        pg.report_death(pg.rank() if rank is None else rank, reason)
+    assert await pg.allreduce(1) == 2
+
+
+@pytest.mark.ranks(2)
+async def test_a_long_reason_is_cut(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        pg.report_death(1, "\ud800" + "x" * 100_000)
+    cause = await pg.wait_revoked()
+    assert 60_000 < len(str(cause)) < 70_000
+
+
+async def test_there_is_nothing_to_report_after_the_end() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        await pg.shutdown()
+        pg.report_death(1 - pg.rank(), REASON)
+
+    await run_ranks(2, body)
+
+
+@pytest.mark.ranks(3)
+async def test_new_groups_fail_too(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        pg.report_death(1, REASON)
+    await pg.wait_revoked()
+    with pytest.raises(GroupRevokedError):
+        await pg.barrier()
+    if pg.rank() != 1:
+        assert await (await pg.shrink()).allreduce(np.ones(2)) is not None

@@ -1,0 +1,33 @@
+"""Processes of an elastic program on two hosts are killed at random moments; each host keeps one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.hosts.network import Network
+from tests.integration.elastic_job import Plan
+
+if TYPE_CHECKING:
+    from tests.hosts.conftest import Ranks
+
+
+async def kill(kills: int, net: Network, ranks: Ranks) -> None:
+    plan = Plan(4, kills, host=net.hosts[0].ipv4, hosts=[host.command() for host in net.hosts])
+    supervisor = await ranks.program(net.hosts[0], "-m", "tests.integration.elastic_job", json.dumps(asdict(plan)))
+    seen = await supervisor.told(limit=60 + 5 * kills)
+    assert (seen["kills"], seen["of rank 0"] > 0, seen["two at once"] > 0) == (kills, True, True)
+    assert await supervisor.end() == (0, "")
+
+
+async def test_some_kills(network: Callable[[int], Network], ranks: Ranks) -> None:
+    await kill(10, network(2), ranks)
+
+
+@pytest.mark.soak
+async def test_two_hundred_kills(network: Callable[[int], Network], ranks: Ranks) -> None:
+    await kill(200, network(2), ranks)

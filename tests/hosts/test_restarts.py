@@ -1,0 +1,107 @@
+"""`aiocoll run --max-restarts` between hosts, encrypted: what launchers agree upon, also when a cable is pulled."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.mending import MENDS, enough, states
+from tests.hosts.network import Network, Process
+from tests.ranks import until
+
+if TYPE_CHECKING:
+    from tests.hosts.conftest import Ranks
+
+pytest.importorskip("cryptography", reason="needs cryptography, for TLS between hosts")
+
+
+async def launched(ranks: Ranks, network: Network, listed: str, script: str, folder: Path) -> list[Process]:
+    """Start a launcher on each host."""
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(script))
+    where = ("--nproc-list", listed, "--master-addr", network.hosts[0].ipv4, "--max-restarts", "2")
+    return [
+        await ranks.program(
+            host, "-m", "aiocoll", "run", *where, "--node-rank", str(host.number), str(file), str(enough(folder))
+        )
+        for host in network.hosts
+    ]
+
+
+def members(folder: Path) -> dict[str, int]:
+    """Return the processes of ranks that are in a group, by rank; those of newcomers are "new"."""
+    return {name.split()[1]: int(name.split()[2]) for name in os.listdir(folder) if name.startswith("member ")}
+
+
+async def test_all_hosts_begin_anew(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+    net = network(3)
+    script = """
+        import asyncio, os, signal
+        import aiocoll
+
+        async def main():
+            async with aiocoll.new_group() as pg:
+                print("start", os.environ["AIOCOLL_RESTART_COUNT"], await pg.allreduce(2 ** pg.rank()))
+                await pg.barrier()
+                if pg.rank() == 3 and os.environ["AIOCOLL_RESTART_COUNT"] == "0":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                await pg.barrier()
+
+        asyncio.run(main())
+    """
+    started = await launched(ranks, net, "1,2,1", script, tmp_path)
+    ends = [await process.printed() for process in started]
+    assert [code for code, _, _ in ends] == [0, 0, 0], ends
+    said = sorted(line for _, out, _ in ends for line in out.splitlines())
+    assert said == [f"[{rank}] start {count} 15" for rank in range(4) for count in range(2)]
+    for host, (_, _, complaints) in enumerate(ends):
+        by = "" if host == 2 else "host 2: rank 3 was killed by SIGKILL; "
+        assert complaints.splitlines()[-1] == f"aiocoll run: {by}all ranks are started anew (restart 1 of 2)"
+
+
+@pytest.mark.parametrize("victim", ["0", "2", "5"])
+async def test_a_group_that_mends_itself_gets_a_newcomer(
+    network: Callable[[int], Network], ranks: Ranks, tmp_path: Path, victim: str
+) -> None:
+    net = network(3)
+    started = await launched(ranks, net, "2,2,2", MENDS, tmp_path)
+    await until(lambda: len(members(tmp_path)) == 6)
+    os.kill(members(tmp_path)[victim], signal.SIGKILL)
+    await until(lambda: "new" in members(tmp_path))
+    enough(tmp_path).touch()
+    ends = [await process.printed() for process in started]
+    assert [code for code, _, _ in ends] == [0, 0, 0], ends
+    found = states("".join(out for _, out, _ in ends))
+    assert found == found[:1] * 6
+    assert found[0]["sum"] == found[0]["steps"] * 63
+    assert [complaints for _, _, complaints in ends if complaints] == [
+        f"aiocoll run: rank {victim} was killed by SIGKILL; a newcomer is started in its place (restart 1 of 2)\n"
+    ]
+
+
+async def test_a_host_that_is_cut_off_is_lost(network: Callable[[int], Network], ranks: Ranks, tmp_path: Path) -> None:
+    """It knows, too."""
+    net = network(3)
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        Path(sys.argv[1]).with_name(f"member {os.environ['RANK']} {os.getpid()}").touch()
+        signal.pause()
+    """
+    started = await launched(ranks, net, "1,1,1", script, tmp_path)
+    await until(lambda: len(members(tmp_path)) == 3)
+    net.unplug(2)
+    ends = [await process.printed() for process in started]
+    assert [code for code, _, _ in ends] == [1, 1, 1], ends
+    for host, (_, _, complaints) in enumerate(ends):
+        stopped, why = complaints.splitlines()
+        assert stopped == f"aiocoll run: rank {host} was stopped (SIGTERM)"
+        lost = "host 0 is lost: .*" if host == 2 else "host 2 is lost: its launcher has not been heard of for 6 s"
+        assert re.fullmatch(f"aiocoll run: {lost}", why), why

@@ -1,0 +1,255 @@
+"""An elastic program, and a supervisor that kills its processes at random moments and starts others in their places.
+
+python -m tests.integration.elastic_job PLAN     the supervisor; prints what it has seen
+python -m tests.integration.elastic_job          a process of the program; its ticket comes on standard input
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import aiocoll
+from aiocoll import GroupError, Meeting, ReduceOp, Ticket
+
+#: Elements of the array that is reduced in each step, and of the one that is kept.
+COUNT = 50_000
+#: Seconds after which whatever has not happened has failed; nothing takes half of it.
+LIMIT = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Plan:
+    """What the supervisor does.
+
+    Attributes:
+        size: number of ranks.
+        kills: how many processes it kills.
+        seed: of the moments and of the choice of victims.
+        host: where the meeting is.
+        hosts: what runs a command on each host; ranks are started on one after the other.
+    """
+
+    size: int
+    kills: int
+    seed: int = 0
+    host: str = "127.0.0.1"
+    hosts: list[list[str]] = field(default_factory=lambda: [[]])
+
+
+# -- the program
+
+
+async def work(ticket: Ticket, stop: Path) -> None:
+    """Sum up the numbers of steps, until there is a file `stop`."""
+    state: dict[str, Any] = {"step": 0, "sum": 0, "array": np.zeros(COUNT)}
+    async with aclosing(aiocoll.elastic(init_method=ticket, state=state, timeout=LIMIT)) as groups:
+        async for pg in groups:
+            check(state)
+            tell(size=pg.size(), rank=pg.rank())
+            with suppress(GroupError):
+                stopping = False
+                while not stopping:
+                    stopping = await step(pg, state, stop)
+    check(state)
+    tell(steps=state["step"])
+
+
+async def step(pg: aiocoll.ProcessGroup, state: dict[str, Any], stop: Path) -> bool:
+    """Take one step together; return whether it was the last one."""
+    number, size = state["step"] + 1, pg.size()
+    total = await pg.allreduce(number * (pg.rank() + 1))
+    assert total == number * size * (size + 1) // 2
+    array = np.full(COUNT, float(number))
+    await pg.allreduce(array, ReduceOp.AVG)
+    last = await pg.allreduce(is_there(stop), ReduceOp.MAX)
+    state["step"] = number
+    state["sum"] += number
+    state["array"] += array
+    return bool(last)
+
+
+def is_there(path: Path) -> int:
+    return int(path.exists())
+
+
+def check(state: dict[str, Any]) -> None:
+    total = state["step"] * (state["step"] + 1) // 2
+    assert state["sum"] == total
+    assert (state["array"] == total).all()
+
+
+def tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+# -- the supervisor
+
+
+class Worker:
+    """One process of the program.
+
+    Attributes:
+        host: its index.
+        started: when it was.
+        told: what it has told last.
+        killed: whether it was.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, host: int) -> None:
+        self.host = host
+        self.started = time.monotonic()
+        self.told: dict[str, Any] = {}
+        self.killed = False
+        self._process = process
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self.killed = True
+
+    async def listen(self, news: asyncio.Event) -> None:
+        """Take note of what it tells, until it ends."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        async for line in self._process.stdout:
+            self.told = json.loads(line)
+            news.set()
+        error = (await self._process.stderr.read()).decode()
+        assert (await self._process.wait(), error) == (-signal.SIGKILL if self.killed else 0, ""), error
+
+
+class Supervisor:
+    """Keeps as many processes running as the plan says, and kills some of them."""
+
+    def __init__(self, plan: Plan, meeting: Meeting, stop: Path) -> None:
+        self._plan = plan
+        self._meeting = meeting
+        self._stop = stop
+        self._random = random.Random(plan.seed)
+        self._news = asyncio.Event()
+        self._workers: list[Worker] = []
+        self._listening: list[asyncio.Task[None]] = []
+        self._recoveries: list[float] = []
+        self._zero = self._double = 0
+
+    async def run(self) -> dict[str, Any]:
+        """Carry out the plan; return what has been seen."""
+        plan = self._plan
+        for rank in range(plan.size):
+            await self._start(self._meeting.ticket(rank), rank % len(plan.hosts))
+        await self._whole()
+        killed = 0
+        while killed < plan.kills:
+            killed += await self._kill(min(2 if killed % 5 == 3 else 1, plan.kills - killed), killed % 3 == 0)
+            if killed % 4:  # else the next one comes while this one is mended
+                began = self._workers[-1].started
+                await self._whole()
+                self._recoveries.append(time.monotonic() - began)
+        await self._whole()
+        self._stop.touch()
+        await asyncio.gather(*self._listening)
+        ended = [worker.told["steps"] for worker in self._workers if not worker.killed]
+        assert len(ended) == plan.size
+        assert len(set(ended)) == 1
+        return {
+            "kills": killed,
+            "steps": ended[0],
+            "of rank 0": self._zero,
+            "two at once": self._double,
+            "recovery": [round(float(np.percentile(self._recoveries, q)), 2) for q in (50, 100)],
+        }
+
+    async def _start(self, ticket: Ticket, host: int) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(*self._plan.hosts[host], sys.executable, "-m", "tests.integration.elastic_job"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        process.stdin.write(pickle.dumps((ticket, self._stop)))
+        process.stdin.close()
+        worker = Worker(process, host)
+        self._workers.append(worker)
+        self._listening.append(asyncio.create_task(worker.listen(self._news)))
+
+    def _living(self) -> list[Worker]:
+        return [worker for worker in self._workers if not worker.killed]
+
+    async def _whole(self) -> None:
+        """Wait until all processes are in a group of the full size."""
+        async with asyncio.timeout(LIMIT):
+            while any(worker.told.get("size") != self._plan.size for worker in self._living()):
+                for task in self._listening:
+                    if task.done():
+                        await task
+                waiting = [asyncio.ensure_future(self._news.wait()), *(t for t in self._listening if not t.done())]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                waiting[0].cancel()
+                self._news.clear()
+
+    async def _kill(self, count: int, zero: bool) -> int:
+        """Kill so many processes at a random moment; each host keeps one that has been in a group."""
+        await asyncio.sleep(self._random.uniform(0, 0.3))
+        living = self._living()
+        kept = {host: self._random.choice(self._members(host)) for host in {worker.host for worker in living}}
+        first = [worker for worker in living if zero and worker.told.get("rank") == 0]
+        if first and kept[first[0].host] is first[0]:
+            others = [worker for worker in self._members(first[0].host) if worker is not first[0]]
+            kept[first[0].host] = self._random.choice(others or first)
+        candidates = [worker for worker in living if worker not in kept.values()]
+        self._random.shuffle(candidates)
+        victims = sorted(candidates, key=lambda worker: worker not in first)[:count]
+        for victim in victims:
+            self._zero += victim.told.get("rank") == 0
+            victim.kill()
+        self._double += len(victims) == 2
+        for worker in self._living():
+            worker.told.pop("size", None)
+        for victim in victims:
+            await self._start(self._meeting.newcomer(), victim.host)
+        return len(victims)
+
+    def _members(self, host: int) -> list[Worker]:
+        return [worker for worker in self._living() if worker.host == host and "rank" in worker.told]
+
+    async def close(self) -> None:
+        """End all that has not ended."""
+        for worker in self._living():
+            with suppress(ProcessLookupError):
+                worker.kill()
+        await asyncio.gather(*self._listening, return_exceptions=True)
+
+
+async def supervise(plan: Plan) -> dict[str, Any]:
+    """Run the program and kill its processes; return what has been seen."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with Meeting(plan.size, host=plan.host) as meeting:
+            supervisor = Supervisor(plan, meeting, Path(folder, "stop"))
+            try:
+                return await supervisor.run()
+            finally:
+                await supervisor.close()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        tell(**asyncio.run(supervise(Plan(**json.loads(sys.argv[1])))))
+    else:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # none outlives its supervisor
+        asyncio.run(work(*pickle.load(sys.stdin.buffer)))

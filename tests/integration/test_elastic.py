@@ -1,0 +1,31 @@
+"""Processes of an elastic program are killed at random moments, rank 0 and two at once among them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_job import Plan, supervise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_some_kills(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill(Plan(size, kills=10), tmp_path, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4, 7])
+def test_two_hundred_kills(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill(Plan(size, kills=200), tmp_path, monkeypatch)
+
+
+def kill(plan: Plan, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.delenv("PYTHONASYNCIODEBUG", raising=False)
+    seen = asyncio.run(supervise(plan))
+    assert (seen["kills"], seen["of rank 0"] > 0, seen["two at once"] > 0) == (plan.kills, True, plan.size > 2)
+    assert not list(temporary.iterdir())
+    assert not list(Path("/dev/shm").glob("aiocoll*"))

@@ -1,0 +1,151 @@
+"""README's program and one that loses a rank, under launchers that others have written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pages import code
+
+from .launchers import Ended, Slurm, mpiexec, run, why_no_slurm
+
+pytestmark = pytest.mark.slow
+
+LOST = str(Path(__file__).with_name("lost_rank.py"))
+SUM = "[6. 6. 6.] ['rank 0', 'rank 1', 'rank 2']"
+#: What survivors tell.
+SEEN = ["0 killed 1", "2 killed 1"]
+Launch = Callable[..., Ended]
+
+
+@pytest.fixture
+def hello(tmp_path: Path) -> str:
+    """README's program, as it is."""
+    (tmp_path / "hello.py").write_text(code("README.md", "Twelve lines"))
+    return str(tmp_path / "hello.py")
+
+
+def launcher(name: str, *options: str) -> Launch:
+    program = mpiexec(name)
+    if program is None:
+        pytest.skip(f"needs {name}: python3 -m venv .venv-{name} && .venv-{name}/bin/pip install {name}")
+
+    def launch(*command: str, more: tuple[str, ...] = (), **env: str) -> Ended:
+        return run([program, *options, *more, "-n", "3", sys.executable, *command], env)
+
+    return launch
+
+
+@pytest.fixture
+def mpich() -> Launch:
+    return launcher("mpich")
+
+
+@pytest.fixture
+def openmpi() -> Launch:
+    return launcher("openmpi", "--oversubscribe")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    (tmp_path / "job.key").touch(mode=0o600)
+    (tmp_path / "job.key").write_bytes(b"of this test and no other")
+    return str(tmp_path / "job.key")
+
+
+# -- they meet
+
+
+def test_mpich(mpich: Launch, hello: str) -> None:
+    assert mpich(hello) == Ended(0, [SUM] * 3, "")
+
+
+def test_openmpi(openmpi: Launch, hello: str, tmp_path: Path) -> None:
+    assert openmpi(hello, XDG_RUNTIME_DIR=str(tmp_path)) == Ended(0, [SUM] * 3, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # the socket is gone
+
+
+def test_slurm_with_pmi(slurm: Slurm, hello: str) -> None:
+    """Two nodes, and nothing but the launcher's own store."""
+    assert slurm.srun("--mpi=pmi2", "-n3", script=hello, AIOCOLL_BIND="127.0.0.1") == Ended(0, [SUM] * 3, "")
+
+
+def test_slurm_without_pmi(slurm: Slurm, hello: str, key: str) -> None:
+    assert slurm.srun("--mpi=none", "-n3", script=hello, AIOCOLL_JOB_KEY_FILE=key) == Ended(0, [SUM] * 3, "")
+
+
+def test_slurm_on_one_node(slurm: Slurm, hello: str, tmp_path: Path) -> None:
+    """Which needs no key."""
+    done = slurm.srun("--nodes=1", "-n3", script=hello, XDG_RUNTIME_DIR=str(tmp_path))
+    assert done == Ended(0, [SUM] * 3, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]
+
+
+def test_slurm_says_that_a_key_is_missing(slurm: Slurm, hello: str) -> None:
+    done = slurm.srun("--mpi=none", "-n3", script=hello)
+    assert (done.code, done.out) == (1, [])
+    wanted = r"^aiocoll\.errors\.AuthenticationError: Slurm has started ranks on several hosts.*AIOCOLL_JOB_KEY_FILE"
+    assert len(re.findall(wanted, done.err, re.MULTILINE)) == 3
+
+
+def test_the_lists_of_slurm_mean_what_slurm_says(slurm: Slurm) -> None:
+    from aiocoll.rendezvous.launchers import SLURM
+
+    variables = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "9"}
+    for nodes in ("x1", "node[01-03,07],x1", "b,a", "rack[0-1]node[3-4]", "n[08,10-11],n[1-2]", "a-b.c[7]"):
+        command = ["scontrol", "show", "hostnames", nodes]
+        first = subprocess.run(command, env=slurm.env, capture_output=True, text=True, check=True).stdout.split()[0]
+        assert SLURM.address(variables | {"SLURM_STEP_NODELIST": nodes}).host == first
+
+
+# -- they lose a rank
+
+
+def test_mpich_loses_a_rank_that_fails(mpich: Launch) -> None:
+    done = mpich(LOST, "failed")
+    assert (done.code, done.out) == (3, SEEN), done.err
+
+
+def test_mpich_kills_all_if_one_is_killed(mpich: Launch) -> None:
+    """Its mpiexec does, at once; nothing is left behind."""
+    assert mpich(LOST, "killed").code == 9
+
+
+def test_openmpi_loses_a_rank_that_is_killed(openmpi: Launch, tmp_path: Path) -> None:
+    """It ends the others, unless it is told not to."""
+    assert openmpi(LOST, "killed", XDG_RUNTIME_DIR=str(tmp_path)).code == 137
+    done = openmpi(LOST, "killed", more=("--enable-recovery",), XDG_RUNTIME_DIR=str(tmp_path))
+    assert done.out == SEEN, done.err
+
+
+@pytest.mark.parametrize("pmi", ["pmi2", "none"])
+def test_slurm_loses_a_rank_that_is_killed(slurm: Slurm, key: str, pmi: str) -> None:
+    done = slurm.srun(
+        f"--mpi={pmi}", "-n3", script=LOST, given=("killed",), AIOCOLL_JOB_KEY_FILE=key, AIOCOLL_BIND="127.0.0.1"
+    )
+    assert (done.code, done.out) == (137, SEEN), done.err
+
+
+@pytest.mark.parametrize("by", ["mpich", "slurm"])
+def test_a_rank_that_never_asks_is_waited_for_until_the_timeout(by: str, request: pytest.FixtureRequest) -> None:
+    if by == "mpich":
+        done = request.getfixturevalue("mpich")(LOST, "absent")
+    else:
+        done = request.getfixturevalue("slurm").srun("--mpi=pmi2", "-n3", script=LOST, given=("absent",))
+    assert done.code != 0
+    assert re.search(
+        r"RendezvousError: rank [02] waited 3 s at the barrier of the launcher \(PMI\): all 3 proc", done.err
+    )

@@ -1,0 +1,107 @@
+"""A launcher as PMI-1 has it, in this process: one socket for each process, as MPICH's has, and as strict."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from typing import Self
+
+#: Answers in place of the right ones. One that is no whole line is the last: then the connection is closed.
+Wrong = Mapping[str, str]
+
+
+class PmiLauncher:
+    """Answers the processes it has started, all of which enter its barriers.
+
+    Args:
+        size: number of processes.
+        wrong: by the first word of a command, what is answered instead.
+
+    Attributes:
+        asked: the commands of each process, with what they came with.
+        entered: how often the barrier was entered.
+    """
+
+    def __init__(self, size: int, wrong: Wrong | None = None) -> None:
+        self._pairs = [socket.socketpair() for _ in range(size)]
+        self._wrong = wrong or {}
+        self._published: dict[str, str] = {}
+        # What was put is there for others after the next barrier only, as between hosts.
+        self._put: dict[str, str] = {}
+        self._barrier: list[asyncio.StreamWriter] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self.asked: list[list[str]] = [[] for _ in range(size)]
+        self.entered = 0
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the variables of one process."""
+        fd, size = self._pairs[rank][1].fileno(), len(self._pairs)
+        return {"PMI_FD": str(fd), "PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALNRANKS": str(size)}
+
+    def is_blocking(self, rank: int) -> bool:
+        """Whether the socket of a process is as it was given to it."""
+        return self._pairs[rank][1].getblocking()
+
+    async def __aenter__(self) -> Self:
+        for rank, (end, _) in enumerate(self._pairs):
+            streams = await asyncio.open_unix_connection(sock=end)
+            self._tasks.append(asyncio.create_task(self._serve(rank, *streams)))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for _, end in self._pairs:
+            end.close()
+
+    async def _serve(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        initialised = finalised = False
+        try:
+            while line := (await reader.readline()).decode():
+                words = dict(word.split("=", 1) for word in line.rstrip("\n").split(" "))
+                command = words.pop("cmd")
+                self.asked[rank].append(" ".join((command, *words.values())))
+                assert initialised == (command != "init"), line
+                assert not finalised, line
+                initialised, finalised = True, command == "finalize"
+                if command in self._wrong:
+                    writer.write(self._wrong[command].encode())
+                    if not self._wrong[command].endswith("\n"):
+                        return
+                elif command == "barrier_in":
+                    self._enter(writer)
+                else:
+                    for part in self._answer(command, **words):  # as if the line came in pieces
+                        writer.write(part.encode())
+                        await asyncio.sleep(0)
+        finally:
+            writer.close()
+
+    def _enter(self, writer: asyncio.StreamWriter) -> None:
+        self.entered += 1
+        self._barrier.append(writer)
+        if len(self._barrier) == len(self._pairs):
+            self._published |= self._put
+            for each in self._barrier:
+                each.write(b"cmd=barrier_out tag=0\n")
+            self._barrier.clear()
+
+    def _answer(self, command: str, **words: str) -> tuple[str, ...]:
+        if command == "init":
+            assert words == {"pmi_version": "1", "pmi_subversion": "1"}
+            return "cmd=response_to_init rc=0 pmi_ver", "sion=1 pmi_subversion=2\n"
+        if command == "get_my_kvsname":
+            return ("cmd=my_kvsname rc=0 kvsname=kvs_1_0\n",)
+        if command == "finalize":
+            return ("cmd=finalize_ack rc=0\n",)
+        assert words.pop("kvsname") == "kvs_1_0"
+        if command == "put":
+            assert len(words["key"]) < 64
+            assert len(words["value"]) < 1024
+            self._put[words["key"]] = words["value"]
+            return ("cmd=put_result rc=0\n",)
+        assert command == "get"
+        value = self._published.get(words["key"])
+        return ("cmd=get_result rc=1\n",) if value is None else ("cmd=get_result ", f"rc=0 value={value}", "\n")

@@ -1,0 +1,315 @@
+"""What `env://` recognises, by the variables that the launchers set; PMI itself is in `test_pmi.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiocoll import AuthenticationError, GroupOptions, RendezvousError
+from aiocoll import distributed as dist
+from aiocoll.rendezvous.launchers import LAUNCHERS, local_numbers, recognise
+from aiocoll.rendezvous.where import Where, find_where
+
+OPTIONS = GroupOptions.resolve(None, {})
+
+#: As the launchers set them, each for rank 1 of 3, of which two are on its host.
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "AIOCOLL_PORT": "29600",
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+EXPLICIT = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+MPICH = {"PMI_FD": "9", "PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-login-node-0.cluster-4711@1",
+    "PMIX_SERVER_URI41": "prterun-login-node-0.cluster-4711@0.1;tcp4://127.0.0.1:51467",
+}
+OPEN_MPI_4 = OPEN_MPI_5 | {
+    "PMIX_NAMESPACE": "456392705",
+    "OMPI_MCA_orte_hnp_uri": "456392704.0;tcp://10.78.0.1,192.168.1.1:41355",
+}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-it-1", "AIOCOLL_WORLD_SIZE": "3"}
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "n[01-02]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_GTIDS": "0,1",
+}
+#: In the order in which they are looked for.
+ROWS = [
+    ("torchrun", TORCHRUN, ("node0", 29600)),
+    ("explicit variables", EXPLICIT, ("node0", 29500)),
+    ("PMI-1", MPICH, ("", 0)),
+    ("Open MPI", OPEN_MPI_5, ("login-node-0.cluster", None)),
+    ("Open MPI", OPEN_MPI_4, ("10.78.0.1", None)),
+    ("Kubernetes", KUBERNETES, ("train-it-0.train-it", 29500)),
+    ("Slurm", SLURM, ("n01", None)),
+]
+NAMES = ["torchrun", "explicit variables", "PMI-1", "Open MPI", "Kubernetes", "Slurm"]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For sockets."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def found(env: dict[str, str]) -> Where:
+    return find_where(None, None, None, None, env, "")
+
+
+@pytest.mark.parametrize(("name", "env", "address"), ROWS, ids=[name for name, _, _ in ROWS])
+def test_each_is_recognised(name: str, env: dict[str, str], address: tuple[str, int | None]) -> None:
+    launcher = recognise(env)
+    assert launcher is not None
+    assert launcher.name == name
+    assert launcher.mark(env) in env
+    where = found(env)
+    assert (where.rank, where.world_size, where.scheme, where.host) == (1, 3, "tcp", address[0])
+    assert where.port == address[1] or (address[1] is None and 61440 <= where.port <= 65535)
+    assert (where.ask is not None) == where.hosted == (name == "PMI-1")
+    assert where.hosts is False
+    if name != "PMI-1":
+        first = env | {launcher.rank: "0", "HOSTNAME": "train-it-0"}
+        assert (found(first).host, found(first).port, found(first).hosts) == (where.host, where.port, True)
+
+
+def test_the_order_of_the_table() -> None:
+    assert [launcher.name for launcher in LAUNCHERS] == NAMES
+    together: dict[str, str] = {}
+    for name, env, _ in reversed(ROWS):
+        together |= env
+        launcher = recognise(together)
+        assert launcher is not None
+        assert launcher.name == name
+
+
+def test_nothing_is_recognised_where_nothing_has_started_ranks() -> None:
+    for env in (
+        {},
+        {"AIOCOLL_WORLD_SIZE": "3", "HOSTNAME": "x-1"},
+        # A batch script of Slurm's, and a shell of salloc's.
+        {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_NODELIST": "n1"},
+        {"OMPI_MCA_btl": "tcp", "PMIX_RANK": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    ):
+        assert recognise(env) is None
+        with pytest.raises(ValueError, match=r"`aiocoll run`, torchrun, mpiexec or srun; .* AIOCOLL_SINGLETON=1"):
+            found(env)
+        assert found(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 1
+
+
+def test_what_a_launcher_has_started_is_no_group_of_one() -> None:
+    for _, env, _ in ROWS:
+        assert found(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({name: text for name, text in MPICH.items() if name != "PMI_RANK"}, "PMI_RANK is missing .* PMI-1 .* PMI_FD"),
+        (MPICH | {"PMI_FD": ""}, "PMI_FD is missing"),
+        (MPICH | {"PMI_RANK": "3"}, "PMI_RANK=3, PMI_SIZE=3: PMI-1 tells no such rank"),
+        (MPICH | {"PMI_SIZE": "three"}, r"PMI_SIZE='three' in the environment must be a number \(PMI-1 sets it\)"),
+        (MPICH | {"MPI_LOCALNRANKS": "x"}, "MPI_LOCALNRANKS='x' in the environment must be a number"),
+        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=0: Open MPI tells"),
+        (OPEN_MPI_5 | {"PMIX_NAMESPACE": ""}, "PMIX_NAMESPACE is missing .* Open MPI was recognised"),
+        (KUBERNETES | {"JOB_COMPLETION_INDEX": "-1"}, "JOB_COMPLETION_INDEX=-1, AIOCOLL_WORLD_SIZE=3"),
+        (
+            {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "a-1"},
+            "AIOCOLL_WORLD_SIZE is missing in the environment, where Kubernetes was recognised by JOB_COMPLETION_INDEX"
+            ": give the container that variable, with the `completions` of the Job",
+        ),
+        (KUBERNETES | {"HOSTNAME": "train-it-2"}, "HOSTNAME='train-it-2' .* which ends with -1, its JOB_COMPLETION_IN"),
+        (KUBERNETES | {"HOSTNAME": ""}, "HOSTNAME is missing"),
+        (KUBERNETES | {"AIOCOLL_PORT": "0"}, "AIOCOLL_PORT='0' in the environment must be a port number"),
+        (SLURM | {"SLURM_PROCID": "1_0"}, "SLURM_PROCID='1_0' in the environment must be a number"),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "some"}, "SLURM_STEP_NUM_NODES='some' in the environment must be a number"),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[1-2"}, r"SLURM_STEP_NODELIST='n\[1-2' in the environment must be a list"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is missing"),
+        ({name: text for name, text in SLURM.items() if name != "SLURM_JOB_ID"}, "SLURM_JOB_ID is missing"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(env: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        found(env)
+
+
+def test_open_mpi_that_does_not_tell_where() -> None:
+    for job in ("456392705", "prterun-vm@1", "slurm.pmix.1.0"):
+        with pytest.raises(RendezvousError, match=r"Open MPI .* does not tell where .* MASTER_PORT .* `aiocoll run`"):
+            found(OPEN_MPI_5 | {"PMIX_NAMESPACE": job})
+    uri = "1314521088.0;tcp6://[fe80::b9b,2620:10d::3]:43370"
+    assert found(OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": uri}).host == "fe80::b9b"
+
+
+def test_half_of_the_variables_are_not_mixed_with_a_launcher() -> None:
+    """It says which one would be asked without them."""
+    with pytest.raises(ValueError, match="world_size is missing") as caught:
+        found(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
+    assert str(caught.value).endswith(
+        "; Slurm has started this process (SLURM_STEP_ID), and is asked if you give neither rank= nor world_size= and "
+        "unset MASTER_ADDR, MASTER_PORT"
+    )
+    without_port = {name: text for name, text in EXPLICIT.items() if name != "MASTER_PORT"}
+    with pytest.raises(ValueError, match=r"^MASTER_PORT missing .*; PMI-1 has started this process \(PMI_FD\)"):
+        found(SLURM | MPICH | without_port)
+    with pytest.raises(ValueError, match=r"^world_size is missing.*; Kubernetes .* world_size=$"):
+        find_where(None, None, 1, None, KUBERNETES, "")
+    with pytest.raises(ValueError, match=r"^MASTER_ADDR missing in the environment: [^;]*$"):
+        found({name: text for name, text in EXPLICIT.items() if name != "MASTER_ADDR"})
+
+
+def test_arguments_count_before_launchers() -> None:
+    env = SLURM | {"MASTER_ADDR": "n07", "MASTER_PORT": "29500"}
+    where = find_where(None, None, 2, 5, env, "")
+    assert (where.rank, where.world_size, where.host, where.port) == (2, 5, "n07", 29500)
+    assert find_where("tcp://n08:1", None, 2, 5, SLURM, "").host == "n08"
+
+
+# -- places
+
+
+def test_jobs_of_one_host_meet_at_a_socket_of_their_user(tmp_path: Path) -> None:
+    """Its name differs for each job."""
+    alone = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    slurm = SLURM | alone | {"SLURM_STEP_NUM_NODES": "1"}
+    places = {
+        found(env).host
+        for env in (
+            slurm,
+            slurm | {"SLURM_PROCID": "0"},
+            slurm | {"SLURM_STEP_ID": "3"},
+            slurm | {"SLURM_JOB_ID": "18"},
+            OPEN_MPI_5 | alone | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
+            OPEN_MPI_4 | alone | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
+        )
+    }
+    assert len(places) == 5
+    assert all(re.fullmatch(f"unix:{re.escape(str(tmp_path))}/aiocoll-[0-9a-f]{{16}}", place) for place in places)
+    assert not found(slurm).several_hosts
+
+
+def test_jobs_of_several_hosts_have_ports_of_their_own() -> None:
+    ports = [found(SLURM | {"SLURM_JOB_ID": str(job)}).port for job in range(200)]
+    ports += [found(SLURM | {"SLURM_STEP_ID": str(step)}).port for step in range(3, 200)]
+    # Those that two of 397 jobs have in common, where 4,096 are to choose from: about 19.
+    assert len(ports) - len(set(ports)) < 40
+    assert all(61440 <= port <= 65535 for port in ports)
+    assert found(SLURM | {"AIOCOLL_PORT": "31000"}).port == 31000
+    assert found(OPEN_MPI_5 | {"AIOCOLL_PORT": "31000"}).port == 31000
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI_5, KUBERNETES, SLURM], ids=["Open MPI", "Kubernetes", "Slurm"])
+def test_between_hosts_a_key_is_asked_for(env: dict[str, str]) -> None:
+    launcher = recognise(env)
+    assert launcher is not None
+    with pytest.raises(AuthenticationError, match=f"^{launcher.name} has started .* AIOCOLL_JOB_KEY_FILE.*mpi=pmi2"):
+        found(env).open(1.0, None, OPTIONS)
+    found(env).open(1.0, b"sixteen bytes or more", OPTIONS)
+
+
+def test_the_service_of_a_job() -> None:
+    assert found(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}).host == "train-it-0.mesh"
+    assert found(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}).host == "train-it-0.train-it"
+    assert found(KUBERNETES | {"AIOCOLL_PORT": "31000"}).port == 31000
+
+
+# -- lists of Slurm's
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("x1", "x1"),
+        ("node001,host2", "node001"),
+        ("node[01-03,07],x1", "node01"),
+        ("node[7],x1", "node7"),
+        ("node[08,10-11]", "node08"),
+        ("rack[0-1]node[3-4]-ib,other[1-2]", "rack0node3-ib"),
+        ("a.b-c_d[0-12].example", "a.b-c_d0.example"),
+        ("[1-3]", "1"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert found(SLURM | {"SLURM_STEP_NODELIST": nodes}).host == first
+
+
+@pytest.mark.parametrize(
+    "nodes", [",a", "a[", "a[]", "a[1-]", "a[-1]", "a[1", "a]", "a[x]", "a b", "a[1]]", "é1", "a\n"]
+)
+def test_what_is_no_list(nodes: str) -> None:
+    with pytest.raises(ValueError, match="must be a list of hosts"):
+        found(SLURM | {"SLURM_STEP_NODELIST": nodes})
+
+
+NAME = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
+RANGE = st.tuples(st.integers(0, 999), st.integers(0, 99), st.integers(1, 4)).map(
+    lambda drawn: (f"{drawn[0]:0{drawn[2]}}", f"{drawn[0]:0{drawn[2]}}-{drawn[0] + drawn[1]:0{drawn[2]}}")
+)
+RANGES = st.lists(st.one_of(RANGE, st.integers(0, 99).map(lambda n: (str(n), str(n)))), min_size=1, max_size=4)
+#: What the first host has in a place, and what the list has.
+PART = st.one_of(
+    NAME.map(lambda name: (name, name)),
+    RANGES.map(lambda ranges: (ranges[0][0], f"[{','.join(text for _, text in ranges)}]")),
+)
+HOST = st.lists(PART, min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(st.lists(HOST, min_size=1, max_size=4))
+def test_any_list(hosts: list[list[tuple[str, str]]]) -> None:
+    nodes = ",".join("".join(text for _, text in host) for host in hosts)
+    assert found(SLURM | {"SLURM_STEP_NODELIST": nodes}).host == "".join(first for first, _ in hosts[0])
+
+
+@settings(deadline=None)
+@given(st.text("ab0-[], \n", min_size=1, max_size=20))
+def test_any_text_is_a_list_or_refused(nodes: str) -> None:
+    try:
+        host = found(SLURM | {"SLURM_STEP_NODELIST": nodes}).host
+    except ValueError as error:
+        assert str(error).startswith("SLURM_STEP_NODELIST=")  # noqa: PT017
+    else:
+        assert re.fullmatch("[ab0-]+", host)
+
+
+# -- local ranks
+
+
+def test_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, env, _ in ROWS[0], *ROWS[2:]:
+        assert local_numbers(env) == ((0, 1) if name == "Kubernetes" else (1, 2))
+    assert local_numbers({}) == local_numbers(EXPLICIT) == (None, None)
+    assert local_numbers({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "5"}) == (3, 5)
+    assert local_numbers(SLURM | {"LOCAL_RANK": "3"}) == (3, 2)
+    # srun with PMI.
+    assert local_numbers(SLURM | {"PMI_FD": "9", "PMI_RANK": "1", "PMI_SIZE": "3"}) == (1, 2)
+    with pytest.raises(ValueError, match="SLURM_LOCALID='x' in the environment must be a number"):
+        local_numbers(SLURM | {"SLURM_LOCALID": "x"})
+    for name in [name for name in os.environ if name.startswith(("LOCAL_", "RANK", "WORLD_", "MASTER_"))]:
+        monkeypatch.delenv(name)
+    for name, text in SLURM.items():
+        monkeypatch.setenv(name, text)
+    assert dist.get_node_local_rank() == 1

@@ -1,0 +1,266 @@
+"""Ranks that meet by PMI-1, in this process; `tests/integration/test_launchers.py` has the launchers themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from aiocoll import (
+    AuthenticationError,
+    GroupOptions,
+    RendezvousError,
+    TCPStore,
+    new_group,
+)
+from aiocoll.rendezvous import launchers
+from aiocoll.rendezvous.pmi_store import PmiStore, PublishedStore
+
+from ..ports import free_port
+from ..ranks import until
+from .pmi_launcher import PmiLauncher
+
+LIMIT = 20.0
+OPTIONS = GroupOptions.resolve(None, {})
+OWN_KEY = b"of this test and no other"
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PmiStore]]:
+    """Those of the processes that a test plays, which are closed in the end."""
+    for name in [name for name in os.environ if name.startswith("AIOCOLL_") and name != "AIOCOLL_TEST_LOOP"]:
+        monkeypatch.delenv(name)
+    made: dict[str, PmiStore] = {}
+    monkeypatch.setattr(launchers, "_pmi_stores", made)
+    yield made
+    for store in made.values():
+        store.close()
+
+
+def ask(launcher: PmiLauncher, rank: int) -> Any:
+    """Return the function by which a rank asks."""
+    return launchers.PMI.address(launcher.environment(rank)).ask
+
+
+async def find(launcher: PmiLauncher, rank: int, key: bytes | None = None, **given: Any) -> PublishedStore:
+    options = GroupOptions.resolve(GroupOptions(**given), {})
+    found: PublishedStore = await ask(launcher, rank)(key, options, "", LIMIT)
+    return found
+
+
+async def all_find(launcher: PmiLauncher, size: int, **given: Any) -> list[Any]:
+    async with asyncio.timeout(LIMIT):
+        return await asyncio.gather(*(find(launcher, rank, **given) for rank in range(size)), return_exceptions=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+async def test_rank_0_publishes_address_and_key(size: int, stores: dict[str, PmiStore]) -> None:
+    async with PmiLauncher(size) as launcher:
+        first, *others = found = await all_find(launcher, size)
+        assert all(other == first for other in others)
+        assert (first.host, len(first.key)) == ("127.0.0.1", 32)
+        assert launcher.entered == size
+        commands = [[command.split()[0] for command in asked] for asked in launcher.asked]
+        common = ["init", "get_my_kvsname", "barrier_in", "get", "finalize"]
+        assert commands == [[*common[:2], "put", *common[2:]], *[common] * (size - 1)]
+        assert all(launcher.is_blocking(rank) for rank in range(size))
+        async with TCPStore(found[-1].host, found[-1].port, key=found[-1].key) as store:
+            await store.set("a", b"1")
+            async with TCPStore(first.host, first.port, key=first.key) as other:
+                assert await other.get("a") == b"1"
+        with pytest.raises(AuthenticationError):
+            await TCPStore(first.host, first.port, key=bytes(32), timeout=5)
+
+
+async def test_groups_one_after_the_other_ask_once(
+    stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with PmiLauncher(2) as launcher:
+
+        def made(rank: int) -> new_group:
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in launcher.environment(rank).items():
+                    patch.setenv(name, value)
+                return new_group(timeout=LIMIT)
+
+        async def ranks() -> list[Any]:
+            async def rank(rank: int) -> tuple[int, int, float]:
+                async with made(rank) as one, made(rank) as two:
+                    assert await one.allreduce(rank + 1) == 3
+                    return two.rank(), two.size(), await two.allreduce(1.5)
+
+            return await asyncio.gather(*map(rank, range(2)))
+
+        assert await ranks() == [(0, 2, 3.0), (1, 2, 3.0)]
+        assert await ranks() == [(0, 2, 3.0), (1, 2, 3.0)]
+        assert await asyncio.to_thread(asyncio.run, ranks()) == [(0, 2, 3.0), (1, 2, 3.0)]
+        assert launcher.entered == 2
+
+
+async def test_loops_of_several_threads_ask_once(stores: dict[str, PmiStore]) -> None:
+    async with PmiLauncher(2) as launcher:
+        started = threading.Barrier(3)
+
+        def ask_together() -> PublishedStore:
+            started.wait(LIMIT)
+            return asyncio.run(find(launcher, 1))
+
+        asking = [asyncio.create_task(asyncio.to_thread(ask_together)) for _ in range(3)]
+        first, *others = await asyncio.gather(find(launcher, 0), *asking)
+        assert others == [first] * 3
+        assert launcher.entered == 2
+
+
+async def test_one_who_waits_no_longer_does_not_end_it_for_others(stores: dict[str, PmiStore]) -> None:
+    async with PmiLauncher(2) as launcher:
+        tasks = [asyncio.create_task(find(launcher, 1)) for _ in range(3)]
+        await until(lambda: launcher.entered == 1)
+        tasks[1].cancel()  # it waits for the first one
+        await asyncio.wait([tasks[1]])
+        tasks[0].cancel()  # and the third one goes on from here
+        await asyncio.wait([tasks[0]])
+        assert await find(launcher, 0) == await tasks[2]
+        assert launcher.entered == 2
+
+
+async def test_those_who_do_not_come_are_told_of_and_may_come_later(
+    stores: dict[str, PmiStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with PmiLauncher(2) as launcher:
+        options = GroupOptions.resolve(GroupOptions(warn_after=0.05), {})
+        with pytest.raises(RendezvousError) as caught:
+            await ask(launcher, 0)(None, options, "", 0.2)
+        assert str(caught.value) == (
+            "rank 0 waited 0.2 s at the barrier of the launcher (PMI): all 2 processes that it has started have to "
+            "make a group, with init_method='env://'"
+        )
+        assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+            "rank 0 waited 0.05 s at the barrier of the launcher (PMI): not all 2 processes have come; waiting on"
+        ]
+        first, second = await all_find(launcher, 2)
+        assert first == second
+        assert launcher.entered == 2
+
+
+WRONG = [
+    ("init", "cmd=response_to_init rc=-1\n", "'init' as PMI-1 does, but with 'cmd=response_to_init rc=-1'"),
+    ("init", "cmd=response_to_init pmi_version=1 rc=0", "has closed its connection"),
+    ("init", "\n", "but with 'no command'"),
+    ("init", "\x00\xff=\xfe ===\n", "but with 'no command'"),
+    ("init", "x" * 50_000, "a line has no end"),
+    ("get_my_kvsname", "cmd=my_kvsname rc=0\n", "'get_my_kvsname' as PMI-1 does, but with 'cmd=my_kvsname rc=0'"),
+    ("get_my_kvsname", "cmd=barrier_out rc=0\n", "but with 'cmd=barrier_out rc=0'"),
+    ("get_my_kvsname", "", "has closed its connection"),
+    ("barrier_in", "", "has closed its connection"),
+    ("barrier_in", f"cmd=get_result rc=0 value={'5' * 64}\n", "'barrier_in' as PMI-1 does, but with 'cmd=get_result "),
+    ("get", "cmd=get_result rc=1\n", "but with 'cmd=get_result rc=1'"),
+    ("get", "cmd=get_result rc=0 value=\n", "but with 'cmd=get_result rc=0'"),
+    ("get", "cmd=get_result rc=0 value=xyz\n", "did not hand over what rank 0 has published"),
+    ("get", "cmd=get_result rc=0 value=2020\n", "did not hand over what rank 0 has published"),
+    ("get", f"cmd=get_result rc=0 value={b'ho st 1 0'.hex()}\n", "did not hand over what rank 0 has published"),
+    ("finalize", "cmd=finalize_ack rc=7\n", "'finalize' as PMI-1 does"),
+]
+
+
+@pytest.mark.parametrize(("command", "answer", "message"), WRONG, ids=range(len(WRONG)))
+async def test_wrong_answers_are_errors_and_stay_so(
+    command: str, answer: str, message: str, stores: dict[str, PmiStore]
+) -> None:
+    async with PmiLauncher(2, {command: answer}) as launcher:
+        for _ in range(2):
+            _, error = await all_find(launcher, 2)
+            assert isinstance(error, RendezvousError)
+            assert message in str(error)
+            assert "5555" not in str(error)  # it might be the key
+        assert all(launcher.is_blocking(rank) for rank in range(2))
+        assert all(len(asked) == len(set(asked)) for asked in launcher.asked)  # nothing is said twice
+
+
+async def test_a_launcher_that_is_gone(stores: dict[str, PmiStore]) -> None:
+    async with PmiLauncher(2, {"init": ""}) as launcher:
+        with pytest.raises(RendezvousError, match="has closed its connection"):
+            await find(launcher, 1)
+        store = PmiStore(launcher.environment(1)["PMI_FD"], 1, 2, True, 0)
+        with pytest.raises(RendezvousError, match=r"cannot be asked any more \(PMI\): Broken pipe"):
+            await store.find(None, OPTIONS, "", LIMIT)
+
+
+async def test_all_are_told_why_rank_0_has_no_store(stores: dict[str, PmiStore]) -> None:
+    async with PmiLauncher(3) as launcher:
+        for _ in range(2):
+            first, *others = await all_find(launcher, 3, bind="192.0.2.7")
+            assert isinstance(first, ValueError)
+            assert "bind='192.0.2.7': is not an address of this host" in str(first)
+            for other in others:
+                assert isinstance(other, RendezvousError)
+                assert str(other) == f"rank 0 could not serve the store: {first}"
+
+
+async def test_a_long_reason_is_cut(stores: dict[str, PmiStore]) -> None:
+    async with PmiLauncher(2) as launcher:
+        first, other = await all_find(launcher, 2, interface="é" * 600)
+        assert len(str(first)) > 600
+        assert str(first).startswith(str(other).removeprefix("rank 0 could not serve the store: ").rstrip("\ufffd"))
+        assert len(str(other)) > 200
+
+
+async def test_a_port_that_is_given(stores: dict[str, PmiStore]) -> None:
+    async with PmiLauncher(2) as launcher:
+        port = free_port()
+        variables = launcher.environment(0) | {"AIOCOLL_PORT": str(port)}
+        asked = launchers.PMI.address(variables).ask
+        assert asked is not None
+        first, other = await asyncio.gather(asked(None, OPTIONS, "", LIMIT), find(launcher, 1))
+        assert first == other
+        assert first.port == port
+
+
+async def test_a_key_of_ones_own_is_not_published(stores: dict[str, PmiStore]) -> None:
+    async with PmiLauncher(3) as launcher:
+        first, one, other = await asyncio.gather(
+            find(launcher, 0, OWN_KEY), find(launcher, 1, OWN_KEY), find(launcher, 2)
+        )
+        assert (first.key, one.key, other.key) == (OWN_KEY, OWN_KEY, None)
+        put = next(line for line in launcher.asked[0] if line.startswith("put")).split()[-1]
+        assert bytes.fromhex(put).decode() == f"127.0.0.1 {first.port} "
+
+
+async def test_between_hosts_rank_0_publishes_where_others_reach_it(stores: dict[str, PmiStore]) -> None:
+    """It does not know where they are: it goes by the options."""
+    async with PmiLauncher(2) as launcher:
+        apart = {"MPI_LOCALNRANKS": "1"}
+        options = GroupOptions.resolve(GroupOptions(bind="127.0.0.2", advertise="198.51.100.3"), {})
+        first, other = await asyncio.gather(
+            *(
+                launchers.PMI.address(launcher.environment(rank) | apart).ask(None, options, "", LIMIT)
+                for rank in (0, 1)
+            )
+        )
+        assert (first.host, other.host) == ("127.0.0.2", "198.51.100.3")
+        assert (first.port, first.key) == (other.port, other.key)
+
+
+async def test_a_library_of_mpi_may_ask_later(stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", ModuleType("mpi4py.MPI"))
+    async with PmiLauncher(2) as launcher:
+        first, other = await all_find(launcher, 2)
+        assert first == other
+        assert [asked[-1] for asked in launcher.asked] == ["get kvs_1_0 aiocoll"] * 2
+        assert launcher.is_blocking(0)
+
+
+def test_what_is_no_socket_of_a_launcher_is_refused() -> None:
+    with open(os.devnull) as file, socket.socket() as closed:
+        gone = closed.detach()
+        os.close(gone)
+        for fd in (str(file.fileno()), str(gone), "x", "-1", "9" * 17):
+            with pytest.raises(ValueError, match=rf"PMI_FD='{fd}': not a socket that this process inherited"):
+                PmiStore(fd, 0, 1, True, 0)

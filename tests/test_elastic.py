@@ -1,0 +1,337 @@
+"""Groups that follow each other: whoever is lost, the rest goes on with newcomers and the same state."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    GroupError,
+    Meeting,
+    PeerLostError,
+    ProcessGroup,
+    Ticket,
+    elastic,
+    new_group,
+)
+
+from .ranks import until
+
+LIMIT = 20.0
+STEPS = 12
+
+#: Called by each rank in each step with the number of the process; what it returns ends the process.
+Fault = Callable[[int, int], bool]
+
+
+def nothing(process: int, step: int) -> bool:
+    return False
+
+
+class Program:
+    """A program whose processes count steps together, and a supervisor that replaces those that are lost.
+
+    Attributes:
+        groups: sizes of the groups that each process was in.
+        lost: processes that have left.
+        steps: after how many it ends.
+    """
+
+    def __init__(self, meeting: Meeting, fault: Fault = nothing, replaced: bool = True, **given: Any) -> None:
+        self.groups: dict[int, list[int]] = {}
+        self.lost: list[int] = []
+        self._meeting = meeting
+        self._fault = fault
+        self._replaced = replaced
+        self._given = {"wait": LIMIT, "timeout": LIMIT, **given}
+        self.steps = STEPS
+        self._processes: list[asyncio.Task[dict[str, Any] | None]] = []
+
+    async def run(self) -> list[dict[str, Any]]:
+        """Start the processes; return the states of those that came to the end."""
+        for rank in range(self._meeting.world_size):
+            self._start(self._meeting.ticket(rank))
+        ended: list[dict[str, Any] | None] = []
+        while len(ended) < len(self._processes):
+            ended.append(await self._processes[len(ended)])
+        return [state for state in ended if state is not None]
+
+    def _start(self, ticket: Ticket) -> None:
+        process = self._process(len(self._processes), ticket)
+        self._processes.append(asyncio.create_task(process))
+
+    async def _process(self, number: int, ticket: Ticket) -> dict[str, Any] | None:
+        state = {"step": 0, "sum": 0.0, "weights": np.zeros(3)}
+        async with aclosing(elastic(init_method=ticket, state=state, **self._given)) as groups:
+            async for pg in groups:
+                self.groups.setdefault(number, []).append(pg.size())
+                with suppress(GroupError):
+                    while state["step"] < self.steps:
+                        if self._fault(number, state["step"]):
+                            self.lost.append(number)
+                            if self._replaced:
+                                self._start(self._meeting.newcomer())
+                            return None
+                        total, ones = await pg.allreduce(1.0), await pg.allreduce(np.ones(3))
+                        state["sum"] += total / pg.size()
+                        state["weights"] += ones / pg.size()
+                        state["step"] += 1
+        return state
+
+
+def check(state: dict[str, Any]) -> None:
+    assert (state["step"], state["sum"], state["weights"].tolist()) == (STEPS, STEPS, [STEPS] * 3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+async def test_without_a_loss_there_is_one_group(world_size: int) -> None:
+    async with Meeting(world_size) as meeting:
+        program = Program(meeting)
+        ended = await program.run()
+        assert len(ended) == world_size
+        for state in ended:
+            check(state)
+        assert program.groups == {number: [world_size] for number in range(world_size)}
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+async def test_a_newcomer_takes_the_place_of_the_lost(victim: int) -> None:
+    async with Meeting(3) as meeting:
+        program = Program(meeting, lambda number, step: number == victim and step == 5)
+        ended = await program.run()
+        assert len(ended) == 3
+        for state in ended:
+            check(state)
+        assert program.groups == {number: [3] if number in (victim, 3) else [3, 3] for number in range(4)}
+
+
+async def test_one_loss_after_the_other() -> None:
+    """Each process leaves two steps after it has come, but the last ones."""
+    async with Meeting(3) as meeting:
+        program = Program(meeting, lambda number, step: number < 5 and step == 2 * number)
+        ended = await program.run()
+        assert program.lost == [0, 1, 2, 3, 4]
+        assert len(ended) == 3
+        for state in ended:
+            check(state)
+
+
+async def test_a_second_loss_while_the_first_is_mended() -> None:
+    """Who replaces a lost rank is lost as soon as it is in the group."""
+    seen: set[int] = set()
+
+    def fault(number: int, step: int) -> bool:
+        first = number not in seen
+        seen.add(number)
+        return (number == 1 and step == 4) or (number in (3, 4) and first)
+
+    async with Meeting(3) as meeting:
+        program = Program(meeting, fault)
+        ended = await program.run()
+        assert program.lost == [1, 3, 4]
+        for state in ended:
+            check(state)
+
+
+async def test_they_go_on_with_those_that_there_are() -> None:
+    async with Meeting(3) as meeting:
+        program = Program(meeting, lambda number, step: number == 2 and step == 3, replaced=False, wait=0.0)
+        ended = await program.run()
+        assert len(ended) == 2
+        for state in ended:
+            check(state)
+        assert program.groups == {0: [3, 2], 1: [3, 2], 2: [3]}
+
+
+async def test_as_many_newcomers_as_have_come() -> None:
+    """Two are lost, and one of them is replaced."""
+
+    def fault(number: int, step: int) -> bool:
+        return number in (1, 2) and step == 3
+
+    async with Meeting(3) as meeting:
+        program = Program(meeting, fault, replaced=False, wait=1.0)
+        running = asyncio.create_task(program.run())
+        await until(lambda: program.lost)
+        program._start(meeting.newcomer())
+        for state in await running:
+            check(state)
+        assert program.groups[0][-1] == 2
+
+
+async def test_no_more_failures_than_allowed() -> None:
+    async with Meeting(2) as meeting:
+        program = Program(meeting, lambda number, step: number == 1 and step == 3, replaced=False, max_mends=0)
+        with pytest.raises(PeerLostError):
+            await program.run()
+
+
+async def test_there_must_be_a_group_in_time() -> None:
+    async with Meeting(2) as meeting:
+        program = Program(meeting, lambda number, step: number == 1 and step == 3, replaced=False, mend_timeout=0.3)
+        with pytest.raises(TimeoutError):
+            await program.run()
+
+
+async def test_they_go_on_when_the_store_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    met = asyncio.Event()
+
+    def fault(number: int, step: int) -> bool:
+        met.set()
+        return number == 2 and not meeting_is_open
+
+    meeting_is_open = True
+    async with Meeting(3) as meeting:
+        program = Program(meeting, fault, replaced=False)
+        program.steps = 10**9
+        running = asyncio.create_task(program.run())
+        await met.wait()
+    meeting_is_open = False
+    await until(lambda: program.groups[0] == program.groups[1] == [3, 2])
+    program.steps = 0
+    for state in await running:
+        assert state["sum"] == state["step"]
+    told = "rank 0: goes on with 2 of 3 ranks: group 'world:0~1' cannot grow: the store where its ranks met is gone"
+    assert told in caplog.text
+
+
+async def test_newcomers_that_come_late() -> None:
+    """The others go on at once without them, and each newcomer makes the group anew."""
+    sizes: dict[int, list[int]] = {0: [], 1: []}
+
+    async def rank(number: int, ticket: Ticket) -> None:
+        async with aclosing(elastic(init_method=ticket, size=3, wait=0)) as groups:
+            async for pg in groups:
+                sizes[number].append(pg.size())
+                with suppress(GroupError):
+                    while pg.size() < 3:
+                        await pg.allreduce(1)
+
+    async def newcomer() -> int:
+        async with aclosing(elastic(init_method=meeting.newcomer(), wait=0)) as groups:
+            async for pg in groups:
+                with suppress(GroupError):
+                    while pg.size() < 3:
+                        await pg.allreduce(1)
+                size = pg.size()
+        return size
+
+    async with Meeting(1) as meeting:
+        first = asyncio.create_task(rank(0, meeting.ticket()))
+        await until(lambda: sizes[0] == [1])
+        second = asyncio.create_task(newcomer())
+        await until(lambda: sizes[0] == [1, 2])
+        assert [await newcomer(), await second, await first] == [3, 3, None]
+    assert sizes[0] == [1, 2, 3]
+
+
+async def test_whoever_has_the_state_is_lost_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have what they had: of one state, not of two."""
+    broadcast = ProcessGroup.broadcast
+    told: list[str] = []
+
+    def dying(pg: ProcessGroup, array: Any, root: int) -> Any:
+        if pg.size() == 3 and pg.rank() == root and "~" in pg.group_name:
+            told.append(pg.group_name)
+            if len(told) == 2:
+                raise KeyError("lost")
+        return broadcast(pg, array, root)
+
+    async def rank(number: int, ticket: Ticket) -> list[list[float]]:
+        state = {name: np.full(2, float(number)) for name in "ab"}
+        async with aclosing(elastic(init_method=ticket, state=state, wait=0)) as groups:
+            async for pg in groups:
+                with suppress(GroupError):
+                    if pg.size() == 4:
+                        state["a"][:] = state["b"][:] = number
+                        if pg.rank() == 3:
+                            return []
+                        await pg.barrier()
+                        await pg.barrier()
+        return [state["a"].tolist(), state["b"].tolist()]
+
+    monkeypatch.setattr(ProcessGroup, "broadcast", dying)
+    async with Meeting(4) as meeting:
+        ended = await asyncio.gather(*(rank(n, meeting.ticket(n)) for n in range(4)), return_exceptions=True)
+    assert isinstance(ended[0], KeyError)
+    assert ended[1:3] == [[[1.0, 1.0]] * 2] * 2
+    assert len(told) == 2
+
+
+async def test_a_newcomer_does_not_go_on_alone() -> None:
+    """Whoever had the state is lost before it could be told."""
+    async with Meeting(1) as meeting:
+        left = new_group(init_method=meeting.ticket())
+        async with left as pg:
+            growing = asyncio.create_task(pg.grow(1))
+
+            async def newcomer() -> None:
+                async with aclosing(elastic(init_method=meeting.newcomer(), state={"step": 0})) as groups:
+                    async for _ in groups:
+                        pytest.fail("it has no state")
+
+            alone = asyncio.create_task(newcomer())
+            await (await growing).shutdown()
+            with pytest.raises(GroupError, match="rank 0: all ranks are lost that had the state; start anew"):
+                await alone
+
+
+async def test_what_would_be_called_wrongly_again_is_raised() -> None:
+    async def rank(number: int, ticket: Ticket) -> None:
+        async with aclosing(elastic(init_method=ticket)) as groups:
+            async for pg in groups:
+                with suppress(GroupError):
+                    await (pg.allreduce(np.ones(2)) if number else pg.barrier())
+
+    async with Meeting(2) as meeting:
+        ended = await asyncio.gather(*(rank(n, meeting.ticket(n)) for n in range(2)), return_exceptions=True)
+    assert [type(each) for each in ended] == [CollectiveMismatchError] * 2
+
+
+async def test_the_state_is_that_of_rank_0() -> None:
+    async def rank(ticket: Ticket, number: int) -> dict[str, Any]:
+        state = {"name": f"rank {number}", "array": np.full(2, number), "number": np.float64(number)}
+        async with aclosing(elastic(init_method=ticket, state=state)) as groups:
+            kept = state["array"]
+            async for _ in groups:
+                assert state["array"] is kept
+        return state
+
+    async with Meeting(2) as meeting:
+        for state in await asyncio.gather(*(rank(meeting.ticket(number), number) for number in range(2))):
+            assert (state["name"], state["array"].tolist(), state["number"]) == ("rank 0", [0, 0], 0.0)
+
+
+async def test_states_with_other_arrays_are_refused() -> None:
+    async def rank(ticket: Ticket, state: dict[str, Any]) -> None:
+        async with aclosing(elastic(init_method=ticket, state=state)) as groups:
+            async for _ in groups:
+                pass
+
+    async with Meeting(2) as meeting:
+        states = {"x": np.ones(1)}, {"y": np.ones(1)}
+        came = (rank(meeting.ticket(number), state) for number, state in enumerate(states))
+        errors = await asyncio.gather(*came, return_exceptions=True)
+        assert any("state has the arrays ['x'] on rank 0, and ['y'] on rank 1" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"state": [1]}, TypeError, "state must be a dict or None, not list"),
+        ({"wait": -1}, ValueError, "wait=-1: must not be negative"),
+        ({"wait": math.nan}, ValueError, "wait=nan: must not be negative"),
+        ({"max_mends": -1}, ValueError, "max_mends=-1: must not be negative"),
+        ({"rank": 3, "world_size": 2}, ValueError, "rank=3, world_size=2"),
+    ],
+)
+async def test_wrong_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        await anext(elastic(**{"init_method": "file:///nowhere", **given}))

@@ -1,0 +1,78 @@
+"""What a launcher tells a rank by its environment; what the rank tells it is tested with it, in tests/cli."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from aiocoll import HashStore, ProcessGroup, new_group
+from aiocoll.launcher import say_elastic
+from aiocoll.store import StoreServer
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment of ranks under a launcher."""
+    server = StoreServer()
+    host, port = server.start()
+    for name, value in {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RANK", raising=False)
+    yield
+    server.close()
+
+
+@pytest.mark.usefixtures("launched")
+async def test_the_environment_makes_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without rank and world size, and a later group of its process is one, too."""
+    first = new_group(rank=0, world_size=1)
+    monkeypatch.setenv("AIOCOLL_JOIN", "1")
+    monkeypatch.setenv("AIOCOLL_RESTART_COUNT", "1")
+    newcomers = [new_group(), new_group(init_method="env://")]
+
+    async def grown() -> ProcessGroup:
+        async with first as pg:
+            return await pg.grow(2)
+
+    groups = await asyncio.gather(grown(), *newcomers)
+    try:
+        assert {pg.rank() for pg in groups} == {0, 1, 2}
+        assert groups[0].rank() == 0
+        assert await asyncio.gather(*(pg.allreduce(2 ** pg.rank()) for pg in groups)) == [7, 7, 7]
+    finally:
+        await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+@pytest.mark.usefixtures("launched")
+async def test_a_newcomer_is_one_only_where_the_environment_says_how_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_JOIN", "1")
+    async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
+        assert pg.size() == 1
+    async with new_group("fake", rank=3, world_size=8) as pg:
+        assert pg.rank() == 3
+    with pytest.raises(ValueError, match="rank is missing: give rank= with init_method='tcp://"):
+        new_group(init_method="tcp://127.0.0.1:1", world_size=2)
+    for given in ({"rank": 1}, {"world_size": 2}, {"name": "mine"}):
+        with pytest.raises(ValueError, match="AIOCOLL_JOIN=1 in the environment: leave out rank, world_size, name"):
+            new_group(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("value", ["yes", "", "2"])
+async def test_another_value_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_JOIN", value)
+    with pytest.raises(ValueError, match=rf"AIOCOLL_JOIN='{value}': must be 1, for a process that joins"):
+        new_group(rank=0, world_size=1)
+
+
+@pytest.mark.usefixtures("launched")
+async def test_the_value_0_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_JOIN", "0")
+    async with new_group(rank=0, world_size=1) as pg:
+        assert pg.size() == 1
+
+
+def test_without_a_launcher_there_is_nobody_to_tell() -> None:
+    say_elastic()
