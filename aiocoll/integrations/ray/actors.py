@@ -1,0 +1,276 @@
+"""Makes a group of actors, and mends it: the part of the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Self
+
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util import get_node_ip_address
+
+from aiocoll.errors import (
+    GroupClosedError,
+    GroupError,
+    RendezvousError,
+    StoreError,
+)
+from aiocoll.integrations.programs import RankLostError, Ranks
+from aiocoll.integrations.ray.calls import all_ended, all_right, ask, begun, cause_of, checked, is_loss
+from aiocoll.log import logger
+from aiocoll.rendezvous.tickets import Meeting, Ticket
+
+__all__ = ["ActorGroup", "group"]
+
+#: Seconds between two questions to an actor that is starting again.
+AGAIN = 0.1
+#: Seconds that actors have to leave.
+END = 5.0
+
+
+class group:
+    """Make Ray actors the ranks of a group. Await it, or use it in ``async with``, which closes the group.
+
+        @ray.remote(max_restarts=-1)
+        class Worker(aiocoll.integrations.ray.Member):
+            async def total(self, x):
+                return await self.group.allreduce(x)
+
+        async with aiocoll.integrations.ray.group([Worker.remote() for _ in range(4)]) as ranks:
+            totals = await ranks.call("total", 1.5)
+
+    Args:
+        actors: handles of actors whose classes derive from `Member`, or from `BlockingMember` if they have no async
+            methods; the first one becomes rank 0.
+        replace: called with the number of an actor that has died for good, returns the handle of another one, or None.
+            Without it such an actor is missing from then on; actors with `max_restarts` are started again by Ray.
+        wait: seconds until all actors are ranks, at first and after a death.
+        **meeting: arguments of `aiocoll.Meeting`: `host`, by default the address of this node, and `encryption`.
+
+    Returns:
+        What is awaited or entered, and gives the `ActorGroup`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or an actor is of another class.
+        TimeoutError: not all actors were ranks in time.
+        RuntimeError: an actor has died for good, and there is no other one.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        *,
+        replace: Callable[[int], Any] | None = None,
+        wait: float = 60.0,
+        **meeting: Any,
+    ) -> None:
+        if not actors:
+            raise ValueError("actors is empty: a group has at least one rank")
+        handles = [checked(actor, f"actors[{number}]") for number, actor in enumerate(actors)]
+        self._made = ActorGroup(handles, replace, wait, meeting)
+
+    def __await__(self) -> Generator[Any, None, ActorGroup]:
+        return self._made._begin().__await__()
+
+    async def __aenter__(self) -> ActorGroup:
+        return await self._made._begin()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._made.aclose()
+
+
+class ActorGroup:
+    """Actors that are ranks, as the driver sees them; `group` makes it."""
+
+    def __init__(
+        self, actors: list[Any], replace: Callable[[int], Any] | None, wait: float, meeting: dict[str, Any]
+    ) -> None:
+        self._actors = dict(enumerate(actors))
+        self._replace = replace
+        self._wait = wait
+        self._given = {"host": get_node_ip_address(), **meeting}
+        self._meeting: Meeting | None = None
+        self._tickets: dict[int, Ticket] = {}
+        self._joining: dict[int, asyncio.Task[None]] = {}
+        self._closed = False
+
+    @property
+    def actors(self) -> list[Any]:
+        """Handles of the actors, in the order of the first group; after a death there may be another one."""
+        return list(self._actors.values())
+
+    async def call(self, what: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a method of all actors, or run a program on them; once more if one of them is lost meanwhile.
+
+        Before that the group has mended, with another actor in the place of the lost one. All actors are called again,
+        those that had ended, too: their first results are dropped.
+
+        Args:
+            what: name of a method of the actors. Or a function, async or not, in which `new_group` and `elastic`
+                without arguments find the other actors: there `elastic` takes in the actor in the place of a lost one,
+                and nothing is called again.
+            *args: of the method or function.
+
+        Returns:
+            The results, in the order of the actors.
+
+        Raises:
+            What an actor has raised, if that was not for the loss of a rank; the group has mended then, too.
+            TimeoutError: the group did not mend in time.
+            GroupClosedError: it was closed.
+        """
+        while True:
+            if self._closed:
+                raise GroupClosedError("the group of actors was closed")
+            try:
+                return await (self._call(what, args) if isinstance(what, str) else self._run(what, args))
+            except RayError as error:
+                await self._mend()
+                if not is_loss(error):
+                    raise
+
+    async def aclose(self) -> None:
+        """Have all actors leave the group. They go on as actors."""
+        self._closed = True
+        members = [self._actors[number] for number in self._tickets if number in self._actors]
+        await self._end_meeting()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END):
+                await asyncio.gather(*(ask(actor, "aiocoll_leave") for actor in members), return_exceptions=True)
+
+    # -- calls
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        async def failed(number: int, error: BaseException) -> None:
+            if isinstance(error, RayActorError):
+                self._report(number, error)
+            elif not is_loss(error):
+                with contextlib.suppress(RayActorError):
+                    await ask(self._actors[number], "aiocoll_abort", f"{method} has raised {cause_of(error)!r}")
+
+        calls = [begun(ask(actor, method, *args)) for actor in self.actors]
+        try:
+            await all_ended(calls, failed)
+        except asyncio.CancelledError:
+            for number in list(self._tickets):
+                self._report(number, "the driver has cancelled the call")
+            raise
+        errors = [error for call in calls if (error := call.exception()) is not None]
+        if errors:
+            losses = [error for error in errors if is_loss(error)]
+            raise (losses or [error for error in errors if not isinstance(cause_of(error), GroupError)] or errors)[0]
+        return [call.result() for call in calls]
+
+    async def _run(self, program: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        numbers = list(self._actors)
+
+        async def run(rank: int, ticket: Ticket) -> Any:
+            await self._is_rank(numbers[rank])  # it is there, or starts again
+            if numbers[rank] not in self._actors:
+                await asyncio.get_running_loop().create_future()  # until the others have ended
+            try:
+                return await ask(self._actors[numbers[rank]], "aiocoll_run", ticket, program, args)
+            except RayActorError as error:
+                raise RankLostError(str(error)) from error
+
+        async with Meeting(len(numbers), **self._given) as meeting:
+            ranks = Ranks(meeting, run)
+            results = await ranks.results()
+        if ranks.losses:
+            await self._mend()
+        return results
+
+    # -- mending
+
+    async def _begin(self) -> Self:
+        try:
+            await self._mend()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def _mend(self) -> None:
+        async with asyncio.timeout(self._wait):
+            while True:
+                try:
+                    return await self._mend_once()
+                except (GroupError, RayActorError, RendezvousError, StoreError) as error:
+                    logger.info("a group of actors has not mended, and tries again: %s", error)
+                await asyncio.sleep(AGAIN)
+
+    async def _mend_once(self) -> None:
+        """Go on with the ranks that live, and have all other actors join them."""
+        self._joining = {number: task for number, task in self._joining.items() if not task.done()}
+        asked = [number for number in self._actors if number not in self._joining]
+        found = await asyncio.gather(*map(self._is_rank, asked))
+        there = [number for number, is_rank in zip(asked, found, strict=True) if is_rank]
+        for number in self._tickets.keys() - there - self._joining.keys():
+            self._report(number, "Ray has lost this actor")
+        if self._meeting is None or not there:
+            return await self._meet()
+        for number in self._actors.keys() - there - self._joining.keys():
+            self._joining[number] = begun(self._join(number))
+        await all_right(ask(self._actors[number], "aiocoll_mend", len(self._joining), self._wait) for number in there)
+        await all_right(self._joining.values())
+
+    async def _meet(self) -> None:
+        """Make the first group, or another one if no rank is left."""
+        await self._end_meeting()
+        self._meeting = await Meeting(len(self._actors), **self._given).__aenter__()
+        self._tickets = {number: self._meeting.ticket(rank) for rank, number in enumerate(self._actors)}
+        joining = [begun(ask(actor, "aiocoll_join", self._tickets[number])) for number, actor in self._actors.items()]
+        try:
+            await asyncio.wait(joining, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            if not all(task.done() and task.exception() is None for task in joining):
+                await self._end_meeting()  # so nobody waits for the one that has failed
+        await all_right(joining)
+
+    async def _join(self, number: int) -> None:
+        """Have an actor join as a newcomer, or whatever takes its place if it dies meanwhile."""
+        assert self._meeting is not None
+        while number in self._actors:
+            ticket = self._tickets[number] = self._meeting.newcomer()
+            try:
+                await ask(self._actors[number], "aiocoll_join", ticket)
+                return
+            except (RayActorError, RendezvousError):
+                await self._is_rank(number)
+
+    async def _is_rank(self, number: int) -> bool:
+        """Wait until Ray has an actor of this number, unless it has died for good; return whether that is a rank."""
+        while number in self._actors:
+            try:
+                holder = await ask(self._actors[number], "aiocoll_holder")
+                return number in self._tickets and holder == self._tickets[number].holder
+            except ActorUnavailableError:
+                await asyncio.sleep(AGAIN)
+            except RayActorError as error:
+                self._substitute(number, error)
+        return False
+
+    def _substitute(self, number: int, error: Exception) -> None:
+        """Put another actor in the place of one that has died for good."""
+        actor = None if self._replace is None else self._replace(number)
+        if actor is not None:
+            self._actors[number] = checked(actor, f"replace({number})")
+        elif self._meeting is None or len(self._actors) == 1:
+            raise RuntimeError(f"actor {number} has died, and nothing takes its place: {error}") from error
+        else:
+            logger.warning("actor %d has died, and nothing takes its place: %s", number, error)
+            del self._actors[number]
+
+    def _report(self, number: int, reason: object) -> None:
+        """Tell the ranks that one of them is gone."""
+        ticket = self._tickets.pop(number, None)
+        if ticket is not None and self._meeting is not None:
+            self._meeting.report_death(ticket, str(reason))
+
+    async def _end_meeting(self) -> None:
+        meeting, self._meeting, self._tickets = self._meeting, None, {}
+        for task in self._joining.values():
+            task.cancel()
+        if meeting is not None:
+            await meeting.__aexit__()

@@ -1,0 +1,106 @@
+"""Ranks on the workers of a Dask cluster: real processes, killed, retired and started again by their nannies."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .engines import Driver
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("distributed") is None, reason="Dask (distributed) is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Driver]:
+    driver = Driver("tests.integrations.dask_driver")
+    yield driver
+    driver.close()
+
+
+def test_the_program_of_the_readme_runs_as_it_is(driver: Driver) -> None:
+    assert driver.call("say_hello") == ["[3. 3. 3.] ['rank 0', 'rank 1']\n"] * 2
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["coroutine", "function"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_rank_has_a_worker(driver: Driver, n: int, blocking: bool) -> None:
+    assert driver.call("sums", n=n, blocking=blocking) == [1.5 * n] * n
+
+
+def test_the_client_may_be_synchronous(driver: Driver) -> None:
+    assert driver.call("from_another_client") == [4.0, 4.0]
+
+
+def test_workers_may_be_threads_of_one_process(driver: Driver) -> None:
+    assert driver.call("in_one_process") == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_worker_is_replaced(driver: Driver, victim: int, tmp_path: Path) -> None:
+    """The nanny starts another one: within 10 s of that the world is whole again."""
+    results, seconds, restarts = driver.call("lose", folder=str(tmp_path), n=3, victim=victim, alone=False)
+    assert results == [[2, 3, [7.0]]] * 3
+    assert restarts == 1
+    assert seconds < 10
+
+
+def test_one_to_spare_takes_the_place(driver: Driver, tmp_path: Path) -> None:
+    results, _, _ = driver.call("lose", folder=str(tmp_path), n=2, victim=1, alone=False)
+    assert results == [[2, 2, [3.0]]] * 2
+
+
+def test_dask_proves_a_death_that_the_ranks_cannot_see(driver: Driver, tmp_path: Path) -> None:
+    """Each rank is alone on its host: rank 1 could not go on without rank 0."""
+    results, _, _ = driver.call("lose", folder=str(tmp_path), n=2, victim=0, alone=True)
+    assert results == [[2, 2, [3.0]]] * 2
+
+
+def test_a_program_that_does_not_mend_fails(driver: Driver, tmp_path: Path) -> None:
+    said, kept = driver.call("lose_a_rank_of_a_plain_program", folder=str(tmp_path))
+    assert "rank 1 of group 'world:0' is gone" in said
+    assert kept == [[]] * 3
+
+
+@pytest.mark.parametrize("how", ["waits", "sleeps"])
+def test_a_rank_that_fails_ends_all(driver: Driver, how: str) -> None:
+    said, left, kept = driver.call("fail", how=how)
+    assert said == "rank 1 does not like it"
+    assert (left, kept) == ([], [[]] * 3)
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["coroutine", "function"])
+def test_a_run_that_is_cancelled_leaves_nothing(driver: Driver, blocking: bool, tmp_path: Path) -> None:
+    seconds, left, kept = driver.call("cancel", folder=str(tmp_path), blocking=blocking)
+    assert seconds < 4  # nothing had to be waited for
+    assert (left, kept) == ([], [[]] * 3)
+
+
+def test_nor_does_one_that_has_not_begun(driver: Driver) -> None:
+    assert driver.call("cancel_early") == []
+
+
+def test_it_waits_for_workers(driver: Driver) -> None:
+    assert driver.call("grow_until_there_are_enough") == [4.0] * 4
+
+
+def test_scaling_down_ends_ranks_and_the_others_go_on(driver: Driver, tmp_path: Path) -> None:
+    assert driver.call("scale_down", folder=str(tmp_path)) == [[2, 2], 1]
+
+
+def test_wrong_arguments(driver: Driver) -> None:
+    assert driver.call("wrong") == [
+        "program must be a function, not int",
+        "n=0: must be positive",
+        "n must be an int, not bool",
+        "n must be an int, not str",
+    ]
+
+
+def test_the_examples_of_the_page(driver: Driver) -> None:
+    assert driver.call("page") == [[4.5] * 3, [300.0] * 3]

@@ -1,0 +1,150 @@
+"""Ranks that are Ray actors: real processes, killed and started again."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from .engines import Driver
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+
+KINDS = pytest.mark.parametrize("kind", ["async", "blocking"])
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Driver]:
+    """With everything on 127.0.0.1, without reports to anybody, and with no file of a token in anybody's home."""
+    driver = Driver(
+        "tests.integrations.ray_driver",
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+        RAY_AUTH_TOKEN=secrets.token_hex(16),
+    )
+    yield driver
+    driver.close()
+
+
+def summed(n: int, value: float, steps: int) -> list[list[float]]:
+    return [[value * n * (n + 1) / 2, n, steps]] * n
+
+
+@KINDS
+def test_the_program_of_the_readme_runs_as_it_is(driver: Driver, kind: str) -> None:
+    assert driver.call("say_hello", kind=kind) == ["[3. 3. 3.] ['rank 0', 'rank 1']\n"] * 2
+
+
+@KINDS
+@pytest.mark.parametrize("n", [1, 3])
+def test_actors_are_ranks(driver: Driver, kind: str, n: int) -> None:
+    assert driver.call("sums", kind=kind, n=n) == [summed(n, 1.0, 1), summed(n, 2.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "victim", "again"),
+    [("async", 3, 0, True), ("async", 3, 2, False), ("blocking", 3, 1, True), ("blocking", 2, 0, False)],
+)
+def test_an_actor_that_is_killed_amid_allreduces_is_replaced(
+    driver: Driver, kind: str, n: int, victim: int, again: bool
+) -> None:
+    """Within 10 s of its restart the world is whole, and the sums are right."""
+    first, second, third, seconds, _, asked = driver.call("lose", kind=kind, n=n, victim=victim, again=again)
+    assert first == summed(n, 1.0, 1)
+    assert [each[:2] for each in second] == [each[:2] for each in summed(n, 1.0, 2)]
+    assert [each[:2] for each in third] == [each[:2] for each in summed(n, 2.0, 3)]
+    assert len({steps for *_, steps in third}) == 1, "newcomers are told the state"
+    assert asked == ([] if again else [victim])
+    assert seconds < 10
+
+
+def test_ray_proves_a_death_that_the_ranks_cannot_see(driver: Driver) -> None:
+    """Each rank is alone on its host: rank 1 could not go on without rank 0, and keeps its state."""
+    first, _, third, _, _, _ = driver.call("lose", kind="alone", n=2, victim=0, again=True)
+    assert first == summed(2, 1.0, 1)
+    assert third == summed(2, 2.0, 3)
+
+
+@KINDS
+def test_an_elastic_program_goes_on_with_the_actor_that_was_started_again(driver: Driver, kind: str) -> None:
+    results, sums = driver.call("lose_in_program", kind=kind)
+    assert results == [[6.0, 3, 2]] * 3
+    assert [each[:2] for each in sums] == [[6.0, 3]] * 3
+
+
+@KINDS
+def test_several_die_between_calls(driver: Driver, kind: str) -> None:
+    assert driver.call("lose_between_calls", kind=kind) == summed(3, 1.0, 2)
+
+
+def test_all_die(driver: Driver) -> None:
+    assert driver.call("lose_all") == summed(2, 1.0, 1)
+
+
+def test_what_nothing_replaces_is_missing(driver: Driver) -> None:
+    assert driver.call("lose_for_good") == [summed(2, 1.0, 2), 2]
+
+
+def test_an_actor_that_never_was_there(driver: Driver) -> None:
+    assert "actor 1 has died, and nothing takes its place" in driver.call("never_there")
+
+
+@KINDS
+def test_what_an_actor_raises_is_raised_and_the_group_goes_on(driver: Driver, kind: str) -> None:
+    assert driver.call("fail", kind=kind) == ["rank 1 does not like it", summed(3, 1.0, 1)]
+
+
+@KINDS
+def test_a_group_that_is_closed_leaves_nothing(driver: Driver, kind: str) -> None:
+    before, within, after, left, said = driver.call("close", kind=kind)
+    assert before == after == [[], []]
+    assert within == [True, True]
+    assert left == []
+    assert said == "the group of actors was closed"
+
+
+@KINDS
+def test_a_call_that_is_cancelled_ends_on_the_actors(driver: Driver, kind: str) -> None:
+    again, seconds, left, after = driver.call("cancel", kind=kind)
+    assert again == summed(2, 1.0, 1)
+    assert seconds < 4
+    assert (left, after) == ([], [[], []])
+
+
+@KINDS
+def test_a_group_that_is_cancelled_while_it_is_made_leaves_nothing(driver: Driver, kind: str) -> None:
+    assert driver.call("cancel_early", kind=kind) == [[], [[], []]]
+
+
+def test_wrong_arguments(driver: Driver) -> None:
+    ending = "is no handle of an actor whose class derives from Member or BlockingMember"
+    assert driver.call("wrong") == [
+        "actors is empty: a group has at least one rank",
+        f"actors[0] {ending}",
+        f"actors[0] {ending}",
+    ]
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=["init", "create"])
+@pytest.mark.parametrize("torch", [False, True], ids=["numpy", "torch"])
+def test_the_backend_of_ray_util_collective(driver: Driver, torch: bool, declared: bool) -> None:
+    if torch and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    found, kept = driver.call("backend", torch=torch, declared=declared)
+    reduced = [[6.0, 6.0], [6.0, 8.0], [1.0, 2.0], [3.0, 2.0]]
+    for rank, told in enumerate(found):
+        received = [[7.0]] if rank == 1 else []
+        mine = [6.0] if rank == 1 else []
+        assert told == [*reduced, mine, [2.0], [[1.0], [2.0], [3.0]], [3.0 * rank], *received]
+    assert kept == [[]] * 3
+
+
+def test_the_examples_of_the_page(driver: Driver) -> None:
+    totals, found = driver.call("page")
+    assert totals == [4.5] * 3
+    assert found == [[4.0] * 2, [1] * 2, [2.0] * 2, [3.0] * 2, [[2.0] * 2] * 2]
