@@ -36,17 +36,20 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST = PYTHONASYNCIODEBUG=1 $(VENV)/bin/python -m pytest
 PARALLEL = -n auto --maxprocesses=4
+PAIRS = -n 2 --dist loadfile
 
-# First what runs in one process, on several cores; then what starts processes, one test at a time. With ARGS, one of the
-# two may have no test: pytest says so with the status 5.
+# First what runs in one process, on several cores; then what starts processes, two tests at a time or one, if
+# it measures seconds. With ARGS, some of the three may have no test: pytest says so with the status 5.
 test: $(VENV)/installed
 	$(PYTEST) -m 'not processes and not slow and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m 'processes and not slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'paired and not slow and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'processes and not paired and not slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
 # What `test-all` has besides.
 test-rest: $(VENV)/installed
 	$(PYTEST) -m 'not processes and slow and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m 'processes and slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'paired and slow and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'processes and not paired and slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
 test-all: test test-rest
 

@@ -27,7 +27,10 @@ from .ranks import options
 _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
 #: Folders and files whose tests start processes: `make test` runs these after the others, one at a time.
-_PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "reference", "testing", "typing")
+_PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
+#: Of these, those that run two at a time; what measures seconds does not.
+_PAIRED = ("cli", "hosts", "integrations", "reference", "testing", "typing")
+_MEASURES = ("test_bench.py", "test_links.py", "test_tune.py")
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
 #: Tests after those of other libraries: what they show has tests of our own.
 _SECOND_LOOK = "reference"
@@ -91,6 +94,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         top = item.path.relative_to(_HERE).parts[0]
         if top in (*_PROCESSES, *_PAGES):
             item.add_marker(pytest.mark.processes)
+        if top in (*_PAIRED, *_PAGES) and item.path.name not in _MEASURES:
+            item.add_marker(pytest.mark.paired)
         if top == _SECOND_LOOK:
             item.add_marker(pytest.mark.slow)
         case = getattr(item, "callspec", None)
