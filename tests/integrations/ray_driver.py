@@ -27,6 +27,11 @@ CPUS = 0.1
 # -- actors
 
 
+def die(doomed: int, step: int) -> None:
+    if step == 20 and os.getpid() == doomed:
+        os.kill(doomed, signal.SIGKILL)
+
+
 class Counter(Member):
     """Has a state that newcomers are told."""
 
@@ -38,9 +43,10 @@ class Counter(Member):
         self.steps = await self.group.broadcast_object(self.steps, 0)
         self.sizes.append(self.group.size())
 
-    async def add(self, value: float) -> list[float]:
-        """Reduce often, as somebody may be killed meanwhile."""
-        for _ in range(50):
+    async def add(self, value: float, doomed: int = 0) -> list[float]:
+        """Reduce some times; the process of that number is killed amid them."""
+        for step in range(50):
+            die(doomed, step)
             x = np.full(3000, value * (self.group.rank() + 1))
             await self.group.allreduce(x)
         self.steps += 1
@@ -70,8 +76,9 @@ class Waiter(BlockingMember):
     def regrouped(self) -> None:
         self.steps = self.group.broadcast_object(self.steps, 0)
 
-    def add(self, value: float) -> list[float]:
-        for _ in range(50):
+    def add(self, value: float, doomed: int = 0) -> list[float]:
+        for step in range(50):
+            die(doomed, step)
             x = np.full(3000, value * (self.group.rank() + 1))
             self.group.allreduce(x)
         self.steps += 1
@@ -163,10 +170,7 @@ async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
     async with group(actors, replace=replace) as ranks:
         first = await ranks.call("add", 1.0)
         pid = await actors[victim].pid.remote()
-        calling = asyncio.create_task(ranks.call("add", 1.0))
-        await asyncio.sleep(0.005)
-        os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
+        calling = asyncio.create_task(ranks.call("add", 1.0, pid))
         while True:  # until there is another process
             with contextlib.suppress(ray.exceptions.RayActorError):
                 if await ranks.actors[victim].pid.remote() != pid:
@@ -177,7 +181,7 @@ async def lose(kind: str, n: int, victim: int, again: bool) -> Any:
         mended = time.monotonic()
         third = await ranks.call("add", 2.0)
         end(ranks.actors)
-    return first, second, third, mended - restarted, restarted - killed, asked
+    return first, second, third, mended - restarted, asked
 
 
 async def reduces() -> list[float]:
