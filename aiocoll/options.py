@@ -82,6 +82,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "port_range": None,
     "advertise": None,
     "connections": None,
+    "single_copy": True,
     "encryption": "auto",
     "tls_ca": None,
     "tls_certificate": None,
@@ -113,6 +114,8 @@ class GroupOptions:
             `port_range` is the one port that it leads to.
         connections: most connections of the data link to a rank on another host that this rank dials, at least 1; None:
             as many as fill the link, four at most.
+        single_copy: whether ranks of one host read large arrays in each other's memory, where the kernel gives leave;
+            only ranks that both say so.
         encryption: `"auto"`: TLS 1.3 between hosts and off the loopback; `"tls"`: for all TCP connections, on one host,
             too; `"none"`: nothing is encrypted, if every rank says so.
         tls_ca: path of a PEM file with the certificates of a CA. Then whoever is at the other end of a TLS connection
@@ -142,6 +145,7 @@ class GroupOptions:
     port_range: tuple[int, int] | None = _UNSET
     advertise: str | None = _UNSET
     connections: int | None = _UNSET
+    single_copy: bool = _UNSET
     encryption: Literal["auto", "none", "tls"] = _UNSET
     tls_ca: str | None = _UNSET
     tls_certificate: str | None = _UNSET
@@ -217,7 +221,7 @@ def _parse(name: str, variable: str, text: str) -> Any:
             return parse_ports(text)
         except ValueError as error:
             raise ValueError(f"{variable}={text!r}: {error}") from None
-    if name == "allow_pickle":
+    if name in ("allow_pickle", "single_copy"):
         try:
             return _TRUTH[text.lower()]
         except KeyError:
@@ -319,6 +323,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "spin_us": _check_spin,
     "warn_after": _check_number,
     "allow_pickle": _check_bool,
+    "single_copy": _check_bool,
     "job_key": _check_key,
 }
 

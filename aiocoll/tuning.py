@@ -1,19 +1,21 @@
 """The file to which `aiocoll bench --tune` writes what it measured; rank 0 reads it and tells the others.
 
     {"format": "aiocoll tuning", "version": 1, "machine": "its host name", "date": "when it was measured",
-     "media": {"tcp": {"alpha": 3.1e-05, "overhead": 9e-06, "beta": 4.2e-10, "gamma": 5e-11}, "unix": ...}}
+     "media": {"tcp": {"alpha": 3.1e-05, "overhead": 9e-06, "beta": 4.2e-10, "gamma": 5e-11}, "unix": ...},
+     "single_copy": {"moved": 1048576, "reduced": null}}
 
-A medium that is missing has its defaults, which do well without a file.
+What is missing has its defaults, which do well without a file. A size of null is never reached.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping
 from typing import Any
 
-from aiocoll.algorithms.machine import MEDIA, Machine, Medium, Tuning
+from aiocoll.algorithms.machine import MEDIA, Machine, Medium, SingleCopy, Tuning
 from aiocoll.errors import RendezvousError
 from aiocoll.log import logger
 
@@ -63,18 +65,22 @@ def load(path: str | None, environ: Mapping[str, str]) -> Tuning | None:
     return None
 
 
-def dumps(machines: Mapping[Medium, Machine], date: str) -> str:
+def dumps(machines: Mapping[Medium, Machine], date: str, single_copy: SingleCopy | None = None) -> str:
     """Return the text of the file for what was measured on this host at `date`."""
     media = {medium: machine._asdict() for medium, machine in machines.items()}
     import json  # takes two milliseconds, and few programs have a tuning
 
-    content = {"format": FORMAT, "version": VERSION, "machine": socket.gethostname(), "date": date, "media": media}
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSION, "machine": socket.gethostname(), "date": date}
+    content["media"] = media
+    if single_copy is not None:
+        found = single_copy._asdict().items()
+        content["single_copy"] = {name: size if math.isfinite(size) else None for name, size in found}
     return json.dumps(content, indent=1) + "\n"
 
 
 def to_wire(tuning: Tuning, cores: int) -> list[Any]:
     """Return what was measured on a host of that many cores, as rank 0 publishes it."""
-    return [cores, *(list(getattr(tuning, medium)) for medium in MEDIA)]
+    return [cores, *(list(getattr(tuning, medium)) for medium in MEDIA), list(tuning.single_copy)]
 
 
 def from_wire(numbers: Any, medium: Any, ranks: int) -> Tuning:
@@ -95,9 +101,10 @@ def from_wire(numbers: Any, medium: Any, ranks: int) -> Tuning:
     if numbers is None:
         return Tuning(medium=medium)
     try:
-        if isinstance(numbers, list) and len(numbers) == 1 + len(MEDIA) and type(numbers[0]) is int and numbers[0] > 0:
-            found = {name: _machine(name, each) for name, each in zip(MEDIA, numbers[1:], strict=True)}
-            return _tuning(found)._replace(medium=medium, crowd=max(ranks / numbers[0], 1.0))
+        if isinstance(numbers, list) and len(numbers) == 2 + len(MEDIA) and type(numbers[0]) is int and numbers[0] > 0:
+            found = {name: _machine(name, each) for name, each in zip(MEDIA, numbers[1:-1], strict=True)}
+            tuning = _tuning(found, _single_copy(numbers[-1]))
+            return tuning._replace(medium=medium, crowd=max(ranks / numbers[0], 1.0))
         reason = f"{numbers!r:.64}"
     except ValueError as error:
         reason = str(error)
@@ -131,12 +138,27 @@ def _parse(data: bytes) -> Tuning:
         if not isinstance(numbers, dict) or numbers.keys() != set(Machine._fields):
             raise ValueError(f'"{medium}" must be an object with {", ".join(Machine._fields)}')
         found[medium] = _machine(medium, [numbers[name] for name in Machine._fields])
-    return _tuning(found)
+    sizes = content.get("single_copy", {})
+    if not isinstance(sizes, dict) or not sizes.keys() <= set(SingleCopy._fields):
+        raise ValueError(f'"single_copy" must be an object with some of {", ".join(SingleCopy._fields)}')
+    default = SingleCopy()._asdict()
+    given = {name: math.inf if size is None else size for name, size in sizes.items()}
+    return _tuning(found, _single_copy(list((default | given).values())))
 
 
-def _tuning(found: Mapping[Medium, Machine]) -> Tuning:
+def _tuning(found: Mapping[Medium, Machine], single_copy: SingleCopy) -> Tuning:
     default = Tuning()
-    return Tuning(found.get("tcp", default.tcp), found.get("unix", default.unix), found.get("shm", default.shm))
+    tcp, unix, shm = (found.get(medium, getattr(default, medium)) for medium in MEDIA)
+    return Tuning(tcp, unix, shm, single_copy=single_copy)
+
+
+def _single_copy(sizes: Any) -> SingleCopy:
+    if not isinstance(sizes, list) or len(sizes) != len(SingleCopy._fields):
+        raise ValueError(f"single_copy: {sizes!r:.64} must be {len(SingleCopy._fields)} sizes")
+    for name, size in zip(SingleCopy._fields, sizes, strict=True):
+        if isinstance(size, bool) or not isinstance(size, int | float) or not size >= 0:
+            raise ValueError(f"single_copy: {name}={size!r:.64} must be a number of bytes, or null")
+    return SingleCopy(*map(float, sizes))
 
 
 def _machine(medium: str, numbers: Any) -> Machine:

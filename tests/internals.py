@@ -134,6 +134,7 @@ PARTS = {
     "frame_delivered": "aiocoll.engine.links.channel.Channel.deliver",
     "memory_arrived": "aiocoll.transport.memory.MemoryLink._arrive",
     "memory_written": "aiocoll.transport.memory.MemoryLink.write",
+    "written_by_reference": "aiocoll.transport.shm.references.ReferenceWriter.write",
     "message_delivered": "aiocoll.engine.matching.matching.Matching.deliver",
     # operations
     "choose": "aiocoll.group.dispatch.planner.choose",

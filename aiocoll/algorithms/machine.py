@@ -10,9 +10,10 @@ Hockney, "The communication challenge for MPP" (Parallel Computing 1994); Alexan
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["MEDIA", "PIECE", "Machine", "Medium", "Tuning"]
+__all__ = ["MEDIA", "PIECE", "Machine", "Medium", "SingleCopy", "Tuning"]
 
 Medium: TypeAlias = Literal["tcp", "unix", "shm"]
 
@@ -49,6 +50,21 @@ class Machine(NamedTuple):
         return self.alpha / self.overhead
 
 
+class SingleCopy(NamedTuple):
+    """Bytes of a message between processes of one host from which the receiver reads it in the sender's memory.
+
+    The kernel does that page by page, at half the speed at which a core copies from memory that both map, to which the
+    sender has to copy first. So it pays for what is large, and only where the receiver does not reduce.
+
+    Attributes:
+        moved: of a message that is copied.
+        reduced: of one that is reduced into something.
+    """
+
+    moved: float = 8.0 * 1024 * 1024
+    reduced: float = math.inf
+
+
 class Tuning(NamedTuple):
     """The machine's numbers for `choose`; the same on all ranks of a group.
 
@@ -59,6 +75,7 @@ class Tuning(NamedTuple):
         tcp, unix, shm: the numbers of each medium. Those of "tcp" are of the loopback interface, or of the slowest link
             between the hosts of a group (`rendezvous.measured_links`).
         medium: what the group's messages go over.
+        single_copy: from which size on messages of one host are copied once.
         crowd: ranks per core, if more than one: processor time is multiplied by it.
     """
 
@@ -67,6 +84,7 @@ class Tuning(NamedTuple):
     shm: Machine = Machine(5e-6, 2.5e-6, 0.1e-9, 0.05e-9)
     medium: Medium = "tcp"
     crowd: float = 1.0
+    single_copy: SingleCopy = SingleCopy()
 
     @property
     def machine(self) -> Machine:

@@ -25,6 +25,7 @@ from aiocoll.security.names import part_name, shown
 from aiocoll.security.tls_trouble import clock
 from aiocoll.security.user_ca import read
 from aiocoll.store.address import describe
+from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
@@ -84,6 +85,7 @@ def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
     unshared = "ranks of one host cannot share memory and use sockets, which is slower"
     yield _try("shared memory", _use_memfd, unshared)
     yield _try("wake-ups", _use_eventfd, unshared)
+    yield _single_copy()
     yield _try("unix sockets", _use_unix, "ranks of one host can only meet over TCP: set AIOCOLL_TRANSPORT=tcp")
     yield from _addresses(master)
 
@@ -203,6 +205,22 @@ def _use_memfd() -> str:
 def _use_eventfd() -> str:
     os.close(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
     return "eventfd works"
+
+
+def _single_copy() -> CheckResult:
+    """Return whether ranks of this host can read each other's memory."""
+    topic, name = "means", "single copy"
+    why, remedy = can_read(), "large arrays of ranks of this host are copied twice; in a container: "
+    if why is not None:
+        return CheckResult(topic, name, why, f"{remedy}docker run --cap-add SYS_PTRACE", fine=False)
+    scope = _read(_PROC / "sys/kernel/yama/ptrace_scope") or "0"
+    if scope == "0" or os.geteuid() == 0:
+        return CheckResult(topic, name, "process_vm_readv works")
+    if scope == "1":
+        advice = "ranks that no launcher has started copy large arrays twice: sysctl -w kernel.yama.ptrace_scope=0"
+        return CheckResult(topic, name, "process_vm_readv works among ranks that one launcher has started", advice)
+    advice = "large arrays of ranks of this host are copied twice: sysctl -w kernel.yama.ptrace_scope=1"
+    return CheckResult(topic, name, f"Yama forbids it (ptrace_scope is {scope})", advice, fine=False)
 
 
 def _use_unix() -> str:

@@ -26,7 +26,7 @@ from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.exchange import LAST_LOOK, Exchange
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.rendezvous.measured_links import MeasuredLinks, leaders, measure_links, read_links
-from aiocoll.rendezvous.same_host import encryption_at, tell_hosts_apart
+from aiocoll.rendezvous.same_host import encryption_at, single_copy, tell_hosts_apart
 from aiocoll.rendezvous.unmet import not_come, not_connected
 from aiocoll.runtime import Runtime
 from aiocoll.security.tls import agreed
@@ -335,7 +335,7 @@ class Job:
             raise
 
     async def _listen(self, job: str) -> tuple[StreamTransport, Card]:
-        options = self._options
+        options, holder = self._options, self._store_handle.holder
         transport = StreamTransport(
             self._runtime,
             self.rank,
@@ -343,12 +343,12 @@ class Job:
             job,
             self._key,
             transport=options.transport,
+            single_copy=single_copy(options, os.environ),
             host_id=options.host_id,
             connect_timeout=self._timeout,
             open_stream=self._open_stream,
         )
-        loop, holder = f"{os.getpid()}/{id(self._loop)}", self._store_handle.holder
-        place = {"loop": loop, "store": self._store.reached, "holder": holder}
+        place = {"loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached, "holder": holder}
         place["encryption"] = encryption_at(self.rank, place["store"], options)
         return transport, (await transport.listen() if self._runtime.may_listen else transport.card) | place
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ __all__ = [
     "Address",
     "Ask",
     "Launcher",
+    "common_parent",
     "local_numbers",
     "recognise",
 ]
@@ -119,6 +121,12 @@ class Launcher(NamedTuple):
 def recognise(env: Mapping[str, str]) -> Launcher | None:
     """Return what has started this process as a rank; None if nothing has."""
     return next((launcher for launcher in LAUNCHERS if launcher.mark(env) is not None), None)
+
+
+def common_parent(env: Mapping[str, str]) -> int | None:
+    """Return the pid of the process that has started the ranks of this host; None if no launcher has."""
+    launched = recognise(env) not in (None, EXPLICIT) or env.get("AIOCOLL_STORE") == "launcher"
+    return os.getppid() if launched else None
 
 
 def local_numbers(env: Mapping[str, str]) -> tuple[int | None, int | None]:

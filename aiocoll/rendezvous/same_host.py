@@ -7,17 +7,20 @@ sockets, and only the loopback is sure not to leave the host.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 
 from aiocoll.errors import AuthenticationError, RendezvousError
 from aiocoll.options import GroupOptions
+from aiocoll.rendezvous.launchers import common_parent
 from aiocoll.security.tls import is_encrypted
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
+from aiocoll.transport.shm.process_memory import permit
 from aiocoll.transport.stream.route import find_route
 from aiocoll.transport.stream.transport import StreamTransport
 
-__all__ = ["encryption_at", "tell_hosts_apart"]
+__all__ = ["encryption_at", "single_copy", "tell_hosts_apart"]
 
 
 def encryption_at(rank: int, store: str, options: GroupOptions) -> str:
@@ -33,6 +36,13 @@ def encryption_at(rank: int, store: str, options: GroupOptions) -> str:
     except (RendezvousError, ValueError):  # raised again if this rank is to listen
         host = ""
     return "tls" if is_encrypted(options.encryption, host) else options.encryption
+
+
+def single_copy(options: GroupOptions, env: Mapping[str, str]) -> bool:
+    """Return whether the ranks of this host may read each other's memory; let those do it that the launcher started."""
+    if options.single_copy and (launcher := common_parent(env)) is not None:
+        permit(launcher)
+    return options.single_copy
 
 
 async def tell_hosts_apart(store: Store, stream: StreamTransport, *, trusted: bool) -> Card:

@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 MAGIC = b"aioc"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 _OPENING = struct.Struct("!4sB3x32s")
 _CLAIM = struct.Struct("!B?H16sQiI")

@@ -109,6 +109,27 @@ class SharedMemoryLink(Link, Protocol):
     def chunks_in(self) -> ChunkReader:
         """The chunk queue from the peer."""
 
+    def place_of(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
+        """Return where the peer can read a payload in place: number of the segment and offset; None if it cannot.
+
+        Args:
+            payload: with at least a byte.
+            attach: it may also read the memory of this process: number 0 and the address.
+        """
+
+    def write_reference(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
+        """Send one frame whose payload the peer reads in place; False if there is no space.
+
+        Args:
+            header: of the frame, with a payload of at most `MOST_BY_REFERENCE` bytes.
+            place: where it lies; it has to stay as it is until `read` is called, or `void`.
+            owner: whose payload it is.
+            read: called once the peer has read it.
+        """
+
+    def void(self, owner: object) -> None:
+        """What the peer has not read of `owner` may change from now on: the peer drops it."""
+
     def announce(self) -> None:
         """Wake the peer, if it sleeps, after a slot or a chunk queue has changed; only while the link is open."""
 

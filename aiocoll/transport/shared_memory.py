@@ -13,8 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.transport.frame import SEGMENT
+
 __all__ = [
+    "LEAST_BY_REFERENCE",
     "MIDDLE_SLOTS",
+    "MOST_BY_REFERENCE",
     "SMALL_PER_CHUNK",
     "SMALL_SLOTS",
     "ChunkReader",
@@ -31,6 +35,11 @@ __all__ = [
 SMALL_SLOTS, MIDDLE_SLOTS = 128, 4
 #: So many small slots hold what one chunk holds, as all middle slots together do.
 SMALL_PER_CHUNK = 64
+
+#: Bytes of a payload from which it is faster to read it where it lies.
+LEAST_BY_REFERENCE = 64 * 1024
+#: Most bytes of such a payload: enough that frames cost little, few enough that what comes behind need not wait long.
+MOST_BY_REFERENCE = 4 * SEGMENT
 
 
 class SlotWriter(Protocol):

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
+from aiocoll.algorithms.machine import SingleCopy
 from tests.ports import free_port
 
 from ..internals import comm_of
@@ -30,6 +31,10 @@ WORLD_SIZE = 4
 LIMIT = 60
 #: Elements of float64: one message, and one of many segments that waits for its receiver.
 SMALL, LARGE = 8, 131_072
+
+TRANSPORTS = ("unix", "tcp", "shm")
+#: Through shared memory, with all large messages read in the memory of the other process.
+SINGLE_COPY = "single copy"
 
 Call = Callable[[ProcessGroup, int, int], Awaitable[Any]]
 
@@ -64,7 +69,7 @@ async def ring(pg: ProcessGroup, count: int) -> None:
 
 def scenarios() -> list[dict[str, Any]]:
     """Return every kind of call with every victim, on every transport, with small and large arrays."""
-    every = itertools.product(CALLS, range(WORLD_SIZE), ("unix", "tcp", "shm"), (SMALL, LARGE))
+    every = itertools.product(CALLS, range(WORLD_SIZE), (*TRANSPORTS, SINGLE_COPY), (SMALL, LARGE))
     return [
         # Number `rounds` of calls that succeed, and of turns of the loop before the victim dies in the next one.
         {"kind": kind, "victim": victim, "transport": transport, "count": count, "rounds": n % 5, "turns": n % 3}
@@ -83,14 +88,18 @@ def held() -> dict[str, str]:
 
 async def rank(number: int, scenario: dict[str, Any], port: int, say: Callable[[dict[str, Any]], None]) -> None:
     call, root, count = CALLS[scenario["kind"]], scenario["root"], scenario["count"]
+    single_copy = scenario["transport"] == SINGLE_COPY
     group = new_group(
         init_method=f"tcp://127.0.0.1:{port}",
         rank=number,
         world_size=WORLD_SIZE,
         timeout=30,
-        options=GroupOptions(transport=scenario["transport"], job_key=b"k" * 32),
+        options=GroupOptions(transport="shm" if single_copy else scenario["transport"], job_key=b"k" * 32),
     )
     async with group as pg:
+        if single_copy:
+            comm = comm_of(pg)
+            comm.tuning = comm.tuning._replace(single_copy=SingleCopy(0, 0))
         for _ in range(scenario["rounds"]):
             await call(pg, root, count)
         if number == scenario["victim"]:

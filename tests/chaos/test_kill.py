@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.chaos.killing import CALLS, LIMIT, SMALL, WORLD_SIZE, scenarios
+from tests.chaos.killing import CALLS, LIMIT, SINGLE_COPY, SMALL, TRANSPORTS, WORLD_SIZE, scenarios
 
 ROOT = Path(__file__).parents[2]
 #: Seconds (contract).
@@ -69,7 +69,7 @@ def few() -> list[int]:
     for name, values in (
         ("kind", set(CALLS)),
         ("victim", set(range(WORLD_SIZE))),
-        ("transport", {"unix", "tcp", "shm"}),
+        ("transport", {*TRANSPORTS, SINGLE_COPY}),
     ):
         assert {each[name] for each in picked} == values
     assert {each["count"] == SMALL for each in picked} == {True, False}

@@ -445,3 +445,32 @@ def test_ranks_that_could_share_memory_and_do_not(
     monkeypatch.setenv("AIOCOLL_TRANSPORT", "unix")
     main(["doctor", "-n", "3"])
     assert "could share memory" not in capsys.readouterr().out
+
+
+SCOPES = {
+    "0": ("process_vm_readv works", ""),
+    "1": ("process_vm_readv works among ranks that one launcher has started", "ptrace_scope=0"),
+    "2": ("Yama forbids it (ptrace_scope is 2)", "ptrace_scope=1"),
+}
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_single_copy_under_yama(scope: str, user: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sys/kernel/yama").mkdir(parents=True)
+    (tmp_path / "sys/kernel/yama/ptrace_scope").write_text(f"{scope}\n")
+    replaced(monkeypatch, proc_folder=tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    finding = found("single copy")
+    value, remedy = SCOPES["0" if user == 0 else scope]
+    assert finding.value == value
+    assert remedy in finding.advice
+    assert bool(finding.advice) == bool(remedy)
+    assert finding.fine == (user == 0 or scope != "2")
+
+
+def test_single_copy_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "can_read", lambda: "it refuses")
+    finding = found("single copy")
+    assert (finding.value, finding.fine) == ("it refuses", False)
+    assert "--cap-add SYS_PTRACE" in finding.advice

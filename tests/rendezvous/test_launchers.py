@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from aiocoll import AuthenticationError, GroupOptions, RendezvousError
 from aiocoll import distributed as dist
-from aiocoll.rendezvous.launchers import LAUNCHERS, local_numbers, recognise
+from aiocoll.rendezvous import same_host
+from aiocoll.rendezvous.launchers import LAUNCHERS, common_parent, local_numbers, recognise
 from aiocoll.rendezvous.where import Where, find_where
 
 OPTIONS = GroupOptions.resolve(None, {})
@@ -313,3 +314,22 @@ def test_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in SLURM.items():
         monkeypatch.setenv(name, text)
     assert dist.get_node_local_rank() == 1
+
+
+@pytest.mark.parametrize(("name", "env", "address"), ROWS, ids=[name for name, _, _ in ROWS])
+def test_who_may_read_the_memory_of_ranks(
+    name: str, env: dict[str, str], address: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a launcher has started; nobody else is named, and nobody where single copy is off."""
+    named: list[int] = []
+    monkeypatch.setattr(same_host, "permit", named.append)
+    by_hand = env is EXPLICIT
+    assert common_parent(env) == (None if by_hand else os.getppid())
+    assert same_host.single_copy(GroupOptions.resolve(None, {}), env)
+    assert named == [] if by_hand else [os.getppid()]
+    hosted = env | {"AIOCOLL_STORE": "launcher"}
+    assert common_parent(hosted) == os.getppid()
+    named.clear()
+    assert not same_host.single_copy(GroupOptions.resolve(GroupOptions(single_copy=False), {}), hosted)
+    assert named == []
+    assert common_parent({}) is None

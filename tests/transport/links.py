@@ -109,15 +109,17 @@ class Idle:
         return False
 
 
-async def shm_ends(runtime: Runtime) -> list[ShmLink]:
-    """Return both ends of a link through shared memory, each of a rank of its own."""
+async def shm_ends(runtime: Runtime, single_copy: Sequence[bool] = (True, True)) -> list[ShmLink]:
+    """Return both ends of a link through shared memory, each of a rank of its own, and of such options."""
     near, far = sockets("unix")
-    ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True) for rank in range(2)]
+    ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True, single_copy=single_copy[rank]) for rank in range(2)]
     pairs = await asyncio.gather(ranks[0].propose(near), ranks[1].accept(far))
     ends = []
     for rank, (sock, pair) in enumerate(zip((near, far), pairs, strict=True)):
         assert pair is not None
-        ends.append(ShmLink(runtime, PlainStream(runtime.loop, sock), pair, 1 - rank, ConnKind.DATA))
+        ends.append(
+            ShmLink(runtime, PlainStream(runtime.loop, sock), pair, ranks[rank].in_place, 1 - rank, ConnKind.DATA)
+        )
     return ends
 
 

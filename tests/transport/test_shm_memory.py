@@ -321,7 +321,7 @@ async def test_links_that_cannot_be_made_use_the_socket(
 ) -> None:
     kernel.fails(code, after)
     runtime, socks = Runtime.of(asyncio.get_running_loop()), sockets("unix")
-    ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True) for rank in range(2)]
+    ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True, single_copy=True) for rank in range(2)]
     assert await asyncio.gather(ranks[0].propose(socks[0]), ranks[1].accept(socks[1])) == [None, None]
     # The dialler asks four times: whether the kernel can, and for its three parts.
     assert [rank.trouble is not None and NO_MEMORY in rank.trouble for rank in ranks] == [after < 4, after >= 4]

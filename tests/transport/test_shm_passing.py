@@ -64,7 +64,10 @@ class Ends:
     def __init__(self, *wanted: bool) -> None:
         runtime = Runtime.of(asyncio.get_running_loop())
         self.socks = sockets("unix")
-        self.ranks = [Sharing(runtime, rank, 2, rest, wanted=each) for rank, each in enumerate(wanted or (True, True))]
+        self.ranks = [
+            Sharing(runtime, rank, 2, rest, wanted=each, single_copy=True)
+            for rank, each in enumerate(wanted or (True, True))
+        ]
 
     def propose(self) -> Awaitable[Pair | None]:
         return self._closing(0, self.ranks[0].propose(self.socks[0]))
@@ -343,7 +346,7 @@ class NoThreads(ThreadPoolExecutor):
 
 
 def message(offered: int = 1, ranks: int = 2) -> bytes:
-    return passing._MESSAGE.pack(offered, ranks)
+    return passing._MESSAGE.pack(offered, False, ranks, 0, 0)
 
 
 def plain(_: int) -> int:
@@ -486,7 +489,7 @@ async def test_garbage_answers(makers: list[Callable[[int], int]], expected: typ
     _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
     passing._close(fds)
     fds = [make(PAGE) for make in makers]
-    socket.send_fds(ends.socks[1], [passing._YES], fds)
+    socket.send_fds(ends.socks[1], [message()], fds)
     passing._close(fds)
     (result,) = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(result, expected)
@@ -504,7 +507,7 @@ async def test_a_bell_that_is_full_holds_nobody_up() -> None:
     page, memory = create(PAGE)
     memory[0] = 1
     fds = [page, full(0)]
-    socket.send_fds(ends.socks[1], [passing._YES], fds)
+    socket.send_fds(ends.socks[1], [message()], fds)
     passing._close(fds)
     pair = await task
     assert isinstance(pair, Pair)
@@ -526,7 +529,7 @@ async def test_a_no_with_descriptors_in_it() -> None:
     task = asyncio.ensure_future(ends.propose())
     await readable(ends.socks[1])
     _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
-    socket.send_fds(ends.socks[1], [passing._NO], fds[:2])
+    socket.send_fds(ends.socks[1], [message(0)], fds[:2])
     passing._close(fds)
     assert await task is None
     ends.end([None, None])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 from typing import Protocol
 
 from aiocoll.engine.control.messages import DATA, ControlMessage
@@ -22,6 +23,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link, SharedMemoryLink
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header, describe
+from aiocoll.transport.shared_memory import LEAST_BY_REFERENCE, MOST_BY_REFERENCE
 
 __all__ = ["Channel", "Group", "Owner"]
 
@@ -217,16 +219,15 @@ class Channel:
         if self._inflight is not None:
             message, nbytes = self._inflight
             self._inflight = None
-            try:
-                message.operation.sent(message, nbytes)
-            except Exception as error:
-                message.operation.comm.crashed(error)
+            self._sent(message, nbytes)
         self.pump()
 
     def _send_segment(self, link: Link, message: Message) -> None:
         operation = message.operation
         moved = message.moved
-        nbytes = min(message.limit - moved, SEGMENT)
+        nbytes = message.limit - moved
+        place = self._place_of(message) if nbytes >= LEAST_BY_REFERENCE else None
+        nbytes = min(nbytes, SEGMENT if place is None else MOST_BY_REFERENCE)
         if not nbytes and (message.total or moved):
             if message.announces and self.peer not in operation.granted:
                 self._ask(link, message)
@@ -243,21 +244,50 @@ class Channel:
                     self._ask(link, message)
                     return
             self._unasked += max(nbytes, LEAST)
-        group, op, fingerprint = operation.comm.id, operation.id, operation.fingerprint
-        offset, total = moved & 0xFFFFFFFF, message.total & 0xFFFFFFFF
-        header = _pack(_DATA, flags, message.step, group, op, fingerprint, offset, nbytes, total)
+        referenced = place is not None and self._refer(message, place, flags, nbytes)
+        if not referenced:
+            nbytes = min(nbytes, SEGMENT)
         message.moved = moved + nbytes
-        written = link.write(header, message.view[moved : moved + nbytes] if nbytes else None)
+        written = False if referenced else link.write(*self._frame(message, flags, moved, nbytes))
         if cut:
             # At once: announcements of later messages must not use the room that is left for this one.
             self._ask(link, message)
         elif message.moved < message.limit:
             message.queued = True
             self._queue.append(message)
+        if referenced:
+            return
         if written:
             operation.sent(message, nbytes)
         else:
             self._inflight = message, nbytes
+
+    def _frame(self, message: Message, flags: int, moved: int, nbytes: int) -> tuple[bytes, memoryview | None]:
+        operation = message.operation
+        group, op, fingerprint = operation.comm.id, operation.id, operation.fingerprint
+        offset, total = moved & 0xFFFFFFFF, message.total & 0xFFFFFFFF
+        header = _pack(_DATA, flags, message.step, group, op, fingerprint, offset, nbytes, total)
+        return header, message.view[moved : moved + nbytes] if nbytes else None
+
+    def _place_of(self, message: Message) -> tuple[int, int] | None:
+        """Return where the peer can read in place what is to be sent next, if that pays."""
+        if self.shared is None or self.shared is not self.link:
+            return None
+        attach = message.total >= message.operation.single_copy_from
+        return self.shared.place_of(message.view[message.moved :], attach=attach)
+
+    def _refer(self, message: Message, place: tuple[int, int], flags: int, nbytes: int) -> bool:
+        """Send a frame whose payload the peer reads in place; False if there is no space."""
+        assert self.shared is not None
+        header, _ = self._frame(message, flags, message.moved, nbytes)
+        return self.shared.write_reference(header, place, message.operation, partial(self._sent, message, nbytes))
+
+    def _sent(self, message: Message, nbytes: int) -> None:
+        """The memory of that many bytes may be overwritten."""
+        try:
+            message.operation.sent(message, nbytes)
+        except Exception as error:
+            message.operation.comm.crashed(error)
 
     def _ask(self, link: Link, message: Message) -> None:
         if message.blocked:
@@ -392,6 +422,8 @@ class Channel:
     def drop(self, operation: Operation) -> None:
         """Forget the blocked messages of a failed operation, and where its payload was to go."""
         self._blocked.pop(operation, None)
+        if self.shared is not None:
+            self.shared.void(operation)
         if self.receiving is operation:
             self.receiving = None
             if self.link is not None:

@@ -125,6 +125,11 @@ class Operation:
         self.promised = NOBODY
         self._put_off = False
 
+    @property
+    def single_copy_from(self) -> float:
+        """Bytes of a message from which it pays to have the peer read it in the memory of this process."""
+        return self.comm.tuning.single_copy.moved
+
     def enter(self) -> None:
         """Start: send what can be sent, use what has arrived early."""
         raise NotImplementedError

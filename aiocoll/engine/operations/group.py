@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.errors import GroupError
 from aiocoll.runtime import Runtime
@@ -98,6 +99,7 @@ class Group(Protocol):
         timeout: default timeout of an operation, in seconds.
         chunk_nbytes: size of a chunk in shared memory if all ranks share memory; else 0.
         small_nbytes: of a small slot in that memory.
+        tuning: measured speed of the machine.
         runtime: clock and timers.
         scratch: memory for partial results.
         refused: collectives that failed without revoking the group.
@@ -112,6 +114,7 @@ class Group(Protocol):
     timeout: float
     chunk_nbytes: int
     small_nbytes: int
+    tuning: Tuning
     runtime: Runtime
     scratch: Scratch
     refused: set[int | tuple[str, int]]

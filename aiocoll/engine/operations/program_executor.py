@@ -78,6 +78,12 @@ class ProgramExecutor(Operation):
         self._local: deque[int] | None = None
         self._working = False
 
+    @property
+    def single_copy_from(self) -> float:
+        """As the peer copies, or reduces, what is sent."""
+        thresholds = self.comm.tuning.single_copy
+        return thresholds.moved if self._plan.kernel is None else thresholds.reduced
+
     def enter(self) -> None:
         """Start every action that waits for nothing."""
         plan = self._plan

@@ -11,6 +11,7 @@ order, and which segments of memory the other end may map (`segment_sharing`). T
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +23,15 @@ from aiocoll.runtime import BUDGET, Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Sink
 from aiocoll.transport.byte_stream import ByteStream
-from aiocoll.transport.frame import SEGMENT, FrameKind
+from aiocoll.transport.frame import SEGMENT, FrameKind, Header
+from aiocoll.transport.shared_memory import MOST_BY_REFERENCE
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
 from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
+from aiocoll.transport.shm.process_memory import PeerMemory
+from aiocoll.transport.shm.references import InPlace, ReferenceReader, ReferenceWriter, UnreadableError
 from aiocoll.transport.shm.region import SharedRegion
-from aiocoll.transport.shm.ring import ENTRY, RingWriter
+from aiocoll.transport.shm.ring import ELSEWHERE, ENTRY, RingWriter
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
 from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
@@ -41,13 +45,18 @@ _unpack = ENTRY.unpack_from
 
 
 class Pair(NamedTuple):
-    """What the two ends have agreed on: memory, its layout, which direction is ours to write, and both doorbells."""
+    """What the two ends have agreed on: memory, its layout, which direction is ours to write, and both doorbells.
+
+    And the memory of the peer's process, None if this one cannot read it, and whether the peer can read this one's.
+    """
 
     region: SharedRegion
     layout: LinkLayout
     direction: int
     doorbell: Doorbell
     peer_doorbell: PeerDoorbell
+    peer_memory: PeerMemory | None
+    is_read: bool
 
 
 class ShmLink:
@@ -70,6 +79,8 @@ class ShmLink:
         "_out",
         "_peer_doorbell",
         "_receiving",
+        "_reference_reader",
+        "_references",
         "_refusing",
         "_ring",
         "_runtime",
@@ -84,6 +95,7 @@ class ShmLink:
         "chunks_out",
         "kind",
         "peer",
+        "place_of",
         "segment_sharing",
         "sink",
         "slot_reader",
@@ -93,7 +105,9 @@ class ShmLink:
     sink: Sink
     carrier = "shm"
 
-    def __init__(self, runtime: Runtime, stream: ByteStream, pair: Pair, peer: int, kind: ConnKind) -> None:
+    def __init__(
+        self, runtime: Runtime, stream: ByteStream, pair: Pair, in_place: InPlace, peer: int, kind: ConnKind
+    ) -> None:
         self.peer = peer
         self.kind = kind
         self._runtime = runtime
@@ -120,6 +134,9 @@ class ShmLink:
         self._taken = theirs.taken
         self._ring = theirs.ring
         self._end = theirs.lines
+        self._references = ReferenceWriter(self._out, self.segment_sharing, in_place, attach=pair.is_read)
+        self.place_of = self._references.find
+        self._reference_reader = ReferenceReader(self.segment_sharing, pair.peer_memory, in_place)
         self._next = 1
         # Index of the word in which the next stamp will be.
         self._at = self._ring >> 3
@@ -135,7 +152,7 @@ class ShmLink:
     @property
     def writable(self) -> bool:
         """Whether nothing waits to be handed over."""
-        return not self._kept
+        return not self._kept and not self._references.full
 
     @property
     def shared(self) -> ShmLink:
@@ -175,14 +192,30 @@ class ShmLink:
         self._runtime.call_soon(self.poll)
         return False
 
+    def write_reference(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
+        """Send one frame whose payload the peer reads where it lies; False if there is no space."""
+        written = not self._kept and not self._ending and self._references.write(header, place, owner, read)
+        if written:
+            self._peer_doorbell.ring()
+        return written
+
+    def void(self, owner: object) -> None:
+        """What the peer has not read of `owner` may change from now on."""
+        if self._references and not self._closed:
+            self._references.void(owner)
+
     def poll(self) -> bool:
         """Hand out what has arrived, for at most `BUDGET` seconds, and send what had to wait."""
         moved = self._flush() if self._kept else False
+        if self._references:
+            moved = self._collect() or moved
         if self._words[self._at] != self._next or not self._started or self._receiving:
             return moved
         self._receiving = True
         try:
             self._receive()
+        except UnreadableError as error:
+            self._lost(error)
         except Exception as error:
             self._refuse(error)
         finally:
@@ -226,6 +259,7 @@ class ShmLink:
         self._stream.close()
         # The memory goes with the last view of it.
         self._memory, self._words, self._at = _NOTHING, _SILENCE, 0
+        self._references.close()
         del self._out
 
     def purge(self, group: int) -> None:
@@ -259,13 +293,17 @@ class ShmLink:
                 order()
             entry = _unpack(memory, (self._at << 3) + 8)
             place, length, number = entry[0], entry[8], self._next
-            if length > SEGMENT or entry[1] not in _KINDS or not self._ring <= place <= self._end - length:
+            if place & ELSEWHERE:
+                if not self._take_reference(place ^ ELSEWHERE, entry[1:], deadline):
+                    return
+            elif length > SEGMENT or entry[1] not in _KINDS or not self._ring <= place <= self._end - length:
                 raise ProtocolError(f"rank {self.peer} wrote a frame of kind {entry[1]} and length {length}")
-            self._next = number + 1
-            self._at = (self._ring + number % ENTRIES * LINE) >> 3
-            deliver(self, entry[1:], memory[place : place + length] if length else _NOTHING)
+            else:
+                deliver(self, entry[1:], memory[place : place + length] if length else _NOTHING)
             if self._closed:
                 return
+            self._next = number + 1
+            self._at = (self._ring + number % ENTRIES * LINE) >> 3
             if order is not None:
                 order()
             words[self._taken] = number
@@ -277,6 +315,29 @@ class ShmLink:
         self._doorbell.fences.full()
         if words[self._writer_waiting]:
             self._peer_doorbell.ring()
+
+    def _take_reference(self, segment: int, header: Header, deadline: float) -> bool:
+        """Hand out a frame whose payload lies elsewhere; False if there is more to read in the next turn."""
+        if header[0] != FrameKind.DATA or not 0 < header[7] <= MOST_BY_REFERENCE:
+            raise ProtocolError(f"rank {self.peer} wrote a frame of kind {header[0]} and length {header[7]}")
+        ticks = self._runtime.ticks
+        entry = self._words[self._at : self._at + LINE // 8]
+        taken = self._reference_reader.take(self, segment, entry, header, lambda: ticks() > deadline)
+        if not taken and not self._closed:
+            self._runtime.call_soon(self.poll)
+        return taken
+
+    def _collect(self) -> bool:
+        """Say of what the peer has read that it is."""
+        references = self._references
+        was_full = references.full
+        found = references.collect()
+        if found and not self._closed:
+            if not references and not self._kept:
+                self._out.cancel_wakeup()
+            if was_full and self.writable:
+                self.sink.drained(self)
+        return found
 
     def _flush(self) -> bool:
         if self._failed:
@@ -294,7 +355,8 @@ class ShmLink:
             self._peer_doorbell.ring()
         if kept:
             return moved
-        self._out.cancel_wakeup()
+        if not self._references:
+            self._out.cancel_wakeup()
         if self._ending:
             self._shutdown()
         self.sink.drained(self)

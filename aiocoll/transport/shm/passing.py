@@ -2,9 +2,13 @@
 
     dialler                                          acceptor
     makes the region
-    offer, [region, page, eventfd]  --->             maps the region
+    offer, [region, page, eventfd]  --->             maps the region, reads the word
                                     <---             answer, [page, eventfd]
+    reads the word
     agreement                       --->
+
+Offer and answer say where in the process a secret word lies, and which one; answer and agreement, whether the other's
+could be read there (`process_memory`).
 
 Each of these may be a refusal, and then the socket itself is the link. The dialler sends the last message, as in the
 handshake: until then it may give up and dial again, and no end has a link that the other has not.
@@ -18,21 +22,38 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from aiocoll.transport.shm.descriptors import check_eventfd, recv_fds
 from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
 from aiocoll.transport.shm.layout import LinkLayout
 from aiocoll.transport.shm.link import Pair
+from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, peer_memory
 from aiocoll.transport.shm.region import PAGE, SharedRegion, open_region
 
 __all__ = ["NotSharedError", "accept", "decline", "propose"]
 
-#: Whether there is something, and the number of ranks that the layout is made for.
-_MESSAGE = struct.Struct("<?3xI")
-_NO = _MESSAGE.pack(False, 0)
-_YES = _MESSAGE.pack(True, 0)
+_MESSAGE = struct.Struct("<??2xIQQ")
 _OFFERED_FDS = 3
 _ANSWERED_FDS = 2
+
+
+class _Message(NamedTuple):
+    """What is said.
+
+    Attributes:
+        agreed: whether there is something.
+        reads: whether the memory of the other process can be read.
+        ranks: number of ranks that the layout is made for.
+        address: of the secret word; 0 if the memory shall not be read.
+        word: which it is.
+    """
+
+    agreed: bool
+    reads: bool = False
+    ranks: int = 0
+    address: int = 0
+    word: int = 0
 
 
 class NotSharedError(Exception):
@@ -41,31 +62,39 @@ class NotSharedError(Exception):
 
 def decline(sock: socket.socket) -> None:
     """Refuse."""
-    sock.send(_NO)
+    sock.send(_MESSAGE.pack(*_Message(agreed=False)))
 
 
-async def propose(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell) -> Pair | None:
+async def propose(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell, memory: OwnMemory | None) -> Pair | None:
     """Offer shared memory; None if the peer declines.
+
+    Args:
+        sock: connected to the peer.
+        layout: of the region.
+        doorbell: of this rank.
+        memory: of this process; None if the ends shall not read each other's.
 
     Raises:
         NotSharedError: there is none to offer, or the peer's doorbell cannot be taken.
         OSError: the peer closed the connection.
         ProtocolError: what it passed is no doorbell.
     """
-    region = await _offer(sock, layout, doorbell)
-    peer_doorbell = None
+    region = await _offer(sock, layout, doorbell, memory)
+    found = None
     try:
-        peer_doorbell = await _agree(sock, doorbell)
+        found = await _agree(sock, doorbell, memory)
     finally:
-        if peer_doorbell is None:
+        if found is None:
             region.close()  # a traceback may keep the rest
-    return None if peer_doorbell is None else Pair(region, layout, 0, doorbell, peer_doorbell)
+    return None if found is None else Pair(region, layout, 0, doorbell, *found)
 
 
-async def _agree(sock: socket.socket, doorbell: Doorbell) -> PeerDoorbell | None:
-    """Take the answer and send the last message."""
-    (agreed, _), fds = await _receive(sock, _ANSWERED_FDS)
-    if not agreed:
+async def _agree(
+    sock: socket.socket, doorbell: Doorbell, memory: OwnMemory | None
+) -> tuple[PeerDoorbell, PeerMemory | None, bool] | None:
+    """Take the answer and send the last message; return the last three of a `Pair`."""
+    answer, fds = await _receive(sock, _ANSWERED_FDS)
+    if not answer.agreed:
         _close(fds)
         decline(sock)
         return None
@@ -75,18 +104,30 @@ async def _agree(sock: socket.socket, doorbell: Doorbell) -> PeerDoorbell | None
         decline(sock)
         raise NotSharedError(str(error)) from error
     try:
-        sock.send(_YES)
+        memory_there = _prove(sock, memory, answer)
+        sock.send(_MESSAGE.pack(*_Message(agreed=True, reads=memory_there is not None)))
     except BaseException:
         peer_doorbell.close()
         raise
-    return peer_doorbell
+    return peer_doorbell, memory_there, answer.reads
 
 
-async def _offer(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell) -> SharedRegion:
+def _shown(memory: OwnMemory | None) -> tuple[int, int]:
+    """Return the last two of a message: where the secret word of this process is, and which."""
+    return (0, 0) if memory is None else (memory.address, memory.word)
+
+
+def _prove(sock: socket.socket, memory: OwnMemory | None, said: _Message) -> PeerMemory | None:
+    """Read the secret word of the peer; None if it is not there, or not for us."""
+    return peer_memory(sock, said.address, said.word) if memory is not None and said.address else None
+
+
+async def _offer(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell, memory: OwnMemory | None) -> SharedRegion:
     try:
         fd, region = await SharedRegion.create(layout.nbytes, layout.directions[0].first())
         try:
-            socket.send_fds(sock, [_MESSAGE.pack(True, layout.ranks)], [fd, doorbell.page, doorbell.eventfd])
+            offer = _Message(True, False, layout.ranks, *_shown(memory))
+            socket.send_fds(sock, [_MESSAGE.pack(*offer)], [fd, doorbell.page, doorbell.eventfd])
         finally:
             os.close(fd)
     except ConnectionError:
@@ -97,57 +138,64 @@ async def _offer(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell) ->
     return region
 
 
-async def accept(sock: socket.socket, doorbell: Doorbell | None) -> Pair | None:
+async def accept(sock: socket.socket, doorbell: Doorbell | None, memory: OwnMemory | None) -> Pair | None:
     """Take what the peer offers; None if it offers nothing, or (with `doorbell` None) this rank wants nothing.
+
+    Args:
+        sock: connected to the peer.
+        doorbell: of this rank.
+        memory: as for `propose`.
 
     Raises:
         NotSharedError: it cannot be taken.
         OSError: the peer closed the connection.
         ProtocolError: it is not what it should be.
     """
-    (offered, ranks), fds = await _receive(sock, _OFFERED_FDS)
-    if not offered:
+    offer, fds = await _receive(sock, _OFFERED_FDS)
+    if not offer.agreed:
         _close(fds)
         return None
     if doorbell is None:
         _close(fds)
         decline(sock)
-        await _is_agreed(sock)
+        await _receive_last(sock)
         return None
-    layout = LinkLayout(ranks)
+    layout = LinkLayout(offer.ranks)
     try:
         region, peer_doorbell = _map(fds, layout, doorbell)
     except OSError as error:
         decline(sock)
-        await _is_agreed(sock)
+        await _receive_last(sock)
         raise NotSharedError(str(error)) from error
-    agreed = False
+    last = _Message(agreed=False)
     try:
-        agreed = await _answer(sock, doorbell)
+        memory_there = _prove(sock, memory, offer)
+        answer = _Message(True, memory_there is not None, 0, *_shown(memory))
+        last = await _answer(sock, doorbell, answer)
     finally:
-        if not agreed:
+        if not last.agreed:
             peer_doorbell.close()
             region.close()
-    return Pair(region, layout, 1, doorbell, peer_doorbell) if agreed else None
+    return Pair(region, layout, 1, doorbell, peer_doorbell, memory_there, last.reads) if last.agreed else None
 
 
-async def _answer(sock: socket.socket, doorbell: Doorbell) -> bool:
+async def _answer(sock: socket.socket, doorbell: Doorbell, answer: _Message) -> _Message:
     try:
-        socket.send_fds(sock, [_YES], [doorbell.page, doorbell.eventfd])
+        socket.send_fds(sock, [_MESSAGE.pack(*answer)], [doorbell.page, doorbell.eventfd])
     except ConnectionError:
         raise
     except OSError as error:
         decline(sock)
-        await _is_agreed(sock)
+        await _receive_last(sock)
         raise NotSharedError(str(error)) from error
-    return await _is_agreed(sock)
+    return await _receive_last(sock)
 
 
-async def _is_agreed(sock: socket.socket) -> bool:
+async def _receive_last(sock: socket.socket) -> _Message:
     """Wait for the dialler's last message."""
-    (agreed, _), fds = await _receive(sock, 0)
+    last, fds = await _receive(sock, 0)
     _close(fds)
-    return agreed
+    return last
 
 
 def _map(fds: list[int], layout: LinkLayout, doorbell: Doorbell) -> tuple[SharedRegion, PeerDoorbell]:
@@ -189,7 +237,7 @@ def _lost(fds: Sequence[int]) -> OSError:
     return OSError(errno.EMFILE, "descriptors were lost on the way: too many open files")
 
 
-async def _receive(sock: socket.socket, most: int) -> tuple[tuple[bool, int], list[int]]:
+async def _receive(sock: socket.socket, most: int) -> tuple[_Message, list[int]]:
     loop = asyncio.get_running_loop()
     while True:
         readable = loop.create_future()
@@ -206,7 +254,7 @@ async def _receive(sock: socket.socket, most: int) -> tuple[tuple[bool, int], li
     if len(data) != _MESSAGE.size:
         _close(fds)
         raise ConnectionResetError("it closed the connection before memory was shared")
-    return _MESSAGE.unpack(data), fds
+    return _Message(*_MESSAGE.unpack(data)), fds
 
 
 def _set(future: asyncio.Future[None]) -> None:

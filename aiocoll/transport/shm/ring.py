@@ -3,9 +3,12 @@
 An entry is one cache line:
 
      0  u64  stamp    number of the entry, counted from 1; written last
-     8  u64  place    of the payload in the region, in bytes
+     8  u64  place    of the payload in the region, in bytes; or, with the top bit, of a payload that lies elsewhere: in
+                      the segment of the writer's that has this number, or with 0 in the memory of its process
     16       header   of the frame, 32 bytes
-    48       payload, if it has at most 16 bytes
+    48       payload, if it has at most 16 bytes; or
+    48  u64  address  of the payload, in the segment or in the process
+    56  u64  void     not 0: what is there may have changed
 
 Larger payloads lie in the data area, each in one piece, in the order of their entries; the reader tells how many
 entries it has taken, which frees them in that order. While the reader keeps up, the writer begins at the front of the
@@ -25,10 +28,14 @@ from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import ENTRIES, FIRST, LINE, Direction
 from aiocoll.transport.shm.region import SharedRegion, no_memory
 
-__all__ = ["ENTRY", "RingWriter"]
+__all__ = ["ADDRESS", "ELSEWHERE", "ENTRY", "VOID", "RingWriter"]
 
 _INLINE = 48
 _INLINE_NBYTES = LINE - _INLINE
+#: Words of an entry, from its begin.
+ADDRESS, VOID = 6, 7
+#: The bit of a place that is not in the region.
+ELSEWHERE = 1 << 63
 
 #: place, then the fields of the frame's header.
 ENTRY = struct.Struct("<Q" + HEADER.format.lstrip("<"))
@@ -93,6 +100,38 @@ class RingWriter:
             self._order()
         words[at >> 3] = self._sent = number
         return True
+
+    def point(self, header: bytes, segment: int, address: int) -> int:
+        """Write one frame whose payload stays where it is; return the entry's number, 0 if there is no space.
+
+        Args:
+            header: of the frame.
+            segment: number of the segment in which it lies; 0 if it is in no segment.
+            address: where it begins there, or in this process.
+        """
+        words, number = self._words, self._sent
+        if number - words[self._taken] >= ENTRIES:
+            return 0
+        at = self._ring + number % ENTRIES * LINE
+        number += 1
+        _pack(self._memory, at + 8, ELSEWHERE | segment, header)
+        word = at >> 3
+        words[word + ADDRESS], words[word + VOID] = address, 0
+        if self._order is not None:
+            self._order()
+        words[word] = self._sent = number
+        return number
+
+    def void(self, number: int) -> None:
+        """Tell the reader, if it has not taken that entry, that its payload may change from now on."""
+        if self.taken < number:
+            self._words[(self._ring + (number - 1) % ENTRIES * LINE >> 3) + VOID] = 1
+            self._full()
+
+    @property
+    def taken(self) -> int:
+        """Entries the reader is done with."""
+        return self._words[self._taken]
 
     def request_wakeup(self) -> None:
         """Ask the reader to ring the doorbell once it has freed space."""

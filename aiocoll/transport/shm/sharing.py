@@ -15,6 +15,7 @@ from aiocoll.transport.shm.fence import fences
 from aiocoll.transport.shm.layout import LinkLayout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.passing import NotSharedError
+from aiocoll.transport.shm.references import InPlace
 from aiocoll.transport.shm.registered_memory import RegisteredMemory
 
 __all__ = ["Sharing"]
@@ -29,6 +30,7 @@ class Sharing:
         ranks: how many ranks this host may have at most.
         watcher: whose loop it is.
         wanted: whether the options ask for shared memory.
+        single_copy: whether ranks may read each other's memory.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Sharing:
         watcher: Watcher,
         *,
         wanted: bool,
+        single_copy: bool,
     ) -> None:
         self._runtime = runtime
         self._rank = rank
@@ -46,8 +49,9 @@ class Sharing:
         self._layout = LinkLayout(ranks)
         self._fences = fences() if wanted else None
         self._doorbell: Doorbell | None = None
-        #: Memory of this rank that peers read in place.
         self.registered_memory = RegisteredMemory(runtime.loop)
+        #: What peers may read where it lies.
+        self.in_place = InPlace(self.registered_memory, runtime.random_bytes if single_copy else None)
         #: Why there is none, as far as this rank is concerned; None as long as there is.
         self.trouble: str | None = None
         if not wanted:
@@ -68,12 +72,12 @@ class Sharing:
         if doorbell is None:
             passing.decline(sock)
             return None
-        return await self._agree(passing.propose(sock, self._layout, doorbell), doorbell)
+        return await self._agree(passing.propose(sock, self._layout, doorbell, self.in_place.memory), doorbell)
 
     async def accept(self, sock: socket.socket) -> Pair | None:
         """Take the memory that the dialling rank offers; None if the socket has to do."""
         doorbell = self._hold()
-        return await self._agree(passing.accept(sock, doorbell), doorbell)
+        return await self._agree(passing.accept(sock, doorbell, self.in_place.memory), doorbell)
 
     async def _agree(self, passed: Coroutine[Any, Any, Pair | None], doorbell: Doorbell | None) -> Pair | None:
         """Return what the two ends agree on; the reference to `doorbell` goes with it, or is dropped."""

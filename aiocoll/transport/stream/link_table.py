@@ -100,7 +100,7 @@ class LinkTable:
             return None
         link: StreamLink | ShmLink
         if pair is not None:
-            link = ShmLink(self._runtime, stream, pair, *key)
+            link = ShmLink(self._runtime, stream, pair, self.sharing.in_place, *key)
         else:
             if striped:
                 stream = self._striped[peer.rank] = StripedStream(self._runtime.loop, stream)

@@ -65,6 +65,7 @@ class StreamTransport:
         key: the job key; None only as long as nothing leaves this host.
         transport: `"tcp"`, `"unix"`, `"shm"` (one host; data through shared memory), or `"auto"`: as `"shm"` between
             ranks of one host, TCP between hosts.
+        single_copy: whether ranks of one host may read large arrays in each other's memory.
         host_id: pretend to be on another host (for tests).
         epoch: of the job; ranks of another epoch are refused.
         connect_timeout: seconds after which `connect` gives up.
@@ -89,6 +90,7 @@ class StreamTransport:
         key: bytes | None,
         *,
         transport: Literal["auto", "tcp", "unix", "shm"] = "auto",
+        single_copy: bool = True,
         host_id: str | None = None,
         epoch: int = 0,
         connect_timeout: float = 300.0,
@@ -117,7 +119,9 @@ class StreamTransport:
         self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
         self._background: set[asyncio.Task[None]] = set()
         wanted = transport in ("auto", "shm")
-        self._links = LinkTable(runtime, Sharing(runtime, rank, world_size, self, wanted=wanted))
+        self._links = LinkTable(
+            runtime, Sharing(runtime, rank, world_size, self, wanted=wanted, single_copy=single_copy)
+        )
         self.registered_memory = self._links.sharing.registered_memory
         self._crossing = Crossing(rank, world_size, self._links)
         self._dialler = Dialler(

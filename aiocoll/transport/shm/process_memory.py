@@ -1,0 +1,151 @@
+"""The memory of another process of this host, read where it lies, if the kernel gives leave: one copy instead of two.
+
+The kernel lets a process read another one as it would let it be debugged (`process_vm_readv`): of the same user, unless
+Yama, a seccomp filter or missing capabilities forbid it. Two ranks prove it when they open their link, each by reading
+the other's secret word. The word is read again with everything else, since the number of a process that has ended may
+be another one's by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["OwnMemory", "PeerMemory", "address_of", "can_read", "peer_memory", "permit"]
+
+_WORD = 8
+_PR_SET_PTRACER = 0x59616D61
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class OwnMemory:
+    """What a peer has to know to read this process: where a secret word lies, and what it is.
+
+    Args:
+        random_bytes: makes the word.
+
+    Attributes:
+        address, word: of the secret word.
+    """
+
+    __slots__ = ("_kept", "_self", "address", "word")
+
+    def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
+        self._kept = ctypes.c_uint64.from_buffer_copy(random_bytes(_WORD))
+        self.word = self._kept.value
+        self.address = ctypes.addressof(self._kept)
+        self._self = PeerMemory(os.getpid(), self.address, self.word)
+
+    def can_show(self, address: int) -> bool:
+        """Whether peers that may read this process can read there: not what a device has mapped into it."""
+        try:
+            self._self.read(address, memoryview(bytearray(1)))
+        except OSError:
+            return False
+        return True
+
+
+class PeerMemory:
+    """The memory of one process.
+
+    Args:
+        pid: of the process.
+        address, word: of its secret word.
+    """
+
+    __slots__ = ("_found", "_local", "_pid", "_readv", "_remote", "_word")
+
+    def __init__(self, pid: int, address: int, word: int) -> None:
+        self._readv = _process_vm_readv()
+        self._pid = pid
+        self._word = word
+        self._found = ctypes.c_uint64()
+        self._local = (_IoVec * 2)(_IoVec(ctypes.addressof(self._found), _WORD))
+        self._remote = (_IoVec * 2)(_IoVec(address, _WORD))
+
+    def read(self, address: int, into: memoryview) -> None:
+        """Fill `into`, which may be written to, from the address on.
+
+        Raises:
+            ProcessLookupError: the process has ended.
+            PermissionError: the kernel gives no leave.
+            OSError: that memory is not there.
+        """
+        local, remote = self._local[1], self._remote[1]
+        nbytes = local.nbytes = remote.nbytes = into.nbytes
+        local.base = address_of(into)
+        remote.base = address
+        self._found.value = ~self._word & 0xFFFFFFFFFFFFFFFF
+        got = self._readv(self._pid, self._local, 2, self._remote, 2, 0)
+        if got < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        if self._found.value != self._word:
+            raise ProcessLookupError(errno.ESRCH, "another process has its number")
+        if got != nbytes + _WORD:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+
+def peer_memory(sock: socket.socket, address: int, word: int) -> PeerMemory | None:
+    """Return the memory of the process at the other end of a unix socket; None if this rank cannot read it.
+
+    Args:
+        sock: connected; the peer is authenticated.
+        address: of the peer's secret word, as it says.
+        word: which that is.
+    """
+    pid, _, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if pid <= 0:  # in a pid namespace that this one does not see
+        return None
+    try:
+        memory = PeerMemory(pid, address, word)
+        memory.read(address, memoryview(bytearray(_WORD)))
+    except OSError:
+        return None
+    return memory
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of the first byte of a contiguous view that is not empty."""
+    if not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def permit(pid: int) -> None:
+    """Let a process read this one, and all that it has started, where Yama would let only the parents of this one.
+
+    See prctl(2), PR_SET_PTRACER; without Yama nothing changes.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+def can_read() -> str | None:
+    """Return why this process can read no other one, as far as it can tell alone; None if nothing is against it."""
+    try:
+        own = OwnMemory(bytes)
+    except OSError as error:
+        return str(error)
+    return None if own.can_show(own.address) else "the kernel refuses process_vm_readv even on this process itself"
+
+
+def _process_vm_readv() -> Any:
+    try:
+        call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except (OSError, AttributeError):
+        raise OSError(errno.ENOSYS, "this system has no process_vm_readv") from None
+    call.restype = ctypes.c_ssize_t
+    # Not `argtypes`: the arrays are passed as pointers all the same, and faster.
+    return call

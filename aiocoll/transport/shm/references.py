@@ -1,0 +1,224 @@
+"""Frames whose payload stays where the writer has it, in a segment or in its process, and is read there: one copy.
+
+    writer                                          reader
+    entry with an address  ---------------------->  reads a piece, hands it out, reads the next ...
+    the payload may be overwritten  <-------------  has taken the entry
+
+A piece is read to where it belongs, if that is known. Else it is read into scratch memory that stays in the cache, and
+reduced from there. A writer that fails before all is read voids the entry: the reader looks after each piece that it
+has read, and drops the rest.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from aiocoll.transport.base import Link
+from aiocoll.transport.frame import SEGMENT, Header
+from aiocoll.transport.shared_memory import RegisteredMemory
+from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_of, can_read
+from aiocoll.transport.shm.ring import ADDRESS, VOID, RingWriter
+from aiocoll.transport.shm.segment_sharing import SegmentSharing
+
+__all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "UnreadableError"]
+
+_BYTE = np.dtype(np.uint8)
+#: Frames that may be unread: one is read while the next is written.
+_MOST_UNREAD = 2
+
+
+class InPlace:
+    """The memory of a rank that has to do with payloads that are read in place.
+
+    Args:
+        registered_memory: its segments.
+        random_bytes: makes the secret word of its process; None if peers shall not read that.
+    """
+
+    def __init__(self, registered_memory: RegisteredMemory, random_bytes: Callable[[int], bytes] | None) -> None:
+        self.registered_memory = registered_memory
+        self._random_bytes = random_bytes
+
+    @cached_property
+    def memory(self) -> OwnMemory | None:
+        """That of its process; None if peers shall not, or cannot, read it."""
+        return None if self._random_bytes is None or can_read() is not None else OwnMemory(self._random_bytes)
+
+    @cached_property
+    def scratch(self) -> memoryview:
+        """Where payloads of others are read that have no other place; made when the first one is."""
+        return np.empty(SEGMENT, np.uint8).data
+
+
+class _Unread(NamedTuple):
+    """A frame that the reader has not taken.
+
+    Attributes:
+        number: of its entry.
+        owner: whose payload it is.
+        read: called once it is read.
+    """
+
+    number: int
+    owner: object
+    read: Callable[[], None]
+
+
+class ReferenceWriter:
+    """The writer's end.
+
+    Args:
+        out: the ring.
+        sharing: of segments.
+        own: memory of this rank.
+        attach: whether the peer can read the memory of this process.
+    """
+
+    __slots__ = ("_memory", "_out", "_registered_memory", "_sharing", "_unread")
+
+    def __init__(self, out: RingWriter, sharing: SegmentSharing, own: InPlace, *, attach: bool) -> None:
+        self._out = out
+        self._sharing = sharing
+        self._registered_memory, self._memory = own.registered_memory, own.memory if attach else None
+        self._unread: deque[_Unread] = deque()
+
+    @property
+    def full(self) -> bool:
+        """Whether one has to be read before the next is written."""
+        return len(self._unread) >= _MOST_UNREAD
+
+    def __bool__(self) -> bool:
+        """Whether there are frames that have not been read."""
+        return bool(self._unread)
+
+    def find(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
+        """Return the segment and the address at which the peer can read a payload; None if it cannot.
+
+        Args:
+            payload: with at least a byte.
+            attach: the memory of this process may be read, besides segments.
+        """
+        segments = self._registered_memory.segments
+        found = self._registered_memory.find(np.frombuffer(payload, np.uint8)) if segments else None
+        if found is not None and self._sharing.can_map(found[0]):
+            return found[0].number, found[1]
+        if not attach or self._memory is None:
+            return None
+        address = address_of(payload)
+        return (0, address) if self._memory.can_show(address) else None
+
+    def write(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
+        """Write a frame whose payload is at `place`; False if the ring is full."""
+        # Before the entry: the reader looks whether it is wanted after it has taken that.
+        self._out.request_wakeup()
+        number = self._out.point(header, *place)
+        if number:
+            self._unread.append(_Unread(number, owner, read))
+        return number > 0
+
+    def collect(self) -> bool:
+        """Say of what has been read that it is; whether there was any."""
+        unread, taken, found = self._unread, self._out.taken, False
+        while unread and unread[0].number <= taken:
+            unread.popleft().read()
+            found = True
+        return found
+
+    def close(self) -> None:
+        """The link has ended: nobody reads any more."""
+        self._unread.clear()
+        del self._out  # the memory goes with the last view of it
+
+    def void(self, owner: object) -> None:
+        """What `owner` has written may change from now on."""
+        for frame in self._unread:
+            if frame.owner is owner:
+                self._out.void(frame.number)
+
+
+class UnreadableError(ConnectionResetError):
+    """The memory that a frame points to cannot be read: its process is gone, or withdrew leave."""
+
+
+class _Receiver(Link, Protocol):
+    """The link that hands out what is read."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+
+
+class ReferenceReader:
+    """The reader's end.
+
+    Args:
+        sharing: of segments.
+        memory: of the peer's process; None if it cannot be read.
+        own: memory of this rank.
+    """
+
+    __slots__ = ("_memory", "_moved", "_own", "_sharing")
+
+    def __init__(self, sharing: SegmentSharing, memory: PeerMemory | None, own: InPlace) -> None:
+        self._sharing = sharing
+        self._memory = memory
+        self._own = own
+        # Bytes of the present frame that have been handed out.
+        self._moved = 0
+
+    def take(
+        self, link: _Receiver, segment: int, entry: memoryview, header: Header, is_over: Callable[[], bool]
+    ) -> bool:
+        """Read a frame and hand it out piece by piece; False if time is over before the end, or the link has closed.
+
+        Args:
+            link: the end of the link that receives.
+            segment: where the payload lies; 0 for the process.
+            entry: the words of the entry in the ring.
+            header: of the frame.
+            is_over: whether this has taken long enough.
+
+        Raises:
+            UnreadableError: the memory is not there any more.
+        """
+        kind, flags, step, group, op, fingerprint, offset, length, total = header
+        while not entry[VOID]:
+            moved = self._moved
+            nbytes = min(length - moved, SEGMENT)
+            piece = (kind, flags, step, group, op, fingerprint, offset + moved & 0xFFFFFFFF, nbytes, total)
+            place = link.sink.route(link, piece)
+            into = self._own.scratch[:nbytes] if place is None else place
+            try:
+                self._read(segment, entry[ADDRESS] + moved, into)
+            except OSError as error:
+                if not entry[VOID]:
+                    raise UnreadableError(error.errno, f"cannot read the memory of its process: {error}") from None
+            if entry[VOID]:
+                break
+            link.sink.deliver(link, piece, into if place is None else None)
+            if link.closed:
+                return False
+            self._moved = moved + nbytes
+            if self._moved == length:
+                break
+            if is_over():
+                return False
+        self._moved = 0
+        return True
+
+    def _read(self, segment: int, address: int, into: memoryview) -> None:
+        if segment:
+            found = self._sharing.read(segment, address, _BYTE, into.nbytes)
+            if found is None:
+                raise OSError(errno.EFAULT, "it is in no segment that its rank has shared")
+            into[:] = found.data
+        elif self._memory is None:
+            raise OSError(errno.EPERM, "this process has no leave to read it")
+        else:
+            self._memory.read(address, into)

@@ -1,0 +1,231 @@
+"""Memory of other processes: what is read, and who may not."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_of, can_read, peer_memory, permit
+
+pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+NOBODY = 65534
+PAGE = mmap.PAGESIZE
+IMPORTS = (
+    "import ctypes, os, sys\n"
+    "from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_of, can_read, permit"
+)
+
+
+class Shown:
+    """A child that shows its memory, and what it has in it; it runs some statements before."""
+
+    def __init__(self, before: str = "") -> None:
+        code = (
+            f"{IMPORTS}\n{before}\n"
+            "own = OwnMemory(os.urandom)\n"
+            "text = bytearray(b'what it has')\n"
+            "print(own.address, own.word, address_of(memoryview(text)), flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+        assert self.process.stdout is not None
+        self.address, self.word, self.text = map(int, self.process.stdout.readline().split())
+
+    def memory(self) -> PeerMemory:
+        return PeerMemory(self.process.pid, self.address, self.word)
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+
+@contextmanager
+def shown(before: str = "") -> Iterator[Shown]:
+    child = Shown(before)
+    try:
+        yield child
+    finally:
+        child.end()
+
+
+def read(memory: PeerMemory, address: int, nbytes: int) -> bytes:
+    into = bytearray(nbytes)
+    memory.read(address, memoryview(into))
+    return bytes(into)
+
+
+def test_another_process_is_read() -> None:
+    with shown() as child:
+        memory = child.memory()
+        assert read(memory, child.text, 11) == b"what it has"
+        assert read(memory, child.text + 5, 2) == b"it"
+
+
+def test_a_process_that_has_ended() -> None:
+    with shown() as child:
+        memory = child.memory()
+        child.end()
+        with pytest.raises(ProcessLookupError):
+            read(memory, child.text, 11)
+
+
+def test_another_process_with_the_same_number() -> None:
+    """It has something else where the secret word was: nothing of it is handed out."""
+    with shown() as child:
+        memory = PeerMemory(child.process.pid, child.address, child.word ^ 1)
+        with pytest.raises(ProcessLookupError, match="another process has its number"):
+            read(memory, child.text, 11)
+        memory = PeerMemory(child.process.pid, 8, child.word)
+        with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
+            read(memory, child.text, 11)
+
+
+def test_a_word_that_happens_to_be_here_is_not_taken_for_one_that_was_read() -> None:
+    """A word of zeros, or of ones, is a word like others."""
+    for word in (0, (1 << 64) - 1):
+        held = ctypes.c_uint64(word)
+        memory = PeerMemory(os.getpid(), ctypes.addressof(held), word)
+        assert read(memory, ctypes.addressof(held), 8) == word.to_bytes(8, sys.byteorder)
+        held.value ^= 1
+        with pytest.raises(ProcessLookupError):
+            read(memory, ctypes.addressof(held), 8)
+
+
+def test_memory_that_is_not_there() -> None:
+    own = OwnMemory(os.urandom)
+    memory = PeerMemory(os.getpid(), own.address, own.word)
+    pages = mmap.mmap(-1, 2 * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    assert protect(start + PAGE, PAGE, 0) == 0
+    assert own.can_show(start)
+    assert not own.can_show(start + PAGE)
+    assert read(memory, start, PAGE) == bytes(PAGE)
+    with pytest.raises(OSError, match=os.strerror(errno.EFAULT)):
+        read(memory, start + 1, PAGE)  # a part of it is
+    assert protect(start + PAGE, PAGE, 3) == 0
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_where_an_array_lies(readonly: bool) -> None:
+    array = np.arange(10.0)
+    view = memoryview(array).cast("B")
+    expected = array.__array_interface__["data"][0]
+    given = view.toreadonly() if readonly else view
+    assert address_of(given) == expected
+    assert address_of(given[24:]) == expected + 24
+
+
+def test_the_process_at_the_other_end_of_a_socket() -> None:
+    """Both are this one: it may always read itself."""
+    own = OwnMemory(os.urandom)
+    near, far = socket.socketpair()
+    with near, far:
+        found = peer_memory(near, own.address, own.word)
+        assert found is not None
+        assert read(found, own.address, 8) == own.word.to_bytes(8, sys.byteorder)
+        assert peer_memory(near, own.address, own.word ^ 1) is None
+        assert peer_memory(near, 8, own.word) is None
+
+
+DROP = f"os.setgid({NOBODY}); os.setuid({NOBODY})"
+#: A process that has changed its user may not be debugged until it says so.
+SHOW = f"{DROP}; ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE"
+
+
+def attempt(child: Shown, before: str) -> str:
+    """Have a process of its own read the child after some statements; return what it prints."""
+    code = (
+        f"{IMPORTS}\n{before}\n"
+        "into = bytearray(11)\n"
+        "try:\n"
+        f"    PeerMemory({child.process.pid}, {child.address}, {child.word}).read({child.text}, memoryview(into))\n"
+        "    print(into.decode())\n"
+        "except OSError as error:\n"
+        "    print(type(error).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+@root_only
+def test_without_privileges_only_those_of_the_same_user_may() -> None:
+    with shown() as of_root, shown(SHOW) as of_nobody, shown(DROP) as hidden:
+        assert attempt(of_root, DROP) == "PermissionError\n"
+        assert attempt(of_nobody, DROP) == "what it has\n"
+        assert attempt(hidden, DROP) == "PermissionError\n"
+        assert attempt(hidden, "") == "what it has\n", "root may"
+
+
+#: Of <linux/seccomp.h> and <linux/filter.h>: allow every system call but this one, which fails with EPERM.
+FILTER = """
+import struct
+from platform import machine
+number = {"x86_64": 310, "aarch64": 270}[machine()]  # process_vm_readv
+lines = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]
+program = b"".join(struct.pack("HBBI", *line) for line in lines)
+held = ctypes.create_string_buffer(program)
+filter_ = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(held))
+prctl = ctypes.CDLL(None).prctl
+assert prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert prctl(22, 2, ctypes.create_string_buffer(filter_), 0, 0) == 0  # PR_SET_SECCOMP
+"""
+
+
+def test_a_filter_that_refuses_the_call() -> None:
+    """As those of containers do; it is seen alone, without a peer."""
+    with shown() as child:
+        assert attempt(child, FILTER) == "PermissionError\n"
+        assert attempt(child, f"{FILTER}\nprint(can_read())").startswith("the kernel refuses process_vm_readv")
+
+
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+@root_only
+@pytest.mark.skipif(not YAMA.exists(), reason="this kernel has no Yama")
+@pytest.mark.skipif(YAMA.exists() and YAMA.read_text() != "1\n", reason="kernel.yama.ptrace_scope is not 1")
+def test_under_yama_what_has_the_same_parent_may_if_that_is_named() -> None:
+    with shown(SHOW) as silent, shown(f"permit(os.getppid())\n{SHOW}") as permitting:
+        assert attempt(silent, DROP) == "PermissionError\n"
+        assert attempt(permitting, DROP) == "what it has\n"
+
+
+def test_the_process_that_is_named_to_yama(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        def __init__(self) -> None:
+            self.calls: list[tuple[object, ...]] = []
+
+        def prctl(self, option: int, pid: ctypes.c_ulong, *rest: int) -> int:
+            self.calls.append((option, pid.value, *rest))
+            return -1  # as without Yama
+
+    library = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    permit(1234)
+    assert library.calls == [(0x59616D61, 1234, 0, 0, 0)]  # PR_SET_PTRACER
+
+
+def test_a_system_that_has_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno=False: object())
+    permit(1234)
+    assert "no process_vm_readv" in str(can_read())
+    near, far = socket.socketpair()
+    with near, far:
+        assert peer_memory(near, 8, 8) is None

@@ -1,0 +1,342 @@
+"""Frames whose payload the peer reads where it lies, in a segment or in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll.errors import ProtocolError
+from aiocoll.runtime import Runtime
+from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind, Header
+from aiocoll.transport.shared_memory import MOST_BY_REFERENCE
+from aiocoll.transport.shm.link import ShmLink
+from aiocoll.transport.shm.process_memory import can_read
+from aiocoll.transport.shm.references import UnreadableError
+from aiocoll.transport.shm.registered_memory import RegisteredMemory
+
+from ..ranks import until
+from .links import Recorder, frame, linked, shm_ends
+
+PROCESS = pytest.param(
+    "process", marks=pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
+)
+#: Sizes around those of a piece, and the longest.
+SIZES = (1, SEGMENT - 1, SEGMENT, SEGMENT + 1, MOST_BY_REFERENCE)
+
+
+@pytest.fixture(params=["segment", PROCESS])
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def by_reference(op: int, nbytes: int, kind: int = FrameKind.DATA, offset: int = 0) -> bytes:
+    return HEADER.pack(kind, 0, 0, 7, op, 0, offset, nbytes, nbytes & 0xFFFFFFFF)
+
+
+def registered_memory(link: ShmLink) -> RegisteredMemory:
+    """Return that of the rank that has the link."""
+    return link._references._registered_memory  # type: ignore[return-value]
+
+
+class Ends:
+    """Both ends of a link that has been started, and arrays of the near one."""
+
+    def __init__(self, near: ShmLink, far: ShmLink, where: str) -> None:
+        self.near, self.far = near, far
+        self.sent: Recorder = near.sink  # type: ignore[assignment]
+        self.got: Recorder = far.sink  # type: ignore[assignment]
+        self.read: list[object] = []
+        self._where = where
+
+    async def array(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Make an array of known bytes that the far end can read."""
+        if self._where == "segment":
+            array = await registered_memory(self.near).make(nbytes)
+        else:
+            array = np.empty(nbytes, np.uint8)
+        array[:] = np.arange(nbytes) % 251
+        await until(lambda: self.place(array) is not None)
+        return array
+
+    def place(self, array: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int] | None:
+        return self.near.place_of(memoryview(array), attach=self._where == "process")
+
+    def write(self, array: np.ndarray[Any, np.dtype[np.uint8]], op: int = 1, owner: object = None) -> bool:
+        place = self.place(array)
+        assert place is not None
+        assert (place[0] == 0) == (self._where == "process")
+        return self.near.write_reference(by_reference(op, array.nbytes), place, owner, lambda: self.read.append(op))
+
+
+@asynccontextmanager
+async def ends(where: str, runtime: Runtime | None = None) -> AsyncIterator[Ends]:
+    async with linked("shm", runtime) as (near, far):
+        near.start()
+        far.start()
+        try:
+            yield Ends(near, far, where)
+        finally:
+            registered_memory(near).close()
+
+
+def known(nbytes: int) -> bytes:
+    return (np.arange(nbytes) % 251).astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("placed", [False, True])
+async def test_it_comes_in_pieces_and_is_read_once(where: str, nbytes: int, placed: bool) -> None:
+    async with ends(where) as both:
+        found = bytearray(nbytes)
+
+        def place(header: Header) -> memoryview:
+            return memoryview(found)[header[6] : header[6] + header[7]]
+
+        if placed:
+            both.got.place = place
+        array = await both.array(nbytes)
+        assert both.write(array)
+        assert both.read == [], "the peer has not looked yet"
+        await until(lambda: both.read)
+        assert both.read == [1]
+        assert b"".join(payload for _, payload in both.got.frames) == known(nbytes)
+        assert not placed or found == known(nbytes)
+        lengths = [header[7] for header in both.got.headers]
+        assert lengths == [SEGMENT] * (nbytes // SEGMENT) + [nbytes % SEGMENT] * (nbytes % SEGMENT > 0)
+        assert [header[6] for header in both.got.headers] == list(range(0, nbytes, SEGMENT))
+        assert {header[8] for header in both.got.headers} == {nbytes}
+
+
+async def test_offsets_of_long_messages_wrap(where: str) -> None:
+    async with ends(where) as both:
+        array = await both.array(2 * SEGMENT)
+        header = by_reference(1, array.nbytes, offset=(1 << 32) - SEGMENT)
+        place = both.place(array)
+        assert place is not None
+        assert both.near.write_reference(header, place, None, lambda: None)
+        await both.got.frames_are(2)
+        assert [each[6] for each in both.got.headers] == [(1 << 32) - SEGMENT, 0]
+
+
+async def test_frames_keep_their_order(where: str) -> None:
+    async with ends(where) as both:
+        array = await both.array(100_000)
+        both.near.write(*frame(1, b"before"))
+        assert both.write(array, 2)
+        both.near.write(*frame(3, b"between"))
+        assert both.write(array, 4)
+        both.near.write(*frame(5, b"after"))
+        await both.got.frames_are(5)
+        expected = [b"before", known(100_000), b"between", known(100_000), b"after"]
+        assert both.got.frames == list(enumerate(expected, 1))
+
+
+async def test_not_more_than_two_are_unread(where: str) -> None:
+    """What comes behind does not wait for long; and the sink hears when there is room again."""
+    async with ends(where) as both:
+        array = await both.array(SEGMENT)
+        assert both.near.writable
+        assert both.write(array, 1)
+        assert both.near.writable
+        assert both.write(array, 2)
+        assert not both.near.writable
+        await both.sent.until(lambda: both.sent.drains)
+        assert both.near.writable
+        await until(lambda: both.read == [1, 2])
+
+
+async def test_a_ring_without_room(where: str) -> None:
+    async with ends(where) as both:
+        array = await both.array(1000)
+        while both.near.write(*frame(0)):
+            pass
+        assert not both.write(array)
+        both.near.write(*frame(9, b"last"))
+        await both.got.until(lambda: both.got.frames[-1:] == [(9, b"last")])
+        assert both.write(array)
+        await until(lambda: both.read == [1])
+
+
+async def test_what_is_voided_is_not_handed_out(where: str) -> None:
+    """What the owner does to it from then on is never seen."""
+    async with ends(where) as both:
+        array, owner = await both.array(SEGMENT), object()
+        assert both.write(array, 1, owner)
+        assert both.write(array, 2)
+        both.near.void(owner)
+        both.near.write(*frame(3, b"next"))
+        await both.got.frames_are(2)
+        assert [op for op, _ in both.got.frames] == [2, 3]
+        await until(lambda: both.read == [1, 2])
+
+
+@pytest.mark.parametrize("placed", [False, True])
+async def test_what_is_voided_while_it_is_read_is_not_handed_out(where: str, placed: bool) -> None:
+    """Between the look before a piece is read, and the look after: here when it is asked where the piece goes."""
+    async with ends(where) as both:
+        array, owner = await both.array(3 * SEGMENT), object()
+        found = bytearray(array.nbytes)
+
+        def place(header: Header) -> memoryview | None:
+            if header[6] == SEGMENT:
+                both.near.void(owner)
+                array[:] = 255
+            return memoryview(found)[header[6] : header[6] + header[7]] if placed else None
+
+        both.got.place = place
+        assert both.write(array, 1, owner)
+        both.near.write(*frame(2, b"next"))
+        await both.got.until(lambda: both.got.frames[-1:] == [(2, b"next")] or both.got.losses)
+        assert both.got.frames == [(1, known(3 * SEGMENT)[:SEGMENT]), (2, b"next")]
+        assert both.got.losses == []
+
+
+async def test_voiding_what_has_been_read_does_not_touch_what_came_after(where: str) -> None:
+    async with ends(where) as both:
+        array, owner = await both.array(1000), object()
+        assert both.write(array, 1, owner)
+        await until(lambda: both.read == [1])
+        both.near.void(owner)
+        for op in range(2, 600):  # all entries of the ring again
+            assert both.write(array, op)
+            both.near.void(owner)
+            await until(lambda op=op: both.read[-1] == op)
+        assert [op for op, _ in both.got.frames] == list(range(1, 600))
+
+
+async def test_a_callback_ends_after_its_time_in_the_midst_of_a_frame(where: str) -> None:
+    milliseconds = itertools.count()
+    slow = Runtime(asyncio.get_running_loop(), lambda: next(milliseconds) / 1000)
+    async with ends(where, slow) as both:
+        array = await both.array(4 * SEGMENT)
+        assert both.write(array)
+        for pieces in range(1, 5):
+            both.far.poll()
+            assert len(both.got.frames) == pieces
+        await until(lambda: both.read)
+        assert b"".join(payload for _, payload in both.got.frames) == known(4 * SEGMENT)
+
+
+async def test_a_sink_that_closes_the_link_amid_a_frame(where: str) -> None:
+    async with ends(where) as both:
+        array = await both.array(4 * SEGMENT)
+
+        def place(header: Header) -> None:
+            if header[6]:
+                both.far.close()
+
+        both.got.place = place
+        assert both.write(array)
+        await both.sent.until(lambda: both.sent.losses)
+        assert both.got.losses == []
+        assert len(both.got.frames) == 2, "the piece that was being handed out is the last"
+        assert both.read == []
+
+
+async def test_nothing_is_read_after_the_writer_has_closed(where: str) -> None:
+    """It has given its memory up: so it cannot have ended in order."""
+    async with ends(where) as both:
+        array = await both.array(1000)
+        both.write(array)
+        both.near.close()
+        assert both.near.writable
+        both.near.void(None)
+        await both.got.until(lambda: both.got.losses)
+
+
+# -- memory that cannot be read
+
+
+@pytest.mark.skipif(can_read() is not None, reason="no process can be read here")
+async def test_memory_of_a_process_that_is_not_there() -> None:
+    async with ends("process") as both:
+        await both.array(1)
+        assert both.near.write_reference(by_reference(1, 1000), (0, 8), None, lambda: None)
+        await both.got.until(lambda: both.got.losses)
+        (error,) = both.got.losses
+        assert isinstance(error, UnreadableError)
+        assert both.got.frames == []
+
+
+async def test_what_cannot_be_read_may_be_void(where: str) -> None:
+    """It was unmapped, since its operation has failed."""
+    async with ends(where) as both:
+        await both.array(1)
+        owner = object()
+        place = (0, 8) if where == "process" else (99, 0)
+
+        def void(header: Header) -> None:
+            both.near.void(owner)
+
+        both.got.place = void
+        assert both.near.write_reference(by_reference(1, 1000), place, owner, lambda: both.read.append(1))
+        both.near.write(*frame(2, b"next"))
+        await both.got.frames_are(1)
+        assert both.got.frames == [(2, b"next")]
+        assert both.got.losses == []
+
+
+async def test_a_segment_that_is_not_there() -> None:
+    async with ends("segment") as both:
+        array = await both.array(1000)
+        place = both.place(array)
+        assert place is not None
+        for number, offset in ((place[0] + 1, 0), (place[0], 1 << 40)):
+            async with ends("segment") as other:
+                assert other.near.write_reference(by_reference(1, 1000), (number, offset), None, lambda: None)
+                await other.got.until(lambda other=other: other.got.losses)
+                assert isinstance(other.got.losses[0], UnreadableError)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        by_reference(1, 0),
+        by_reference(1, MOST_BY_REFERENCE + 1),
+        by_reference(1, 1000, FrameKind.CONTROL),
+        struct.pack("<B", 99) + by_reference(1, 1000)[1:],
+    ],
+)
+async def test_headers_that_make_no_sense(header: bytes) -> None:
+    async with ends("segment") as both:
+        array = await both.array(1000)
+        place = both.place(array)
+        assert place is not None
+        assert both.near.write_reference(header, place, None, lambda: None)
+        await both.got.until(lambda: both.got.losses)
+        assert isinstance(both.got.losses[0], ProtocolError)
+
+
+@pytest.mark.parametrize("single_copy", [(True, False), (False, True), (False, False)])
+async def test_both_have_to_want_it(single_copy: tuple[bool, bool]) -> None:
+    runtime = Runtime.of(asyncio.get_running_loop())
+    near, far = await shm_ends(runtime, single_copy)
+    near.sink, far.sink = Recorder(), Recorder()
+    near.start()
+    far.start()
+    view = memoryview(bytearray(100))
+    assert near.place_of(view, attach=True) is None
+    assert far.place_of(view, attach=True) is None
+    # As a peer that does it all the same.
+    assert near.write_reference(by_reference(1, 1000), (0, 4096), None, lambda: None)
+    await far.sink.until(lambda: far.sink.losses)  # type: ignore[attr-defined]
+    for each in (near, far):
+        each.close()
+
+
+@pytest.mark.skipif(can_read() is not None, reason="no process can be read here")
+async def test_memory_that_no_process_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what the driver of a device has mapped into this one: that is copied."""
+    async with ends("process") as both:
+        array = await both.array(1000)
+        memory = both.near._references._memory
+        assert memory is not None
+        monkeypatch.setattr(type(memory), "can_show", lambda self, address: False)
+        assert both.place(array) is None
