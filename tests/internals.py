@@ -171,6 +171,7 @@ PARTS = {
     "store_reply": "aiocoll.store.session.Session._reply",
     "doctor_answer": "aiocoll.cli.doctor_hosts._answer",
     "tune_measure": "aiocoll.cli.tune.measure",
+    "tune_single_copy": "aiocoll.cli.tune.measure_single_copy",
     # devices
     "device_ask": "aiocoll.group.cuda.communicator.DeviceCommunicator._ask",
     "device_decided": "aiocoll.group.cuda.device_state.DeviceState._decided",

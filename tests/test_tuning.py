@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import os
 import socket
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import aiocoll
 from aiocoll.algorithms import Machine, Tuning, choose
+from aiocoll.algorithms.machine import SingleCopy
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import RendezvousError
 from aiocoll.options import GroupOptions
@@ -49,6 +51,33 @@ def test_what_is_written_is_read(path: Path) -> None:
     content = json.loads(path.read_text())
     assert content["machine"] == socket.gethostname()
     assert content["date"] == "2026-01-01T12:00:00+00:00"
+
+
+@pytest.mark.parametrize("single_copy", [SingleCopy(), SingleCopy(0, 65536), SingleCopy(math.inf, math.inf)])
+def test_sizes_of_single_copy_are_read(single_copy: SingleCopy, path: Path) -> None:
+    path.write_text(dumps({}, "2026-01-01", single_copy))
+    assert load(str(path), {}) == Tuning(single_copy=single_copy)
+    json.loads(path.read_text(), parse_constant=pytest.fail)  # no number that JSON does not have
+    told = to_wire(Tuning(single_copy=single_copy), 4)
+    assert from_wire(told, "shm", 2) == Tuning(medium="shm", single_copy=single_copy)
+
+
+def test_a_part_of_the_sizes_may_be_missing(path: Path) -> None:
+    assert load(write(path, single_copy={"reduced": 7}), {}) == Tuning(
+        **machines(), single_copy=SingleCopy(SingleCopy().moved, 7)
+    )
+
+
+@pytest.mark.parametrize("sizes", [[], {"sent": 1}, {"moved": -1}, {"moved": "1"}, {"moved": True}, {"reduced": [1]}])
+def test_sizes_that_make_no_sense(sizes: object, path: Path) -> None:
+    with pytest.raises(ValueError, match=r"single_copy.* must be "):
+        load(write(path, single_copy=sizes), {})
+
+
+@pytest.mark.parametrize("sizes", [None, [], [1], [1, 2, 3], [1, "2"], [float("nan"), 1]])
+def test_sizes_of_rank_0_that_make_no_sense(sizes: object) -> None:
+    with pytest.raises(RendezvousError, match="single_copy"):
+        from_wire([*to_wire(Tuning(), 4)[:-1], sizes], "shm", 2)
 
 
 def test_the_default_is_in_the_cache_of_the_user_and_need_not_be_there(

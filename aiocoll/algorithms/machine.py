@@ -61,7 +61,7 @@ class SingleCopy(NamedTuple):
         reduced: of one that is reduced into something.
     """
 
-    moved: float = 8.0 * 1024 * 1024
+    moved: float = 16.0 * 1024 * 1024
     reduced: float = math.inf
 
 

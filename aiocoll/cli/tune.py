@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ from time import perf_counter
 
 import numpy as np
 
-from aiocoll.algorithms.machine import MEDIA, Machine, Medium
+from aiocoll.algorithms.machine import MEDIA, Machine, Medium, SingleCopy
+from aiocoll.cli.tune_single_copy import measure_single_copy
 from aiocoll.errors import AiocollError, BackendUnavailableError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
@@ -66,12 +68,14 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 1 if it could not be measured or written.
     """
     path = Path(os.environ.get("AIOCOLL_TUNING") or default_path(os.environ))
-    print("This takes about ten seconds, in which nothing else should run.", flush=True)
+    print("This takes about twenty seconds, in which nothing else should run.", flush=True)
     try:
         launches = asyncio.run(measure(LAUNCHES, SECONDS))
         machines = {medium: min(found) for medium, found in launches.items()}
         print(_table(machines, launches))
-        _write(path, dumps(machines, datetime.now(UTC).isoformat(timespec="seconds")))
+        single_copy = asyncio.run(measure_single_copy(LAUNCHES))
+        print(f"single copy: {_said(single_copy)}")
+        _write(path, dumps(machines, datetime.now(UTC).isoformat(timespec="seconds"), single_copy))
     except (AiocollError, OSError) as error:
         print(f"aiocoll bench: {error}", file=sys.stderr)
         return 1
@@ -216,6 +220,16 @@ def _table(machines: Mapping[Medium, Machine], launches: Mapping[Medium, Sequenc
                 "busy; measure again when it is quiet"
             )
     return "\n".join(lines)
+
+
+def _said(single_copy: SingleCopy | None) -> str:
+    """Return from which sizes on it pays, for people."""
+    if single_copy is None:
+        return "no process of this host can read another one's memory"
+    return ", ".join(
+        f"{what} from {nbytes / 1024:.0f} KiB on" if math.isfinite(nbytes) else f"{what} never"
+        for what, nbytes in single_copy._asdict().items()
+    )
 
 
 def _write(path: Path, text: str) -> None:

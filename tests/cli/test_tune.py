@@ -1,19 +1,26 @@
 """`aiocoll bench --tune`: what it measures is what groups then use."""
 
 import argparse
+import math
 from pathlib import Path
 
 import pytest
 
 from aiocoll.algorithms import Machine, Tuning
+from aiocoll.algorithms.machine import SingleCopy
 from aiocoll.cli import tune
+from aiocoll.cli.tune_single_copy import SIZES, measure_single_copy, paying
 from aiocoll.errors import RendezvousError
+from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.tuning import default_path, load
 
 from ..internals import Limits, replaced
 
 ARGS = argparse.Namespace(tune=True)
 QUIET, BUSY = Machine(20e-6, 5e-6, 1e-9, 1e-10), Machine(80e-6, 4e-6, 2e-9, 2e-10)
+
+
+TUNING = Tuning(tcp=QUIET, unix=QUIET, single_copy=SingleCopy(1 << 20, math.inf))
 
 
 @pytest.fixture
@@ -24,7 +31,10 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict:
     async def measure(*_: object) -> dict:
         return launches
 
-    replaced(monkeypatch, tune_measure=measure)
+    async def measure_single_copy(*_: object) -> SingleCopy:
+        return SingleCopy(1 << 20, math.inf)
+
+    replaced(monkeypatch, tune_measure=measure, tune_single_copy=measure_single_copy)
     return launches
 
 
@@ -52,19 +62,55 @@ def test_the_quietest_launch_is_written_where_groups_look_for_it(
 ) -> None:
     for _ in range(2):  # an older file is replaced
         assert tune.run(ARGS) == 0
-        assert load(None, {"XDG_CACHE_HOME": str(path.parents[1])}) == Tuning(tcp=QUIET, unix=QUIET)
+        assert load(None, {"XDG_CACHE_HOME": str(path.parents[1])}) == TUNING
     assert list(path.parent.iterdir()) == [path]
     printed = capsys.readouterr().out
     assert "tcp       20.0 µs        5.0 µs     1.0 GB/s    10.0 GB/s    20 KiB\n" in printed
     assert "tcp: latency was 20.0 to 80.0 µs: something else keeps this machine busy" in printed
     assert "unix: latency" not in printed
+    assert "single copy: moved from 1024 KiB on, reduced never\n" in printed
     assert f"Written to {path}" in printed
+
+
+def test_single_copy_that_is_not_to_be_had(
+    found: dict, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    async def measure_single_copy(*_: object) -> None:
+        return None
+
+    replaced(monkeypatch, tune_single_copy=measure_single_copy)
+    assert tune.run(ARGS) == 0
+    assert load(None, {"XDG_CACHE_HOME": str(path.parents[1])}) == Tuning(tcp=QUIET, unix=QUIET)
+    assert "single copy: no process of this host can read another one's memory\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+async def test_two_processes_measure_single_copy() -> None:
+    found = await measure_single_copy(1)
+    if can_read() is None:
+        assert found is not None
+        assert all(nbytes in (*SIZES, math.inf) for nbytes in found)
+    else:
+        assert found is None
+
+
+@pytest.mark.parametrize(
+    ("ratios", "least"),
+    [
+        ({1: 0.5, 4: 0.5, 16: 1.0}, 1),
+        ({1: 0.5, 4: 1.1, 16: 0.5}, 16),
+        ({1: 2.0, 4: 0.9, 16: 0.5}, 4),
+        ({1: 0.5, 4: 0.5, 16: 1.1}, math.inf),
+    ],
+)
+def test_from_which_size_on_it_pays(ratios: dict[int, float], least: float) -> None:
+    assert paying(ratios) == least
 
 
 def test_it_may_be_written_elsewhere(found: dict, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOLL_TUNING", str(tmp_path / "mine.json"))
     assert tune.run(ARGS) == 0
-    assert load(str(tmp_path / "mine.json"), {}) == Tuning(tcp=QUIET, unix=QUIET)
+    assert load(str(tmp_path / "mine.json"), {}) == TUNING
     assert not path.exists()
 
 
