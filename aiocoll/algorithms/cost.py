@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from aiocoll.algorithms.load import Formula, Load, in_a_row, oneshot, ring_allreduce, seconds_of
+from aiocoll.algorithms.load import Formula, Load, in_a_row, once, oneshot, ring_allreduce, seconds_of, shares
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.select import find
 from aiocoll.algorithms.spec import spec_of
@@ -22,6 +22,8 @@ _SHARED: Mapping[tuple[str, str], Formula] = MappingProxyType(
         ("allreduce", "oneshot"): oneshot,
         ("allreduce", "relay"): ring_allreduce,
         ("barrier", "oneshot"): oneshot,
+        ("allgather", "oneshot"): shares(once, own_copied=True),
+        ("reduce_scatter", "oneshot"): shares(once, reduced=True),
     }
 )
 

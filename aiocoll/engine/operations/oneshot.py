@@ -8,7 +8,7 @@ Peers whose slot is not available, since the link is still being opened or the s
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,12 @@ _NOTHING = np.empty(0, np.uint8)
 
 class OneShot(Operation):
     """One rank's part in one allreduce or barrier; arguments as for `ProgramExecutor`."""
+
+    #: What is posted to each rank, and elements that each posts to this one; None if that is the tensor of all.
+    _outgoing: Sequence[NDArray[Any]] | None = None
+    _incoming: Sequence[int] | None = None
+    #: Bytes of the longest that any rank posts to another one: all take slots of that size.
+    _longest = 0
 
     __slots__ = ("_array", "_block", "_framed", "_plan", "_seen", "_tag", "_unsent")
 
@@ -54,14 +60,16 @@ class OneShot(Operation):
 
     def enter(self) -> None:
         """Post the tensor to all peers."""
-        comm, array, identity = self.comm, self._array, self.id
-        nbytes = self._plan.nbytes
-        small = nbytes <= comm.small_nbytes
+        comm, identity = self.comm, self.id
+        array, blocks = self._array, self._outgoing
+        small = (self._plan.nbytes if blocks is None else self._longest) <= comm.small_nbytes
         block = self._block = identity % SMALL_SLOTS if small else SMALL_SLOTS + identity % MIDDLE_SLOTS
         without: list[int] | None = None
         for peer in comm.others:
             channel = comm.channels[peer]
             link = channel.shared
+            if blocks is not None:
+                array = blocks[peer]
             if link is not None and link is channel.link and link.slot_writer.post(block, identity, self._tag, array):
                 link.announce()
             elif without is None:
@@ -74,10 +82,15 @@ class OneShot(Operation):
             comm.polling.readers[self] = None
 
     def _send(self, peers: list[int]) -> None:
-        view = byte_view(self._array)
         self._unsent = set(peers)
         for peer in peers:
+            view = byte_view(self._array if self._outgoing is None else self._outgoing[peer])
             self.comm.channels[peer].kick(Message(self, peer, 0, view, view.nbytes))
+
+    def _finish(self, inputs: list[NDArray[Any]]) -> None:
+        """Everything is there, in rank order."""
+        if self._plan.kernel is not None:
+            self._plan.kernel.fold(inputs, self._array)
 
     def look(self) -> bool:
         """Look for missing tensors; reduce when none is missing. Return whether the operation has ended."""
@@ -106,7 +119,7 @@ class OneShot(Operation):
 
     def _fold(self) -> None:
         plan, comm, block = self._plan, self.comm, self._block
-        storage, count, framed = plan.storage, plan.count, self._framed
+        storage, counts, framed = plan.storage, self._incoming, self._framed
         inputs, slot_readers = [], []
         for peer, channel in enumerate(comm.channels):
             if peer == comm.rank:
@@ -116,10 +129,9 @@ class OneShot(Operation):
             else:
                 slot_reader = channel.shared.slot_reader  # type: ignore[union-attr]  # its tensor has been seen there
                 slot_readers.append(slot_reader)
-                inputs.append(slot_reader.view(block, storage, count))
+                inputs.append(slot_reader.view(block, storage, plan.count if counts is None else counts[peer]))
         try:
-            if plan.kernel is not None:
-                plan.kernel.fold(inputs, self._array)
+            self._finish(inputs)
         except Exception as error:  # of a function of the user's
             comm.broke(self, error, "its reduce function raised ")
             return
@@ -130,11 +142,16 @@ class OneShot(Operation):
 
     def _has_framed(self, peer: int) -> bool:
         framed = None if self._framed is None else self._framed.get(peer)
-        return framed is not None and len(framed) == self._plan.nbytes
+        return framed is not None and len(framed) == self._expected(peer)
+
+    def _expected(self, peer: int) -> int:
+        """Return the bytes that come from a peer."""
+        counts = self._incoming
+        return self._plan.nbytes if counts is None else counts[peer] * self._plan.itemsize
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Store a tensor that comes in frames."""
-        if step or total != self._plan.nbytes or payload is None:
+        if step or total != self._expected(peer) or payload is None:
             return False
         if self._framed is None:
             self._framed = {}

@@ -12,6 +12,7 @@ from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.oneshot import OneShot
+from aiocoll.engine.operations.oneshot_blocks import OneShotBlocks
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
@@ -31,7 +32,9 @@ PLANS = 256
 
 _INT64 = by_name("int64")
 #: The algorithms through shared memory, by the names that `algorithms.cost` and records use.
-_NAMES: dict[type, str] = {OneShot: "oneshot", ShmRing: "relay"}
+_NAMES: dict[type, str] = {OneShot: "oneshot", OneShotBlocks: "oneshot", ShmRing: "relay"}
+#: Collectives of blocks whose counts all ranks know.
+_IN_BLOCKS = ("allgather", "reduce_scatter")
 
 
 class Planner:
@@ -116,10 +119,8 @@ class Planner:
             tuning=self._comm.tuning,
             hosts=self._comm.hosts,
         )
-        if kind == "barrier" and 1 < self._size <= FLAT and self._comm.chunk_nbytes:
-            return Plan(signature, Program((), (), "oneshot"), dtype, made, OneShot)
-        if kind == "allreduce" and made is not None and nbytes and made.prescale is None:
-            executor = self._shares(algorithm, nbytes, made)
+        if made is None or made.prescale is None:
+            executor = self._shares(kind, algorithm, nbytes, sizes, made)
             if executor is not None:
                 return Plan(signature, Program((), (), _NAMES[executor]), dtype, made, executor)
         program = self._program(kind, algorithm, sizes, root, made)
@@ -128,8 +129,10 @@ class Planner:
     def counting_plan(self, signature: Signature) -> Plan:
         """Return the plan of the step in which all ranks exchange one number each, for a call with this signature."""
         if (found := self._plans.get((signature,))) is None:
-            plan = self.plan("allgather", _INT64, ((1,) * self._size,))
-            program = Program(plan.program, plan.scratch, plan.algorithm)
+            counts = (1,) * self._size
+            nbytes = _INT64.itemsize * self._size
+            algorithm = choose("allgather", nbytes, self._size, tuning=self._comm.tuning, hosts=self._comm.hosts)
+            program = self._program("allgather", algorithm, (counts,), None, None)
             found = keep(self._plans, (signature,), (Plan(signature, program, _INT64, None, ProgramExecutor), None))
         return found[0]
 
@@ -142,16 +145,29 @@ class Planner:
         program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._comm.hosts)
         return program if made is None or made.prescale is None else self._scaled(program, kind, sizes, root)
 
-    def _shares(self, algorithm: str, nbytes: int, made: Kernel) -> type[OneShot] | type[ShmRing] | None:
-        """Return the executor through shared memory that suits an allreduce, if there is one."""
+    def _shares(
+        self, kind: str, algorithm: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None
+    ) -> type[OneShot] | type[ShmRing] | None:
+        """Return the executor through shared memory that suits a call, if there is one."""
         piece = self._comm.chunk_nbytes
         if not piece or self._size == 1:
             return None
-        if made.portable and nbytes * (self._size - 1) <= piece and nbytes <= piece // 4:
+        if kind == "barrier":
+            return OneShot if self._size <= FLAT else None
+        if kind in _IN_BLOCKS and nbytes:
+            return OneShotBlocks if self._fits(nbytes // sum(sizes[0]) * max(sizes[0])) else None
+        if kind != "allreduce" or made is None or not nbytes:
+            return None
+        if made.portable and self._fits(nbytes):
             return OneShot
         few = self._size <= CIRCLE or algorithm == "ring"
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
         return ShmRing if few and not made.ordered and pieces < MOST_PIECES else None
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether every rank can post so many bytes to each other one."""
+        piece = self._comm.chunk_nbytes
+        return nbytes * (self._size - 1) <= piece and nbytes <= piece // 4
 
     def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:
         spec, rank = spec_of(kind), self._rank

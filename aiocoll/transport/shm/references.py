@@ -12,7 +12,6 @@ has read, and drops the rest.
 from __future__ import annotations
 
 import errno
-from collections import deque
 from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -86,7 +85,7 @@ class ReferenceWriter:
         self._out = out
         self._sharing = sharing
         self._registered_memory, self._memory = own.registered_memory, own.memory if attach else None
-        self._unread: deque[_Unread] = deque()
+        self._unread: list[_Unread] = []
 
     @property
     def full(self) -> bool:
@@ -126,7 +125,7 @@ class ReferenceWriter:
         """Say of what has been read that it is; whether there was any."""
         unread, taken, found = self._unread, self._out.taken, False
         while unread and unread[0].number <= taken:
-            unread.popleft().read()
+            unread.pop(0).read()
             found = True
         return found
 

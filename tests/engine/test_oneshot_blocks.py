@@ -1,0 +1,182 @@
+"""Small allgathers and reduce_scatters in shared memory: every way a block may take, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, ReduceOp
+from aiocoll.engine.operations.oneshot_blocks import OneShotBlocks
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
+from aiocoll.work import Work
+
+from ..internals import comm_of
+from ..ranks import over
+from .test_oneshot import COUNTS, jobs, posts
+
+#: Starts a call; its work, and a check of what it has left.
+Call = Callable[..., tuple[Work[Any], Callable[[], None]]]
+
+
+def gathered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+    outputs = [np.zeros(count, np.int64) for count in counts]
+    work = pg.allgather(outputs, np.full(counts[pg.rank()], 10 + pg.rank()), key=key)
+
+    def check() -> None:
+        for rank, (count, output) in enumerate(zip(counts, outputs, strict=True)):
+            assert output.tolist() == [10 + rank] * count
+
+    return work, check
+
+
+def scattered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+    size, rank = pg.size(), pg.rank()
+    output = np.zeros(counts[rank], np.int64)
+    inputs = [np.full(count, 1000 * peer + rank) for peer, count in enumerate(counts)]
+    work = pg.reduce_scatter(output, inputs, key=key)
+
+    def check() -> None:
+        assert output.tolist() == [1000 * rank * size + sum(range(size))] * counts[rank]
+        assert all((each == 1000 * peer + rank).all() for peer, each in enumerate(inputs)), "inputs stay as they are"
+
+    return work, check
+
+
+CALLS = pytest.mark.parametrize("call", [gathered, scattered])
+
+
+async def finish(calls: list[tuple[Work[Any], Callable[[], None]]]) -> None:
+    async with asyncio.timeout(20):
+        for work, check in calls:
+            await work
+            check()
+
+
+@CALLS
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("count", COUNTS)
+async def test_slots_carry_what_fits(call: Call, world_size: int, count: int) -> None:
+    counts = [count] * world_size
+    async with jobs(world_size) as (pgs,):
+        before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
+        calls = [call(pg, counts) for pg in pgs]
+        fits = count * 8 * (world_size - 1) <= comm_of(pgs[0]).chunk_nbytes
+        assert {type(operation) is OneShotBlocks for pg in pgs for operation in comm_of(pg).pending} <= {fits}
+        await finish(calls)
+        after = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
+        assert [new - old for old, new in zip(before, after, strict=True)] == [fits] * len(before)
+
+
+@CALLS
+@pytest.mark.parametrize("counts", [[0, 1, 600], [600, 0, 0], [5, 6, 7], [0, 0, 8192], [0, 0, 0]])
+async def test_blocks_of_different_lengths(call: Call, counts: list[int]) -> None:
+    """The longest one decides which slots all of them take."""
+    async with jobs(3) as (pgs,):
+        for _ in range(3):
+            await finish([call(pg, counts) for pg in pgs])
+
+
+@CALLS
+@pytest.mark.ranks(3)
+@over("shm")
+@pytest.mark.parametrize("counts", [[1, 1, 1], [0, 513, 2]])
+async def test_frames_serve_until_there_is_a_link(call: Call, counts: list[int], pg: ProcessGroup) -> None:
+    calls = [call(pg, counts) for _ in range(20)]
+    assert all(comm_of(pg).channels[peer].link is None for peer in comm_of(pg).others)
+    await finish(calls)
+
+
+@CALLS
+@pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
+async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots: int) -> None:
+    async with jobs(2) as ((zero, one),):
+        before = posts(zero, 1)
+        calls = [call(zero, [count, count]) for _ in range(3 * slots)]
+        assert posts(zero, 1) - before == slots
+        calls += [call(one, [count, count]) for _ in range(3 * slots)]
+        await finish(calls)
+        assert zero.pending() == one.pending() == []
+
+
+@CALLS
+async def test_keyed_calls_in_opposite_orders(call: Call) -> None:
+    keys = [str(number) for number in range(200)]
+    async with jobs(2) as ((zero, one),):
+        calls = [call(zero, [3, 2], key) for key in keys]
+        calls += [call(one, [3, 2], key) for key in reversed(keys)]
+        await finish(calls)
+
+
+@CALLS
+async def test_sub_groups(call: Call) -> None:
+    async with jobs(4) as (pgs,):
+        groups = [await pg.split_group([[0, 2], [1, 3]]) for pg in pgs]
+        for _ in range(5):
+            await finish([call(group, [4, 9]) for group in groups])
+
+
+@pytest.mark.parametrize("op", ["AVG", "affine"])
+async def test_what_is_reduced_is_reduced_in_rank_order(op: str) -> None:
+    """Of an op that is not commutative, too; and what finishes it comes once."""
+    size = 3
+
+    def subtract(a: Any, b: Any, out: Any) -> None:
+        np.subtract(a, b, out=out)
+
+    chosen = ReduceOp.AVG if op == "AVG" else ReduceOp.custom(subtract, commutative=False)
+    expected = 3.0 if op == "AVG" else 1.0 - 3.0 - 5.0
+    async with jobs(size) as (pgs,):
+        outputs = [np.zeros(2) for _ in pgs]
+        works = [
+            pg.reduce_scatter(output, [np.full(2, 2.0 * rank + 1)] * size, chosen)
+            for rank, (pg, output) in enumerate(zip(pgs, outputs, strict=True))
+        ]
+        await asyncio.gather(*works)
+        assert [output.tolist() for output in outputs] == [[expected] * 2] * size
+
+
+async def test_an_op_that_raises() -> None:
+    def fails(a: Any, b: Any, out: Any) -> None:
+        raise ArithmeticError("no")
+
+    async with jobs(2) as (pgs,):
+        works = [pg.reduce_scatter(np.zeros(1), [np.ones(1)] * 2, ReduceOp.custom(fails)) for pg in pgs]
+        found = await asyncio.gather(*works, return_exceptions=True)
+        assert all(isinstance(error, GroupError) for error in found)
+        assert "its reduce function raised" in str(found[0]) + str(found[1])
+
+
+@pytest.mark.parametrize("other", ["counts", "kind", "dtype", "op"])
+async def test_calls_that_differ(other: str) -> None:
+    async with jobs(2) as ((zero, one),):
+        first = scattered(zero, [2, 2])[0]
+        if other == "counts":
+            second = scattered(one, [2, 3])[0]
+        elif other == "kind":
+            second = gathered(one, [2, 2])[0]
+        elif other == "dtype":
+            second = one.reduce_scatter(np.zeros(2), [np.ones(2)] * 2)
+        else:
+            second = one.reduce_scatter(np.zeros(2, np.int64), [np.ones(2, np.int64)] * 2, ReduceOp.MAX)
+        async with asyncio.timeout(20):
+            found = await asyncio.gather(first, second, return_exceptions=True)
+        causes = [error if isinstance(error, CollectiveMismatchError) else error.__cause__ for error in found]  # type: ignore[union-attr]
+        assert any(isinstance(error, CollectiveMismatchError) for error in causes), found
+
+
+@CALLS
+async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
+    async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
+        failed = [call(a_zero, [1, 1])[0] for _ in range(SMALL_SLOTS)]
+        a_zero.abort("enough")
+        for work in failed:
+            with pytest.raises(GroupError):
+                await work
+        for _ in range(3):
+            calls = [call(pg, [1, 1]) for pg in (b_zero, b_one) for _ in range(SMALL_SLOTS)]
+            await finish(calls)
+        assert a_one.pending() == []
