@@ -36,6 +36,9 @@ class Sink(Protocol):
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
         """Take a complete frame; `payload` is valid during the call only, and None if it was placed by `route`."""
 
+    def withdrawn(self, link: Link, header: Header) -> None:
+        """The writer of a frame has taken its payload back, or the rest of it, before that was read."""
+
     def drained(self, link: Link) -> None:
         """All that `write` had to keep has been handed over; called only after `writable` was False."""
 

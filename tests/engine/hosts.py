@@ -280,6 +280,9 @@ class _Nobody:
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
         pass
 
+    def withdrawn(self, link: Link, header: Header) -> None:
+        pass
+
     def drained(self, link: Link) -> None:
         pass
 

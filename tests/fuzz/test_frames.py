@@ -97,6 +97,9 @@ class Sink:
         assert payload is None or payload.nbytes == header[7]
         self.headers.append(header)
 
+    def withdrawn(self, link: object, header: Header) -> None:
+        pass
+
     def drained(self, link: object) -> None:
         pass
 

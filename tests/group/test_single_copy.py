@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, GroupOptions, ProcessGroup
+from aiocoll.engine.links.flow_control import LINK_WINDOW
 from aiocoll.testing import run_processes, run_ranks
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
 
-from ..internals import spied
+from ..internals import channels_of, spied, unasked
 from ..pairwise import Case, cover
 from ..reductions import DTYPES, OPS
 from .test_collectives import MOVING, REDUCING, ROOTED, SIZES, check, label, valid
@@ -219,6 +220,30 @@ async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(opti
 
     for turns in range(8):
         await run_ranks(2, rank, turns, options=options)
+
+
+async def test_what_is_taken_back_counts_no_more_against_the_window(options: GroupOptions) -> None:
+    """Of groups that fail, on a link that others use: or in the end nothing could be sent unasked."""
+    nbytes = 200_000
+
+    async def rank(pg: ProcessGroup) -> None:
+        peer = 1 - pg.rank()
+        for _ in range(3):  # the link is there, and all is read
+            await pg.allreduce(np.zeros(LARGE))
+        for _ in range(2 * LINK_WINDOW // nbytes):
+            group = await pg.split_group([0, 1])
+            assert group is not None
+            if pg.rank() == 0:
+                sending = group.send(np.zeros(nbytes, np.uint8), 1)
+                group.abort("enough")
+                with pytest.raises(GroupError):
+                    await sending
+            await pg.barrier()
+        await pg.send_object(b"", peer)
+        await pg.recv_object(peer)
+        assert unasked(channels_of(pg)[peer]) < LINK_WINDOW // 2
+
+    await run_ranks(2, rank, options=options)
 
 
 async def overwriting(pg: ProcessGroup, rounds: int) -> int:

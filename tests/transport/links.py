@@ -37,6 +37,7 @@ class Recorder:
         self.frames: list[tuple[int, bytes]] = []
         self.headers: list[Header] = []
         self.losses: list[Exception | None] = []
+        self.withdrawals: list[Header] = []
         self.drains = 0
         self.routed = 0
         self.place = place
@@ -60,6 +61,9 @@ class Recorder:
         self.headers.append(header)
         self.frames.append((header[4], bytes(payload)))
         self._changed.set()
+
+    def withdrawn(self, link: Link, header: Header) -> None:
+        self.withdrawals.append(header)
 
     def drained(self, link: Link) -> None:
         self.drains += 1

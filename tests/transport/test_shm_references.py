@@ -174,6 +174,7 @@ async def test_what_is_voided_is_not_handed_out(where: str) -> None:
         both.near.write(*frame(3, b"next"))
         await both.got.frames_are(2)
         assert [op for op, _ in both.got.frames] == [2, 3]
+        assert [header[4] for header in both.got.withdrawals] == [1]
         await until(lambda: both.read == [1, 2])
 
 
@@ -195,6 +196,7 @@ async def test_what_is_voided_while_it_is_read_is_not_handed_out(where: str, pla
         both.near.write(*frame(2, b"next"))
         await both.got.until(lambda: both.got.frames[-1:] == [(2, b"next")] or both.got.losses)
         assert both.got.frames == [(1, known(3 * SEGMENT)[:SEGMENT]), (2, b"next")]
+        assert [header[4] for header in both.got.withdrawals] == [1]
         assert both.got.losses == []
 
 

@@ -101,6 +101,9 @@ class Rank:
         self.heard.append((link.peer, header[4]))
         self.changed.set()
 
+    def withdrawn(self, link: Link, header: Header) -> None:
+        pass
+
     def drained(self, link: Link) -> None:
         pass
 

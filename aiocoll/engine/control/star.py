@@ -254,6 +254,9 @@ class ControlPlane:
             raise ProtocolError(f"rank {link.peer} sent a frame of kind {header[0]} on a control link")
         self._receiver.receive(link.peer, payload, CONTROL)
 
+    def withdrawn(self, link: Link, header: Header) -> None:
+        """Nothing to do: only data can be."""
+
     def drained(self, link: Link) -> None:
         """Nothing to do: nothing waits for it."""
 

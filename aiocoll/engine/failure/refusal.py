@@ -105,6 +105,9 @@ class Ignored:
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
         """Drop a frame."""
 
+    def withdrawn(self, link: Link, header: Header) -> None:
+        """Nothing to do: it is dropped anyway."""
+
     def drained(self, link: Link) -> None:
         """Nothing to do: nothing waits for it."""
 

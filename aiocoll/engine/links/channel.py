@@ -354,6 +354,12 @@ class Channel:
         except Exception as error:
             raise self._untaken(header, error) from error
 
+    def withdrawn(self, link: Link, header: Header) -> None:
+        """The sender's operation has failed: what it has sent unasked need not be counted any more."""
+        self.receiving = None
+        if header[1] & EAGER:
+            self.consume(max(header[7], LEAST))
+
     def _is_ours(self, header: Header, payload: memoryview | None) -> bool:
         """Handle a frame that is not about one operation; return whether it was one."""
         kind = header[0]

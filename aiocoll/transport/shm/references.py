@@ -187,7 +187,7 @@ class ReferenceReader:
             UnreadableError: the memory is not there any more.
         """
         kind, flags, step, group, op, fingerprint, offset, length, total = header
-        while not entry[VOID]:
+        while self._moved < length:
             moved = self._moved
             nbytes = min(length - moved, SEGMENT)
             piece = (kind, flags, step, group, op, fingerprint, offset + moved & 0xFFFFFFFF, nbytes, total)
@@ -199,14 +199,13 @@ class ReferenceReader:
                 if not entry[VOID]:
                     raise UnreadableError(error.errno, f"cannot read the memory of its process: {error}") from None
             if entry[VOID]:
+                link.sink.withdrawn(link, header)
                 break
             link.sink.deliver(link, piece, into if place is None else None)
             if link.closed:
                 return False
             self._moved = moved + nbytes
-            if self._moved == length:
-                break
-            if is_over():
+            if self._moved < length and is_over():
                 return False
         self._moved = 0
         return True
