@@ -10,6 +10,7 @@ import asyncio.constants
 import gc
 import inspect
 import os
+import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -32,6 +33,8 @@ _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "integrations", "
 _PAIRED = ("cli", "hosts", "integrations", "reference", "testing", "typing")
 _MEASURES = ("test_bench.py", "test_links.py", "test_tune.py")
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
+#: Marks that tests have because of where they are, and no others: `-m` leaves out whole files.
+_BY_PLACE = {"processes", "paired"}
 #: Tests after those of other libraries: what they show has tests of our own.
 _SECOND_LOOK = "reference"
 #: Tests of what is above the transports: `make test` takes the first one that a test names.
@@ -87,17 +90,36 @@ def port() -> int:
     return free_port()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Read no file all of whose tests ``-m`` leaves out: reading all takes seconds, and each process of pytest does."""
+    asked = config.option.markexpr
+    if collection_path.suffix != ".py" or re.search(r"\bor\b|\(", asked):
+        return None
+    terms, marks = asked.split(" and "), _marks(collection_path)
+    unwanted = marks & {term.removeprefix("not ") for term in terms if term.startswith("not ")}
+    missing = _BY_PLACE & set(terms) - marks
+    return True if unwanted or missing else None
+
+
+def _marks(path: Path) -> set[str]:
+    """Return what all tests of a file are marked with because of where it is."""
+    top = path.relative_to(_HERE).parts[0]
+    return {
+        *(["processes"] if top in (*_PROCESSES, *_PAGES) else []),
+        *(["paired"] if top in (*_PAIRED, *_PAGES) and path.name not in _MEASURES else []),
+        *(["slow"] if top == _SECOND_LOOK else []),
+    }
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give the ranks of a test its transport; mark what starts processes, and what is slow."""
     first: dict[tuple[Path, str], str] = {}
     for item in items:
         top = item.path.relative_to(_HERE).parts[0]
-        if top in (*_PROCESSES, *_PAGES):
-            item.add_marker(pytest.mark.processes)
-        if top in (*_PAIRED, *_PAGES) and item.path.name not in _MEASURES:
-            item.add_marker(pytest.mark.paired)
-        if top == _SECOND_LOOK:
-            item.add_marker(pytest.mark.slow)
+        if _BY_PLACE & {mark.name for mark in item.iter_markers()}:
+            raise pytest.UsageError(f"{item.nodeid}: what starts processes belongs in one of the folders {_PROCESSES}")
+        for mark in sorted(_marks(item.path)):
+            item.add_marker(mark)
         case = getattr(item, "callspec", None)
         if case is None or "transport" not in case.params:
             continue

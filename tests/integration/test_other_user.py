@@ -19,7 +19,6 @@ import pytest
 HERE = Path(__file__).parent
 
 pytestmark = [
-    pytest.mark.processes,
     pytest.mark.slow,
     pytest.mark.skipif(
         os.geteuid() != 0 or not sys.platform.startswith("linux"), reason="only root can become another user"
