@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -49,9 +50,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # What somebody has measured on this machine must not decide what is tested: there is no file below this one.
 os.environ["XDG_CACHE_HOME"] = os.devnull
 
-# In debug mode asyncio notes where every callback was made. Ten lines of that each time are a third of what many tests
-# take; the first one is what helps.
+# In debug mode asyncio notes where every callback, future and task was made: of callbacks ten lines, of the others all,
+# which takes longer than many tests do themselves. The first line is what helps.
 asyncio.constants.DEBUG_STACK_DEPTH = 1  # type: ignore[misc]
+traceback.extract_stack.__defaults__ = (None, 1)  # asyncio's C code has this function, whatever its module has since
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
