@@ -50,7 +50,12 @@ def stored(array: Any) -> int:
     return int(array.data.size)
 
 
-@pytest.fixture(params=[f"{way}-{place}" for way, place in product(("gather", "dense"), ("loop", "thread"))])
+WAYS = ["gather-loop", "dense-thread"]
+#: But for one test, a second look.
+OTHERS = ["gather-thread", "dense-loop"]
+
+
+@pytest.fixture(params=[*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force how it is done, and where."""
     how, place = request.param.split("-")
@@ -80,6 +85,7 @@ async def reduce_one(pg: ProcessGroup, form: str, dtype: str) -> Any:
     return array.toarray().tobytes()
 
 
+@pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 async def test_the_union_of_all_places_with_the_sums(size: int, way: str) -> None:
     first, *others = await run_ranks(size, reduce_one, "csr_array", "float64")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,12 @@ def checked() -> Any:
         yield
 
 
-@pytest.fixture(params=[f"{way}-{place}" for way, place in product(("gather", "dense"), ("loop", "thread"))])
+WAYS = ["gather-loop", "dense-thread"]
+#: But for one test, a second look.
+OTHERS = ["gather-thread", "dense-loop"]
+
+
+@pytest.fixture(params=[*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force how it is done, and where."""
     how, place = request.param.split("-")
@@ -79,6 +83,7 @@ async def test_every_dtype(dtype: str, dense_dims: int, way: str) -> None:
     await run_ranks(3, check, 1, dense_dims, getattr(torch, dtype))
 
 
+@pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
 @pytest.mark.ranks(2)
 async def test_duplicates(pg: ProcessGroup, way: str) -> None:
     tensor = torch.sparse_coo_tensor([[3, 1, 3]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], (4, 2))

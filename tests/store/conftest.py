@@ -23,9 +23,13 @@ def has_ipv6() -> bool:
     return True
 
 
-KINDS = ["hash", "file", "tcp4", "tcp6", "tls", "unix", "unix-abstract", "redis", "rediss", "minimal"]
+KINDS = ["hash", "file", "tcp4", "redis", "minimal", "prefix-hash"]
 #: Those of servers that have another limit of keys, or none.
 UNLIMITED = {"redis", "rediss"}
+#: The same over other sockets, and parts of the others: but for a few tests, a second look.
+VARIANTS = ["tcp6", "tls", "unix", "unix-abstract", "rediss",
+            *(f"prefix-{kind}" for kind in ("file", "tcp4", "redis", "minimal"))]  # fmt: skip
+every_store = pytest.mark.parametrize("open_store", [*KINDS, *VARIANTS], indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +41,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(params=[*KINDS, *(f"prefix-{kind}" for kind in ("hash", "file", "tcp4", "redis", "minimal"))])
+@pytest.fixture(params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in VARIANTS)])
 async def open_store(request: pytest.FixtureRequest, tmp_path) -> AsyncIterator[Callable[[], Store]]:
     """A function that opens one more handle on one store; all are closed at the end."""
     kind = request.param.removeprefix("prefix-")

@@ -9,11 +9,12 @@ import pytest
 from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
 from aiocoll.store import KeyValueStore
 
-from .conftest import UNLIMITED
+from .conftest import UNLIMITED, every_store
 
 MIB = 1 << 20
 
 
+@every_store
 async def test_set_then_get_from_another_handle(store, other):
     await store.set("key", b"value")
     assert await other.get("key") == b"value"
@@ -21,6 +22,7 @@ async def test_set_then_get_from_another_handle(store, other):
     assert await store.get("key") == b""
 
 
+@every_store
 async def test_get_waits_for_a_later_set(store, other):
     async with asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(handle.get("late")) for handle in (store, other, store)]
@@ -88,6 +90,7 @@ async def test_check_and_wait(store, other):
     assert await store.check(iter(["a", "b", "c"]))
 
 
+@every_store
 async def test_delete_key(store, other):
     assert await store.delete_key("k") is False
     await store.set("k", b"1")
@@ -144,6 +147,7 @@ async def test_queue_is_first_in_first_out(store, other):
     assert await store.queue_len("q") == 0
 
 
+@every_store
 async def test_queue_pop_waits_and_each_item_goes_to_one(store, other):
     async with asyncio.TaskGroup() as tasks:
         pops = [tasks.create_task(handle.queue_pop("q")) for handle in (store, other) * 5]
@@ -256,6 +260,7 @@ async def test_values_must_be_bytes_and_keys_str(store):
     assert await store.num_keys() == 0
 
 
+@every_store
 async def test_limits(store):
     await store.set("k" * 1000, b"")
     with pytest.raises(StoreError, match="has 2000 bytes, the limit is 1024: use a shorter name"):
