@@ -98,8 +98,8 @@ def test_result_does_not_depend_on_the_order_of_events(kind: str, algorithm: str
             placed.check(execute(placed.programs(), placed.memory(), seed=number, rendezvous=True))
 
 
-@each("world_size", [3, 4, 5])
-@pytest.mark.parametrize(("kind", "algorithm"), ALL)
+@pytest.mark.parametrize("world_size", [3, 4, pytest.param(5, marks=pytest.mark.slow)])
+@each(("kind", "algorithm"), ALL)
 def test_every_split_of_a_few_ranks(kind: str, algorithm: str, world_size: int) -> None:
     random = Random(world_size)
     sized = list(cases(kind, algorithm, world_size))
