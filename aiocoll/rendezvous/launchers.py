@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
@@ -212,8 +213,9 @@ def _pmi(env: Mapping[str, str]) -> Address:
 
     def ask(key: bytes | None, options: GroupOptions, job: str, timeout: float) -> Awaitable[PublishedStore]:
         # Made here, so that nothing is opened for a program that only wants to know.
-        if fd not in _pmi_stores:
-            _pmi_stores[fd] = PmiStore(fd, rank, size, together, port)
+        with _pmi_lock:
+            if fd not in _pmi_stores:
+                _pmi_stores[fd] = PmiStore(fd, rank, size, together, port)
         return _pmi_stores[fd].find(key, options, job, timeout)
 
     return Address(ask=ask)
@@ -221,6 +223,8 @@ def _pmi(env: Mapping[str, str]) -> Address:
 
 #: By ``PMI_FD``, which this process has one of: the launcher is asked once.
 _pmi_stores: dict[str, PmiStore] = {}
+#: For loops in several threads.
+_pmi_lock = threading.Lock()
 
 
 def _open_mpi(env: Mapping[str, str]) -> Address:
