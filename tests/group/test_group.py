@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
@@ -152,8 +153,9 @@ async def test_an_op_of_the_user_that_raises_fails_every_rank(pg: ProcessGroup) 
 
 @pytest.mark.ranks(3)
 async def test_a_cut_link_fails_every_rank(pg: ProcessGroup) -> None:
-    await pg.allgather_object("so that there are data links")
     work = pg.recv(np.zeros(1), (pg.rank() + 1) % 3)
+    with suppress(GroupError):  # rank 0 may have all before the others have
+        await pg.allgather_object("so that there are data links")
     if pg.rank() == 0:
         hub(pg).cut(1, 2)
     with pytest.raises(PeerLostError, match=r"rank [12] of group 'world:0' is lost") as raised:
