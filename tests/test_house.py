@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -54,22 +54,29 @@ def tree(name: str) -> ast.Module:
     return ast.parse(MODULES[name].read_text())
 
 
+@cache
+def every(name: str) -> list[ast.AST]:
+    """Return all nodes of a module."""
+    return list(ast.walk(tree(name)))
+
+
 def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def nodes(parent: ast.AST, *, types: bool) -> Iterator[ast.AST]:
-    """Walk all nodes, with or without those that only a type checker sees."""
-    for node in ast.iter_child_nodes(parent):
-        if types or not is_type_checking(node):
-            yield node
-            yield from nodes(node, types=types)
+def without_types(name: str) -> Iterator[ast.AST]:
+    """Yield the nodes of a module but those that only a type checker sees."""
+    left: list[ast.AST] = [tree(name)]
+    while left:
+        yield (node := left.pop())
+        left += [child for child in ast.iter_child_nodes(node) if not is_type_checking(child)]
 
 
-def imports(name: str, *, types: bool = True) -> set[str]:
+@cache
+def imports(name: str, *, types: bool = True) -> frozenset[str]:
     """Return the modules of ours that `name` imports, without `aiocoll.`."""
     found = set()
-    for node in nodes(tree(name), types=types):
+    for node in every(name) if types else without_types(name):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -77,7 +84,7 @@ def imports(name: str, *, types: bool = True) -> set[str]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner.removeprefix("aiocoll.") in MODULES else str(node.module))
-    return {f.removeprefix("aiocoll.") for f in found if f.split(".")[0] == "aiocoll"}
+    return frozenset(f.removeprefix("aiocoll.") for f in found if f.split(".")[0] == "aiocoll")
 
 
 def folder(name: str) -> str:
@@ -90,7 +97,7 @@ def inner_folder(name: str) -> str:
 
 
 def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    yield from (node for node in every(name) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def test_every_module_has_its_layer() -> None:
@@ -113,13 +120,13 @@ def test_algorithms_import_nothing_of_ours() -> None:
             assert {folder(each) for each in imports(name)} <= {"algorithms"}, name
             foreign = {
                 node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-                for node in ast.walk(tree(name))
+                for node in every(name)
                 if isinstance(node, ast.Import | ast.ImportFrom)
             }
             assert {str(f).split(".")[0] for f in foreign} <= sys.stdlib_module_names | {"aiocoll"}, name
 
 
-def in_cycles(graph: Mapping[str, set[str]]) -> set[str]:
+def in_cycles(graph: Mapping[str, Set[str]]) -> set[str]:
     """Return the nodes that reach themselves."""
 
     def reached(start: str) -> set[str]:
@@ -165,23 +172,23 @@ def test_no_module_waits_for_itself() -> None:
     TopologicalSorter({name: imports(name, types=False) - {name} for name in MODULES}).prepare()
 
 
-def code_lines(path: Path) -> int:
-    """Return how many lines of a file have code on them."""
-    text = path.read_text()
+def code_lines(name: str) -> int:
+    """Return how many lines of a module have code on them."""
     documented: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in every(name):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node
         ):
             documented |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    text = MODULES[name].read_text()
     blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in blank]
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)
 
 
 def test_files_and_functions_stay_small() -> None:
-    for name, path in MODULES.items():
-        assert code_lines(path) <= MAX_CODE, name
+    for name in MODULES:
+        assert code_lines(name) <= MAX_CODE, name
         for function in functions(name):
             body = function.body[1:] if ast.get_docstring(function) is not None else function.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
@@ -283,7 +290,7 @@ def test_no_attribute_is_declared_in_one_file_and_set_in_another() -> None:
         if not (is_protocol(cls) or dataclasses.is_dataclass(cls) or issubclass(cls, tuple)):
             stored = {
                 node.attr
-                for node in ast.walk(tree(name.rpartition(".")[0]))
+                for node in every(name.rpartition(".")[0])
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
             }
             # Public ones may be for others to set.
@@ -337,7 +344,7 @@ def test_time_and_chance_come_through_the_runtime() -> None:
     for name in MODULES:
         if folder(name) in ("runtime", "cli", "testing"):
             continue
-        for node in ast.walk(tree(name)):
+        for node in every(name):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 roots = {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
                 assert not roots & {"time", "random", "secrets"}, f"{name}, line {node.lineno}: take it from a Runtime"
@@ -351,7 +358,7 @@ def test_wait_for_is_not_used() -> None:
     found = {
         name
         for name in MODULES
-        if any(isinstance(node, ast.Attribute) and node.attr == "wait_for" for node in ast.walk(tree(name)))
+        if any(isinstance(node, ast.Attribute) and node.attr == "wait_for" for node in every(name))
     }
     assert not found
 
@@ -409,7 +416,7 @@ def test_one_module_imports_cupy() -> None:
             return (node.module or "").partition(".")[0] == "cupy"
         return isinstance(node, ast.Import) and any(alias.name.partition(".")[0] == "cupy" for alias in node.names)
 
-    assert [name for name in MODULES if any(map(is_cupy, ast.walk(tree(name))))] == ["gpu.cupy_api"]
+    assert [name for name in MODULES if any(map(is_cupy, every(name)))] == ["gpu.cupy_api"]
 
 
 def test_the_command_and_the_plugin_are_where_the_package_says() -> None:
