@@ -35,7 +35,7 @@ demo: $(VENV)/installed
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST = PYTHONASYNCIODEBUG=1 $(VENV)/bin/python -m pytest
-PARALLEL = -n auto --maxprocesses=4
+PARALLEL = -n auto --maxprocesses=4 --dist worksteal
 PAIRS = -n 2 --dist loadfile
 
 # First what runs in one process, on several cores; then what starts processes, two tests at a time or one, if

@@ -17,6 +17,8 @@ PAGE = "CONTRIBUTING.md"
 SECURITY = "SECURITY.md"
 #: The examples, and how many files of the package each takes.
 EXAMPLES = {"A hook": 0, "A store": 1, "A schedule": 3, "A collective": 4, "A transport": 4}
+#: They run as many tests as a newcomer would: of all, `make test` shows that they fit.
+SLOW = ("A schedule", "A collective")
 
 
 def of(example: str) -> list[Block]:
@@ -61,6 +63,15 @@ def test_there_is_an_example_of_each() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
+def test_the_changes_of_an_example_fit_the_tree(example: str, copy: Path) -> None:
+    for block in of(example):
+        if block.language == "diff":
+            apply(block.code, copy)
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EXAMPLES]
+)
 def test_an_example_is_made_and_run(example: str, copy: Path) -> None:
     said = ""
     for block in of(example):

@@ -73,7 +73,7 @@ def run_sync(block: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("victim", [None, 0, 2])
+@pytest.mark.parametrize("victim", [2, *(pytest.param(victim, marks=pytest.mark.slow) for victim in (None, 0))])
 def test_the_elastic_program(victim: int | None, tmp_path: Path) -> None:
     programs = files("docs/elastic.md")
     if victim is not None:

@@ -69,7 +69,7 @@ async def test_a_group_that_fails_before_newcomers_have_come(world_size: int, tr
     assert results == [(GroupError, told)] * world_size
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_a_death_while_newcomers_are_waited_for(victim: int) -> None:
     """The others go on, and the newcomer that had come waits for that."""
     store = HashStore()
@@ -295,7 +295,7 @@ async def test_a_store_that_is_gone_is_told_of_where_nobody_has_died() -> None:
 
 
 @pytest.mark.parametrize("transport", LINKS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
 async def test_as_many_newcomers_as_have_come(world_size: int, transport: str) -> None:
     store = HashStore()
     where = {"store": store, "options": options(transport)}

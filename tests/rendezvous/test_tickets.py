@@ -245,7 +245,7 @@ async def test_without_either_there_is_a_hint() -> None:
 # -- deaths, and programs that know nothing of tickets
 
 
-@pytest.mark.parametrize("hosts", [1, 3])
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 3])
 async def test_a_meeting_tells_the_ranks_who_is_gone(hosts: int) -> None:
     """Also those in a group that has grown, and the one that is not gone."""
     came: asyncio.Queue[None] = asyncio.Queue()

@@ -309,7 +309,7 @@ async def test_a_server_that_is_silent_for_a_while(own: RedisServer, opened: Ope
 # -- lost data
 
 
-@pytest.mark.parametrize("how", ["FLUSHALL", "restart", "DEL aiocoll:"])
+@pytest.mark.parametrize("how", ["FLUSHALL", "restart", pytest.param("DEL aiocoll:", marks=pytest.mark.slow)])
 async def test_lost_data_is_an_error_everywhere(own: RedisServer, opened: Open, how: str) -> None:
     store, other, third = (opened(own.url) for _ in range(3))
     await other.set("k", b"v")

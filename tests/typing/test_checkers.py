@@ -82,7 +82,9 @@ def commented(path: Path, pattern: str) -> dict[tuple[str, int], str]:
     return {(path.name, number): found[1] for number, line in lines if (found := re.search(pattern, line))}
 
 
-both = pytest.mark.parametrize("checker", [mypy, pyright], ids=["mypy", "pyright"])
+both = pytest.mark.parametrize(
+    "checker", [pytest.param(mypy, id="mypy"), pytest.param(pyright, id="pyright", marks=pytest.mark.slow)]
+)
 
 
 @pytest.mark.slow
