@@ -36,10 +36,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST = PYTHONASYNCIODEBUG=1 $(VENV)/bin/python -m pytest
 PARALLEL = -n auto --maxprocesses=4 --dist worksteal
-PAIRS = -n 2 --dist loadfile
+PAIRS = -n 3 --dist loadfile
 
-# First what runs in one process, on several cores; then what starts processes, two tests at a time or one, if
-# it measures seconds. With ARGS, some of the three may have no test: pytest says so with the status 5.
+# First what runs in one process, on several cores; then what starts processes, which mostly waits: three tests at a time,
+# or one, if it measures seconds. With ARGS, some of the three may have no test: pytest says so with the status 5.
 test: $(VENV)/installed
 	$(PYTEST) -m 'not processes and not slow and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) -m 'paired and not slow and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]

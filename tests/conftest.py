@@ -28,11 +28,16 @@ from .ranks import options
 
 _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
-#: Folders and files whose tests start processes: `make test` runs these after the others, one at a time.
+#: Folders and files whose tests start processes: `make test` runs these after the others.
 _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
-#: Of these, those that run two at a time; what measures seconds does not.
-_PAIRED = ("cli", "hosts", "integrations", "reference", "testing", "typing")
-_MEASURES = ("test_bench.py", "test_links.py", "test_tune.py")
+#: Of these, those that run three at a time; what measures seconds does not.
+_PAIRED = ("cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
+_MEASURES = (
+    "cli/test_bench.py",
+    "cli/test_tune.py",
+    "hosts/test_links.py",
+    *(f"integration/test_{name}.py" for name in ("alive", "bursts", "elastic", "loss", "namespaces", "recovery")),
+)
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
 #: Marks that tests have because of where they are, and no others: `-m` leaves out whole files.
 _BY_PLACE = {"processes", "paired"}
@@ -105,10 +110,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def _marks(path: Path) -> set[str]:
     """Return what all tests of a file are marked with because of where it is."""
-    top = path.relative_to(_HERE).parts[0]
+    file = path.relative_to(_HERE)
+    top = file.parts[0]
     return {
         *(["processes"] if top in (*_PROCESSES, *_PAGES) else []),
-        *(["paired"] if top in (*_PAIRED, *_PAGES) and path.name not in _MEASURES else []),
+        *(["paired"] if top in (*_PAIRED, *_PAGES) and file.as_posix() not in _MEASURES else []),
         *(["slow"] if top == _SECOND_LOOK else []),
     }
 
