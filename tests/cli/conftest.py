@@ -63,13 +63,15 @@ class Launch:
         **popen: Any,
     ) -> Job:
         program = [self.write(script), *args] if script is not None else []
+        # Debug mode reports slow callbacks, and these tests say what is printed.
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
         process = subprocess.Popen(
             [*before, sys.executable, "-m", "aiocoll", "run", *map(str, [*options, *program])],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=text,
             cwd=self.path,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **(env or {})},
+            env={**kept, "PYTHONPATH": str(Path(__file__).parents[2]), **(env or {})},
             **popen,
         )
         self._stack.callback(_end, process)
