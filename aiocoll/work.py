@@ -10,23 +10,26 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
+from aiocoll.compiling import mypyc_attr
 from aiocoll.elements.streams import stream_address
 from aiocoll.runtime import Runtime
 from aiocoll.threads import wait_in_thread
 from aiocoll.unretrieved import CallSite, Unretrieved
 
-__all__ = ["Progress", "Work"]
+__all__ = ["COMPILED", "Progress", "Work"]
 
 T_co = TypeVar("T_co", covariant=True)
 
+#: Whether the hot modules run compiled: this is one of them.
+COMPILED: Final = not __file__.endswith(".py")
 #: Files that start with this are ours: no call site of the user's.
 _HERE = os.path.dirname(__file__) + os.sep
-_frame = sys._getframe
-_thread = threading.get_ident
+_frame: Final = sys._getframe
+_thread: Final = threading.get_ident
 #: In place of the context of a callback: it is called at once, by who ends the work.
-AT_ONCE = contextvars.Context()
+AT_ONCE: Final = contextvars.Context()
 #: The file of the last call, which is not one of ours: most calls come from few files, and comparing objects takes a
 #: third of the time of comparing how their names start.
 _last_file = ""
@@ -45,6 +48,7 @@ class Progress(Protocol):
         """Whether the loop has been held long enough that an await must yield."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Work(Generic[T_co]):
     """One started operation: await it for its result, any number of times, from any task of the group's loop.
 
@@ -115,8 +119,9 @@ class Work(Generic[T_co]):
         self._unwrap: Callable[[], Any] | None = None
         self._unretrieved: Unretrieved | None = None
         # Where the user called, as what costs least and keeps no frame: the line is looked up when it is needed. At
-        # `depth` or above it: each frame that is looked at costs 50 ns and more.
-        frame = _frame(depth)
+        # `depth` or above it: each frame that is looked at costs 50 ns and more. What is compiled has no frames, so
+        # that of the group's method is the only one that every call has.
+        frame = _frame(1 if COMPILED else depth)
         code = frame.f_code
         if code.co_filename is not _last_file:
             frame = _user_frame(frame)

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from aiocoll import ProcessGroup, Work
 from aiocoll.engine.control.messages import SHAPES
@@ -70,6 +71,7 @@ class Profiler:
         return [line for tree in self.trees if any(each is work for each in tree.objects) for line in tree.lines]
 
 
+@pytest.mark.pure
 async def test_a_call_goes_the_way_that_is_drawn() -> None:
     """Rank 0 of two over TCP on loopback, in an allreduce like an earlier one, for which rank 1 lets it wait."""
     waits, ended = asyncio.Event(), asyncio.Event()

@@ -281,6 +281,7 @@ async def test_what_is_no_hook(wrong: Any) -> None:
     await run_ranks(1, rank)
 
 
+@pytest.mark.pure
 async def test_nothing_is_made_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(aiocoll.engine.communicator, "OperationInfo", lambda *fields: made.append(fields))

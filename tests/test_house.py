@@ -332,7 +332,7 @@ def test_a_module_exports_what_it_defines() -> None:
         assert code <= names, f"{name}: {code - names}: export it, or give it an underscore"
         imported = {
             alias.asname or alias.name
-            for node in tree(name).body
+            for node in (each for top in tree(name).body for each in (top.body if is_type_checking(top) else [top]))
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }

@@ -24,6 +24,7 @@ from aiocoll.errors import AiocollError
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
+from aiocoll.work import COMPILED
 
 __all__ = ["add_parser", "size"]
 
@@ -86,7 +87,8 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(str(error))
     op = f" {args.op}" if spec_of(args.collective).reduces else ""
     cores = len(os.sched_getaffinity(0))
-    print(f"# {args.collective}{op}, {args.dtype}, {args.nproc} ranks on {cores} cores, transport {args.transport}")
+    where = f"{args.nproc} ranks on {cores} cores, transport {args.transport}"
+    print(f"# {args.collective}{op}, {args.dtype}, {where}, {'compiled' if COMPILED else 'pure Python'}")
     print(HEADING, flush=True)
     try:
         timings = asyncio.run(

@@ -29,6 +29,7 @@ from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
+from aiocoll.work import COMPILED
 
 __all__ = ["CheckResult", "look"]
 
@@ -92,7 +93,7 @@ def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
 
 def _versions() -> Iterator[CheckResult]:
     yield CheckResult("versions", "python", f"{platform.python_version()} ({platform.python_implementation()})")
-    yield CheckResult("versions", "aiocoll", aiocoll.__version__)
+    yield CheckResult("versions", "aiocoll", f"{aiocoll.__version__}, {'compiled' if COMPILED else 'pure Python'}")
     for name in (*_NEEDED, *_USED_IF_THERE):
         try:
             yield CheckResult("versions", name, version(name))

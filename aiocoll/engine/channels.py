@@ -80,7 +80,7 @@ class Channels:
             channel = self._channels[rank] = Channel(self._context, rank, self._groups.made, self)
         return channel
 
-    def of_group(self, ranks: Sequence[int]) -> list[Channel]:
+    def of_group(self, ranks: Sequence[int]) -> Sequence[Channel]:
         """Return the channels to `ranks`, in order; iterating over those of a large group gives only existing ones."""
         return [self.to(rank) for rank in ranks] if len(ranks) <= FEW else _Lazy(self, self._context.rank, ranks)
 

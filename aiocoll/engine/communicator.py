@@ -317,13 +317,15 @@ class Communicator:
     def raise_if_revoked(self) -> None:
         """Refuse a call on a group that has failed."""
         if self.cause is not None:
-            raise GroupRevokedError(
+            error = GroupRevokedError(
                 f"group {self.name!r} on rank {self.rank} was revoked: {self.cause}",
                 group=self.name,
                 ranks=self.cause.ranks,
                 op=self.cause.op,
                 seq=self.cause.seq,
-            ) from self.cause
+            )
+            error.__cause__ = self.cause  # not by `raise`: mypyc drops what is said there
+            raise error
 
     def revoke(self, cause: GroupError, tell: bool = True) -> None:
         """Fail everything pending with `cause`, refuse new calls, and tell all ranks; only the first cause counts."""

@@ -31,7 +31,7 @@ class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_h
     """
 
     id: int
-    channels: list[Channel]
+    channels: Sequence[Channel]
     devices: DeviceInbox
 
     def departed(self, rank: int) -> None:

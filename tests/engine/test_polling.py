@@ -59,6 +59,7 @@ class Bench:
         return self.polls <= len(self.results) and self.results[self.polls - 1]
 
 
+@pytest.mark.pure
 def test_an_await_polls_until_its_work_is_done() -> None:
     bench = Bench([])
     bench.ends_at = 3
@@ -68,6 +69,7 @@ def test_an_await_polls_until_its_work_is_done() -> None:
     assert bench.polls == 4, "it may poll again in this turn"
 
 
+@pytest.mark.pure
 def test_without_result_it_polls_for_a_moment_once_in_a_turn() -> None:
     bench = Bench([])
     bench.polling.spin(bench.work)
@@ -80,6 +82,7 @@ def test_without_result_it_polls_for_a_moment_once_in_a_turn() -> None:
     assert bench.polls == 2 * first
 
 
+@pytest.mark.pure
 def test_data_that_comes_makes_it_poll_on_but_no_longer_than_a_callback_may_take() -> None:
     bench = Bench([True] * 20)
     bench.polling.spin(bench.work)
@@ -89,6 +92,7 @@ def test_data_that_comes_makes_it_poll_on_but_no_longer_than_a_callback_may_take
     assert bench.polls == pytest.approx(BUDGET / LOOK, abs=1)
 
 
+@pytest.mark.pure
 def test_time_on_a_core_that_it_yields_is_not_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Bench] = []
 
@@ -103,6 +107,7 @@ def test_time_on_a_core_that_it_yields_is_not_polling(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("spin", "links"), [(0.0, True), (SPIN, False)])
+@pytest.mark.pure
 def test_without_links_or_time_it_does_not_poll(spin: float, links: bool) -> None:
     bench = Bench([True], spin=spin)
     if not links:
@@ -140,6 +145,7 @@ def test_a_turn_that_was_too_short_for_what_comes_is_followed_by_another_one() -
     assert bench.polls > first
 
 
+@pytest.mark.pure
 def test_an_await_yields_when_the_last_turn_is_long_ago() -> None:
     bench = Bench([])
     bench.clock.now = TURN

@@ -63,7 +63,7 @@ class OutboundMessage(Operation):
 
     peer: int
 
-    __slots__ = ("_nbytes", "_sends", "_view", "peer")
+    __slots__ = ("_nbytes", "_sends", "_view")
 
     def __init__(self, sends: Sends, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, _ = content
@@ -73,7 +73,7 @@ class OutboundMessage(Operation):
         work._shape = signature.counts
         super().__init__(sends.group, sends.next_id(tag), signature, code, work)
         self._sends = sends
-        self.peer = peer
+        self.be_with(peer)
         self._view = view
         self._nbytes = 0
 

@@ -45,14 +45,14 @@ class PostedReceive(Receive):
         content: its destination, and the expected dtype.
     """
 
-    __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "peer", "tag", "view")
+    __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "tag", "view")
 
     def __init__(self, receives: Receives, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, self._read = content
         signature = message_signature("RECV", code, 0 if view is None else view.nbytes)
         super().__init__(receives.group, P2P | tag << 32, signature, code, work)
         self._receives = receives
-        self.peer = peer
+        self.be_with(peer)
         self.tag = tag
         self.view = view
         self.code = code

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
+from aiocoll.compiling import mypyc_attr
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.transport.frame import FrameKind
@@ -59,6 +60,7 @@ class Announced(Message):
         self.batch = batch
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Operation:
     """Base of everything that a group has in flight.
 
@@ -81,7 +83,6 @@ class Operation:
         promised: peers that this rank has granted.
     """
 
-    peer: int | None = None
     entry: list[Any]
 
     __slots__ = (
@@ -94,6 +95,7 @@ class Operation:
         "granted",
         "id",
         "parent",
+        "peer",
         "promised",
         "reported",
         "signature",
@@ -116,6 +118,7 @@ class Operation:
         self.fingerprint = fingerprint
         self.work = work
         self.parent: Operation | None = None
+        self.peer: int | None = None
         self.timeout = work._timeout
         self.entered = 0.0
         self.done = False
@@ -129,6 +132,10 @@ class Operation:
     def single_copy_from(self) -> float:
         """Bytes of a message from which it pays to have the peer read it in the memory of this process."""
         return self.comm.tuning.single_copy.moved
+
+    def be_with(self, peer: int | None) -> None:
+        """Set the other rank of a message."""
+        self.peer = peer
 
     def enter(self) -> None:
         """Start: send what can be sent, use what has arrived early."""

@@ -42,6 +42,7 @@ class Plan:
         "algorithm",
         "count",
         "dependents",
+        "dtype",
         "executor",
         "fingerprint",
         "follow",
@@ -71,6 +72,7 @@ class Plan:
         self.program = program.actions
         self.algorithm = program.algorithm
         self.kernel = kernel
+        self.dtype = dtype
         self.itemsize = dtype.itemsize if dtype is not None else 1
         self.storage: np.dtype[Any] = dtype.storage if dtype is not None else np.dtype(np.uint8)
         self.count = signature.counts[0] if signature.counts else 0
@@ -94,6 +96,13 @@ class Plan:
         self.followers = _inverse(self.follow)
         self.start = tuple(index for index, each in enumerate(after) if not each)
         self.grants = self._grants()
+
+    def copy(self) -> Plan:
+        """Return another plan for the same."""
+        program = Program(self.program, self.scratch, self.algorithm)
+        made = Plan(self.signature, program, self.dtype, self.kernel, self.executor)
+        made.op = self.op
+        return made
 
     def _dependencies(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
         """An action that follows an empty one waits for its completion: there is no progress to follow."""

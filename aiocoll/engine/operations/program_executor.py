@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.algorithms.program import Region, Verb
+from aiocoll.compiling import mypyc_attr
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.group import Group
@@ -32,6 +33,7 @@ _COMPLETE = -1
 Array = NDArray[Any]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ProgramExecutor(Operation):
     """One rank's part in one collective.
 

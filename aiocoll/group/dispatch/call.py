@@ -19,7 +19,10 @@ from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.work import Work
 
-__all__ = ["Call", "Interceptor", "Recorder", "Wrapper", "interceptor_in_scope", "scope_here", "scoped"]
+__all__ = ["Call", "Interceptor", "Recorder", "Unchecked", "Wrapper", "interceptor_in_scope", "scope_here", "scoped"]
+
+#: An argument of the user's that may be anything: what is compiled would refuse another type before it is looked at.
+Unchecked = Any
 
 
 class Call(NamedTuple):
@@ -45,7 +48,7 @@ class Call(NamedTuple):
     make: Make
     timeout: float
     signature: Signature | None = None
-    key: str | None = None
+    key: Unchecked = None
     shape: tuple[int, ...] = ()
     result: Any = None
     unwrap: Callable[[], Any] | None = None
@@ -85,7 +88,7 @@ class Recorder(ABC):
         shape: tuple[int, ...],
         result: Any,
         timeout: float,
-        key: str | None,
+        key: Unchecked,
         unwrap: Callable[[], Any] | None,
         executor: Executor | None,
     ) -> Work[Any]:

@@ -20,7 +20,15 @@ from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.errors import GroupClosedError
-from aiocoll.group.dispatch.call import Call, Interceptor, Recorder, interceptor_in_scope, scope_here, scoped
+from aiocoll.group.dispatch.call import (
+    Call,
+    Interceptor,
+    Recorder,
+    Unchecked,
+    interceptor_in_scope,
+    scope_here,
+    scoped,
+)
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.dispatch.planner import Known, Planner, keep
 from aiocoll.loading import loading
@@ -139,10 +147,10 @@ class Dispatcher:
         kind: str,
         tensor: Any,
         op: ReduceOp | None,
-        root: int | None,
+        root: Unchecked,
         writable: bool,
         timeout: Timeout,
-        key: str | None,
+        key: Unchecked,
     ) -> Work[Any]:
         """Start a collective on one tensor or number, of the same count on all ranks.
 
@@ -175,7 +183,7 @@ class Dispatcher:
         main: Buffer | None,
         result: Any,
         timeout: Timeout,
-        key: str | None,
+        key: Unchecked,
         wholes: Sequence[Buffer] = (),
         executor: Executor | None = None,
     ) -> Work[Any]:
@@ -210,7 +218,7 @@ class Dispatcher:
         shape: tuple[int, ...],
         result: Any,
         timeout: Timeout,
-        key: str | None,
+        key: Unchecked,
         unwrap: Callable[[], Any] | None = None,
         executor: Executor | None = None,
     ) -> Work[Any]:
@@ -249,7 +257,7 @@ class Dispatcher:
         shape: tuple[int, ...],
         result: Any,
         limit: float,
-        key: str | None,
+        key: Unchecked,
         unwrap: Callable[[], Any] | None,
         executor: Executor | None,
     ) -> Call:
@@ -299,7 +307,7 @@ class Dispatcher:
         self._diverts = True
 
     def refuse(
-        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
+        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Unchecked
     ) -> Work[Any]:
         """Raise the error of a call, or report it to all ranks."""
         if self._tell_wrong is None or self.block_here() is not None:
@@ -332,14 +340,14 @@ class Dispatcher:
 
     # -- numbers and keys
 
-    def numbered(self, key: str | None) -> tuple[int, int]:
+    def numbered(self, key: Unchecked) -> tuple[int, int]:
         """Take the next number, or the next count of `key`; return the operation id and the number."""
         if key is None:
             identity = self.comm.entered = self.comm.entered + 1
             return identity, identity
         return self.keyed_id(key)
 
-    def keyed_id(self, key: Any) -> tuple[int, int]:
+    def keyed_id(self, key: Unchecked) -> tuple[int, int]:
         """Take the next count of `key`; return the operation id and the count."""
         if not isinstance(key, str):
             self.check_key(key)
@@ -349,7 +357,7 @@ class Dispatcher:
             self.check_key(key)
             raise
 
-    def check_key(self, key: Any) -> None:
+    def check_key(self, key: Unchecked) -> None:
         """Refuse an invalid key."""
         if not isinstance(key, str):
             raise TypeError(f"key must be a str or None, not {type(key).__name__}")
@@ -360,13 +368,13 @@ class Dispatcher:
 
     # -- ranks
 
-    def check_rank(self, rank: Any, name: str, *, other: bool = False) -> int:
+    def check_rank(self, rank: Unchecked, name: str, *, other: bool = False) -> int:
         """Return `rank` if it is one of this group's (and, with `other`, not this one)."""
-        number: int = rank
         if type(rank) is not int:  # in a plain number there is nothing to find out
             if isinstance(rank, bool) or not hasattr(rank, "__index__"):
                 raise TypeError(f"{name} must be a rank (int), not {type(rank).__name__}")
-            number = int(rank.__index__())
+            rank = int(rank.__index__())
+        number: int = rank
         if not 0 <= number < self.size:
             raise ValueError(
                 f"{name}={number} is not a rank of group {self.comm.name!r}: ranks are 0 to {self.size - 1}"

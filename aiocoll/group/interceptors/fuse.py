@@ -5,7 +5,6 @@ Decisions that must be equal on all ranks depend only on the equal parts of thei
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -94,7 +93,7 @@ class Fuser:
         reads = spec.inputs(self._rank, self._size, signature.root)
         writes = spec.outputs(self._rank, self._size, signature.root)
         if len(positions) == 1:
-            return Bucket(tuple(positions), copy.copy(plans[0]), reads=reads, writes=writes)
+            return Bucket(tuple(positions), plans[0].copy(), reads=reads, writes=writes)
         counts = _columns([self._counts(spec, plan.signature) for plan in plans])
         stamps = sources = None
         if spec.private:

@@ -102,6 +102,8 @@ class ShmLink:
         "slot_writer",
     )
 
+    __deletable__ = ("_out", "chunks_in", "chunks_out", "slot_reader", "slot_writer")
+
     sink: Sink
     carrier = "shm"
 
