@@ -64,7 +64,6 @@ class CompiledWheel(BuildHookInterface[Any]):
         self._folder = tempfile.TemporaryDirectory(prefix="aiocoll-compiled-")
         folder = Path(self._folder.name)
         shutil.copytree(Path(self.root, "aiocoll"), folder / "aiocoll", ignore=shutil.ignore_patterns("*.pyc"))
-        shutil.copy(Path(self.root, "pyproject.toml"), folder)  # what mypy shall check
         # In a process of its own: mypyc depends on the working folder, and ends the process that it fails in.
         subprocess.run([sys.executable, str(Path(__file__).resolve())], cwd=folder, check=True)
         made = folder / "made"
@@ -93,7 +92,8 @@ def compile_here() -> None:
     from mypyc.build import mypycify
 
     extensions = mypycify(
-        ["--config-file=pyproject.toml", *MODULES],
+        # `make check` is where types are checked; here, what need not be installed may be missing.
+        ["--config-file=", "--ignore-missing-imports", *MODULES],
         only_compile_paths=MODULES,
         target_dir="c",
         group_name="aiocoll",

@@ -19,6 +19,7 @@ from aiocoll.cli.calls import call_of, combine_of
 from aiocoll.cli.measure import Effort, Figures, Timing, measure, times_of
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case, Workload, bus_factor
 from aiocoll.testing import run_ranks
+from aiocoll.work import COMPILED
 
 #: Seconds after which a command that has not ended has failed; none takes a tenth of it.
 LIMIT = 60
@@ -138,6 +139,7 @@ def test_the_command_prints_and_writes_a_table(tmp_path: Path) -> None:
     title, *head, first, second, third, fourth = done.stdout.splitlines()
     assert max(map(len, [*head, first, second, third, fourth])) <= 80
     assert title.startswith("# allgather, float32, 3 ranks on ")
+    assert title.endswith(", transport unix, compiled" if COMPILED else ", transport unix, pure Python")
     assert " ".join(head).split()[:9] == ["size", "count", "time", "p50", "p95", "p99", "algbw", "busbw", "#wrong"]
     lines = [line.split() for line in (first, second, third, fourth)]
     assert [(int(line[0]), int(line[1]), int(line[-1])) for line in lines] == [

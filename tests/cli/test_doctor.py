@@ -23,6 +23,7 @@ from aiocoll.cli.checks import CheckResult, look
 from aiocoll.cli.main import main
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
+from aiocoll.work import COMPILED
 
 from ..certificates import Authority, as_variables
 from ..internals import Limits, replaced
@@ -346,6 +347,8 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {finding.name: finding for finding in look(1) if finding.topic == "versions"}
     assert versions.keys() == {"python", "aiocoll", *there, "uvloop"}
     assert all(versions[name].value == value for name, value in there.items())
+    kind = "compiled" if COMPILED else "pure Python"
+    assert versions["aiocoll"].value == f"{aiocoll.__version__}, {kind}"
     assert not versions["uvloop"].fine
     assert "pip install uvloop" in versions["uvloop"].advice
 
