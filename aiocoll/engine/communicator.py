@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
 from math import nan
-from typing import Any
+from typing import Any, Final
 
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.algorithms.two_level.hosts import host_numbers
@@ -39,7 +39,7 @@ from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
 
 __all__ = ["Communicator"]
 
-_DATA = int(FrameKind.DATA)
+_DATA: Final = int(FrameKind.DATA)
 
 
 class _Positions(dict[int, int]):

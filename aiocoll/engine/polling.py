@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sized
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.operations.group import Looker
@@ -20,9 +20,9 @@ from aiocoll.work import Work
 __all__ = ["Group", "Looker", "Polling"]
 
 #: An await that completes at once yields a turn of the loop when the last turn is this many seconds ago (contract).
-TURN = 500e-6
+TURN: Final = 500e-6
 #: Readers called between two readings of the clock: each takes about half a microsecond, or a small reduction.
-SOME = 8
+SOME: Final = 8
 
 
 class Group(Protocol):

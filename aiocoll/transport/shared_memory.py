@@ -8,7 +8,7 @@ no bytes, but the place of each chunk in a segment that the peer has mapped, too
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,8 @@ __all__ = [
 
 #: Slots in each direction, the small ones first: operations in flight at once that need no frames, twice over, since a
 #: rank may be through with all of them before a peer has read the first.
-SMALL_SLOTS, MIDDLE_SLOTS = 128, 4
+SMALL_SLOTS: Final = 128
+MIDDLE_SLOTS: Final = 4
 #: So many small slots hold what one chunk holds, as all middle slots together do.
 SMALL_PER_CHUNK = 64
 

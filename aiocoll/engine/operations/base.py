@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from aiocoll.compiling import mypyc_attr
 from aiocoll.engine.operations.group import Group
@@ -13,7 +13,7 @@ from aiocoll.work import Work
 
 __all__ = ["NOBODY", "Announced", "Message", "Operation"]
 
-NOBODY: frozenset[int] = frozenset()
+NOBODY: Final[frozenset[int]] = frozenset()
 
 
 class Message:

@@ -9,7 +9,7 @@ Peers whose slot is not available, since the link is still being opened or the s
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from aiocoll.work import Work
 
 __all__ = ["OneShot"]
 
-_NOTHING = np.empty(0, np.uint8)
+_NOTHING: Final = np.empty(0, np.uint8)
 
 
 class OneShot(Operation):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from aiocoll.engine.operations.signature import Signature, description
 
@@ -28,7 +28,11 @@ MESSAGES = 256
 NBYTES = (HISTORY + MESSAGES) * 640
 
 #: Indices of fields in an entry: the entry time, and those that are filled in later; all are fields of `Record`.
-ENTERED, ENDED, ERROR, PEER, STARTED = 1, 8, 9, 10, 11
+ENTERED: Final = 1
+ENDED: Final = 8
+ERROR: Final = 9
+PEER: Final = 10
+STARTED: Final = 11
 
 
 class Record(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.dtypes import by_name
@@ -12,8 +12,8 @@ from aiocoll.elements.dtypes import by_name
 __all__ = ["KEYED", "P2P", "Members", "Signature", "description"]
 
 #: The two top bits of an operation id say how it was numbered; the id of an ordered operation is its number.
-KEYED = 1 << 62
-P2P = 2 << 62
+KEYED: Final = 1 << 62
+P2P: Final = 2 << 62
 
 
 class Members(Protocol):

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -45,8 +45,8 @@ __all__ = ["Dispatcher", "Timeout"]
 Timeout = float | timedelta | None
 #: Takes the error in a call, the call's signature, the shape of its main array, its timeout and key.
 TellWrong = Callable[[ValueError, Signature, tuple[int, ...], Timeout, str | None], Work[Any]]
-_ndarray = np.ndarray
-_thread = threading.get_ident
+_ndarray: Final = np.ndarray
+_thread: Final = threading.get_ident
 
 
 class Dispatcher:
