@@ -30,13 +30,18 @@ _NOTHING: Final = np.empty(0, np.uint8)
 class OneShot(Operation):
     """One rank's part in one allreduce or barrier; arguments as for `ProgramExecutor`."""
 
-    #: What is posted to each rank, and elements that each posts to this one; None if that is the tensor of all.
-    _outgoing: Sequence[NDArray[Any]] | None = None
-    _incoming: Sequence[int] | None = None
-    #: Bytes of the longest that any rank posts to another one: all take slots of that size.
-    _longest = 0
-
-    __slots__ = ("_array", "_block", "_framed", "_plan", "_seen", "_tag", "_unsent")
+    __slots__ = (
+        "_array",
+        "_block",
+        "_framed",
+        "_incoming",
+        "_longest",
+        "_outgoing",
+        "_plan",
+        "_seen",
+        "_tag",
+        "_unsent",
+    )
 
     def __init__(
         self,
@@ -51,6 +56,11 @@ class OneShot(Operation):
         self._plan = plan
         self._array = arrays[0] if arrays else _NOTHING  # a barrier has none
         self._tag = comm.id << 32 | plan.fingerprint
+        # What is posted to each rank, and elements that each posts to this one; None if that is the tensor of all. And
+        # the bytes that decide which slots all ranks take.
+        self._outgoing: Sequence[NDArray[Any]] | None = None
+        self._incoming: Sequence[int] | None = None
+        self._longest = plan.nbytes
         # How many of the other ranks, in order, have posted their tensor.
         self._seen = 0
         # Peers to which a frame is not sent completely.
@@ -58,11 +68,15 @@ class OneShot(Operation):
         # Tensors received in frames, by rank.
         self._framed: dict[int, bytearray] | None = None
 
+    def be_in_blocks(self, outgoing: Sequence[NDArray[Any]], incoming: Sequence[int], longest: int) -> None:
+        """Have each rank post a block to each, by rank: what, how many elements, and bytes of the longest of all."""
+        self._outgoing, self._incoming, self._longest = outgoing, incoming, longest
+
     def enter(self) -> None:
         """Post the tensor to all peers."""
         comm, identity = self.comm, self.id
         array, blocks = self._array, self._outgoing
-        small = (self._plan.nbytes if blocks is None else self._longest) <= comm.small_nbytes
+        small = self._longest <= comm.small_nbytes
         block = self._block = identity % SMALL_SLOTS if small else SMALL_SLOTS + identity % MIDDLE_SLOTS
         without: list[int] | None = None
         for peer in comm.others:

@@ -23,7 +23,7 @@ __all__ = ["OneShotBlocks"]
 class OneShotBlocks(OneShot):
     """One rank's part in one allgather or reduce_scatter; arguments as for `ProgramExecutor`."""
 
-    __slots__ = ("_blocks", "_incoming", "_longest", "_outgoing")
+    __slots__ = ("_blocks",)
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class OneShotBlocks(OneShot):
         *blocks, own = arrays
         super().__init__(comm, identity, plan, [own], work)
         self._blocks = blocks
-        self._longest = max([block.nbytes for block in blocks])
-        self._outgoing = [own] * len(blocks) if plan.kernel is None else blocks
-        self._incoming = [len(block) if plan.kernel is None else len(own) for block in blocks]
+        outgoing = [own] * len(blocks) if plan.kernel is None else blocks
+        incoming = [len(block) if plan.kernel is None else len(own) for block in blocks]
+        self.be_in_blocks(outgoing, incoming, max([block.nbytes for block in blocks]))
 
     def _finish(self, inputs: list[NDArray[Any]]) -> None:
         kernel = self._plan.kernel
