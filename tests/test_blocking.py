@@ -68,6 +68,7 @@ def test_a_call_that_is_submitted_goes_on_meanwhile() -> None:
         other = 1 - group.rank()
         got = group.submit(ProcessGroup.recv_object, other)
         assert not got.done()
+        group.barrier()  # no rank sends before all have looked
         group.send_object(group.rank(), other)
         assert not got.cancel()
         return got.result(20)
