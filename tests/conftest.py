@@ -33,13 +33,17 @@ _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
 #: Folders and files whose tests start processes: `make test` runs these after the others.
 _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
-#: Of these, those that run three at a time; what measures seconds does not.
+#: Of these, those that run three at a time; what measures seconds, or looks at the whole machine, does not.
 _PAIRED = ("cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
-_MEASURES = (
+_ALONE = (
     "cli/test_bench.py",
     "cli/test_tune.py",
+    "hosts/test_hostile.py",
     "hosts/test_links.py",
-    *(f"integration/test_{name}.py" for name in ("alive", "bursts", "elastic", "loss", "namespaces", "recovery")),
+    *(
+        f"integration/test_{name}.py"
+        for name in ("alive", "bursts", "elastic", "loss", "namespaces", "other_user", "recovery")
+    ),
 )
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
 #: Marks that tests have because of where they are, and no others: `-m` leaves out whole files.
@@ -120,7 +124,7 @@ def _marks(path: Path) -> set[str]:
     top = file.parts[0]
     return {
         *(["processes"] if top in (*_PROCESSES, *_PAGES) else []),
-        *(["paired"] if top in (*_PAIRED, *_PAGES) and file.as_posix() not in _MEASURES else []),
+        *(["paired"] if top in (*_PAIRED, *_PAGES) and file.as_posix() not in _ALONE else []),
         *(["slow"] if top == _SECOND_LOOK else []),
     }
 
