@@ -33,7 +33,7 @@ _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
 #: Folders and files whose tests start processes: `make test` runs these after the others.
 _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
-#: Of these, those that run three at a time; what measures seconds, or looks at the whole machine, does not.
+#: Of these, those that run two at a time; what measures seconds, or looks at the whole machine, does not.
 _PAIRED = ("cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
 _ALONE = (
     "cli/test_bench.py",
