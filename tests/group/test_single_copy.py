@@ -65,7 +65,7 @@ def some() -> list[Case]:
     [
         *some(),
         *(
-            pytest.param(case, marks=pytest.mark.slow)
+            pytest.param(case, marks=pytest.mark.matrix)
             for space in ({"kind": REDUCING, "op": OPS, **SPACE}, {"kind": MOVING, **SPACE})
             for case in cover(space, valid)
         ),
