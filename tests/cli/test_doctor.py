@@ -29,6 +29,7 @@ from ..certificates import Authority, as_variables
 from ..internals import Limits, replaced
 
 LIMIT = 120
+VERSION = f"{aiocoll.__version__}, {'compiled' if COMPILED else 'pure Python'}"
 #: What changes the outcome or, on a busy machine, the output, and may be set where the tests run.
 OURS = ("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE", "PYTHONASYNCIODEBUG")
 
@@ -86,7 +87,7 @@ def test_ranks_meet_and_say_how_they_are_connected(ranks: int) -> None:
     _, pairs, findings = report("-n", str(ranks))
     assert pairs == {(a, b): ("shm", "both are on this host") for b in range(ranks) for a in range(b)}
     assert findings["meeting"].value == f"{ranks} met, all pairs exchanged data"
-    assert findings["aiocoll"].value == aiocoll.__version__
+    assert findings["aiocoll"].value == VERSION
     assert findings["identity"].value == address.host_identity()
     assert findings["interface lo"].value.startswith("127.0.0.1")
     assert findings["address for peers"].value.startswith("127.0.0.1 (MASTER_ADDR is not set")
@@ -347,8 +348,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {finding.name: finding for finding in look(1) if finding.topic == "versions"}
     assert versions.keys() == {"python", "aiocoll", *there, "uvloop"}
     assert all(versions[name].value == value for name, value in there.items())
-    kind = "compiled" if COMPILED else "pure Python"
-    assert versions["aiocoll"].value == f"{aiocoll.__version__}, {kind}"
+    assert versions["aiocoll"].value == VERSION
     assert not versions["uvloop"].fine
     assert "pip install uvloop" in versions["uvloop"].advice
 
