@@ -47,7 +47,7 @@ LONG_DATA = HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF
 #: Seconds between two bytes of who is slow, and after which a server that has not ended a connection never will.
 SLOWLY, FOREVER = 1.0, 20.0
 #: What a client without the key may be sent by a listener without TLS, and the most that one with TLS begins with.
-CHALLENGE = MAGIC + b"\x02\0\0\0"
+CHALLENGE = MAGIC + b"\x03\0\0\0"
 MOST_OF_TLS = 2048
 
 recorded: list[bytes] = []

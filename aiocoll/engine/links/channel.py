@@ -273,7 +273,10 @@ class Channel:
         """Return where the peer can read in place what is to be sent next, if that pays."""
         if self.shared is None or self.shared is not self.link:
             return None
-        attach = message.total >= message.operation.single_copy_from
+        operation = message.operation
+        attach = message.total >= operation.single_copy_from
+        if operation.reduces and not attach:
+            return None  # the peer adds from the ring as fast as it could copy from there
         return self.shared.place_of(message.view[message.moved :], attach=attach)
 
     def _refer(self, message: Message, place: tuple[int, int], flags: int, nbytes: int) -> bool:

@@ -129,9 +129,15 @@ class Operation:
         self._put_off = False
 
     @property
+    def reduces(self) -> bool:
+        """Whether its messages are reduced into something, not only moved."""
+        return False
+
+    @property
     def single_copy_from(self) -> float:
         """Bytes of a message from which it pays to have the peer read it in the memory of this process."""
-        return self.comm.tuning.single_copy.moved
+        sizes = self.comm.tuning.single_copy
+        return sizes.reduced if self.reduces else sizes.moved
 
     def be_with(self, peer: int | None) -> None:
         """Set the other rank of a message."""

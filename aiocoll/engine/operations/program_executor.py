@@ -81,10 +81,9 @@ class ProgramExecutor(Operation):
         self._working = False
 
     @property
-    def single_copy_from(self) -> float:
-        """As the peer copies, or reduces, what is sent."""
-        thresholds = self.comm.tuning.single_copy
-        return thresholds.moved if self._plan.kernel is None else thresholds.reduced
+    def reduces(self) -> bool:
+        """Whether it has a reduce op."""
+        return self._plan.kernel is not None
 
     def enter(self) -> None:
         """Start every action that waits for nothing."""
