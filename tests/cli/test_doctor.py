@@ -27,6 +27,7 @@ from aiocoll.work import COMPILED
 
 from ..certificates import Authority, as_variables
 from ..internals import Limits, replaced
+from ..rendezvous.test_launchers import SLURM as OF_SLURM
 
 LIMIT = 120
 VERSION = f"{aiocoll.__version__}, {'compiled' if COMPILED else 'pure Python'}"
@@ -113,17 +114,7 @@ def test_its_text_can_be_read() -> None:
     assert (lines[-1] == "all fine") == (done.returncode == 0)
 
 
-SLURM = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NODELIST": "n[01-02]",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_GTIDS": "0,1",
-    "AIOCOLL_PORT": "31000",
-}
+SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
 
 
 @pytest.mark.parametrize(
