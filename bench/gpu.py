@@ -33,7 +33,6 @@ from aiocoll.cli.measure import Timing
 from aiocoll.elements import buffers
 from aiocoll.elements.streams import stream_address
 from aiocoll.gpu.provider import runtime
-from aiocoll.group.cuda.on_device import device_state_of
 from aiocoll.store import HashStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -114,8 +113,10 @@ def our_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[str,
 
     async def marked() -> None:
         array = buffers.view(empty).array
-        side = device_state_of(pg, [array])
-        side.unmark(side.mark([array]))
+        pg._dispatcher.on_device([array])
+        state = pg._dispatcher.device_state
+        assert state is not None
+        state.unmark(state.mark([array]))
 
     ways = (awaited, ordered, in_flight, agreed, marked, on_host)
     return dict(zip(HEADS[2:], ways, strict=True))

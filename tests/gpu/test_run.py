@@ -297,7 +297,7 @@ def test_the_way_of_two_ranks_depends_on_nccl() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "only", ["raw,killed,two ranks fake", pytest.param("", marks=pytest.mark.soak, id="everything")]
+    "only", ["raw,killed,two ranks fake,bench", pytest.param("", marks=pytest.mark.soak, id="everything")]
 )
 def test_a_run_on_the_fake_device(only: str, tmp_path: Path) -> None:
     words = ["--fake", *(["--only", only] if only else []), str(tmp_path)]
