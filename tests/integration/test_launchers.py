@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -67,6 +68,18 @@ def key(tmp_path: Path) -> str:
 
 
 # -- they meet
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_torchrun(hello: str, tmp_path: Path) -> None:
+    """With its store on the loopback, not at the name of this machine; a Python of its own would print in pieces."""
+    options = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--no-python"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", *options, sys.executable, hello]
+    env = {"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(tmp_path)}  # torch warns
+    done = run(command, env)
+    assert (done.code, done.out) == (0, [SUM] * 3), done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["hello.py"]  # the socket is gone
 
 
 def test_mpich(mpich: Launch, hello: str) -> None:
