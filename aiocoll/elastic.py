@@ -135,7 +135,7 @@ class _Mending:
 
     async def begin(self) -> GroupError | None:
         """Begin with the group that there is; return why it failed, if it did."""
-        return await self._unless_failed(self._share())
+        return await self._unless_failed(self._start())
 
     async def mend(self) -> GroupError | None:
         """Make a group of the ranks that live, and of newcomers; return why that failed, if it did."""
@@ -164,9 +164,12 @@ class _Mending:
             await pg._reconfigurer.await_newcomer()
             pg.abort("there are newcomers")
 
+    async def _start(self) -> None:
+        await self._share(await self._agree())
+
     async def _grow(self) -> None:
         """Take in newcomers, in rounds: one that dies while it is met holds up one of them. Begin with that group."""
-        await self._agree()
+        root = await self._agree()
         for number in count(1):
             missing = self._size - self.pg.size()
             if missing <= 0:
@@ -175,6 +178,7 @@ class _Mending:
             try:
                 grown = await self.pg._reconfigurer.take_in(missing, 1 if last else missing, come, ROUND)
                 await self._change_to(grown)
+                root = await self._agree()  # as the newcomers do
             except RendezvousError:  # they have not come
                 if self.failure is not None:
                     raise self.failure from None
@@ -192,7 +196,7 @@ class _Mending:
                 break
             if last:
                 break
-        await self._share()
+        await self._share(root)
 
     async def _agree(self) -> int:
         """Return the first rank that has begun with a group before, and take over its numbers."""
@@ -207,10 +211,9 @@ class _Mending:
             group=pg.group_name,
         )
 
-    async def _share(self) -> None:
-        """Take over the state, and look for newcomers if some are missing."""
+    async def _share(self, root: int) -> None:
+        """Take over the state of a rank, and look for newcomers if some are missing."""
         state, pg = self._state, self.pg
-        root = await self._agree()
         arrays = None if state is None else sorted(name for name, value in state.items() if _is_array(value))
         names = await pg.broadcast_object(arrays, root)
         if names != arrays:

@@ -150,6 +150,24 @@ async def test_they_go_on_with_those_that_there_are() -> None:
         assert program.groups == {0: [3, 2], 1: [3, 2], 2: [3]}
 
 
+async def test_they_agree_once_on_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on one in which nobody has come."""
+    allgather_object = ProcessGroup.allgather_object
+    agreed: list[str] = []
+
+    def counting(pg: ProcessGroup, obj: Any) -> Any:
+        agreed.append(f"{pg.group_name} {pg.rank()}")
+        return allgather_object(pg, obj)
+
+    monkeypatch.setattr(ProcessGroup, "allgather_object", counting)
+    async with Meeting(3) as meeting:
+        program = Program(meeting, lambda number, step: number == 2 and step == 3, replaced=False, wait=0.0)
+        await program.run()
+    assert sorted(agreed) == [
+        "world:0 0", "world:0 1", "world:0 2", "world:0~1 0", "world:0~1 1"
+    ]  # fmt: skip
+
+
 async def test_as_many_newcomers_as_have_come() -> None:
     """Two are lost, and one of them is replaced."""
 
