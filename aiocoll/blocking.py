@@ -15,13 +15,13 @@ from aiocoll.errors import GroupClosedError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.rendezvous.new_group import new_group
 
-__all__ = ["BlockingGroup"]
+__all__ = ["BlockingGroup", "LoopThread"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Loop:
+class LoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def _blocking(method: Callable[Concatenate[ProcessGroup, P], Any]) -> Callable[C
     @functools.wraps(method)
     def call(self: BlockingGroup, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         made = self.submit(method, *args, **kwargs).result()
-        return self._with(made) if isinstance(made, ProcessGroup) else made
+        return self.on(self._loop, made) if isinstance(made, ProcessGroup) else made
 
     return call
 
@@ -118,7 +118,7 @@ class BlockingGroup:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         made = new_group(*args, **kwargs)
-        self._loop = _Loop()
+        self._loop = LoopThread()
         self._owner = True
         try:
             self._group: ProcessGroup = self._loop.call(made.__aenter__).result()
@@ -165,10 +165,11 @@ class BlockingGroup:
             if self._owner:
                 self._loop.close()
 
-    def _with(self, group: ProcessGroup) -> Self:
-        """Return another group on the same loop."""
-        made = object.__new__(type(self))
-        made._loop, made._group, made._owner = self._loop, group, False
+    @classmethod
+    def on(cls, loop: LoopThread, group: ProcessGroup) -> Self:
+        """Return a group that runs on a loop already; closing it does not end the loop's thread."""
+        made = object.__new__(cls)
+        made._loop, made._group, made._owner = loop, group, False
         return made
 
     rank = _blocking(ProcessGroup.rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, MutableMapping
 from itertools import count
 from math import inf
 from typing import Any
@@ -37,7 +37,7 @@ async def elastic(
     max_mends: int | None = None,
     mend_timeout: float = 300.0,
     **given: Any,
-) -> AsyncIterator[ProcessGroup]:
+) -> AsyncGenerator[ProcessGroup, None]:
     """Yield a group, and another one after each loss of a rank, until the block of the loop ends without one.
 
         state = {"step": 0, "weights": weights}

@@ -10,14 +10,10 @@ from typing import Any, Self
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util import get_node_ip_address
 
-from aiocoll.errors import (
-    GroupClosedError,
-    GroupError,
-    RendezvousError,
-    StoreError,
-)
+from aiocoll.errors import GroupClosedError, GroupError
 from aiocoll.integrations.programs import RankLostError, Ranks
 from aiocoll.integrations.ray.calls import all_ended, all_right, ask, begun, cause_of, checked, is_loss
+from aiocoll.integrations.ray.members import State
 from aiocoll.log import logger
 from aiocoll.rendezvous.tickets import Meeting, Ticket
 
@@ -92,7 +88,6 @@ class ActorGroup:
         self._given = {"host": get_node_ip_address(), **meeting}
         self._meeting: Meeting | None = None
         self._tickets: dict[int, Ticket] = {}
-        self._joining: dict[int, asyncio.Task[None]] = {}
         self._closed = False
 
     @property
@@ -166,7 +161,7 @@ class ActorGroup:
         numbers = list(self._actors)
 
         async def run(rank: int, ticket: Ticket) -> Any:
-            await self._is_rank(numbers[rank])  # it is there, or starts again
+            await self._state(numbers[rank])  # it is there, or starts again
             if numbers[rank] not in self._actors:
                 await asyncio.get_running_loop().create_future()  # until the others have ended
             try:
@@ -192,64 +187,50 @@ class ActorGroup:
         return self
 
     async def _mend(self) -> None:
+        """Wait until all actors are in one group; have those join that are no ranks of it."""
         async with asyncio.timeout(self._wait):
             while True:
                 try:
-                    return await self._mend_once()
-                except (GroupError, RayActorError, RendezvousError, StoreError) as error:
+                    if await self._are_whole():
+                        return await all_right(ask(actor, "regrouped") for actor in self.actors)
+                except (GroupError, RayActorError) as error:
                     logger.info("a group of actors has not mended, and tries again: %s", error)
                 await asyncio.sleep(AGAIN)
 
-    async def _mend_once(self) -> None:
-        """Go on with the ranks that live, and have all other actors join them."""
-        self._joining = {number: task for number, task in self._joining.items() if not task.done()}
-        asked = [number for number in self._actors if number not in self._joining]
-        found = await asyncio.gather(*map(self._is_rank, asked))
-        there = [number for number, is_rank in zip(asked, found, strict=True) if is_rank]
-        for number in self._tickets.keys() - there - self._joining.keys():
-            self._report(number, "Ray has lost this actor")
-        if self._meeting is None or not there:
-            return await self._meet()
-        for number in self._actors.keys() - there - self._joining.keys():
-            self._joining[number] = begun(self._join(number))
-        await all_right(ask(self._actors[number], "aiocoll_mend", len(self._joining), self._wait) for number in there)
-        await all_right(self._joining.values())
+    async def _are_whole(self) -> bool:
+        numbers = list(self._actors)
+        states = dict(zip(numbers, await asyncio.gather(*map(self._state, numbers)), strict=True))
+        states = {number: state for number, state in states.items() if number in self._actors}
+        absent = [number for number, state in states.items() if state is None]
+        if absent and not any(state is not None and state.begun for state in states.values()):
+            await self._end_meeting()  # those that wait there cannot become the first group any more
+            self._meeting = await Meeting(len(states), **self._given).__aenter__()
+            await all_right(self._join(number, self._meeting.ticket(rank)) for rank, number in enumerate(states))
+        elif absent:
+            assert self._meeting is not None
+            await all_right(self._join(number, self._meeting.newcomer()) for number in absent)
+        else:
+            [*groups] = {state for state in states.values() if state is not None}
+            return len(groups) == 1 and groups[0].size == len(states)
+        return False
 
-    async def _meet(self) -> None:
-        """Make the first group, or another one if no rank is left."""
-        await self._end_meeting()
-        self._meeting = await Meeting(len(self._actors), **self._given).__aenter__()
-        self._tickets = {number: self._meeting.ticket(rank) for rank, number in enumerate(self._actors)}
-        joining = [begun(ask(actor, "aiocoll_join", self._tickets[number])) for number, actor in self._actors.items()]
-        try:
-            await asyncio.wait(joining, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            if not all(task.done() and task.exception() is None for task in joining):
-                await self._end_meeting()  # so nobody waits for the one that has failed
-        await all_right(joining)
+    async def _join(self, number: int, ticket: Ticket) -> None:
+        self._report(number, "another process has its place")
+        self._tickets[number] = ticket
+        await ask(self._actors[number], "aiocoll_join", ticket)
 
-    async def _join(self, number: int) -> None:
-        """Have an actor join as a newcomer, or whatever takes its place if it dies meanwhile."""
-        assert self._meeting is not None
-        while number in self._actors:
-            ticket = self._tickets[number] = self._meeting.newcomer()
-            try:
-                await ask(self._actors[number], "aiocoll_join", ticket)
-                return
-            except (RayActorError, RendezvousError):
-                await self._is_rank(number)
-
-    async def _is_rank(self, number: int) -> bool:
-        """Wait until Ray has an actor of this number, unless it has died for good; return whether that is a rank."""
+    async def _state(self, number: int) -> State | None:
+        """Return what an actor says, once Ray has one of this number, unless it has died for good."""
         while number in self._actors:
             try:
-                holder = await ask(self._actors[number], "aiocoll_holder")
-                return number in self._tickets and holder == self._tickets[number].holder
+                state: State | None = await ask(self._actors[number], "aiocoll_state")
+                return state
             except ActorUnavailableError:
                 await asyncio.sleep(AGAIN)
             except RayActorError as error:
+                self._report(number, error)
                 self._substitute(number, error)
-        return False
+        return None
 
     def _substitute(self, number: int, error: Exception) -> None:
         """Put another actor in the place of one that has died for good."""
@@ -270,7 +251,5 @@ class ActorGroup:
 
     async def _end_meeting(self) -> None:
         meeting, self._meeting, self._tickets = self._meeting, None, {}
-        for task in self._joining.values():
-            task.cancel()
         if meeting is not None:
             await meeting.__aexit__()

@@ -16,7 +16,7 @@ __all__ = ["all_ended", "all_right", "ask", "begun", "cause_of", "checked", "is_
 
 def checked(actor: Any, name: str) -> Any:
     """Return the handle of an actor that can be a rank; `name` is for the error of any other one."""
-    if not hasattr(actor, "aiocoll_holder"):
+    if not hasattr(actor, "aiocoll_state"):
         raise TypeError(f"{name} is no handle of an actor whose class derives from Member or BlockingMember")
     return actor
 
