@@ -15,7 +15,7 @@ from aiocoll.errors import GroupClosedError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.rendezvous.new_group import new_group
 
-__all__ = ["BlockingGroup", "LoopThread"]
+__all__ = ["BlockingGroup", "LoopThread", "blocking_on"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def _blocking(method: Callable[Concatenate[ProcessGroup, P], Any]) -> Callable[C
     @functools.wraps(method)
     def call(self: BlockingGroup, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         made = self.submit(method, *args, **kwargs).result()
-        return self.on(self._loop, made) if isinstance(made, ProcessGroup) else made
+        return blocking_on(self._loop, made) if isinstance(made, ProcessGroup) else made
 
     return call
 
@@ -165,13 +165,6 @@ class BlockingGroup:
             if self._owner:
                 self._loop.close()
 
-    @classmethod
-    def on(cls, loop: LoopThread, group: ProcessGroup) -> Self:
-        """Return a group that runs on a loop already; closing it does not end the loop's thread."""
-        made = object.__new__(cls)
-        made._loop, made._group, made._owner = loop, group, False
-        return made
-
     rank = _blocking(ProcessGroup.rank)
     size = _blocking(ProcessGroup.size)
     backend_for = _blocking(ProcessGroup.backend_for)
@@ -215,3 +208,10 @@ class BlockingGroup:
     wait_revoked = _blocking(ProcessGroup.wait_revoked)
     abort = _blocking(ProcessGroup.abort)
     report_death = _blocking(ProcessGroup.report_death)
+
+
+def blocking_on(loop: LoopThread, group: ProcessGroup) -> BlockingGroup:
+    """Return a group that runs on a loop already; closing it does not end the loop's thread."""
+    made = object.__new__(BlockingGroup)
+    made._loop, made._group, made._owner = loop, group, False
+    return made

@@ -72,7 +72,7 @@ def be_rank(package: str, rank: int) -> None:
 
     from aiocoll.work import COMPILED
 
-    assert COMPILED == (package == "compiled"), "the other package runs"
+    assert (package == "compiled") == COMPILED, "the other package runs"
     Path(f"{rank}.json").write_text(json.dumps(uvloop.run(measure(rank))))
 
 

@@ -11,13 +11,13 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util import get_node_ip_address
 
 from aiocoll.errors import GroupClosedError, GroupError
+from aiocoll.integrations.parts import Parts, State, all_right
 from aiocoll.integrations.programs import RankLostError, Ranks
-from aiocoll.integrations.ray.calls import all_ended, all_right, ask, begun, cause_of, checked, is_loss
-from aiocoll.integrations.ray.members import State
+from aiocoll.integrations.ray.calls import ask, cause_of, checked, is_loss
 from aiocoll.log import logger
 from aiocoll.rendezvous.tickets import Meeting, Ticket
 
-__all__ = ["ActorGroup", "group"]
+__all__ = ["group"]
 
 #: Seconds between two questions to an actor that is starting again.
 AGAIN = 0.1
@@ -44,9 +44,6 @@ class group:
         wait: seconds until all actors are ranks, at first and after a death.
         **meeting: arguments of `aiocoll.Meeting`: `host`, by default the address of this node, and `encryption`.
 
-    Returns:
-        What is awaited or entered, and gives the `ActorGroup`.
-
     Raises:
         TypeError, ValueError: an argument is wrong, or an actor is of another class.
         TimeoutError: not all actors were ranks in time.
@@ -63,32 +60,26 @@ class group:
     ) -> None:
         if not actors:
             raise ValueError("actors is empty: a group has at least one rank")
-        handles = [checked(actor, f"actors[{number}]") for number, actor in enumerate(actors)]
-        self._made = ActorGroup(handles, replace, wait, meeting)
-
-    def __await__(self) -> Generator[Any, None, ActorGroup]:
-        return self._made._begin().__await__()
-
-    async def __aenter__(self) -> ActorGroup:
-        return await self._made._begin()
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._made.aclose()
-
-
-class ActorGroup:
-    """Actors that are ranks, as the driver sees them; `group` makes it."""
-
-    def __init__(
-        self, actors: list[Any], replace: Callable[[int], Any] | None, wait: float, meeting: dict[str, Any]
-    ) -> None:
-        self._actors = dict(enumerate(actors))
+        self._actors = {number: checked(actor, f"actors[{number}]") for number, actor in enumerate(actors)}
         self._replace = replace
         self._wait = wait
         self._given = {"host": get_node_ip_address(), **meeting}
-        self._meeting: Meeting | None = None
-        self._tickets: dict[int, Ticket] = {}
+        self._parts = Parts(self._join, self._abort, self._given)
         self._closed = False
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.__aenter__().__await__()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._mend()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
 
     @property
     def actors(self) -> list[Any]:
@@ -128,8 +119,8 @@ class ActorGroup:
     async def aclose(self) -> None:
         """Have all actors leave the group. They go on as actors."""
         self._closed = True
-        members = [self._actors[number] for number in self._tickets if number in self._actors]
-        await self._end_meeting()
+        members = [self._actors[number] for number in self._parts.joined if number in self._actors]
+        await self._parts.end()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END):
                 await asyncio.gather(*(ask(actor, "aiocoll_leave") for actor in members), return_exceptions=True)
@@ -137,25 +128,31 @@ class ActorGroup:
     # -- calls
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        async def failed(number: int, error: BaseException) -> None:
-            if isinstance(error, RayActorError):
-                self._report(number, error)
-            elif not is_loss(error):
-                with contextlib.suppress(RayActorError):
-                    await ask(self._actors[number], "aiocoll_abort", f"{method} has raised {cause_of(error)!r}")
-
-        calls = [begun(ask(actor, method, *args)) for actor in self.actors]
         try:
-            await all_ended(calls, failed)
+            calls = (self._call_one(number, method, args) for number in self._actors)
+            results = await asyncio.gather(*calls, return_exceptions=True)
         except asyncio.CancelledError:
-            for number in list(self._tickets):
-                self._report(number, "the driver has cancelled the call")
+            for number in self._parts.joined:
+                self._parts.report(number, "the driver has cancelled the call")
             raise
-        errors = [error for call in calls if (error := call.exception()) is not None]
+        errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
             losses = [error for error in errors if is_loss(error)]
             raise (losses or [error for error in errors if not isinstance(cause_of(error), GroupError)] or errors)[0]
-        return [call.result() for call in calls]
+        return results
+
+    async def _call_one(self, number: int, method: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of one actor; if it fails, the others do not wait for it."""
+        try:
+            return await ask(self._actors[number], method, *args)
+        except RayActorError as error:
+            self._parts.report(number, error)
+            raise
+        except RayError as error:
+            if not is_loss(error):
+                with contextlib.suppress(RayActorError):
+                    await self._abort(number, f"{method} has raised {cause_of(error)!r}")
+            raise
 
     async def _run(self, program: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         numbers = list(self._actors)
@@ -178,14 +175,6 @@ class ActorGroup:
 
     # -- mending
 
-    async def _begin(self) -> Self:
-        try:
-            await self._mend()
-        except BaseException:
-            await self.aclose()
-            raise
-        return self
-
     async def _mend(self) -> None:
         """Wait until all actors are in one group; have those join that are no ranks of it."""
         async with asyncio.timeout(self._wait):
@@ -199,25 +188,14 @@ class ActorGroup:
 
     async def _are_whole(self) -> bool:
         numbers = list(self._actors)
-        states = dict(zip(numbers, await asyncio.gather(*map(self._state, numbers)), strict=True))
-        states = {number: state for number, state in states.items() if number in self._actors}
-        absent = [number for number, state in states.items() if state is None]
-        if absent and not any(state is not None and state.begun for state in states.values()):
-            await self._end_meeting()  # those that wait there cannot become the first group any more
-            self._meeting = await Meeting(len(states), **self._given).__aenter__()
-            await all_right(self._join(number, self._meeting.ticket(rank)) for rank, number in enumerate(states))
-        elif absent:
-            assert self._meeting is not None
-            await all_right(self._join(number, self._meeting.newcomer()) for number in absent)
-        else:
-            [*groups] = {state for state in states.values() if state is not None}
-            return len(groups) == 1 and groups[0].size == len(states)
-        return False
+        states = zip(numbers, await asyncio.gather(*map(self._state, numbers)), strict=True)
+        return await self._parts.are_whole({number: state for number, state in states if number in self._actors})
 
     async def _join(self, number: int, ticket: Ticket) -> None:
-        self._report(number, "another process has its place")
-        self._tickets[number] = ticket
         await ask(self._actors[number], "aiocoll_join", ticket)
+
+    async def _abort(self, number: int, reason: str) -> None:
+        await ask(self._actors[number], "aiocoll_abort", reason)
 
     async def _state(self, number: int) -> State | None:
         """Return what an actor says, once Ray has one of this number, unless it has died for good."""
@@ -228,7 +206,7 @@ class ActorGroup:
             except ActorUnavailableError:
                 await asyncio.sleep(AGAIN)
             except RayActorError as error:
-                self._report(number, error)
+                self._parts.report(number, error)
                 self._substitute(number, error)
         return None
 
@@ -237,19 +215,8 @@ class ActorGroup:
         actor = None if self._replace is None else self._replace(number)
         if actor is not None:
             self._actors[number] = checked(actor, f"replace({number})")
-        elif self._meeting is None or len(self._actors) == 1:
+        elif not self._parts.meets or len(self._actors) == 1:
             raise RuntimeError(f"actor {number} has died, and nothing takes its place: {error}") from error
         else:
             logger.warning("actor %d has died, and nothing takes its place: %s", number, error)
             del self._actors[number]
-
-    def _report(self, number: int, reason: object) -> None:
-        """Tell the ranks that one of them is gone."""
-        ticket = self._tickets.pop(number, None)
-        if ticket is not None and self._meeting is not None:
-            self._meeting.report_death(ticket, str(reason))
-
-    async def _end_meeting(self) -> None:
-        meeting, self._meeting, self._tickets = self._meeting, None, {}
-        if meeting is not None:
-            await meeting.__aexit__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import ray
@@ -11,7 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from aiocoll.errors import GroupRevokedError, PeerLostError
 
-__all__ = ["all_ended", "all_right", "ask", "begun", "cause_of", "checked", "is_loss"]
+__all__ = ["ask", "cause_of", "checked", "is_loss"]
 
 
 def checked(actor: Any, name: str) -> Any:
@@ -29,34 +28,6 @@ async def ask(actor: Any, method: str, *args: Any) -> Any:
     except asyncio.CancelledError:
         ray.cancel(reference)
         raise
-
-
-def begun(doing: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Begin a call. Its error may be looked at or not: another one may tell more."""
-    task = asyncio.create_task(doing, name="aiocoll call of an actor")
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())
-    return task
-
-
-async def all_ended(calls: list[asyncio.Task[Any]], failed: Callable[[int, BaseException], Awaitable[None]]) -> None:
-    """Wait for all calls; `failed` is awaited for each that fails, so that the others do not wait for it."""
-    pending = set(calls)
-    try:
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for call in done:
-                if (error := call.exception()) is not None and pending:
-                    await failed(calls.index(call), error)
-    finally:
-        for call in pending:
-            call.cancel()
-
-
-async def all_right(doing: Iterable[Awaitable[None]]) -> None:
-    """Wait for all of it to end; raise the first error."""
-    for result in await asyncio.gather(*doing, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -5,77 +5,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from contextlib import aclosing
 from functools import partial
-from math import inf
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
-from aiocoll.blocking import BlockingGroup, LoopThread
-from aiocoll.elastic import elastic
-from aiocoll.errors import GroupError, GroupRevokedError, RendezvousError, StoreError
+from aiocoll.blocking import BlockingGroup, LoopThread, blocking_on
+from aiocoll.errors import GroupRevokedError
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.integrations.parts import Part, State
 from aiocoll.rendezvous.tickets import Ticket
 
-__all__ = ["BlockingMember", "Member", "State"]
+__all__ = ["BlockingMember", "Member"]
 
 G = TypeVar("G", ProcessGroup, BlockingGroup)
-
-
-class State(NamedTuple):
-    """What an actor says of its part in the group.
-
-    Attributes:
-        begun: it has been a rank.
-        name: of its group; empty while there is none.
-        size: of its group.
-    """
-
-    begun: bool
-    name: str
-    size: int
-
-
-class _Part:
-    """The program that makes an actor a rank: an elastic one, which only keeps the group."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.group: ProcessGroup | None = None
-        self._begun = False
-        self._task = asyncio.create_task(self._keep(ticket), name="aiocoll rank")
-
-    async def _keep(self, ticket: Ticket) -> None:
-        async with aclosing(elastic(init_method=ticket, wait=0.0, mend_timeout=inf)) as groups:
-            async for group in groups:
-                self.group, self._begun = group, True
-                await group.wait_revoked()
-                self.group = None
-
-    def state(self) -> State | None:
-        """Return what to say of it; None if this can be a rank no more."""
-        if self._task.done():
-            error = self._task.exception()
-            if error is not None and not isinstance(error, (GroupError, RendezvousError, StoreError)):
-                raise error
-            return None
-        group = self.group
-        return State(self._begun, "", 0) if group is None else State(True, group.group_name, group.size())
-
-    def abort(self, reason: str) -> None:
-        """End what the others do in the group."""
-        aborted, self.group = self.group, None
-        if aborted is not None:
-            aborted.abort(reason)
-
-    async def leave(self) -> None:
-        """Leave the group, or stop joining it."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
 
 
 class _Rank(Generic[G]):
     """What both kinds of actors have. None of it is a coroutine function: that would make any actor an async one."""
 
-    _aiocoll_part: _Part | None = None
+    _aiocoll_part: Part | None = None
 
     @property
     def group(self) -> G:
@@ -112,7 +59,7 @@ class Member(_Rank[ProcessGroup]):
     async def aiocoll_join(self, ticket: Ticket) -> None:
         """Begin to become a rank."""
         await self.aiocoll_leave()
-        self._aiocoll_part = _Part(ticket)
+        self._aiocoll_part = Part(ticket)
 
     def aiocoll_abort(self, reason: str) -> None:
         """End what the others do in the group."""
@@ -139,7 +86,7 @@ class BlockingMember(_Rank[BlockingGroup]):
 
     def _aiocoll_as_mine(self, group: ProcessGroup) -> BlockingGroup:
         assert self._aiocoll_loop is not None
-        return BlockingGroup.on(self._aiocoll_loop, group)
+        return blocking_on(self._aiocoll_loop, group)
 
     def regrouped(self) -> None:
         """For subclasses: see `Member.regrouped`."""
@@ -148,7 +95,7 @@ class BlockingMember(_Rank[BlockingGroup]):
         """Begin to become a rank."""
         self.aiocoll_leave()
         self._aiocoll_loop = LoopThread()
-        self._aiocoll_part = self._aiocoll_loop.call(partial(_Part, ticket)).result()
+        self._aiocoll_part = self._aiocoll_loop.call(partial(Part, ticket)).result()
 
     def aiocoll_abort(self, reason: str) -> None:
         """End what the others do in the group."""

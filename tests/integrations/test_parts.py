@@ -1,0 +1,154 @@
+"""What processes of any engine do to stay in one group, with processes that are objects here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from aiocoll import GroupError, PeerLostError, Ticket
+from aiocoll.integrations.parts import Part, Parts, State
+
+from ..ranks import until
+
+LIMIT = 20.0
+
+
+class Engine:
+    """Has some processes, by number; each has a part, or none."""
+
+    def __init__(self, n: int) -> None:
+        self.processes: dict[int, Part | None] = dict.fromkeys(range(n))
+        self.tickets: list[tuple[int, int]] = []
+        self.parts = Parts(self.join, self.abort, {"host": "127.0.0.1"})
+
+    async def join(self, number: int, ticket: Ticket) -> None:
+        await self.leave(number)
+        self.tickets.append((number, ticket.world_size))
+        self.processes[number] = Part(ticket)
+
+    async def abort(self, number: int, reason: str) -> None:
+        part = self.processes[number]
+        assert part is not None
+        part.abort(reason)
+
+    async def lose(self, number: int) -> None:
+        """End a process, and tell the others."""
+        self.parts.report(number, "the engine has lost it")
+        await self.leave(number)
+
+    async def leave(self, number: int) -> None:
+        part, self.processes[number] = self.processes[number], None
+        if part is not None:
+            await part.leave()
+
+    def states(self) -> dict[int, State | None]:
+        return {number: None if part is None else part.state() for number, part in self.processes.items()}
+
+    async def become_whole(self) -> list[tuple[int, int]]:
+        """Return whom that took: the numbers of those that joined, and of how many ranks their tickets were."""
+        self.tickets.clear()
+        async with asyncio.timeout(LIMIT):
+            while not await self.parts.are_whole(self.states()):  # noqa: ASYNC110 - drivers ask again and again
+                await asyncio.sleep(0.01)
+        return self.tickets
+
+    async def total(self) -> list[Any]:
+        """Return the sums of rank + 1, in the order of the numbers."""
+        groups = [part.group for part in self.processes.values() if part is not None]
+        return await asyncio.gather(*(group.allreduce(group.rank() + 1) for group in groups if group is not None))
+
+
+@asynccontextmanager
+async def engine(n: int) -> AsyncIterator[Engine]:
+    made = Engine(n)
+    try:
+        yield made
+    finally:
+        await made.parts.end()
+        for number in made.processes:
+            await made.leave(number)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+async def test_they_become_one_group_in_their_order(n: int) -> None:
+    async with engine(n) as engine_:
+        assert await engine_.become_whole() == [(number, n) for number in range(n)]
+        assert [part.group.rank() for part in engine_.processes.values() if part and part.group] == list(range(n))
+        assert await engine_.total() == [n * (n + 1) // 2] * n
+        assert await engine_.become_whole() == []
+
+
+@pytest.mark.parametrize("lost", [(0,), (2,), (0, 2)])
+async def test_newcomers_take_the_places_of_those_that_are_lost(lost: tuple[int, ...]) -> None:
+    async with engine(3) as engine_:
+        await engine_.become_whole()
+        for number in lost:
+            await engine_.lose(number)
+        assert await engine_.become_whole() == [(number, 0) for number in lost]
+        assert await engine_.total() == [6] * 3
+
+
+async def test_the_others_mend_the_group_while_nobody_looks() -> None:
+    async with engine(3) as engine_:
+        await engine_.become_whole()
+        old = engine_.processes[0]
+        assert old is not None
+        assert old.group is not None
+        failed = old.group.wait_revoked()
+        engine_.parts.report(1, "the engine has lost it")
+        assert isinstance(await failed, PeerLostError)
+        await until(lambda: old.state() == State(True, "world:0~1", 2))
+        await until(lambda: engine_.states()[1] is None)
+
+
+async def test_all_meet_anew_if_none_is_left() -> None:
+    async with engine(2) as engine_:
+        await engine_.become_whole()
+        for number in range(2):
+            await engine_.leave(number)
+        assert await engine_.become_whole() == [(0, 2), (1, 2)]
+        assert await engine_.total() == [3, 3]
+
+
+async def test_nobody_waits_for_one_that_is_lost_before_they_have_met() -> None:
+    async with engine(3) as engine_:
+        assert not await engine_.parts.are_whole(engine_.states())
+        await engine_.leave(1)
+        assert sorted(await engine_.become_whole()) == [(0, 3), (1, 3), (2, 3)]
+        assert await engine_.total() == [6] * 3
+
+
+async def test_what_nothing_replaces_is_missing() -> None:
+    async with engine(3) as engine_:
+        await engine_.become_whole()
+        await engine_.lose(0)
+        del engine_.processes[0]
+        assert await engine_.become_whole() == []
+        assert await engine_.total() == [3, 3]
+
+
+async def test_a_group_that_is_aborted_has_a_successor_of_the_same_ranks() -> None:
+    async with engine(2) as engine_:
+        await engine_.become_whole()
+        first = engine_.processes[0]
+        assert first is not None
+        group = first.group
+        assert group is not None
+        first.abort("the test does not like it")
+        assert first.group is None, "nobody starts anything in it"
+        with pytest.raises(GroupError, match="the test does not like it"):
+            await group.barrier()
+        assert await engine_.become_whole() == []
+        assert first.state() == State(True, "world:0~1", 2)
+
+
+async def test_what_ends_a_part_for_good_is_raised() -> None:
+    part = Part("nonsense")  # type: ignore[arg-type]
+    assert part.state() == State(False, "", 0)
+    await asyncio.wait([part._task])
+    with pytest.raises(ValueError, match="nonsense"):
+        part.state()
