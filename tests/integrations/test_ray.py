@@ -130,8 +130,7 @@ def test_wrong_arguments(driver: Driver) -> None:
     ]
 
 
-@pytest.mark.parametrize("declared", [False, True], ids=["init", "create"])
-@pytest.mark.parametrize("torch", [False, True], ids=["numpy", "torch"])
+@pytest.mark.parametrize(("torch", "declared"), [(False, False), (True, True)], ids=["numpy-init", "torch-create"])
 def test_the_backend_of_ray_util_collective(driver: Driver, torch: bool, declared: bool) -> None:
     if torch and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
