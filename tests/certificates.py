@@ -97,7 +97,12 @@ class Authority:
             .not_valid_before(now + days[0] * DAY)
             .not_valid_after(now + days[1] * DAY)
             .add_extension(constraints, critical=True)
+            # By default, Python from 3.13 on takes no certificate without these two.
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer._key.public_key()), critical=False)
         )
+        if ca:
+            builder = builder.add_extension(_SIGNS, critical=True)
         if names:
             alternatives = [
                 x509.DNSName(name[4:]) if name.startswith("DNS:") else x509.UniformResourceIdentifier(name)
@@ -107,6 +112,20 @@ class Authority:
         if uses:
             builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         return builder.sign(signer._key, hashes.SHA256())
+
+
+#: What a CA may do with its key.
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 def _name(text: str) -> x509.Name:
