@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from busy import busy
 from environments import Unavailable, prepare
 from inflight import Case
 from lag import SETTINGS, lag
@@ -65,6 +66,7 @@ def arguments() -> argparse.Namespace:
     add("--transports", nargs="+", choices=TRANSPORTS, default=list(DEFAULT_TRANSPORTS), help="of aiocoll")
     add("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS), help="default: all; none if empty")
     add("--launches", type=int, metavar="N", help=f"of each system (default: {LAUNCHES})")
+    add("--busy", type=int, default=0, metavar="N", help="processes beside that keep a core busy each (default: 0)")
     add("--quick", action="store_true", help="few sizes and launches, under 90 seconds")
     add("--markdown", type=Path, metavar="FILE", help="write the report there too")
     add("--csv", type=Path, metavar="FILE", help="write the figures there")
@@ -74,6 +76,8 @@ def arguments() -> argparse.Namespace:
         parser.error("-n: at least 2 ranks")
     if args.launches is not None and args.launches < 1:
         parser.error("--launches: at least 1")
+    if args.busy < 0:
+        parser.error("--busy: at least 0")
     args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
     args.launches = args.launches or (QUICK_LAUNCHES if args.quick else LAUNCHES)
     return args
@@ -89,9 +93,10 @@ def main() -> None:
         *map(ours, others),
         *(PEERS[name] for name in args.peers if PEERS[name].name not in skipped),
     ]
-    report = Report(systems, skipped)
+    report = Report(systems, skipped, busy=args.busy)
     try:
-        _measure(args, systems, pythons, report)
+        with busy(args.busy):
+            _measure(args, systems, pythons, report)
     except KeyboardInterrupt:
         print("\nInterrupted: this is what there is so far.", file=sys.stderr)
     report.seconds = time.monotonic() - start

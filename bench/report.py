@@ -51,7 +51,7 @@ COLUMNS = (
 
 @dataclass
 class Report:
-    """What was found so far; each part may be empty."""
+    """What was found so far; each part may be empty. `busy` processes kept a core busy beside."""
 
     systems: Sequence[System]
     skipped: dict[str, str]
@@ -60,9 +60,12 @@ class Report:
     rooflines: list[Roofline] = field(default_factory=list)
     lags: dict[int, Found] = field(default_factory=dict)
     seconds: float = 0.0
+    busy: int = 0
 
     def __post_init__(self) -> None:
         self.machine = machine(self._versions())  # as it is before anything runs
+        if self.busy:
+            self.machine += f"\\\nwith {self.busy} processes beside that keep a core busy each"
 
     def text(self) -> str:
         """Return all of it, in Markdown."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import importlib
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +23,7 @@ from bench.inflight import Case, Workloads, calls_of
 
 FOLDER = Path(__file__).parents[2] / "bench"
 NAMES = (
+    "busy",
     "environments",
     "launch",
     "libraries",
@@ -145,6 +149,28 @@ def test_the_report_says_what_is_missing_and_what_is_wrong(bench: Any, tmp_path:
         rows = {row["system"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"aiocoll auto", "gloo"}
     assert (rows["gloo"]["wrong"], rows["gloo"]["p50_us"], rows["gloo"]["bytes"]) == ("17", "30.000", "64")
+
+
+def test_the_report_says_what_else_was_busy(bench: Any) -> None:
+    assert (
+        "3 processes beside that keep a core busy each"
+        in bench.report.Report([bench.systems.ours("tcp")], {}, busy=3).text()
+    )
+    assert "busy" not in bench.report.Report([bench.systems.ours("tcp")], {}).machine
+
+
+def test_busy_processes_run_meanwhile_and_no_longer(bench: Any) -> None:
+    with bench.busy.busy(2) as processes:
+        assert [process.poll() for process in processes] == [None, None]
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+
+
+async def test_a_busy_process_ends_with_the_one_that_has_started_it() -> None:
+    """Of which it has the standard output, too: that is at its end when both are gone."""
+    program = "import busy, os\nwith busy.busy(1): os.kill(os.getpid(), 9)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=FOLDER, stdout=subprocess.PIPE)
+    async with asyncio.timeout(20):
+        assert (await process.communicate())[0] == b""
 
 
 def test_a_launch_measures_all_cases(bench: Any) -> None:
