@@ -27,6 +27,7 @@ MODULES = (
     "aiocoll/engine/operations/composite.py",
     "aiocoll/engine/operations/oneshot.py",
     "aiocoll/engine/operations/oneshot_blocks.py",
+    "aiocoll/engine/operations/oneshot_tensor.py",
     "aiocoll/engine/operations/plan.py",
     "aiocoll/engine/operations/program_executor.py",
     "aiocoll/engine/operations/shm_ring.py",

@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from aiocoll.algorithms.load import Formula, Load, in_a_row, once, oneshot, ring_allreduce, seconds_of, shares
+from aiocoll.algorithms.load import (
+    Formula,
+    Load,
+    exscan_fold,
+    fan_in,
+    in_a_row,
+    linear_broadcast,
+    once,
+    oneshot,
+    ring_allreduce,
+    scan_fold,
+    seconds_of,
+    shares,
+)
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.select import find
 from aiocoll.algorithms.spec import spec_of
@@ -24,6 +37,10 @@ _SHARED: Mapping[tuple[str, str], Formula] = MappingProxyType(
         ("barrier", "oneshot"): oneshot,
         ("allgather", "oneshot"): shares(once, own_copied=True),
         ("reduce_scatter", "oneshot"): shares(once, reduced=True),
+        ("broadcast", "oneshot"): linear_broadcast,
+        ("reduce", "oneshot"): fan_in,
+        ("scan", "oneshot"): scan_fold,
+        ("exscan", "oneshot"): exscan_fold,
     }
 )
 

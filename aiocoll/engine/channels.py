@@ -18,6 +18,7 @@ from aiocoll.engine.polling import Polling
 from aiocoll.errors import AiocollError
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link
+from aiocoll.transport.shared_memory import SlotReader
 
 __all__ = ["Channels", "Receiver"]
 
@@ -159,7 +160,7 @@ class Channels:
         """Release the shared memory of all peers; all links are closed."""
         for channel in self._channels.values():
             channel.give_back()
-        self._polling.slot_readers = ()
+        self._poll_slots(())
 
     def _made_anew(self, rank: int) -> Channel:
         self._channels.pop(rank).give_back()
@@ -168,9 +169,13 @@ class Channels:
     def _count_links(self) -> None:
         channels = self._channels.values()
         self._polling.links = tuple(channel.link for channel in channels if channel.link is not None)
-        self._polling.slot_readers = tuple(
-            channel.shared.slot_reader for channel in channels if channel.shared is not None
+        self._poll_slots(
+            [(channel.peer, channel.shared.slot_reader) for channel in channels if channel.shared is not None]
         )
+
+    def _poll_slots(self, readers: Sequence[tuple[int, SlotReader]]) -> None:
+        self._polling.slot_readers = tuple(reader for _, reader in readers)
+        self._polling.stray_posts.readers = tuple(readers)
 
 
 class _Lazy(list[Channel]):

@@ -136,6 +136,9 @@ class SharedMemoryLink(Link, Protocol):
     def announce(self) -> None:
         """Wake the peer, if it sleeps, after a slot or a chunk queue has changed; only while the link is open."""
 
+    def is_beside(self) -> bool:
+        """Whether the peer, when it last waited for long, was on the core on which this rank is now."""
+
     def can_map(self, segment: Segment) -> bool:
         """Whether the peer has mapped `segment`, which is offered to it if it has not been."""
 

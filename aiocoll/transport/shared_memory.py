@@ -65,6 +65,9 @@ class SlotReader(Protocol):
     def free(self, slot: int) -> None:
         """Give the slot back, once for each post."""
 
+    def unread(self) -> list[tuple[int, int]]:
+        """Return id and tag of all that was posted for operations of groups that are not over, and not read yet."""
+
     def reclaim(self, slot: int) -> None:
         """Give the slot back if what is there was posted for a group that is over."""
 

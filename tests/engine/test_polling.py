@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiocoll.engine.polling import TURN, Polling
+from aiocoll.engine.polling import DOUBT, TURN, Polling
 from aiocoll.runtime import BUDGET
 
 #: Seconds that a rank polls without result, and that one look at the links takes.
@@ -47,9 +47,18 @@ class Bench:
         self.pending: list[Any] = []
         self.work: Any = SimpleNamespace(_done=False)
         self.ends_at = 0
-        context: Any = SimpleNamespace(runtime=self.clock, quiet=contextvars.copy_context())
-        self.polling = Polling(context, {1: self}, spin, crowded)  # type: ignore[dict-item]
+        # Whether the peer is on the same core; None: it shares no memory.
+        self.beside: bool | None = None
+        self.context: Any = SimpleNamespace(runtime=self.clock, quiet=contextvars.copy_context())
+        self.polling = Polling(self.context, {1: self}, spin, crowded)  # type: ignore[dict-item]
         self.polling.links = (self,)  # type: ignore[assignment]
+
+    @property
+    def shared(self) -> Bench | None:
+        return None if self.beside is None else self
+
+    def is_beside(self) -> bool:
+        return bool(self.beside)
 
     def poll(self) -> bool:
         self.polls += 1
@@ -104,6 +113,36 @@ def test_time_on_a_core_that_it_yields_is_not_polling(monkeypatch: pytest.Monkey
     given.append(bench)
     bench.polling.spin(bench.work)
     assert bench.polls == pytest.approx(BUDGET / SPIN, abs=1), "what bounds it is the time of a callback"
+
+
+@pytest.mark.parametrize("beside", [None, False, True])
+@pytest.mark.pure
+def test_a_peer_on_the_same_core_gets_it_after_a_moment(beside: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench([])
+    bench.beside = beside
+    given: list[int] = []
+
+    def give_way() -> None:
+        given.append(bench.polls)
+        if len(given) == 3:
+            bench.work._done = True
+
+    monkeypatch.setattr("os.sched_yield", give_way, raising=False)
+    bench.polling = Polling(bench.context, {1: bench}, SPIN, False)  # type: ignore[dict-item]
+    bench.polling.links = (bench,)  # type: ignore[assignment]
+    bench.polling.spin(bench.work)
+    if not beside:
+        assert given == []
+        return
+    assert given[0] == pytest.approx(DOUBT / LOOK, abs=2)
+    bench.work._done = False
+    bench.polling.spin(bench.work)
+    assert given[3] == bench.polls - len(given) + 4, "it is still there: the next await yields from its first look on"
+    bench.clock.turn()
+    bench.beside = False
+    yields = len(given)
+    bench.polling.spin(bench.work)
+    assert len(given) - yields == pytest.approx(DOUBT / LOOK / 2, abs=2), "until it is seen that the peer has gone"
 
 
 @pytest.mark.parametrize(("spin", "links"), [(0.0, True), (SPIN, False)])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from aiocoll.runtime import Runtime
+from aiocoll.transport.shm.core import _ask, core
 from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.region import PAGE, open_region
@@ -199,6 +200,36 @@ async def test_who_rings_is_awake_for_the_answer(pair: Pair) -> None:
     assert not pair.other.awake
     pair.peer.ring()
     assert pair.other.awake
+
+
+async def test_who_shares_a_core_knows_once_both_have_looked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = iter([3, 3, 3, 5, 0])
+    monkeypatch.setattr("aiocoll.transport.shm.doorbell.core", lambda: next(cores))
+    assert not pair.peer.is_beside(), "the other end has not said where it is"
+    pair.doorbell.core()
+    assert pair.peer.is_beside()
+    assert not pair.peer.is_beside(), "this one has moved"
+    pair.doorbell._status[8] = 0
+    assert not pair.peer.is_beside(), "nobody knows where anybody is"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no process may choose its core here")
+def test_the_core_is_the_one_that_runs_this_thread() -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        for number in allowed:
+            os.sched_setaffinity(0, {number})
+            assert core() == number + 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.pure
+def test_where_the_c_library_does_not_tell_the_core_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    _ask.cache_clear()
+    monkeypatch.setattr("ctypes.PyDLL", lambda name: object())
+    assert core() == 0
+    _ask.cache_clear()
 
 
 async def test_a_closed_bell_is_silent(pair: Pair) -> None:

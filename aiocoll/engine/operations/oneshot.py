@@ -1,7 +1,8 @@
 """The executor of small allreduces and of barriers in shared memory: each rank posts its tensor and reduces all.
 
 One step: each rank copies its tensor into a slot of each peer, and reduces the tensors of all, in rank order, in
-place. Cost: p-1 copies and one reduction of p inputs per rank; no messages and no temporary memory.
+place. Cost: p-1 copies and one reduction of p inputs per rank; no messages and no temporary memory. Subclasses are for
+collectives in which ranks post different things, or not all of them post to all others.
 
 Peers whose slot is not available, since the link is still being opened or the slot is in use, get a frame instead.
 """
@@ -39,7 +40,9 @@ class OneShot(Operation):
         "_outgoing",
         "_plan",
         "_seen",
+        "_sources",
         "_tag",
+        "_targets",
         "_unsent",
     )
 
@@ -61,25 +64,31 @@ class OneShot(Operation):
         self._outgoing: Sequence[NDArray[Any]] | None = None
         self._incoming: Sequence[int] | None = None
         self._longest = plan.nbytes
-        # How many of the other ranks, in order, have posted their tensor.
+        # The ranks that this one posts to, and those that post to it, in order; how many of these have.
+        self._targets: Sequence[int] = comm.others
+        self._sources: Sequence[int] = comm.others
         self._seen = 0
         # Peers to which a frame is not sent completely.
         self._unsent: Collection[int] = ()
         # Tensors received in frames, by rank.
-        self._framed: dict[int, bytearray] | None = None
+        self._framed: dict[int, memoryview | bytes | bytearray] | None = None
 
     def be_in_blocks(self, outgoing: Sequence[NDArray[Any]], incoming: Sequence[int], longest: int) -> None:
         """Have each rank post a block to each, by rank: what, how many elements, and bytes of the longest of all."""
         self._outgoing, self._incoming, self._longest = outgoing, incoming, longest
 
+    def be_between(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """Set which ranks this one posts to, and which post to it, in ascending order."""
+        self._targets, self._sources = targets, sources
+
     def enter(self) -> None:
-        """Post the tensor to all peers."""
+        """Post the tensor to all that need it."""
         comm, identity = self.comm, self.id
         array, blocks = self._array, self._outgoing
         small = self._longest <= comm.small_nbytes
         block = self._block = identity % SMALL_SLOTS if small else SMALL_SLOTS + identity % MIDDLE_SLOTS
         without: list[int] | None = None
-        for peer in comm.others:
+        for peer in self._targets:
             channel = comm.channels[peer]
             link = channel.shared
             if blocks is not None:
@@ -102,17 +111,18 @@ class OneShot(Operation):
             self.comm.channels[peer].kick(Message(self, peer, 0, view, view.nbytes))
 
     def _finish(self, inputs: list[NDArray[Any]]) -> None:
-        """Everything is there, in rank order."""
+        """Everything has been posted that this rank needs, in the order of the ranks it comes from."""
         if self._plan.kernel is not None:
+            inputs.insert(self.comm.rank, self._array)
             self._plan.kernel.fold(inputs, self._array)
 
     def look(self) -> bool:
         """Look for missing tensors; reduce when none is missing. Return whether the operation has ended."""
         if self.done:
             return True  # it failed together with an operation that was looked at before
-        others, seen = self.comm.others, self._seen
-        while seen < len(others):
-            if not self._is_here(others[seen]):
+        sources, seen = self._sources, self._seen
+        while seen < len(sources):
+            if not self._is_here(sources[seen]):
                 return self.done
             self._seen = seen = seen + 1
         if self._unsent:
@@ -135,13 +145,11 @@ class OneShot(Operation):
         plan, comm, block = self._plan, self.comm, self._block
         storage, counts, framed = plan.storage, self._incoming, self._framed
         inputs, slot_readers = [], []
-        for peer, channel in enumerate(comm.channels):
-            if peer == comm.rank:
-                inputs.append(self._array)
-            elif framed is not None and peer in framed:
+        for peer in self._sources:
+            if framed is not None and peer in framed:
                 inputs.append(np.frombuffer(framed[peer], storage))
             else:
-                slot_reader = channel.shared.slot_reader  # type: ignore[union-attr]  # its tensor has been seen there
+                slot_reader = comm.channels[peer].shared.slot_reader  # type: ignore[union-attr]  # it has been seen there
                 slot_readers.append(slot_reader)
                 inputs.append(slot_reader.view(block, storage, plan.count if counts is None else counts[peer]))
         try:
@@ -165,14 +173,22 @@ class OneShot(Operation):
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Store a tensor that comes in frames."""
-        if step or total != self._expected(peer) or payload is None:
+        if step or peer not in self._sources or total != self._expected(peer) or payload is None:
             return False
         if self._framed is None:
             self._framed = {}
         if (link := self.comm.channels[peer].shared) is not None:
             link.slot_reader.reclaim(self._block)  # its unread content may have been the reason for the frame
-        framed = self._framed.setdefault(peer, bytearray())
-        if len(framed) + length > total:
+        framed = self._framed.get(peer)
+        if framed is None and length == total:
+            # If nothing else is missing, it is used where it lies.
+            self._framed[peer] = payload
+            if not self.look():
+                self._framed[peer] = bytes(payload)
+            return True
+        if framed is None:
+            framed = self._framed[peer] = bytearray()
+        if not isinstance(framed, bytearray) or len(framed) + length > total:
             raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its message")
         framed.extend(payload)
         self.look()
@@ -191,11 +207,11 @@ class OneShot(Operation):
     def needs(self, peer: int) -> bool:
         """Whether the tensor of `peer` is missing: a posted one stays readable after the peer has left."""
         self.look()
-        return not self.done and (peer in self._unsent or not self._is_here(peer))
+        return not self.done and (peer in self._unsent or (peer in self._sources and not self._is_here(peer)))
 
     def awaited(self) -> list[int]:
         """Return the ranks whose tensors have not been seen."""
-        return [peer for peer in self.comm.others[self._seen :] if not self._is_here(peer)]
+        return [peer for peer in self._sources[self._seen :] if not self._is_here(peer)]
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""

@@ -43,8 +43,9 @@ class OneShotBlocks(OneShot):
     def _finish(self, inputs: list[NDArray[Any]]) -> None:
         kernel = self._plan.kernel
         if kernel is not None:
-            inputs[self.comm.rank] = self._blocks[self.comm.rank]
+            inputs.insert(self.comm.rank, self._blocks[self.comm.rank])
             kernel.fold(inputs, self._array)
             return
+        inputs.insert(self.comm.rank, self._array)
         for block, given in zip(self._blocks, inputs, strict=True):
             np.copyto(block, given)

@@ -34,6 +34,7 @@ class Plan:
 
     Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
     of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
+    `targets` are the ranks that this one sends to, `origins` those it receives from, both in ascending order;
     `executor` carries it out; `op` is how the call that it was made for reduces.
     """
 
@@ -53,12 +54,14 @@ class Plan:
         "kernel",
         "nbytes",
         "op",
+        "origins",
         "program",
         "scratch",
         "signature",
         "sources",
         "start",
         "storage",
+        "targets",
         "totals",
         "verbs",
     )
@@ -82,6 +85,8 @@ class Plan:
         actions = program.actions
         self.verbs = tuple(action.verb for action in actions)
         self.totals = tuple(action.region.count * self.itemsize for action in actions)
+        self.targets = tuple(sorted({action.peer for action in actions if action.verb is Verb.SEND}))
+        self.origins = tuple(sorted({action.peer for action in actions if action.verb in (Verb.RECV, Verb.COMBINE)}))
         self.inbound = {
             action.peer << 16 | action.step: index
             for index, action in enumerate(actions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiocoll.algorithms.program import Program
+from aiocoll.algorithms.program import Action, Program
 from aiocoll.algorithms.scale import scaled
 from aiocoll.algorithms.select import build, choose
 from aiocoll.algorithms.spec import spec_of
@@ -13,6 +13,7 @@ from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.engine.operations.oneshot_blocks import OneShotBlocks
+from aiocoll.engine.operations.oneshot_tensor import OneShotTensor
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
@@ -32,9 +33,11 @@ PLANS = 256
 
 _INT64 = by_name("int64")
 #: The algorithms through shared memory, by the names that `algorithms.cost` and records use.
-_NAMES: dict[type, str] = {OneShot: "oneshot", OneShotBlocks: "oneshot", ShmRing: "relay"}
+_NAMES: dict[type, str] = {OneShot: "oneshot", OneShotBlocks: "oneshot", OneShotTensor: "oneshot", ShmRing: "relay"}
 #: Collectives of blocks whose counts all ranks know.
 _IN_BLOCKS = ("allgather", "reduce_scatter")
+#: Collectives of one tensor in which not all ranks need all others', and the algorithm of one step that says whose.
+_DIRECT = {"broadcast": "linear", "reduce": "linear", "scan": "fold", "exscan": "fold"}
 
 
 class Planner:
@@ -122,7 +125,10 @@ class Planner:
         if made is None or made.prescale is None:
             executor = self._shares(kind, algorithm, nbytes, sizes, made)
             if executor is not None:
-                return Plan(signature, Program((), (), _NAMES[executor]), dtype, made, executor)
+                steps: tuple[Action, ...] = ()
+                if executor is OneShotTensor:
+                    steps = self._program(kind, _DIRECT[kind], sizes, root, made).actions
+                return Plan(signature, Program(steps, (), _NAMES[executor]), dtype, made, executor)
         program = self._program(kind, algorithm, sizes, root, made)
         return Plan(signature, program, dtype, made, ProgramExecutor)
 
@@ -156,6 +162,8 @@ class Planner:
             return OneShot if self._size <= FLAT else None
         if kind in _IN_BLOCKS and nbytes:
             return OneShotBlocks if self._fits(nbytes // sum(sizes[0]) * max(sizes[0])) else None
+        if kind in _DIRECT and nbytes:
+            return OneShotTensor if self._fits(nbytes) else None
         if kind != "allreduce" or made is None or not nbytes:
             return None
         if made.portable and self._fits(nbytes):

@@ -10,6 +10,9 @@ the rank will look at all its rings before it sleeps, and odd, another number ea
 
 At least one of them sees what the other has done. A rank that is awake need not be woken: a sender that sends again in
 the same turn of the loop, or to a rank that polls, pays one load.
+
+Another word of the page says which core the rank ran on when it last waited for long: two ranks that the kernel has put
+on one core must not poll for each other, but take turns.
 """
 
 from __future__ import annotations
@@ -21,10 +24,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from aiocoll.runtime import Runtime
+from aiocoll.transport.shm.core import core
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.region import PAGE, create
 
 __all__ = ["Doorbell", "PeerDoorbell", "Watcher"]
+
+#: Index of the word that says which core the rank ran on, in a cache line of its own.
+_CORE = 8
 
 
 class Watcher(Protocol):
@@ -108,6 +115,13 @@ class Doorbell:
             self._status[0] += 1
             self._runtime.loop.call_soon(self._turned, context=self._context)
 
+    def core(self) -> int:
+        """Return the core that this rank runs on, as `core.core`, and let its peers know it."""
+        number = core()
+        if self._status[_CORE] != number:
+            self._status[_CORE] = number
+        return number
+
     def poll(self) -> bool:
         """Look at all links; whether anything moved."""
         moved = False
@@ -168,6 +182,11 @@ class PeerDoorbell:
                 os.eventfd_write(self._eventfd, 1)
             except BlockingIOError:
                 pass  # it is full: the peer will hear of that
+
+    def is_beside(self) -> bool:
+        """Whether the peer was on the core of this rank when it last waited for long."""
+        number = self._doorbell.core()
+        return number != 0 and self._status[_CORE] == number
 
     def close(self) -> None:
         """Close the descriptor and give the page back."""

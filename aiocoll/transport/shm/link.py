@@ -224,6 +224,10 @@ class ShmLink:
             self._receiving = self._refusing
         return True
 
+    def is_beside(self) -> bool:
+        """Whether the peer waits on the core of this rank."""
+        return not self._closed and self._peer_doorbell.is_beside()
+
     def chunk(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
         """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
         segment, offset = self.chunks_in.place()

@@ -150,6 +150,19 @@ class SlotReader(_SlotEnd):
             self._order()
         self._words[self._freed + slot] += 1
 
+    def unread(self) -> list[tuple[int, int]]:
+        """Return id and tag of all that was posted for operations of groups that are not over, and not read yet."""
+        words, lines, freed = self._words, self._lines, self._freed
+        found = []
+        for slot in range(SLOTS):
+            if words[lines[slot] + 2] != words[freed + slot]:
+                self.reclaim(slot)
+                if words[lines[slot] + 2] != words[freed + slot]:
+                    if self._order is not None:
+                        self._order()
+                    found.append((words[lines[slot]], words[lines[slot] + 1]))
+        return found
+
     def purge(self, group: int) -> None:
         """Give back all that was posted for a group that is over: nobody will read it."""
         self._over.add(group)

@@ -1,0 +1,103 @@
+"""Posts to slots that nobody reads: they show that the calls of two ranks do not match.
+
+A frame is compared with this rank's own call when it comes. A slot is looked at only by an operation that expects
+something there; a rank that has made another call does not look, and the one that posted may be done. So a while
+after something was posted, what is still unread is compared as frames are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.group import Mismatches
+from aiocoll.engine.operations.operation_log import Record
+from aiocoll.runtime import Runtime
+from aiocoll.transport.shared_memory import SlotReader
+
+__all__ = ["Group", "StrayPosts"]
+
+#: Seconds until unread posts are compared: well below the second within which a mismatch has to be found, and so long
+#: that looking at all slots of all peers, some 20 µs for each, does not count.
+AFTER = 0.1
+
+
+class Group(Protocol):
+    """A group for which something can be posted.
+
+    Attributes:
+        rank: this one.
+    """
+
+    rank: int
+
+    @property
+    def position(self) -> Mapping[int, int]:
+        """Rank in the group by rank in the job."""
+
+    @property
+    def operations(self) -> Mapping[int, Operation]:
+        """What is in flight, by id."""
+
+    @property
+    def mismatches(self) -> Mismatches:
+        """Finds out which ranks' calls do not match."""
+
+    def record(self, op: int) -> Record | None:
+        """Return the record of a collective; for a child operation, the record of its parent."""
+
+    def crashed(self, error: Exception) -> None:
+        """Code of the library has raised an unexpected error while working for this group."""
+
+
+class StrayPosts:
+    """Watches the slots of one endpoint's peers.
+
+    Args:
+        runtime: clock and timers.
+        groups: of the endpoint.
+
+    Attributes:
+        readers: the slots, with the peer's rank in the job.
+    """
+
+    def __init__(self, runtime: Runtime, groups: Mapping[int, Group]) -> None:
+        self.readers: tuple[tuple[int, SlotReader], ...] = ()
+        self._runtime = runtime
+        self._groups = groups
+        self._waiting = False
+
+    def watch(self) -> None:
+        """Something was posted: look in a while whether it was read."""
+        if not self._waiting:
+            self._waiting = True
+            self._runtime.call_later(AFTER, self._look)
+
+    def _look(self) -> None:
+        self._waiting = False
+        found = False
+        for rank, reader in self.readers:
+            for op, tag in reader.unread():
+                # It may be early: this rank is still to make its call.
+                found = True
+                if (group := self._groups.get(tag >> 32)) is not None:
+                    try:
+                        _compare(group, rank, op, tag & 0xFFFF_FFFF)
+                    except Exception as error:
+                        group.crashed(error)
+        if found:
+            self.watch()
+
+
+def _compare(group: Group, rank: int, op: int, fingerprint: int) -> None:
+    """Report a post that does not match this rank's call."""
+    operation = group.operations.get(op)
+    if operation is None:
+        # One that has ended has read all that was posted for it, so the peer means a different call.
+        record = group.record(op)
+        mine = None if record is None else record.describe(group.rank)
+    else:
+        mine = None if operation.fingerprint == fingerprint else operation.describe()
+    if mine is not None:
+        group.mismatches.disagree(group.position[rank], op, mine)

@@ -1,0 +1,244 @@
+"""Small broadcasts, reduces and scans in shared memory: every way a tensor may take, and calls that do not match."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, ReduceOp
+from aiocoll.engine.operations.oneshot_tensor import OneShotTensor
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
+from aiocoll.work import Work
+
+from ..internals import comm_of
+from ..ranks import over
+from .test_oneshot import COUNTS, jobs, posts
+
+#: Starts a call of so many elements with a root, which scans do not have; its work, and a check of what it has left.
+Call = Callable[..., tuple[Work[Any], Callable[[], None]]]
+
+
+def array_of(pg: ProcessGroup, count: int) -> np.ndarray:
+    """Rank r has 2^r: a sum says whose were added."""
+    return np.full(count, 2.0 ** pg.rank())
+
+
+def checked(work: Work[Any], array: np.ndarray, expected: float) -> tuple[Work[Any], Callable[[], None]]:
+    def check() -> None:
+        assert (array == expected).all(), (array, expected)
+
+    return work, check
+
+
+def broadcast(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+    array = array_of(pg, count)
+    return checked(pg.broadcast(array, root, key=key), array, 2.0**root)
+
+
+def reduce(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+    array = array_of(pg, count)
+    everything = 2.0 ** pg.size() - 1
+    return checked(pg.reduce(array, root, key=key), array, everything if pg.rank() == root else 2.0 ** pg.rank())
+
+
+def scan(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+    array = array_of(pg, count)
+    return checked(pg.scan(array, key=key), array, 2.0 ** (pg.rank() + 1) - 1)
+
+
+def exscan(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+    array = array_of(pg, count)
+    return checked(pg.exscan(array, key=key), array, 2.0 ** pg.rank() - 1 if pg.rank() else 1.0)
+
+
+CALLS = pytest.mark.parametrize("call", [broadcast, reduce, scan, exscan])
+
+
+async def finish(calls: list[tuple[Work[Any], Callable[[], None]]]) -> None:
+    async with asyncio.timeout(20):
+        for work, check in calls:
+            await work
+            check()
+
+
+def sends(call: Call, size: int, root: int, rank: int, peer: int) -> bool:
+    """Whether `rank` posts to `peer`."""
+    if call is broadcast:
+        return rank == root
+    return peer == root if call is reduce else rank < peer
+
+
+@CALLS
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+async def test_each_rank_posts_to_those_that_need_its_tensor(call: Call, world_size: int) -> None:
+    async with jobs(world_size) as (pgs,):
+        for count in COUNTS:
+            fits = count * 8 * (world_size - 1) <= comm_of(pgs[0]).chunk_nbytes
+            for root in range(world_size):
+                ends = [(pg, peer) for pg in pgs for peer in comm_of(pg).others]
+                before = [posts(pg, peer) for pg, peer in ends]
+                calls = [call(pg, count, root) for pg in pgs]
+                kinds = {type(operation) is OneShotTensor for pg in pgs for operation in comm_of(pg).pending}
+                assert kinds <= {fits}
+                await finish(calls)
+                after = [posts(pg, peer) for pg, peer in ends]
+                assert [new - old for old, new in zip(before, after, strict=True)] == [
+                    fits and sends(call, world_size, root, pg.rank(), peer) for pg, peer in ends
+                ]
+
+
+@CALLS
+@pytest.mark.ranks(3)
+@over("shm")
+@pytest.mark.parametrize("count", [0, 1, 513])
+async def test_frames_serve_until_there_is_a_link(call: Call, count: int, pg: ProcessGroup) -> None:
+    calls = [call(pg, count, root % 3) for root in range(20)]
+    await finish(calls)
+
+
+@CALLS
+@pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
+@pytest.mark.parametrize("root", [0, 1])
+async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots: int, root: int) -> None:
+    async with jobs(2) as ((zero, one),):
+        first, last = (zero, one) if sends(call, 2, root, 0, 1) else (one, zero)
+        before = posts(first, last.rank())
+        calls = [call(first, count, root) for _ in range(3 * slots)]
+        assert posts(first, last.rank()) - before == slots
+        calls += [call(last, count, root) for _ in range(3 * slots)]
+        await finish(calls)
+        assert zero.pending() == one.pending() == []
+
+
+@CALLS
+@pytest.mark.parametrize("root", [0, 1])
+async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
+    keys = [str(number) for number in range(200)]
+    async with jobs(2) as ((zero, one),):
+        calls = [call(zero, 3, root, key) for key in keys]
+        calls += [call(one, 3, root, key) for key in reversed(keys)]
+        await finish(calls)
+
+
+@CALLS
+async def test_sub_groups(call: Call) -> None:
+    async with jobs(4) as (pgs,):
+        groups = [await pg.split_group([[0, 2], [1, 3]]) for pg in pgs]
+        for root in (0, 1):
+            await finish([call(group, 4, root) for group in groups])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+async def test_what_is_reduced_is_reduced_in_rank_order(world_size: int) -> None:
+    """Of an op that is not commutative, too; and what finishes it comes once, at the root."""
+
+    def first(a: Any, b: Any, out: Any) -> None:
+        np.subtract(2 * a, b, out=out)
+
+    op = ReduceOp.custom(first, commutative=False)
+    folded = [1.0]
+    for rank in range(1, world_size):
+        folded.append(2 * folded[-1] - (rank + 1))
+    async with jobs(world_size) as (pgs,):
+        for root in range(world_size):
+            arrays = [np.full(3, rank + 1.0) for rank in range(world_size)]
+            await asyncio.gather(*(pg.reduce(array, root, op) for pg, array in zip(pgs, arrays, strict=True)))
+            assert arrays[root].tolist() == [folded[-1]] * 3
+            arrays = [np.full(3, 2.0**rank) for rank in range(world_size)]
+            await asyncio.gather(*(pg.reduce(array, root, ReduceOp.AVG) for pg, array in zip(pgs, arrays, strict=True)))
+            assert arrays[root].tolist() == [(2.0**world_size - 1) / world_size] * 3
+        arrays = [np.full(3, rank + 1.0) for rank in range(world_size)]
+        await asyncio.gather(*(pg.scan(array, op) for pg, array in zip(pgs, arrays, strict=True)))
+        assert [array[0] for array in arrays] == folded
+        arrays = [np.full(3, rank + 1.0) for rank in range(world_size)]
+        await asyncio.gather(*(pg.exscan(array, op) for pg, array in zip(pgs, arrays, strict=True)))
+        assert [array[0] for array in arrays] == [1.0, *folded[:-1]]
+
+
+async def test_an_op_that_raises_at_the_root() -> None:
+    def fails(a: Any, b: Any, out: Any) -> None:
+        raise ArithmeticError("no")
+
+    async with jobs(2) as ((zero, one),):
+        work = zero.reduce(np.zeros(1), 0, ReduceOp.custom(fails))
+        await one.reduce(np.zeros(1), 0, ReduceOp.custom(fails))
+        with pytest.raises(GroupError, match="its reduce function raised"):
+            await work
+        async with asyncio.timeout(20):
+            await one.wait_revoked()
+
+
+#: Calls of rank 0 and of rank 1 that do not match. Of most pairs both ends are done with what they have posted: nobody
+#: looks into the slots.
+PAIRS: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], Any]]] = {
+    "both post": (lambda pg: pg.broadcast(np.zeros(3), 0), lambda pg: pg.reduce(np.zeros(3), 0)),
+    "counts": (lambda pg: pg.broadcast(np.zeros(3), 0), lambda pg: pg.broadcast(np.zeros(4), 0)),
+    "sizes of slots": (lambda pg: pg.broadcast(np.zeros(3), 0), lambda pg: pg.broadcast(np.zeros(4000), 0)),
+    "slots and none": (lambda pg: pg.broadcast(np.zeros(3), 0), lambda pg: pg.broadcast(np.zeros(100_000), 0)),
+    "roots": (lambda pg: pg.broadcast(np.zeros(3), 0), lambda pg: pg.broadcast(np.zeros(3), 1)),
+    "scans": (lambda pg: pg.scan(np.zeros(3)), lambda pg: pg.exscan(np.zeros(3))),
+    "a program": (lambda pg: pg.scan(np.zeros(3)), lambda pg: pg.gather(None, np.zeros(3), 0)),
+    "to all": (lambda pg: pg.scan(np.zeros(3)), lambda pg: pg.allreduce(np.zeros(3))),
+    "a large one": (lambda pg: pg.scan(np.zeros(3)), lambda pg: pg.allreduce(np.zeros(100_000))),
+    "dtypes": (lambda pg: pg.reduce(np.zeros(3), 1), lambda pg: pg.reduce(np.zeros(3, "f4"), 1)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("late", [0, 1])
+async def test_calls_that_differ_are_found_within_a_second(pair: str, late: int) -> None:
+    """Whoever calls first, and on both ranks, whose calls may be over."""
+    async with jobs(2) as (pgs,):
+        works: list[Work[Any]] = []
+        for rank in (1 - late, late):
+            works.append(PAIRS[pair][rank](pgs[rank]))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
+        assert loop.time() - start < 1
+        await asyncio.gather(*works, return_exceptions=True)
+        for pg in pgs:
+            with pytest.raises(GroupError) as caught:
+                pg.barrier()
+            assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+            assert "ranks 0 and 1" in str(caught.value.__cause__) or "rank 0" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+async def test_who_is_early_is_no_stray(late: int) -> None:
+    """What is posted long before its reader calls stays there, and is compared when that one has called."""
+    async with jobs(3) as (pgs,):
+        works = [pg.broadcast(np.full(2, 7.0), 0) for pg in pgs if pg.rank() != late]
+        await works[0]
+        await asyncio.sleep(0.3)
+        array = np.zeros(2)
+        async with asyncio.timeout(20):
+            await pgs[late].broadcast(array, 0)
+            await works[1]
+        assert array.tolist() == [7.0, 7.0]
+        works = [pg.broadcast(np.full(2, 7.0), 0) for pg in pgs if pg.rank() != late]
+        await works[0]
+        await asyncio.sleep(0.3)
+        pgs[late].gather(None, np.zeros(3), late)
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
+
+
+@CALLS
+async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
+    async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
+        for pg in (a_zero, a_one):
+            for root in (0, 1):
+                call(pg, 1, root)[0].add_done_callback(lambda work: work.exception())
+        a_zero.abort("enough")
+        async with asyncio.timeout(20):
+            await a_one.wait_revoked()
+        for root in (0, 1):
+            await finish([call(pg, 1, root) for pg in (b_zero, b_one) for _ in range(SMALL_SLOTS)])
