@@ -46,8 +46,16 @@ MOST_BY_REFERENCE = 4 * SEGMENT
 class SlotWriter(Protocol):
     """The slots in which this rank posts."""
 
-    def post(self, slot: int, identity: int, tag: int, array: NDArray[Any]) -> bool:
-        """Post a flat array that fits in the slot; False if the slot is not free, or there is no memory for it."""
+    def post(self, slot: int, identity: int, tag: int, array: NDArray[Any], length: int = 0) -> bool:
+        """Post a flat array that fits in the slot; False if the slot is not free, or there is no memory for it.
+
+        Args:
+            slot: its number.
+            identity: the operation's.
+            tag: what it is compared with.
+            array: what is posted.
+            length: its bytes, for a reader that has to compare them, too.
+        """
 
 
 class SlotReader(Protocol):
@@ -58,6 +66,9 @@ class SlotReader(Protocol):
 
     def look(self, slot: int, identity: int) -> int:
         """Return the tag of what was posted for an operation in its slot; -1 if nothing was."""
+
+    def length(self, slot: int) -> int:
+        """Return the bytes that whoever posted says are there."""
 
     def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """Return the first `count` elements in a slot, where they lie."""

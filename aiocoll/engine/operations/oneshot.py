@@ -162,6 +162,10 @@ class OneShot(Operation):
         comm.polling.readers.pop(self, None)
         self.succeed(self.work._value)
 
+    def _slot_from(self, peer: int) -> int:
+        """Return the slot in which a peer posts."""
+        return self._block
+
     def _has_framed(self, peer: int) -> bool:
         framed = None if self._framed is None else self._framed.get(peer)
         return framed is not None and len(framed) == self._expected(peer)
@@ -178,7 +182,7 @@ class OneShot(Operation):
         if self._framed is None:
             self._framed = {}
         if (link := self.comm.channels[peer].shared) is not None:
-            link.slot_reader.reclaim(self._block)  # its unread content may have been the reason for the frame
+            link.slot_reader.reclaim(self._slot_from(peer))  # its unread content may have been the reason for the frame
         framed = self._framed.get(peer)
         if framed is None and length == total:
             # If nothing else is missing, it is used where it lies.

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.object_exchange import Post
+from aiocoll.engine.operations.pair_slots import largest, slot_of
 from aiocoll.engine.operations.signature import Signature
+from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
@@ -19,6 +21,7 @@ from aiocoll.work import Work
 __all__ = ["Gathered", "Given"]
 
 Array = NDArray[Any]
+_BYTES = np.dtype(np.uint8)
 
 
 class Given(NamedTuple):
@@ -34,7 +37,7 @@ class Given(NamedTuple):
 
 
 class Gathered(Post):
-    """Receives a message of any length from every other rank; those carry out the plan of a gather.
+    """Receives a message of any length from every other rank, in frames or a slot; they carry out the plan of a gather.
 
     Args:
         signature: of that plan, without the fields that only the two ends of a message know.
@@ -60,8 +63,47 @@ class Gathered(Post):
         self._rooms: dict[int, Array] = {}
 
     def enter(self) -> None:
-        """Copy this rank's own part."""
+        """Copy this rank's own part, and take what has been posted."""
         self.advance()
+        if not self.done and not self.look():
+            self.comm.polling.readers[self] = None
+
+    def look(self) -> bool:
+        """Take what has been posted since; return whether the operation has ended."""
+        comm = self.comm
+        if comm.chunk_nbytes:
+            for peer in list(self._missing):
+                for nbytes in (comm.small_nbytes, largest(comm)):
+                    self._take(peer, slot_of(comm, self.id, nbytes), nbytes)
+        if self.done:
+            comm.polling.readers.pop(self, None)
+        return self.done
+
+    def _take(self, peer: int, slot: int, most: int) -> None:
+        """Take what a peer has posted to a slot, of `most` bytes."""
+        comm = self.comm
+        if (link := comm.channels[peer].shared) is None:
+            return
+        reader = link.slot_reader
+        tag = reader.look(slot, self.id)
+        if tag >> 32 != comm.id:
+            return
+        if tag != comm.id << 32 | self.fingerprint:
+            comm.mismatches.disagree(peer, self.id, self.describe())
+            return
+        length = reader.length(slot)
+        if length > most or not self.deliver(peer, 0, length, byte_view(reader.view(slot, _BYTES, length)), length):
+            raise ProtocolError(f"rank {peer} posted {length} bytes to a slot of {most}, or twice")
+        reader.free(slot)
+
+    def needs(self, peer: int) -> bool:
+        """Whether the part of `peer` is missing: what it has posted stays readable after it has left."""
+        return not self.look() and super().needs(peer)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`."""
+        self.comm.polling.readers.pop(self, None)
+        super().fail(error)
 
     def advance(self) -> None:
         """Copy chunk by chunk, for as long as a callback may take."""

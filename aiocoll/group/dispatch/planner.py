@@ -13,9 +13,12 @@ from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.engine.operations.oneshot_blocks import OneShotBlocks
+from aiocoll.engine.operations.oneshot_moves import OneShotMoves
 from aiocoll.engine.operations.oneshot_tensor import OneShotTensor
-from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.pair_slots import fits
+from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.engine.operations.program_with_slots import ProgramWithSlots
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
 from aiocoll.engine.operations.signature import Signature
 
@@ -123,14 +126,15 @@ class Planner:
             hosts=self._comm.hosts,
         )
         if made is None or made.prescale is None:
-            executor = self._shares(kind, algorithm, nbytes, sizes, made)
-            if executor is not None:
+            shared = self._shares(kind, algorithm, nbytes, sizes, made)
+            if shared is not None:
                 steps: tuple[Action, ...] = ()
-                if executor is OneShotTensor:
+                if shared is OneShotTensor:
                     steps = self._program(kind, _DIRECT[kind], sizes, root, made).actions
-                return Plan(signature, Program(steps, (), _NAMES[executor]), dtype, made, executor)
+                return Plan(signature, Program(steps, (), _NAMES[shared]), dtype, made, shared)
         program = self._program(kind, algorithm, sizes, root, made)
-        return Plan(signature, program, dtype, made, ProgramExecutor)
+        executor = self._moves(program, dtype) if spec_of(kind).private else ProgramExecutor
+        return Plan(signature, program, dtype, made, executor)
 
     def counting_plan(self, signature: Signature) -> Plan:
         """Return the plan of the step in which all ranks exchange one number each, for a call with this signature."""
@@ -171,6 +175,14 @@ class Planner:
         few = self._size <= CIRCLE or algorithm == "ring"
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
         return ShmRing if few and not made.ordered and pieces < MOST_PIECES else None
+
+    def _moves(self, program: Program, dtype: DType | None) -> Executor:
+        """Return the executor of a program in which only the two ends of a message know its count."""
+        comm, itemsize = self._comm, 1 if dtype is None else dtype.itemsize
+        small = {fits(comm, action.region.count * itemsize) for action in program.actions if action.peer >= 0}
+        if not comm.chunk_nbytes or True not in small:
+            return ProgramExecutor
+        return ProgramWithSlots if False in small else OneShotMoves
 
     def _fits(self, nbytes: int) -> bool:
         """Whether every rank can post so many bytes to each other one."""

@@ -7,7 +7,7 @@ slot is reserved by the first post that does not fit in its line.
 
     word 0  id of the operation; written last
     word 1  tag: group and fingerprint; written after the bytes
-    word 2  how often the slot has been used; written after the tag
+    word 2  how often the slot has been used, and in the upper bits the length, if that is told; written after the tag
     words 3 to 7  the bytes, if they are few
 """
 
@@ -27,6 +27,9 @@ from aiocoll.transport.shm.region import SharedRegion
 __all__ = ["SlotReader", "SlotWriter"]
 
 _HEAD = 24
+#: Bits of word 2 that count how often the slot has been used.
+_TIMES = 40
+_USED = (1 << _TIMES) - 1
 _INLINE_NBYTES = LINE - _HEAD
 #: Views of slots that are kept: a program has few call sites.
 _VIEWS = 256
@@ -82,7 +85,7 @@ class SlotWriter(_SlotEnd):
         self._posted = [0] * SLOTS
         self._total = 0
 
-    def post(self, slot: int, identity: int, tag: int, array: NDArray[Any]) -> bool:
+    def post(self, slot: int, identity: int, tag: int, array: NDArray[Any], length: int = 0) -> bool:
         """Post a flat array that fits in the slot; False if the slot is not free, or the host has no memory for it."""
         words, times = self._words, self._posted[slot]
         if words[self._freed + slot] != times:
@@ -100,7 +103,8 @@ class SlotWriter(_SlotEnd):
         words[line + 1] = tag
         if self._order is not None:
             self._order()
-        self._posted[slot] = words[line + 2] = times + 1
+        self._posted[slot] = times = times + 1
+        words[line + 2] = times | length << _TIMES
         words[line] = identity
         if self._order is not None:
             self._order()
@@ -144,6 +148,10 @@ class SlotReader(_SlotEnd):
             self._order()
         return tag
 
+    def length(self, slot: int) -> int:
+        """Return the bytes that whoever posted says are there."""
+        return self._words[self._lines[slot] + 2] >> _TIMES
+
     def free(self, slot: int) -> None:
         """Give the slot back, once for each post."""
         if self._order is not None:
@@ -155,9 +163,9 @@ class SlotReader(_SlotEnd):
         words, lines, freed = self._words, self._lines, self._freed
         found = []
         for slot in range(SLOTS):
-            if words[lines[slot] + 2] != words[freed + slot]:
+            if words[lines[slot] + 2] & _USED != words[freed + slot]:
                 self.reclaim(slot)
-                if words[lines[slot] + 2] != words[freed + slot]:
+                if words[lines[slot] + 2] & _USED != words[freed + slot]:
                     if self._order is not None:
                         self._order()
                     found.append((words[lines[slot]], words[lines[slot] + 1]))
@@ -173,7 +181,7 @@ class SlotReader(_SlotEnd):
         """Give the slot back if what is there was posted for a group that is over; it may come after `purge`."""
         words, line = self._words, self._lines[slot]
         # In this order: a post that is being made has its tag before it counts.
-        unread = words[line + 2] > words[self._freed + slot]
+        unread = words[line + 2] & _USED > words[self._freed + slot]
         if self._order is not None:
             self._order()
         if unread and words[line + 1] >> 32 in self._over:

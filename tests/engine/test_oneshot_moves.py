@@ -1,0 +1,226 @@
+"""Small gathers, scatters and alltoalls in shared memory: every way a block may take, beside blocks that are large."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup
+from aiocoll.engine.operations.oneshot_moves import OneShotMoves
+from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.engine.operations.program_with_slots import ProgramWithSlots
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
+from aiocoll.work import Work
+
+from ..internals import comm_of
+from ..ranks import over
+from .test_oneshot import jobs, posts
+
+#: More elements of float64 than a slot holds.
+LARGE = 8193
+#: Elements of a block: none, in the line of a slot, in a small one, in a middle one, in frames.
+COUNTS = [0, 1, 5, 6, 512, 513, 8192, LARGE]
+
+Started = tuple[Work[Any], Callable[[], None]]
+#: Starts a call with a root, which alltoall does not have. `count(a, b)`: elements that rank a has for rank b.
+Call = Callable[..., Started]
+Counts = Callable[[int, int], int]
+
+
+def block(count: int, source: int, target: int) -> np.ndarray:
+    """Rank `source` has this for rank `target`."""
+    return np.full(count, 100.0 * source + target)
+
+
+def gather(pg: ProcessGroup, count: Counts, root: int, key: str | None = None) -> Started:
+    rank, size = pg.rank(), pg.size()
+    outputs = [np.zeros(count(peer, root)) for peer in range(size)] if rank == root else None
+    work = pg.gather(outputs, block(count(rank, root), rank, root), root, key=key)
+
+    def check() -> None:
+        for peer, output in enumerate(outputs or ()):
+            assert output.tolist() == block(count(peer, root), peer, root).tolist()
+
+    return work, check
+
+
+def scatter(pg: ProcessGroup, count: Counts, root: int, key: str | None = None) -> Started:
+    rank, size = pg.rank(), pg.size()
+    output = np.zeros(count(root, rank))
+    inputs = [block(count(root, peer), root, peer) for peer in range(size)] if rank == root else None
+    work = pg.scatter(output, inputs, root, key=key)
+    return work, lambda: _same(output, block(count(root, rank), root, rank))
+
+
+def alltoall(pg: ProcessGroup, count: Counts, root: int, key: str | None = None) -> Started:
+    rank, size = pg.rank(), pg.size()
+    outputs = [np.zeros(count(peer, rank)) for peer in range(size)]
+    work = pg.alltoall(outputs, [block(count(rank, peer), rank, peer) for peer in range(size)], key=key)
+
+    def check() -> None:
+        for peer, output in enumerate(outputs):
+            _same(output, block(count(peer, rank), peer, rank))
+
+    return work, check
+
+
+def _same(found: np.ndarray, expected: np.ndarray) -> None:
+    assert found.tolist() == expected.tolist()
+
+
+CALLS = pytest.mark.parametrize("call", [gather, scatter, alltoall])
+
+
+async def finish(calls: list[Started]) -> None:
+    async with asyncio.timeout(20):
+        for work, check in calls:
+            await work
+            check()
+
+
+def executors(pgs: list[ProcessGroup]) -> set[type]:
+    return {type(operation) for pg in pgs for operation in comm_of(pg).pending}
+
+
+@CALLS
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+async def test_what_fits_goes_through_slots(call: Call, world_size: int) -> None:
+    async with jobs(world_size) as (pgs,):
+        for count in COUNTS:
+            for root in range(world_size):
+                before = sum(posts(pg, peer) for pg in pgs for peer in comm_of(pg).others)
+                calls = [call(pg, lambda a, b, count=count: count, root) for pg in pgs]
+                assert executors(pgs) <= {OneShotMoves if count < LARGE else ProgramExecutor}
+                await finish(calls)
+                after = sum(posts(pg, peer) for pg in pgs for peer in comm_of(pg).others)
+                messages = (world_size - 1) * (world_size if call is alltoall else 1)
+                told = count > 0 or call is gather  # of no elements, only the root of a gather is told
+                assert after - before == (messages if told and count < LARGE else 0)
+
+
+@CALLS
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+async def test_small_blocks_beside_large_ones(call: Call, world_size: int) -> None:
+    """Who has large ones for or from anybody carries out a program, and finds small ones in slots and in frames."""
+    seen = set()
+    async with jobs(world_size) as (pgs,):
+        for large in range(world_size):
+            for root in range(world_size):
+                # Everything between `large` and the rank after it is large; the rest is small, or nothing.
+                pair = {large, (large + 1) % world_size}
+                calls = [
+                    call(pg, lambda a, b, pair=pair: LARGE * 3 if {a, b} == pair else (a + 2 * b) % 3 * 300, root)
+                    for pg in pgs
+                ]
+                seen |= executors(pgs)
+                await finish(calls)
+    expected = {ProgramWithSlots, OneShotMoves} if world_size > 2 else {ProgramExecutor}
+    assert seen >= expected - ({ProgramWithSlots} if call is scatter else set()), "the root of a scatter ends at once"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_root_that_knows_no_counts(world_size: int, late: bool) -> None:
+    """It finds blocks in slots of either size and in frames, whoever calls first."""
+    async with jobs(world_size) as (pgs,):
+        for root in range(world_size):
+            for first in range(len(COUNTS)):
+                blocks = [block(COUNTS[(first + rank) % len(COUNTS)], rank, root) for rank in range(world_size)]
+                works: dict[int, Work[Any]] = {}
+                for pg in sorted(pgs, key=lambda pg, root=root: (pg.rank() == root) == late):
+                    works[pg.rank()] = pg.gather(None, blocks[pg.rank()], root)
+                async with asyncio.timeout(20):
+                    outputs = await works.pop(root)
+                    await asyncio.gather(*(work.join() for work in works.values()))
+                for found, expected in zip(outputs, blocks, strict=True):
+                    _same(found, expected)
+
+
+async def test_what_is_no_block_for_a_root_that_knows_no_counts() -> None:
+    async with jobs(2) as ((zero, one),):
+        one.gather(None, np.zeros(3, np.int64), 0)
+        work = zero.gather(None, np.zeros(3), 0)
+        async with asyncio.timeout(20):
+            with pytest.raises(GroupError) as caught:
+                await work
+        assert isinstance(caught.value, CollectiveMismatchError)
+
+
+@CALLS
+@pytest.mark.ranks(3)
+@over("shm")
+@pytest.mark.parametrize("counts", [[1, 1, 1], [0, 513, 2], [LARGE, 1, 600]])
+async def test_frames_serve_until_there_is_a_link(call: Call, counts: list[int], pg: ProcessGroup) -> None:
+    calls = [call(pg, lambda a, b: counts[(a + b) % 3], number % 3) for number in range(20)]
+    await finish(calls)
+
+
+@CALLS
+@pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
+@pytest.mark.parametrize("root", [0, 1])
+async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots: int, root: int) -> None:
+    async with jobs(2) as (pgs,):
+        first = pgs[1 - root] if call is gather else pgs[root]
+        last = pgs[1 - first.rank()]
+        before = posts(first, last.rank())
+        calls = [call(first, lambda a, b: count, root) for _ in range(3 * slots)]
+        assert posts(first, last.rank()) - before == slots
+        calls += [call(last, lambda a, b: count, root) for _ in range(3 * slots)]
+        await finish(calls)
+        assert first.pending() == last.pending() == []
+
+
+@CALLS
+@pytest.mark.parametrize("root", [0, 1])
+async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
+    keys = [str(number) for number in range(100)]
+    async with jobs(2) as ((zero, one),):
+        calls = [call(zero, lambda a, b: 3, root, key) for key in keys]
+        calls += [call(one, lambda a, b: 3, root, key) for key in reversed(keys)]
+        await finish(calls)
+
+
+@CALLS
+async def test_sub_groups(call: Call) -> None:
+    async with jobs(4) as (pgs,):
+        groups = [await pg.split_group([[0, 2], [1, 3]]) for pg in pgs]
+        for root in (0, 1):
+            await finish([call(group, lambda a, b: 4 + a + b, root) for group in groups])
+
+
+@CALLS
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("counts", [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)])
+async def test_counts_that_differ_are_named(call: Call, counts: tuple[int, int], large: bool) -> None:
+    """Rank 0 has one count for the block between ranks 0 and 1, rank 1 another; of what rank 2 has, some is large."""
+    async with jobs(3) as (pgs,):
+        works = []
+        for pg in pgs:
+
+            def count(a: int, b: int, mine: int = counts[pg.rank() % 2]) -> int:
+                return mine if {a, b} == {0, 1} else LARGE * large + 1
+
+            works.append(call(pg, count, 0)[0])
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
+        await asyncio.gather(*works, return_exceptions=True)
+        for pg in pgs:
+            with pytest.raises(GroupError) as caught:
+                pg.barrier()
+            assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+
+
+@CALLS
+async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
+    async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
+        for root in (0, 1):
+            call(a_one, lambda a, b: 1, root)[0].add_done_callback(lambda work: work.exception())
+        a_one.abort("enough")
+        async with asyncio.timeout(20):
+            await a_zero.wait_revoked()
+        for root in (0, 1):
+            await finish([call(pg, lambda a, b: 1, root) for pg in (b_zero, b_one) for _ in range(SMALL_SLOTS)])
