@@ -21,6 +21,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 MODULES = (
     "aiocoll/elements/kernels.py",
     "aiocoll/engine/communicator.py",
+    "aiocoll/engine/counters.py",
     "aiocoll/engine/fusion/deferred_work.py",
     "aiocoll/engine/links/channel.py",
     "aiocoll/engine/operations/base.py",

@@ -18,6 +18,7 @@
     host_id       AIOCOLL_HOST_ID         none: determined from the system
     tuning        AIOCOLL_TUNING          none: the file of `aiocoll bench --tune` in the user's cache, if there is one
     dump_dir      AIOCOLL_DUMP_DIR        none: no files; SIGUSR2 prints to standard error
+    stats         AIOCOLL_STATS           yes
 
 An unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
 """
@@ -96,6 +97,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "host_id": None,
     "tuning": None,
     "dump_dir": None,
+    "stats": True,
 }
 
 
@@ -133,6 +135,7 @@ class GroupOptions:
         tuning: path of a file made by `aiocoll bench --tune`; only rank 0 reads it, and tells the others.
         dump_dir: directory for dumps of this rank's last operations, written when the group fails and on SIGUSR2; see
             `aiocoll.group.flight_recorder`.
+        stats: whether this rank counts its operations, for `ProcessGroup.stats`.
 
     Raises:
         TypeError: a value has a wrong type.
@@ -159,6 +162,7 @@ class GroupOptions:
     host_id: str | None = _UNSET
     tuning: str | None = _UNSET
     dump_dir: str | None = _UNSET
+    stats: bool = _UNSET
 
     def __post_init__(self) -> None:
         for name, value in self._given().items():
@@ -221,7 +225,7 @@ def _parse(name: str, variable: str, text: str) -> Any:
             return parse_ports(text)
         except ValueError as error:
             raise ValueError(f"{variable}={text!r}: {error}") from None
-    if name in ("allow_pickle", "single_copy"):
+    if name in ("allow_pickle", "single_copy", "stats"):
         try:
             return _TRUTH[text.lower()]
         except KeyError:
@@ -324,6 +328,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "warn_after": _check_number,
     "allow_pickle": _check_bool,
     "single_copy": _check_bool,
+    "stats": _check_bool,
     "job_key": _check_key,
 }
 

@@ -27,7 +27,8 @@ MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors
 
 #: Classes of which programs get instances from calls, whose constructors are not for them; found by name, wherever
 #: they are defined.
-HANDED_OUT = ("Estimate", "FlightRecorder", "Predicted", "ProcessGroup", "Work")
+HANDED_OUT = ("Estimate", "FlightRecorder", "GroupStats", "OperationStats", "PeerStats", "Predicted", "ProcessGroup",
+              "Work")  # fmt: skip
 
 #: The methods behind operators and statements that a class may promise.
 OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__bool__", "__call__", "__contains__",

@@ -17,8 +17,8 @@ from .each import each
 SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
 
 #: Calls of a group that send nothing, so that they cost next to nothing, and how long they take is for others to say.
-FREE = {"abort", "add_hook", "aclose", "backend_for", "drain", "pending", "rank", "shutdown", "size", "time_estimator",
-        "wait_revoked"}  # fmt: skip
+FREE = {"abort", "add_hook", "aclose", "backend_for", "drain", "pending", "rank", "shutdown", "size", "stats",
+        "time_estimator", "wait_revoked"}  # fmt: skip
 #: Calls that cannot fail.
 SAFE = {"pending", "rank", "size", "add_done_callback", "done", "dump", "get_future", "is_completed", "is_success",
         "signalled", "process_group", "current_process_group"}  # fmt: skip

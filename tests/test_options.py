@@ -27,6 +27,7 @@ DEFAULTS = {
     "host_id": None,
     "tuning": None,
     "dump_dir": None,
+    "stats": True,
 }
 ELSEWHERE = ("PORT", "STORE", "SINGLETON", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 
@@ -55,6 +56,8 @@ def test_defaults() -> None:
         ("host_id", "a", "a", "b"),
         ("tuning", "a.json", "a.json", "b.json"),
         ("dump_dir", "dumps", "dumps", "others"),
+        ("stats", "0", False, True),
+        ("stats", "yes", True, False),
     ],
 )
 def test_explicit_beats_environment_beats_default(name: str, text: str, value: object, other: object) -> None:

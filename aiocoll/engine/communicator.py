@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
-from math import nan
+from math import frexp, nan
 from typing import Any, Final
 
 from aiocoll.algorithms.machine import Tuning
@@ -12,9 +12,10 @@ from aiocoll.algorithms.two_level.hosts import host_numbers
 from aiocoll.engine.control.causes import cause_of, failure_by
 from aiocoll.engine.control.device_inbox import DeviceInbox
 from aiocoll.engine.control.unmade_groups import Kept
+from aiocoll.engine.counters import SHIFT, TRIFLE, Counters
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
-from aiocoll.engine.failure.failures import crashed, left, lost, raised, torn
+from aiocoll.engine.failure.failures import crashed, left, lost, raised, revoked, timed_out, torn
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_inspector import StallInspector
@@ -22,18 +23,15 @@ from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.differences import called, mismatch
-from aiocoll.engine.operations.operation_log import ENDED, ENTERED, ERROR, HISTORY, OperationLog, Record
+from aiocoll.engine.operations.differences import mismatch
+from aiocoll.engine.operations.operation_log import ENDED, ENTERED, ERROR, HISTORY, SIGNATURE, OperationLog, Record
 from aiocoll.engine.operations.signature import KEYED, P2P
+from aiocoll.engine.operations.told import told
 from aiocoll.engine.split_history import Split
-from aiocoll.errors import (
-    CollectiveTimeoutError,
-    GroupError,
-    GroupRevokedError,
-    ProtocolError,
-)
+from aiocoll.errors import GroupError, ProtocolError
 from aiocoll.hooks import Hooks, OperationInfo
 from aiocoll.log import logger
+from aiocoll.options import GroupOptions
 from aiocoll.transport.frame import FrameKind, Header
 from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
 
@@ -59,7 +57,7 @@ class Communicator:
         ranks: rank in the job of each rank of the group.
         chunk_nbytes: size of a chunk in shared memory if all ranks share memory; else 0.
         timeout: default timeout of an operation, in seconds.
-        warn_after: seconds after which a pending operation is logged.
+        options: of the group, resolved.
         tuning: measured speed of the machine and of the group's transport, the same on all ranks.
     """
 
@@ -71,10 +69,11 @@ class Communicator:
         ranks: Sequence[int],
         chunk_nbytes: int,
         timeout: float,
-        warn_after: float,
+        options: GroupOptions,
         tuning: Tuning,
     ) -> None:
         self.endpoint = endpoint
+        self.context = endpoint.context
         self.id = identity
         self.name = name
         self.ranks = tuple(ranks)
@@ -83,7 +82,7 @@ class Communicator:
         self.timeout = timeout
         #: Timeout of operations that expire in order of entry, and that need not be registered with the deadlines.
         self.default_timeout = timeout if timeout >= REPORT_AFTER else nan
-        self.warn_after = warn_after
+        self.warn_after = options.warn_after
         self.tuning = tuning
         self.rank = self.ranks.index(endpoint.rank)
         #: Identifies the group and rank in log records.
@@ -129,6 +128,8 @@ class Communicator:
         self.polling = endpoint.polling
         self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
+        #: None: nothing is counted.
+        self.counters = Counters(self.channels, self.stamp()) if options.stats else None
         self._collectives = self.operation_log.collectives
         self._messages = self.operation_log.messages
         self._watch = endpoint.watch
@@ -194,14 +195,42 @@ class Communicator:
     def ended(self, operation: Operation, error: BaseException | None) -> None:
         """An operation has ended; every operation ends exactly once, here."""
         del self.pending[operation]
+        identity = operation.id
         if operation.parent is None:
             entry = operation.entry
-            entry[ENDED] = self.stamp()
+            entry[ENDED] = now = self.stamp()
             if error is not None:
                 entry[ERROR] = type(error).__name__
+            counters = self.counters
+            if counters is None:
+                pass
+            elif error is not None:
+                counters.count_failure(operation, error)
+            elif identity >= P2P:
+                counters.count_message(operation, entry, now)
+            else:
+                # Written out, since a call takes as long as a third of this; and `get` takes longer than a subscript.
+                try:
+                    kind = counters.kinds[id(entry[SIGNATURE])]
+                except KeyError:
+                    kind = counters.learn(operation)
+                seconds = now - entry[ENTERED]
+                row = kind.row
+                row.nbytes += kind.nbytes
+                row.seconds += seconds
+                row.buckets[frexp(seconds + TRIFLE)[1] + SHIFT] += 1
+                heard = self.context.heard
+                if heard >= 0:
+                    try:
+                        waits = counters.waits[heard]
+                    except KeyError:
+                        waits = counters.wait(heard)
+                    if now >= waits.due:
+                        waits.mark(now)
+                    waits.times += 1
+                    waits.seconds += seconds
         if operation.timeout != self.default_timeout:
             self._watch.ended(operation)
-        identity = operation.id
         if identity < P2P:
             del self.operations[identity]
             if identity >= KEYED:
@@ -220,26 +249,9 @@ class Communicator:
         """Call the hooks for an operation; they may not call this group meanwhile."""
         self.barred = True
         try:
-            call(operation, lambda: self._info(operation, error))
+            call(operation, lambda: told(operation, error))
         finally:
             self.barred = self.cause is not None
-
-    def _info(self, operation: Operation, error: BaseException | None) -> OperationInfo:
-        signature, work, ended = operation.signature, operation.work, operation.entry[ENDED]
-        return OperationInfo(
-            self.name,
-            self.rank,
-            work.op,
-            "message" if operation.id & P2P == P2P else "collective",
-            work.key,
-            work.seq,
-            signature.nbytes(work._shape),
-            signature.dtype,
-            None if ended is None else ended - operation.entry[ENTERED],
-            operation.algorithm(),
-            operation.carriers(),
-            error,
-        )
 
     def forget(self, op: int) -> None:
         """Allow another operation to use the id of an operation that has ended."""
@@ -317,15 +329,7 @@ class Communicator:
     def raise_if_revoked(self) -> None:
         """Refuse a call on a group that has failed."""
         if self.cause is not None:
-            error = GroupRevokedError(
-                f"group {self.name!r} on rank {self.rank} was revoked: {self.cause}",
-                group=self.name,
-                ranks=self.cause.ranks,
-                op=self.cause.op,
-                seq=self.cause.seq,
-            )
-            error.__cause__ = self.cause  # not by `raise`: mypyc drops what is said there
-            raise error
+            raise revoked(self.name, self.rank, self.cause)
 
     def revoke(self, cause: GroupError, tell: bool = True) -> None:
         """Fail everything pending with `cause`, refuse new calls, and tell all ranks; only the first cause counts."""
@@ -391,16 +395,7 @@ class Communicator:
     def timed_out(self, operation: Operation) -> None:
         """A collective timed out: revoke the group on all ranks, naming the missing ones."""
         missing, detail = self.stalls.missing(operation)
-        self.revoke(
-            CollectiveTimeoutError(
-                f"{operation.title()} of group {self.name!r} did not complete within "
-                f"{operation.timeout:g} s on rank {self.rank}, which called {called(operation.describe())}: {detail}",
-                op=operation.work.op,
-                seq=operation.work.key or operation.work.seq,
-                group=self.name,
-                ranks=missing,
-            )
-        )
+        self.revoke(timed_out(self.name, self.rank, operation, missing, detail))
 
     def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
         """A calculation of `operation` on this rank has raised `error`."""
@@ -433,6 +428,11 @@ class Communicator:
     def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         """Revoke the group: two ranks called different operations under one id."""
         self.revoke(mismatch(self.name, mine, theirs))
+
+    def relinked(self) -> None:
+        """A link has been opened, or has ended."""
+        if self.counters is not None:
+            self.counters.relinked()
 
     def close(self) -> None:
         """Leave the group: nothing is received for it any more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.fusion.deferred_work import FlushWork
@@ -14,7 +14,11 @@ from aiocoll.group.dispatch.origin import Origin
 from aiocoll.group.flight_recorder import FlightRecorder
 from aiocoll.group.interceptors.coalesce import Coalescer
 from aiocoll.group.reconfigurer import Reconfigurer
+from aiocoll.loading import loading
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.group.stats import GroupStats
 
 __all__ = ["Lifetime"]
 
@@ -61,6 +65,13 @@ class Lifetime:
             elif work.group is not None:  # works of no group are parts of others
                 works.append(work)
         return works + self._blocks.deferred()
+
+    def stats(self) -> GroupStats:
+        """Return the counters."""
+        with loading("stats"):
+            from aiocoll.group.stats import stats_of  # not every program asks
+
+        return stats_of(self._comm)
 
     async def drain(self) -> None:
         """Wait for all works that are pending now."""

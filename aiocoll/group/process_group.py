@@ -30,6 +30,7 @@ from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.group.interceptors.estimate import Estimate
+    from aiocoll.group.stats import GroupStats
 
 __all__ = ["ProcessGroup"]
 
@@ -122,8 +123,7 @@ class ProcessGroup:
         self._lifetime = Lifetime(dispatcher, self._coalescer, self._reconfigurer, self.recorder, origin)
 
     def __repr__(self) -> str:
-        closed, revoked = self._dispatcher.closed, self._comm.cause is not None
-        state = "closed" if closed else "revoked" if revoked else "open"
+        state = "closed" if self._dispatcher.closed else "open" if self._comm.cause is None else "revoked"
         return f"<ProcessGroup {self.group_name!r} rank {self._rank} of {len(self.global_ranks)}, {state}>"
 
     async def __aenter__(self) -> Self:
@@ -1239,6 +1239,20 @@ class ProcessGroup:
             TypeError: it has neither method.
         """
         return self._comm.hooks.add(hook)
+
+    def stats(self) -> GroupStats:
+        """Return what this rank has done in the group so far: counts, bytes, times, and whom it has waited for.
+
+        All operations are counted from the start of the group: collectives, messages, objects and blocks, on CUDA
+        arrays, too. Any thread may ask, at any time, also after the group was closed or revoked.
+
+        Returns:
+            Numbers that do not change any more; `str()` of them is a table.
+
+        Raises:
+            RuntimeError: the group was made with ``GroupOptions(stats=False)``.
+        """
+        return self._lifetime.stats()
 
     def pending(self) -> list[Work[Any]]:
         """List the works that have not ended.

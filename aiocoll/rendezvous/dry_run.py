@@ -81,9 +81,7 @@ class World:
         """Make a group of some of the ranks."""
         self._members += 1
         assert spec.name is not None
-        comm = Communicator(
-            self._endpoint, identity, spec.name, ranks, 0, spec.timeout, spec.options.warn_after, self._tuning
-        )
+        comm = Communicator(self._endpoint, identity, spec.name, ranks, 0, spec.timeout, spec.options, self._tuning)
         self._endpoint.add(comm)
         return ProcessGroup(comm, spec, self)
 

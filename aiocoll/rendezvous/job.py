@@ -133,9 +133,7 @@ class Job:
         chunk_nbytes = min(card["piece"] for card in cards) if together else 0
         tuning = self._tuning if self._hub is not None or together else self._links.tune(self._tuning, hosts)
         assert spec.name is not None
-        comm = Communicator(
-            endpoint, identity, spec.name, ranks, chunk_nbytes, spec.timeout, spec.options.warn_after, tuning
-        )
+        comm = Communicator(endpoint, identity, spec.name, ranks, chunk_nbytes, spec.timeout, spec.options, tuning)
         endpoint.add(comm)
         return ProcessGroup(comm, spec, self)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from aiocoll.engine.control.messages import PROTOCOL
-from aiocoll.errors import GroupError, PeerLostError, PeerProtocolError
+from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.differences import called
+from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError, PeerProtocolError
 from aiocoll.work import Work
 
-__all__ = ["crashed", "left", "lost", "raised", "torn"]
+__all__ = ["crashed", "left", "lost", "raised", "revoked", "timed_out", "torn"]
 
 
 def lost(group: str, peer: int, detail: str, how: str) -> GroupError:
@@ -36,6 +38,31 @@ def left(group: str, rank: int, peer: int, work: Work[Any]) -> PeerLostError:
         group=group,
         ranks=[peer],
     )
+
+
+def timed_out(group: str, rank: int, operation: Operation, missing: list[int], detail: str) -> CollectiveTimeoutError:
+    """A collective did not complete in time; `detail` is about the ranks that are missing."""
+    return CollectiveTimeoutError(
+        f"{operation.title()} of group {group!r} did not complete within {operation.timeout:g} s on rank {rank}, "
+        f"which called {called(operation.describe())}: {detail}",
+        op=operation.work.op,
+        seq=operation.work.key or operation.work.seq,
+        group=group,
+        ranks=missing,
+    )
+
+
+def revoked(group: str, rank: int, cause: GroupError) -> GroupRevokedError:
+    """A call on a group that has failed."""
+    error = GroupRevokedError(
+        f"group {group!r} on rank {rank} was revoked: {cause}",
+        group=group,
+        ranks=cause.ranks,
+        op=cause.op,
+        seq=cause.seq,
+    )
+    error.__cause__ = cause  # not by `raise`: mypyc drops what is said there
+    return error
 
 
 def raised(group: str, rank: int, work: Work[Any], error: BaseException, what: str) -> GroupError:

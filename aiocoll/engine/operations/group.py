@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from aiocoll.algorithms.machine import Tuning
+from aiocoll.engine.job.context import Context
 from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.errors import GroupError
 from aiocoll.runtime import Runtime
@@ -90,6 +91,7 @@ class Group(Protocol):
     """One rank's part in one group.
 
     Attributes:
+        context: of the endpoint.
         id: id of the group on the wire.
         name: of the group.
         rank: this one.
@@ -105,6 +107,7 @@ class Group(Protocol):
         refused: collectives that failed without revoking the group.
     """
 
+    context: Context
     id: int
     name: str
     rank: int

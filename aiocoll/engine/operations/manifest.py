@@ -27,11 +27,12 @@ class Manifest:
         members: what each of them is.
     """
 
-    __slots__ = ("_members", "_told")
+    __slots__ = ("_members", "_nbytes", "_told")
 
     def __init__(self, members: Sequence[Signature]) -> None:
         self._members = tuple(members)
         self._told: Description | None = None
+        self._nbytes: int | None = None
 
     def as_data(self) -> Description:
         """Return it as plain data: the size, runs of equal members, the length of these, and a hash of the rest."""
@@ -48,6 +49,12 @@ class Manifest:
             rest = crc32(repr([(*signature[:5], signature.device) for signature in self._members[count:]]).encode())
             self._told = {"size": len(self._members), "runs": told, "told": count, "rest": rest}
         return self._told
+
+    def nbytes(self) -> int:
+        """Return the bytes of all their elements, as far as this rank knows."""
+        if self._nbytes is None:
+            self._nbytes = sum(signature.nbytes(()) or 0 for signature in self._members)
+        return self._nbytes
 
 
 def runs(description: Description) -> list[Description]:

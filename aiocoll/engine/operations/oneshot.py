@@ -37,6 +37,7 @@ class OneShot(Operation):
         "_framed",
         "_incoming",
         "_longest",
+        "_missing",
         "_outgoing",
         "_plan",
         "_seen",
@@ -68,6 +69,8 @@ class OneShot(Operation):
         self._targets: Sequence[int] = comm.others
         self._sources: Sequence[int] = comm.others
         self._seen = 0
+        # The first of the others that had not, when it was last looked for; -1 if it has never been missing.
+        self._missing = -1
         # Peers to which a frame is not sent completely.
         self._unsent: Collection[int] = ()
         # Tensors received in frames, by rank.
@@ -123,6 +126,7 @@ class OneShot(Operation):
         sources, seen = self._sources, self._seen
         while seen < len(sources):
             if not self._is_here(sources[seen]):
+                self._missing = sources[seen]
                 return self.done
             self._seen = seen = seen + 1
         if self._unsent:
@@ -159,8 +163,18 @@ class OneShot(Operation):
             return
         for slot_reader in slot_readers:
             slot_reader.free(block)
+        self._complete()
+
+    def _complete(self) -> None:
+        """All is there and used."""
+        comm = self.comm
         comm.polling.readers.pop(self, None)
-        self.succeed(self.work._value)
+        if self._missing < 0:
+            self.succeed(self.work._value)
+        else:
+            comm.context.heard = comm.ranks[self._missing]
+            self.succeed(self.work._value)
+            comm.context.heard = -1
 
     def _slot_from(self, peer: int) -> int:
         """Return the slot in which a peer posts."""

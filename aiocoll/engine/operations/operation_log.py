@@ -18,7 +18,19 @@ from typing import Any, Final, NamedTuple
 
 from aiocoll.engine.operations.signature import Signature, description
 
-__all__ = ["ENDED", "ENTERED", "ERROR", "HISTORY", "MESSAGES", "NBYTES", "PEER", "STARTED", "OperationLog", "Record"]
+__all__ = [
+    "ENDED",
+    "ENTERED",
+    "ERROR",
+    "HISTORY",
+    "MESSAGES",
+    "NBYTES",
+    "PEER",
+    "SIGNATURE",
+    "STARTED",
+    "OperationLog",
+    "Record",
+]
 
 #: Collectives remembered after their end, and messages.
 HISTORY = 1024
@@ -27,8 +39,9 @@ MESSAGES = 256
 #: signature and a shape of four dimensions take that much.
 NBYTES = (HISTORY + MESSAGES) * 640
 
-#: Indices of fields in an entry: the entry time, and those that are filled in later; all are fields of `Record`.
+#: Indices of fields in an entry, which has those of `Record`: the entry time, the signature, and what comes later.
 ENTERED: Final = 1
+SIGNATURE: Final = 2
 ENDED: Final = 8
 ERROR: Final = 9
 PEER: Final = 10

@@ -22,6 +22,9 @@ class Members(Protocol):
     def as_data(self) -> dict[str, Any]:
         """Return them as plain data."""
 
+    def nbytes(self) -> int:
+        """Return the bytes of all their elements, as far as this rank knows."""
+
 
 class Signature(NamedTuple):
     """What the ranks must agree on in one operation.
@@ -49,9 +52,12 @@ class Signature(NamedTuple):
         return spec_of(self.op.lower())
 
     def nbytes(self, shape: tuple[int, ...]) -> int | None:
-        """Return the size of the caller's main array, of this shape, in bytes; None if only the other end knows it."""
+        """Return the size of the caller's main array, of this shape, in bytes; None if only the other end knows it.
+
+        Of a flush, that of all members.
+        """
         if self.dtype is None:
-            return 0
+            return 0 if self.members is None else self.members.nbytes()
         try:
             itemsize = by_name(self.dtype).itemsize
         except TypeError:

@@ -1,0 +1,63 @@
+"""What counting costs a call: ``python bench/counting.py``.
+
+A group of one rank awaits allreduces of one number, in many short rounds that take turns: without counters, with
+them, and as if each call had waited for another rank. The CPU time of the thread counts; the least of all rounds is
+what other work on the machine has not disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from statistics import median
+
+import numpy as np
+from machine import machine
+
+from aiocoll import ProcessGroup
+from aiocoll.testing import run_ranks
+from aiocoll.work import COMPILED
+
+#: The contract: nanoseconds of a call.
+MOST = 500
+CALLS = 150
+OFF, ON, WAITED = "not counted", "counted", "counted, with a wait"
+
+
+async def rounds(pg: ProcessGroup, number: int) -> dict[str, list[float]]:
+    """Return nanoseconds of a call in each round, by way."""
+    comm, tensor = pg._comm, np.ones(1)
+    counters = comm.counters
+    found: dict[str, list[float]] = {OFF: [], ON: [], WAITED: []}
+    for turn in range(number):
+        for way in list(found)[:: 1 if turn % 2 else -1]:
+            comm.counters = None if way == OFF else counters
+            comm.context.heard = 0 if way == WAITED else -1
+            for _ in range(CALLS // 10):
+                await pg.allreduce(tensor)
+            began = time.thread_time_ns()
+            for _ in range(CALLS):
+                await pg.allreduce(tensor)
+            found[way].append((time.thread_time_ns() - began) / CALLS)
+    comm.context.heard = -1
+    comm.counters = counters
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What counting costs a call.")
+    parser.add_argument("--rounds", type=int, default=1500, help="of each way (default: 1500)")
+    (found,) = asyncio.run(run_ranks(1, rounds, parser.parse_args().rounds, timeout=None))
+    print("# What counting costs a call\n", machine(), "", "Compiled." if COMPILED else "Pure Python.", "", sep="\n")
+    print("| ns of CPU | least | more | median | more |\n|---|--:|--:|--:|--:|")
+    least, middle = min(found[OFF]), median(found[OFF])
+    for way, each in found.items():
+        print(
+            f"| {way} | {min(each):.0f} | {min(each) - least:.0f} | {median(each):.0f} | {median(each) - middle:.0f} |"
+        )
+    print(f"\nThe contract: at most {MOST} ns more.")
+
+
+if __name__ == "__main__":
+    main()
