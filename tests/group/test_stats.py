@@ -132,11 +132,12 @@ async def test_sparse_arrays_count_without_bytes() -> None:
 @pytest.mark.parametrize("way", WAYS)
 async def test_calls_on_devices(way: str) -> None:
     async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()  # opens the link
         for _ in range(3):
             await pg.allreduce(gpu.tensor(np.ones((2, 3), np.float32), pg.rank()))
-        (reduced,) = pg.stats().operations
-        assert (reduced.op, reduced.calls, reduced.nbytes) == ("ALLREDUCE", 3, 72)
-        assert reduced.transport == ("nccl" if way == "nccl" else "memory")
+        transport = "nccl" if way == "nccl" else "memory"
+        found = [(each.op, each.transport, each.calls, each.nbytes) for each in pg.stats().operations]
+        assert found == [("ALLREDUCE", transport, 3, 72), ("BARRIER", "memory", 1, 0)]
 
     with gpus(2, way) as gpu:
         await run_ranks(2, rank)
