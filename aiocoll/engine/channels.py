@@ -126,6 +126,8 @@ class Channels:
             channel.lost(broken, None)
             channel = self._made_anew(link.peer)
         channel.attach(link)
+        for group in self._groups.made.values():
+            group.linked()
         self._count_links()
 
     # -- ending
@@ -167,8 +169,6 @@ class Channels:
         return self.to(rank)
 
     def _count_links(self) -> None:
-        for group in self._groups.made.values():
-            group.relinked()
         channels = self._channels.values()
         self._polling.links = tuple(channel.link for channel in channels if channel.link is not None)
         self._poll_slots(

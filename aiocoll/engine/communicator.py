@@ -429,10 +429,10 @@ class Communicator:
         """Revoke the group: two ranks called different operations under one id."""
         self.revoke(mismatch(self.name, mine, theirs))
 
-    def relinked(self) -> None:
-        """A link has been opened, or has ended."""
+    def linked(self) -> None:
+        """A link has been opened."""
         if self.counters is not None:
-            self.counters.relinked()
+            self.counters.linked()
 
     def close(self) -> None:
         """Leave the group: nothing is received for it any more."""

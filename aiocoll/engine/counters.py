@@ -123,7 +123,7 @@ class Counters:
         kinds: of collectives, by the identity of their signature.
     """
 
-    __slots__ = ("_channels", "_messages", "_transport", "kinds", "rows", "since", "waits")
+    __slots__ = ("_channels", "_is_known", "_messages", "_transport", "kinds", "rows", "since", "waits")
 
     def __init__(self, channels: Sequence[Channel], since: float) -> None:
         self.since = since
@@ -132,7 +132,9 @@ class Counters:
         self._channels = channels
         self.kinds: dict[int, Kind] = {}
         self._messages: dict[tuple[int, int], Kind] = {}
-        self._transport: str | None = None
+        # Of collectives: what carries their bytes, and whether that has been looked up since the last link was opened.
+        self._transport = ""
+        self._is_known = False
 
     def count_message(self, operation: Operation, entry: list[Any], now: float) -> None:
         """Count a message that this rank has sent or received."""
@@ -160,11 +162,11 @@ class Counters:
         waits = self.waits[rank] = Waits()
         return waits
 
-    def relinked(self) -> None:
-        """A link has been opened, or has ended: what carries the bytes may have changed."""
+    def linked(self) -> None:
+        """A link has been opened: what carries the bytes may have changed. Of one that has ended, nothing has."""
         self.kinds.clear()
         self._messages.clear()
-        self._transport = None
+        self._is_known = False
 
     def learn(self, operation: Operation) -> Kind:
         """Return the row of a collective, and keep it for those with the same signature, if it is that of all."""
@@ -189,13 +191,14 @@ class Counters:
 
     def _carrier(self, operation: Operation) -> str:
         """Return what carries the bytes of an operation."""
-        if operation.signature.device != "cpu":
-            return operation.carriers()
+        if operation.signature.device != "cpu" and (carriers := operation.carriers()) == "nccl":
+            return carriers
         entry = operation.entry
         peer: Any = entry[PEER] if len(entry) > PEER else None
         if peer is not None:
             link = self._channels[peer].link
             return "" if link is None else link.carrier
-        if self._transport is None:
-            self._transport = operation.carriers()
+        if not self._is_known:
+            self._is_known = True
+            self._transport = operation.carriers() or self._transport
         return self._transport

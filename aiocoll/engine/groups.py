@@ -37,8 +37,8 @@ class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_h
     def departed(self, rank: int) -> None:
         """A rank of the group (numbered as in the job) has left in order."""
 
-    def relinked(self) -> None:
-        """A link of the endpoint has been opened, or has ended."""
+    def linked(self) -> None:
+        """A link of the endpoint has been opened."""
 
     def close(self) -> None:
         """Leave: nothing is received any more."""
