@@ -32,7 +32,8 @@ MAX_CODE = 340
 MAX_FUNCTION = 70
 
 #: Loaded on demand or not at all.
-HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redis")
+HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redis", "prometheus_client",
+         "opentelemetry")  # fmt: skip
 
 #: What takes a millisecond or more to import, with all that it brings along, and few programs need.
 LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.elements.sparse", "aiocoll.gpu", "aiocoll.group.cuda",

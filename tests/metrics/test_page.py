@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import prometheus_client
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
 
 from aiocoll import ProcessGroup
 from aiocoll.testing import run_ranks
 
-from ..pages import code, execute, without_numbers
+from ..pages import ROOT, code, execute, without_numbers
 
 
 async def test_stats_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,3 +38,37 @@ async def test_stats_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split() for line in (said[1], said[3])] == [line.split() for line in (shown[1], shown[6])]
     assert without_numbers(said[0]) == without_numbers(shown[0])
     assert without_numbers(said[-1]) == "rank #: waited for # times, #"
+
+
+async def test_prometheus(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr("aiocoll.metrics.prometheus.REGISTRY", registry)
+
+    async def rank(pg: ProcessGroup) -> dict[str, Any]:
+        program = code("docs/metrics.md", "Prometheus").replace("9464", str(port))
+        names = await execute(program, pg=pg)
+        await pg.barrier()
+        assert b"aiocoll_operations_total{" in prometheus_client.generate_latest(registry)
+        return names
+
+    (names,) = await run_ranks(1, rank)
+    names["server"].shutdown()
+    names["server"].server_close()
+    names["thread"].join()
+
+
+async def test_opentelemetry() -> None:
+    reader = InMemoryMetricReader()
+
+    async def rank(pg: ProcessGroup) -> None:
+        meter_provider, tracer_provider = MeterProvider([reader]), TracerProvider()
+        program = code("docs/metrics.md", "OpenTelemetry")
+        await execute(program, pg=pg, meter_provider=meter_provider, tracer_provider=tracer_provider)
+        await pg.barrier()
+        data = reader.get_metrics_data()
+        assert data is not None
+        shown = {metric.name for metric in data.resource_metrics[0].scope_metrics[0].metrics}
+        page = (ROOT / "docs/metrics.md").read_text()
+        assert {name for name in shown if f"`{name}`" not in page} == set()
+
+    await run_ranks(1, rank)

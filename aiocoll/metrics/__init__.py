@@ -1,0 +1,1 @@
+"""The numbers of `ProcessGroup.stats` for others to read: Prometheus and OpenTelemetry."""

@@ -1,0 +1,137 @@
+"""Prometheus: the numbers of groups in a registry of `prometheus_client`, read when somebody scrapes it.
+
+    collector = aiocoll.metrics.prometheus.GroupCollector()  # in prometheus_client.REGISTRY
+    collector.add(pg)  # until this rank closes it
+
+Who serves the registry, and where, is the program's business. A scrape may come in any thread.
+
+Labels: `group` and `rank`; `op`, `algorithm`, `transport` and `outcome` of operations, of which there are few; `peer`
+is the number of a rank. No label has a key, a sequence number or an address. **Names of groups are the program's**: one
+that makes groups without end gives them few names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from aiocoll.errors import BackendUnavailableError
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.group.stats import GroupStats, OperationStats
+from aiocoll.metrics.watched import WatchedGroups
+
+try:
+    from prometheus_client import REGISTRY
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+except ImportError as error:
+    raise BackendUnavailableError(
+        "aiocoll.metrics.prometheus needs prometheus_client: pip install 'aiocoll[prometheus]'"
+    ) from error
+
+__all__ = ["GroupCollector"]
+
+#: Bounds of the buckets of a histogram, in seconds: each fourth of those that are counted, from 4 µs to 64 s.
+_BOUNDS: Final = [2.0**exponent for exponent in range(-18, 7, 2)]
+_GROUP: Final = ("group", "rank")
+_KIND: Final = (*_GROUP, "op", "algorithm", "transport")
+_PEER: Final = (*_GROUP, "peer")
+
+
+class GroupCollector:
+    """Exports the numbers of groups.
+
+    Args:
+        registry: a `prometheus_client.CollectorRegistry`; None: the one of the process.
+
+    Raises:
+        ValueError: the registry has such a collector already: one is enough for all groups.
+    """
+
+    def __init__(self, registry: Any = None) -> None:
+        self._watched = WatchedGroups()
+        self._registry: Any = REGISTRY if registry is None else registry
+        self._registry.register(self)
+
+    def add(self, pg: ProcessGroup) -> None:
+        """Export the numbers of a group until this rank closes it.
+
+        Args:
+            pg: the group.
+
+        Raises:
+            TypeError: it is none.
+            RuntimeError: it was made with ``GroupOptions(stats=False)``.
+            GroupClosedError: this rank has closed it.
+            ValueError: another group of that name is exported here, on the same rank.
+        """
+        self._watched.add(pg)
+
+    def remove(self, pg: ProcessGroup) -> None:
+        """Export the numbers of a group no more.
+
+        Args:
+            pg: the group; it need not be exported.
+        """
+        self._watched.remove(pg)
+
+    def close(self) -> None:
+        """Export nothing any more, and leave the registry."""
+        self._watched.clear()
+        self._registry.unregister(self)
+
+    def describe(self) -> Iterable[Any]:
+        """Return what it exports without its numbers, as `prometheus_client` asks for."""
+        return _families([])
+
+    def collect(self) -> Iterable[Any]:
+        """Return what it exports now, as `prometheus_client` asks for."""
+        return _families(self._watched.stats())
+
+
+def _families(groups: list[GroupStats]) -> Iterator[Any]:
+    operations = CounterMetricFamily(
+        "aiocoll_operations", "Operations that have ended on this rank.", labels=(*_KIND, "outcome")
+    )
+    nbytes = CounterMetricFamily(
+        "aiocoll_operation_bytes", "Bytes of the main arrays of operations that have completed.", labels=_KIND
+    )
+    seconds = HistogramMetricFamily(
+        "aiocoll_operation_seconds", "Seconds from the start of an operation to its completion.", labels=_KIND
+    )
+    waits = CounterMetricFamily(
+        "aiocoll_waits", "Collectives that the arrival of the peer's data has completed here.", labels=_PEER
+    )
+    waited = CounterMetricFamily(
+        "aiocoll_wait_seconds", "Seconds from the start of these collectives to that arrival.", labels=_PEER
+    )
+    pending = GaugeMetricFamily("aiocoll_pending_operations", "Operations in flight.", labels=_GROUP)
+    oldest = GaugeMetricFamily(
+        "aiocoll_oldest_pending_seconds", "Seconds for which the oldest of these has been.", labels=_GROUP
+    )
+    missing = GaugeMetricFamily(
+        "aiocoll_missing", "Pending collectives in which the peer is known to be missing.", labels=_PEER
+    )
+    for group in groups:
+        this = [group.group, str(group.rank)]
+        pending.add_metric(this, group.pending)
+        oldest.add_metric(this, group.oldest)
+        for each in group.operations:
+            kind = [*this, each.op, each.algorithm or "", each.transport]
+            operations.add_metric([*kind, "completed"], each.calls)
+            operations.add_metric([*kind, "failed"], each.failures)
+            nbytes.add_metric(kind, each.nbytes)
+            seconds.add_metric(kind, _buckets(each), each.seconds)
+        for peer in group.peers:
+            labels = [*this, str(peer.rank)]
+            waits.add_metric(labels, peer.times)
+            waited.add_metric(labels, peer.seconds)
+            missing.add_metric(labels, peer.missing)
+    yield from (operations, nbytes, seconds, waits, waited, pending, oldest, missing)
+
+
+def _buckets(each: OperationStats) -> list[tuple[str, float]]:
+    """Return the histogram as Prometheus has it: each bucket counts those before it, too."""
+    found: list[tuple[str, float]] = [
+        (repr(limit), sum(calls for bound, calls in each.histogram if bound <= limit)) for limit in _BOUNDS
+    ]
+    return [*found, ("+Inf", each.calls)]

@@ -1,0 +1,182 @@
+"""Prometheus: what a scrape gets, by HTTP from the server of `prometheus_client`, parsed by its parser."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from aiocoll import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    GroupOptions,
+    HashStore,
+    ProcessGroup,
+    new_group,
+)
+from aiocoll.metrics.prometheus import GroupCollector
+from aiocoll.testing import run_ranks, run_virtual
+
+Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def samples(text: str) -> Samples:
+    """Parse what a server has answered; no sample is there twice."""
+    found = [
+        ((sample.name, frozenset(sample.labels.items())), sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    ]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def key(name: str, **labels: Any) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset((label, str(value)) for label, value in labels.items())
+
+
+async def scrape(port: int) -> Samples:
+    def get() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    return samples(await asyncio.to_thread(get))
+
+
+async def test_a_scrape_has_the_numbers() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    collector = GroupCollector(registry)
+    server, thread = prometheus_client.start_http_server(0, "127.0.0.1", registry)
+
+    async def rank(pg: ProcessGroup) -> None:
+        collector.add(pg)
+        collector.add(pg)
+        for _ in range(5):
+            await pg.allreduce(np.ones(3), key="a key of the user's")
+        await pg.barrier()
+        if pg.rank() == 0:
+            with pytest.raises(CollectiveTimeoutError):
+                await pg.recv(np.ones(1), 1, tag=77, timeout=0.01)
+            pending = pg.recv(np.ones(1), 1)
+            found = await scrape(server.server_port)
+            stats = pg.stats()
+            this: dict[str, Any] = {"group": pg.group_name, "rank": 0}
+            kind = {**this, "op": "ALLREDUCE", "algorithm": "exchange", "transport": "memory"}
+            assert found[key("aiocoll_operations_total", **kind, outcome="completed")] == 5
+            assert found[key("aiocoll_operations_total", **kind, outcome="failed")] == 0
+            assert found[key("aiocoll_operation_bytes_total", **kind)] == 120
+            assert found[key("aiocoll_operation_seconds_count", **kind)] == 5
+            (reduced,) = [each for each in stats.operations if each.op == "ALLREDUCE"]
+            assert found[key("aiocoll_operation_seconds_sum", **kind)] == reduced.seconds
+            assert found[key("aiocoll_operation_seconds_bucket", **kind, le="+Inf")] == 5
+            before = 0.0
+            for limit in (2.0**exponent for exponent in range(-18, 7, 2)):
+                calls = found[key("aiocoll_operation_seconds_bucket", **kind, le=limit)]
+                assert calls == sum(calls for bound, calls in reduced.histogram if bound <= limit)
+                assert calls >= before
+                before = calls
+            received = {**this, "op": "RECV", "algorithm": "", "transport": "memory", "outcome": "failed"}
+            assert found[key("aiocoll_operations_total", **received)] == 1
+            (peer,) = stats.peers
+            assert found[key("aiocoll_waits_total", **this, peer=1)] == peer.times
+            assert found[key("aiocoll_wait_seconds_total", **this, peer=1)] == peer.seconds
+            assert found[key("aiocoll_missing", **this, peer=1)] == 0
+            assert found[key("aiocoll_pending_operations", **this)] == 1
+            assert found[key("aiocoll_oldest_pending_seconds", **this)] > 0
+            assert {dict(labels)["rank"] for _, labels in found} == {"0", "1"}
+            allowed = {"group", "rank", "op", "algorithm", "transport", "outcome", "peer", "le"}
+            assert {label for _, labels in found for label, _ in labels} == allowed
+            assert not {value for _, labels in found for _, value in labels} & {"a key of the user's", "77"}
+            await pg.barrier()
+            await pending
+        else:
+            await pg.barrier()
+            await pg.send(np.ones(1), 0)
+
+    await run_ranks(2, rank)
+    assert await scrape(server.server_port) == {}  # the groups are closed
+    await asyncio.to_thread(server.shutdown)
+    server.server_close()
+    thread.join()
+    collector.close()
+    GroupCollector(registry).close()
+
+
+def test_who_is_missing_is_a_sample() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    collector = GroupCollector(registry)
+
+    async def rank(pg: ProcessGroup) -> None:
+        collector.add(pg)
+        if pg.rank() == 2:
+            await asyncio.sleep(5)
+        work = pg.barrier()
+        await asyncio.sleep(2)
+        if pg.rank() == 0:
+            found = samples(prometheus_client.generate_latest(registry).decode())
+            assert found[key("aiocoll_missing", group=pg.group_name, rank=0, peer=2)] == 1
+            assert found[key("aiocoll_missing", group=pg.group_name, rank=1, peer=2)] == 1
+        await work
+
+    run_virtual(3, rank)
+
+
+async def one_rank(**given: Any) -> ProcessGroup:
+    return await new_group(store=HashStore(), rank=0, world_size=1, **given)
+
+
+async def test_what_is_refused() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    collector = GroupCollector(registry)
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        GroupCollector(registry)
+    with pytest.raises(TypeError, match="pg must be a ProcessGroup, not str"):
+        collector.add("group")  # type: ignore[arg-type]
+    async with await one_rank(options=GroupOptions(stats=False)) as silent:
+        with pytest.raises(RuntimeError, match="does not count"):
+            collector.add(silent)
+    async with await one_rank(name="a") as first, await one_rank(name="a") as second:
+        collector.add(first)
+        with pytest.raises(ValueError, match="rank 0 of a group 'a' is exported here already"):
+            collector.add(second)
+        collector.remove(second)
+        collector.remove(first)
+        collector.add(second)
+    with pytest.raises(GroupClosedError):
+        collector.add(second)
+    assert samples(prometheus_client.generate_latest(registry).decode()) == {}
+
+
+async def test_a_revoked_group_is_exported_until_it_is_closed() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    collector = GroupCollector(registry)
+    pg = await one_rank(name="a")
+    collector.add(pg)
+    pg.abort("the end")
+    assert samples(prometheus_client.generate_latest(registry).decode())
+    await pg.shutdown()
+    assert samples(prometheus_client.generate_latest(registry).decode()) == {}
+    again = await one_rank(name="a")
+    collector.add(again)
+    await again.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("prometheus", "prometheus_client", "prometheus"), ("opentelemetry", "opentelemetry", "otel")],
+)
+def test_it_says_what_to_install(name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    monkeypatch.delitem(sys.modules, f"aiocoll.metrics.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(BackendUnavailableError, match=rf"pip install 'aiocoll\[{extra}\]'"):
+        importlib.import_module(f"aiocoll.metrics.{name}")
