@@ -9,6 +9,7 @@ from typing import Any
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.counters import SHIFT, Counters, Row, Waits
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
+from aiocoll.engine.operations.base import Operation
 
 __all__ = ["GroupStats", "OperationStats", "PeerStats", "stats_of"]
 
@@ -189,7 +190,8 @@ def stats_of(comm: Communicator) -> GroupStats:
         )
     # Copies, made by one call into C each: the loop may go on meanwhile.
     rows = list(counters.rows.items())
-    in_flight = [each for each in list(comm.pending) if each.parent is None]
+    pending = list(comm.pending)
+    in_flight = [each for each in pending if each.parent is None]
     now = comm.stamp()
     operations = [_operation(kind, row) for kind, row in rows]
     return GroupStats(
@@ -199,9 +201,9 @@ def stats_of(comm: Communicator) -> GroupStats:
         now,
         counters.since,
         len(in_flight),
-        max((now - each.entered for each in in_flight), default=0.0),
+        now - in_flight[0].entered if in_flight else 0.0,
         tuple(sorted(operations, key=lambda each: (each.op, each.algorithm or "", each.transport))),
-        tuple(_peers(comm, counters, now)),
+        tuple(_peers(comm, counters, pending, now)),
     )
 
 
@@ -211,10 +213,10 @@ def _operation(kind: tuple[str, str | None, str], row: Row) -> OperationStats:
     return OperationStats(*kind, completed, row.failures, row.nbytes, row.seconds, histogram)
 
 
-def _peers(comm: Communicator, counters: Counters, now: float) -> Iterable[PeerStats]:
+def _peers(comm: Communicator, counters: Counters, pending: list[Operation], now: float) -> Iterable[PeerStats]:
     missing: dict[int, int] = {}
-    for operation in list(comm.pending):
-        if now - operation.entered < REPORT_AFTER:
+    for operation in pending:
+        if operation.peer is not None or now - operation.entered < REPORT_AFTER:
             continue
         finding = comm.stalls.finding(operation.id)
         for rank in () if finding is None else finding.ranks(now):

@@ -244,6 +244,22 @@ async def test_who_came_last_was_waited_for(size: int, transport: Any) -> None:
         assert mine is None or mine[1] < LATE
 
 
+@pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
+async def test_who_needs_nobody_has_waited_for_nobody(transport: Any) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank():
+            await pg.send(np.ones(2), 0)
+            await pg.broadcast(np.ones(3), 0)
+            (each,) = pg.stats().peers
+            assert (each.rank, each.times) == (0, 1)
+        else:
+            await pg.recv(np.ones(2), 1)
+            await pg.broadcast(np.ones(3), 0)
+            assert pg.stats().peers == ()
+
+    await run_ranks(2, rank, options=GroupOptions(transport=transport))
+
+
 def test_the_last_minute_passes_on_a_clock_of_its_own() -> None:
     async def rank(pg: ProcessGroup) -> list[tuple[int, float, int, float]]:
         found = []
