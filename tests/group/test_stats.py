@@ -250,8 +250,6 @@ async def test_who_needs_nobody_has_waited_for_nobody(transport: Any) -> None:
         if pg.rank():
             await pg.send(np.ones(2), 0)
             await pg.broadcast(np.ones(3), 0)
-            (each,) = pg.stats().peers
-            assert (each.rank, each.times) == (0, 1)
         else:
             await pg.recv(np.ones(2), 1)
             await pg.broadcast(np.ones(3), 0)
