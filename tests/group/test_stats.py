@@ -244,6 +244,38 @@ async def test_who_came_last_was_waited_for(size: int, transport: Any) -> None:
         assert mine is None or mine[1] < LATE
 
 
+@pytest.mark.parametrize("op", ["gather", "gather without outputs", "scatter", "alltoall", "reduce", "broadcast"])
+@pytest.mark.parametrize("count", [3, 70_000])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_of_two_the_other_was_waited_for(op: str, count: int, transport: Any) -> None:
+    """Whatever a block comes in: rank 1 sends, or posts, after rank 0 has called."""
+    called = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        me, block = pg.rank(), np.ones(count)
+        await pg.allreduce(1)  # opens the link
+        await pg.barrier()
+        before = {each.rank: each.times for each in pg.stats().peers}.get(1, 0)
+        if me:
+            await called.wait()
+        work: Any = {
+            "gather": lambda: pg.gather(None if me else [np.ones(count), np.ones(count)], block, 0),
+            "gather without outputs": lambda: pg.gather(None, block, 0),
+            "scatter": lambda: pg.scatter(block, [np.ones(count)] * 2 if me else None, 1),
+            "alltoall": lambda: pg.alltoall(
+                [np.ones(3), np.ones(3 if me else count)], [np.ones(count if me else 3), np.ones(3)]
+            ),
+            "reduce": lambda: pg.reduce(block, 0),
+            "broadcast": lambda: pg.broadcast(block, 1),
+        }[op]()
+        called.set()
+        await work
+        if not me:
+            assert {each.rank: each.times for each in pg.stats().peers}[1] == before + 1
+
+    await run_ranks(2, rank, options=GroupOptions(transport=transport))
+
+
 @pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
 async def test_who_needs_nobody_has_waited_for_nobody(transport: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:

@@ -104,5 +104,4 @@ class OneShotMoves(OneShot):
                 slot = self._slot_from(peer)
                 place[:] = slot_reader.view(slot, storage, len(place))
                 slot_reader.free(slot)
-        comm.polling.readers.pop(self, None)
-        self.succeed(self.work._value)
+        self._complete()

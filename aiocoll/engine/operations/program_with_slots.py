@@ -67,7 +67,9 @@ class ProgramWithSlots(ProgramExecutor):
             comm.mismatches.disagree(peer, self.id, self.describe())
             return False
         view = byte_view(reader.view(slot, plan.storage, nbytes // plan.itemsize))
+        comm.context.heard = comm.ranks[peer]
         self.deliver(peer, plan.program[index].step, nbytes, view, nbytes)
+        comm.context.heard = -1
         reader.free(slot)
         return True
 

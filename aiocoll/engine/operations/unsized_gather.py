@@ -91,9 +91,11 @@ class Gathered(Post):
         if tag != comm.id << 32 | self.fingerprint:
             comm.mismatches.disagree(peer, self.id, self.describe())
             return
-        length = reader.length(slot)
-        if length > most or not self.deliver(peer, 0, length, byte_view(reader.view(slot, _BYTES, length)), length):
-            raise ProtocolError(f"rank {peer} posted {length} bytes to a slot of {most}, or twice")
+        if (length := reader.length(slot)) > most:
+            raise ProtocolError(f"rank {peer} posted {length} bytes to a slot of {most}")
+        comm.context.heard = comm.ranks[peer]
+        self.deliver(peer, 0, length, byte_view(reader.view(slot, _BYTES, length)), length)
+        comm.context.heard = -1
         reader.free(slot)
 
     def needs(self, peer: int) -> bool:
