@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli import workload
 from aiocoll.cli.workload import Workload
 
 
 class Case(NamedTuple):
-    """What is measured: `inflight` calls of a collective at a time, each of `nbytes` bytes."""
+    """What is measured: `inflight` calls of a collective at a time, each of so many bytes of an array or block."""
 
     kind: str
     nbytes: int
     inflight: int = 1
 
-    @property
-    def each(self) -> workload.Case:
-        """One of the calls."""
-        return workload.Case(self.kind, self.nbytes)
+    def each(self, world_size: int) -> workload.Case:
+        """Return one of the calls."""
+        blocks = world_size if spec_of(self.kind).in_blocks else 1
+        return workload.Case(self.kind, self.nbytes * blocks)
 
     def size(self, world_size: int) -> int:
-        return self.each.size(world_size)
+        return self.each(world_size).size(world_size)
 
 
 class Workloads:
@@ -33,7 +34,7 @@ class Workloads:
     """
 
     def __init__(self, case: Case, rank: int, world_size: int) -> None:
-        self.case = case.each
+        self.case = case.each(world_size)
         self.all = [Workload(self.case, rank, world_size) for _ in range(case.inflight)]
         self.rounds = self.all[0].rounds
 

@@ -44,10 +44,24 @@ LIMITS = (
         for (low, high), times in zip(((1, 64 * KIB), (MIB, MIB), (16 * MIB, INF)), each, strict=True)
     ),
     Limit("aiocoll auto", MPI, 2, "allreduce", 8, 8, 1 / 5),
-    Limit("aiocoll auto", MPI, 2, "allreduce", 16 * KIB, 64 * KIB, 1),
-    Limit("aiocoll auto", MPI, 2, "allreduce", MIB, MIB, 1.5),
-    Limit("aiocoll auto", MPI, 2, "allreduce", 16 * MIB, 16 * MIB, 1),
-    Limit("aiocoll auto", MPI, 2, "allreduce", 256 * MIB, 256 * MIB, 2),
+    *(
+        Limit("aiocoll auto", MPI, 2, "allreduce", low, high, times)
+        for low, high, times in (
+            (16 * KIB, 256 * KIB, 1),
+            (MIB, MIB, 1.2),
+            (4 * MIB, 4 * MIB, 1),
+            (16 * MIB, 16 * MIB, 1.2),
+            (64 * MIB, 64 * MIB, 1),
+            (256 * MIB, 256 * MIB, 1.7),
+        )
+    ),
+    Limit("aiocoll auto", MPI, 4, "allreduce", MIB, INF, 1),
+    *(
+        Limit("aiocoll auto", MPI, world_size, kind, low, high, times)
+        for world_size, low, high, times in ((2, 4 * KIB, 64 * KIB, 1 / 2), (2, MIB, INF, 1), (4, MIB, INF, 1))
+        for kind in KINDS[1:]
+        if kind != "barrier"
+    ),
     *(
         Limit("aiocoll tcp", ("gloo",), 2, "allreduce", low, high, times)
         for low, high, times in ((1, 64 * KIB, 5), (MIB, MIB, 1.3), (16 * MIB, INF, 1.3))

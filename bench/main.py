@@ -36,8 +36,8 @@ from aiocoll.cli.workload import KINDS
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4, 8, 64, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 QUICK_SIZES = (8, 64 * KIB, MIB, 16 * MIB)
-#: Of the other collectives.
-OTHER_SIZES = (4 * KIB, 16 * MIB)
+#: Of the other collectives: of a rank's array or block.
+OTHER_SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
 #: Calls in flight together, and the bytes of each.
 INFLIGHT, INFLIGHT_SIZE = 64, 4 * KIB
 PARTS = ("allreduce", "collectives", "inflight", "lag", "roofline")

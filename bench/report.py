@@ -33,11 +33,12 @@ HEADING = """# aiocoll beside Gloo, MPICH and Open MPI
 `make bench` writes this report. float32, SUM. A launch starts one process per rank; every round launches every system
 once, and starts with another one. The time of an iteration is that of its slowest rank; p50, p95 and p99 are taken of
 the iterations of a launch, and of these the median over the launches. "Times faster" is the median over the rounds of
-the ratio of the two p50 that stand side by side in a round; behind it the least and the most of the rounds. algbw is
-size / p50; busbw is that times what a link carries per byte, as in nccl-tests: 2 (p-1)/p for allreduce, (p-1)/p for
-allgather, reduce_scatter, alltoall, gather and scatter (whose size is that of all blocks together), else 1. There is
-no barrier between iterations, so where data flows one way (broadcast, reduce, gather, scatter, scan) the time is that
-of a stream of calls. #wrong counts elements that are not what they should be. CPU is that of all ranks together."""
+the ratio of the two p50 that stand side by side in a round; behind it the least and the most of the rounds. The size
+is that of one rank's array, or of one block of allgather, reduce_scatter, alltoall, gather and scatter. algbw is size /
+p50, of blocks all of them together; busbw is that times what a link carries per byte, as in nccl-tests: 2 (p-1)/p for
+allreduce, (p-1)/p for collectives of blocks, else 1. There is no barrier between iterations, so where data flows one
+way (broadcast, reduce, gather, scatter, scan) the time is that of a stream of calls. #wrong counts elements that are
+not what they should be. CPU is that of all ranks together."""
 
 SUMMED = """np.copyto and np.add count the bytes read plus those written, of all processes together, on arrays no cache
 holds. tcp and unix: one sender, one receiver. Last: round trips of a shared flag that both sides poll, and of one byte

@@ -63,7 +63,9 @@ class Results:
         return Summary(
             len(timings),
             sum(len(timing.nanoseconds) for timing in timings),
-            Figures.at(case.each, self.world_size, *(median(values) for values in zip(*each, strict=True))),
+            Figures.at(
+                case.each(self.world_size), self.world_size, *(median(values) for values in zip(*each, strict=True))
+            ),
             median(timing.cpu for timing in timings) / case.inflight,
             sum(timing.wrong for timing in timings),
         )
@@ -95,4 +97,6 @@ class Results:
 
     def _figures(self, case: Case, timing: Timing) -> Figures:
         """Return those of one call's share."""
-        return Figures.of(case.each, self.world_size, [each / case.inflight for each in timing.nanoseconds])
+        return Figures.of(
+            case.each(self.world_size), self.world_size, [each / case.inflight for each in timing.nanoseconds]
+        )

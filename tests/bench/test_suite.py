@@ -122,12 +122,16 @@ def test_every_cell_of_the_contract_is_looked_at_once(bench: Any) -> None:
         all_results.append(results)
     what = [verdict.what for verdict in bench.limits.verdicts(all_results)]
     assert len(what) == len(set(what))
-    # Of 12 sizes all but 256 KiB and 4 MiB; against MPI those that are named, and from 16 to 64 KiB.
+    # Of 12 sizes all but 256 KiB and 4 MiB; against MPI 8 B, and from 16 KiB on, or with 4 ranks from 1 MiB on.
     assert sum("auto" in each and each.endswith("against gloo") for each in what) == 20
     assert sum("tcp" in each and "2 ranks" in each for each in what) == 10
+    large = ("1 MiB", "4 MiB", "16 MiB", "64 MiB", "256 MiB")
     assert [each.partition(", ")[2] for each in what if "mpich" in each] == [
-        f"allreduce {size}, 2 ranks, against mpich / open mpi"
-        for size in ("8 B", "16 KiB", "64 KiB", "1 MiB", "16 MiB", "256 MiB")
+        *(
+            f"allreduce {size}, 2 ranks, against mpich / open mpi"
+            for size in ("8 B", "16 KiB", "64 KiB", "256 KiB", *large)
+        ),
+        *(f"allreduce {size}, 4 ranks, against mpich / open mpi" for size in large),
     ]
 
 
