@@ -369,3 +369,10 @@ def test_the_recorder_says_what_its_page_shows(tmp_path: Path) -> None:
     for line in (shown, f"  last{last}"):
         assert is_shown(line, said), said
     assert {path.name for path in tmp_path.iterdir()} >= {"timeline.png", "trace.json"}
+
+
+@pytest.mark.slow
+def test_the_page_on_the_command_line(tmp_path: Path) -> None:
+    write(files("docs/command-line.md"), tmp_path)
+    said = shell(commands("docs/command-line.md")[0], tmp_path)
+    assert said == code("docs/command-line.md", "For programs", language="text")

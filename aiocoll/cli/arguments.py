@@ -1,12 +1,61 @@
-"""Argument types that several subcommands share."""
+"""What the subcommands share: how their help looks, and types of arguments."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 
 from aiocoll.numerals import parse_int
 
-__all__ = ["integer", "natural", "positive", "positives"]
+__all__ = ["HelpFormatter", "add_command", "integer", "natural", "positive", "positives"]
+
+#: Exit codes that all subcommands have.
+_COMMON = {2: "the command line is wrong", 130: "interrupted by Ctrl-C"}
+#: Columns of an exit code.
+_WIDTH = 7
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Keeps the lines of a text apart; what stands before a tab is a column of its own."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(_wrapped(line, width, indent) for line in text.splitlines())
+
+
+def _wrapped(line: str, width: int, indent: str) -> str:
+    column, tab, words = line.rpartition("\t")
+    first = indent + (column.ljust(_WIDTH) if tab else "")
+    return textwrap.fill(words, width, initial_indent=first, subsequent_indent=" " * len(first))
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    *,
+    codes: dict[int | str, str],
+    help: str,
+    description: str,
+    epilog: str | None = None,
+    usage: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a subcommand whose help lists its exit codes.
+
+    Args:
+        commands: the subcommands.
+        name: of the subcommand.
+        codes: the exit codes that it has besides 2 and 130, and what each means; or that mean something else.
+        help: for the list of subcommands.
+        description: for its own help.
+        epilog: the end of its help.
+        usage: the first line of its help, if argparse would not write a good one.
+    """
+    parser = commands.add_parser(
+        name, help=help, description=description, epilog=epilog, usage=usage, formatter_class=HelpFormatter
+    )
+    every: dict[int | str, str] = {**codes, **{code: what for code, what in _COMMON.items() if code not in codes}}
+    lines = [f"{code}\t{meaning}" for code, meaning in every.items()]
+    parser.add_argument_group("exit codes", "\n".join(lines))
+    return parser
 
 
 def integer(text: str) -> int:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import os
 import sys
-from collections.abc import Sequence
+import textwrap
 from contextlib import suppress
 
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli import tune
-from aiocoll.cli.arguments import positive
-from aiocoll.cli.measure import Effort, Figures, Timing
+from aiocoll.cli.arguments import add_command, positive
+from aiocoll.cli.bench_files import as_json, try_csv, write_csv
+from aiocoll.cli.measure import Effort
 from aiocoll.cli.sweep import HEADING, sweep
+from aiocoll.cli.terminal import complain, styled
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case
 from aiocoll.errors import AiocollError
 from aiocoll.numerals import parse_int
@@ -33,26 +34,31 @@ FACTOR = 4
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 #: Half a second of each size tells a p99 of what is cheap; five iterations are little, but 256 MiB take long.
 EFFORT = Effort(seconds=0.5, least=5, most=2000)
-#: Of the CSV file.
-COLUMNS = (
-    *("collective", "op", "dtype", "ranks", "transport", "bytes", "count", "iterations"),
-    *("p50_us", "p95_us", "p99_us", "algbw_gbs", "busbw_gbs", "cpu_us", "wrong"),
-)
 #: Seconds after which a sweep has hung: to meet, and for each case; the slowest takes a tenth of it.
 START, EACH = 60.0, 60.0
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` to the subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "bench",
+        codes={0: "all results were right", 1: "one was wrong, or something could not be measured or written"},
         help="measure the collectives on this machine",
+        usage="aiocoll bench [COLLECTIVE] [options]",
         description="Measure a collective between processes of this machine, for sizes from --min to --max in steps "
-        f"of {FACTOR}. Times are those of the slowest rank. Results are checked; the exit code is 1 if one is wrong.",
+        f"of {FACTOR}. Times are those of the slowest rank. Results are checked.",
         epilog="Sizes are bytes, or end in K, M or G (1024 each): of a rank's array, or of all blocks together. "
         "busbw is what a link carries, as nccl-tests defines it.",
     )
-    parser.add_argument("collective", nargs="?", choices=KINDS, default="allreduce", help="default: allreduce")
+    parser.add_argument(
+        "collective",
+        nargs="?",
+        choices=KINDS,
+        default="allreduce",
+        metavar="COLLECTIVE",
+        help=f"{', '.join(KINDS)} (default: allreduce)",
+    )
     parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="RANKS", help="number of ranks (default: 2)")
     parser.add_argument("--min", type=size, default=4, metavar="SIZE", help="the smallest size (default: 4)")
     parser.add_argument("--max", type=size, default=256 << 20, metavar="SIZE", help="the largest size (default: 256M)")
@@ -60,8 +66,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--op", choices=OPS, default="sum", help="how it reduces (default: sum)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the elements (default: float32)")
     parser.add_argument("--csv", metavar="FILE", help="write the table there too")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with all figures, the machine and the versions"
+    )
     tune.add_arguments(parser)
-    parser.set_defaults(command=lambda args: tune.run(args) if args.tune else _run(args, parser))
+    parser.set_defaults(command=lambda args: _tune(args, parser) if args.tune else _run(args, parser))
 
 
 def size(text: str) -> int:
@@ -78,18 +87,21 @@ def size(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number of bytes, or such as 64K, 1M, 2G")
 
 
+def _tune(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if args.json:
+        parser.error("--json: not with --tune, which writes a file of JSON")
+    return tune.run(args)
+
+
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         cases = _cases(args)
         if args.csv is not None:
-            _try(args.csv)
+            try_csv(args.csv)
     except ValueError as error:
         parser.error(str(error))
-    op = f" {args.op}" if spec_of(args.collective).reduces else ""
-    cores = len(os.sched_getaffinity(0))
-    where = f"{args.nproc} ranks on {cores} cores, transport {args.transport}"
-    print(f"# {args.collective}{op}, {args.dtype}, {where}, {'compiled' if COMPILED else 'pure Python'}")
-    print(HEADING, flush=True)
+    if not args.json:
+        print(_title(args), styled(HEADING, "heading", sys.stdout), sep="\n", flush=True)
     try:
         timings = asyncio.run(
             run_processes(
@@ -97,19 +109,28 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 sweep,
                 cases,
                 EFFORT,
+                not args.json,
                 options=GroupOptions(transport=args.transport),
                 timeout=START + EACH * len(cases),
                 loop="uvloop",
             )
         )
         if args.csv is not None:
-            _write(args.csv, args, cases, timings[0])
+            write_csv(args.csv, args, cases, timings[0])
     except (AiocollError, ChildProcessError, TimeoutError, OSError) as error:
-        print(f"aiocoll bench: {error}", file=sys.stderr)
+        complain("bench", error)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    if args.json:
+        print(as_json(args, cases, timings[0]))
     return int(any(timing.wrong for timing in timings[0]))
+
+
+def _title(args: argparse.Namespace) -> str:
+    op = f" {args.op}" if spec_of(args.collective).reduces else ""
+    cores = len(os.sched_getaffinity(0))
+    kind = "compiled" if COMPILED else "pure Python"
+    where = f"{args.nproc} ranks on {cores} cores, transport {args.transport}"
+    return textwrap.fill(f"# {args.collective}{op}, {args.dtype}, {where}, {kind}", 80, subsequent_indent="# ")
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
@@ -128,33 +149,3 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     while sizes[-1] * FACTOR <= args.max:
         sizes.append(sizes[-1] * FACTOR)
     return [Case(args.collective, size, dtype=args.dtype, op=args.op) for size in sizes]
-
-
-def _try(path: str) -> None:
-    """Find out whether `path` can be written, before something is measured for it.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    try:
-        with open(path, "a"):
-            pass
-    except OSError as error:
-        raise ValueError(f"--csv {path}: {error.strerror}") from None
-
-
-def _write(path: str, args: argparse.Namespace, cases: Sequence[Case], timings: Sequence[Timing]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for case, timing in zip(cases, timings, strict=True):
-            figures = Figures.of(case, args.nproc, timing.nanoseconds)
-            writer.writerow(
-                [
-                    *(case.kind, case.op if spec_of(case.kind).reduces else "", case.dtype, args.nproc, args.transport),
-                    *(case.size(args.nproc), case.count(args.nproc), len(timing.nanoseconds)),
-                    *(f"{value * 1e6:.3f}" for value in figures[:3]),
-                    *(f"{value / 1e9:.6f}" for value in figures[3:]),
-                    *(f"{timing.cpu * 1e6:.3f}", timing.wrong),
-                ]
-            )

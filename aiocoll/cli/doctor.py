@@ -6,15 +6,17 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from aiocoll.cli.arguments import positive
+from aiocoll.cli.arguments import add_command, positive
 from aiocoll.cli.checks import CheckResult, look
 from aiocoll.cli.doctor_hosts import meet_hosts
 from aiocoll.cli.hosts import Hosts, add_host_arguments, read_hosts
 from aiocoll.cli.reach import HostsMet, findings
+from aiocoll.cli.terminal import Progress, styled
 from aiocoll.errors import AiocollError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
@@ -31,12 +33,13 @@ _NAMED = 16
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `doctor` to the subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "doctor",
+        codes={0: "all is fine: a job would meet and run", 1: "something fails, or is slower than it could be"},
         help="check this host, and the ways to others, for problems and for causes of slowness",
         description="Check this host as a rank would see it, then let ranks meet. With --nnodes, started on each of so "
-        "many hosts, dial each of the others as a rank would, too: all print who reaches whom, and why not. The exit "
-        "code is 1 if something fails or is slower than it could be, 0 if not: then a job would meet and run. Each "
+        "many hosts, dial each of the others as a rank would, too: all print who reaches whom, and why not. Each "
         "problem is printed with its remedy.",
     )
     parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="N", help="ranks that meet (default: 2)")
@@ -58,24 +61,29 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except ValueError as error:
         parser.error(str(error))
     say: Callable[[str], None] = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
-    try:
+    with Progress() as progress:
+        progress.show(f"{args.nproc} ranks meet on this host")
         pairs, met = _meeting(args.nproc)
-        found = [*look(args.nproc, args.master_addr), met]
-        say("\n".join(_lines(found, pairs)))
-        between: list[CheckResult] = []
-        dialled: list[dict[str, Any]] = []
-        if hosts is not None:
-            between, dialled = _between(hosts, args.timeout, say)
-            say("\n".join(_lines(between, [])))
-    except KeyboardInterrupt:
-        return 130
+    found = [*look(args.nproc, args.master_addr), met]
+    say("\n".join(_lines(found, pairs)))
+    between: list[CheckResult] = []
+    dialled: list[dict[str, Any]] = []
+    if hosts is not None:
+        between, dialled = _between(hosts, args.timeout, say)
+        say("\n".join(_lines(between, [])))
     found += between
     problems = sum(not finding.fine for finding in found)
-    say(f"{problems} problem{'s' if problems > 1 else ''}, see above" if problems else "all fine")
+    say(_sum(problems))
     if args.json:
         told = {"fine": not problems, "findings": [asdict(each) for each in found], "pairs": pairs}
         print(json.dumps(told | ({} if hosts is None else {"hosts": dialled}), indent=1))
     return 1 if problems else 0
+
+
+def _sum(problems: int) -> str:
+    if not problems:
+        return styled("all fine", "good", sys.stdout)
+    return styled(f"{problems} problem{'s' if problems > 1 else ''}, see above", "bad", sys.stdout)
 
 
 def _between(
@@ -140,10 +148,11 @@ def _lines(found: Sequence[CheckResult], pairs: list[dict[str, Any]]) -> Iterato
     for finding in found:
         if finding.topic != topic:
             topic = finding.topic
-            yield topic
+            yield styled(topic, "heading", sys.stdout)
         yield f"  {finding.name:{width}}  {finding.value}"
         if finding.advice:
-            yield f"  {' ' * width}  {'hint' if finding.fine else 'PROBLEM'}: {finding.advice}"
+            kind = styled("hint:", "hint", sys.stdout) if finding.fine else styled("PROBLEM:", "bad", sys.stdout)
+            yield f"  {' ' * width}  {kind} {finding.advice}"
     kinds: dict[str, list[str]] = {}
     for pair in pairs:
         kinds.setdefault(f"{pair['transport']}, {pair['why']}", []).append("{}-{}".format(*pair["ranks"]))

@@ -22,6 +22,7 @@ import msgpack
 import aiocoll
 from aiocoll.cli.hosts import Hosts, reach_store, serve
 from aiocoll.cli.reach import Attempt, HostFacts, HostsMet
+from aiocoll.cli.terminal import Progress
 from aiocoll.errors import AiocollError, RendezvousError, StoreError, StoreTimeoutError
 from aiocoll.meeting.cards import cores
 from aiocoll.options import GroupOptions
@@ -69,8 +70,9 @@ async def meet_hosts(hosts: Hosts, options: GroupOptions, timeout: float, say: C
         else:
             say(f"looking for host 0 at {host} port {port} for {timeout:g} s")
         store = reach_store(hosts, options, (host, port), timeout)
-        await stack.enter_async_context(store)
         rounds = _Rounds(PrefixStore("doctor", store), hosts)
+        await stack.enter_async_context(stack.enter_context(Progress()).watching(rounds.stage))
+        await stack.enter_async_context(store)
         told = {"nnodes": hosts.nnodes, "store": store.reached, "listens": listens, "facts": _facts(options)}
         came = await rounds.first(told, timeout)
         visitor = await stack.enter_async_context(_Visitor(hosts, options, [*came]))
@@ -113,6 +115,19 @@ class _Rounds:
         self._host = hosts.node_rank
         self._nnodes = hosts.nnodes
         self._there: Collection[int] = range(hosts.nnodes)
+        self._round = ""
+
+    async def stage(self, seconds: int) -> str:
+        """Return how far this host is after so many seconds, for people."""
+        doing = "dialling the others"
+        if not self._round:
+            doing = "looking for host 0"
+        elif self._round == "came":
+            doing = "waiting for the others"
+            if self._host == 0:
+                came = [await self._store.check([f"came/{host}"]) for host in range(self._nnodes)]
+                doing = f"{sum(came)} of {self._nnodes} hosts have come"
+        return f"{doing}, {seconds} s"
 
     async def first(self, mine: Mapping[str, Any], timeout: float) -> dict[int, Any]:
         """Come, as the only one of this number; return what all have told that came in time."""
@@ -132,6 +147,7 @@ class _Rounds:
 
     async def exchange(self, what: str, mine: Any, limit: float) -> dict[int, Any]:
         """Tell `mine`; return what those have told who did so within `limit` seconds."""
+        self._round = what
         await self._store.set(f"{what}/{self._host}", msgpack.packb(mine))
         if self._host == 0:
             keys = {host: f"{what}/{host}" for host in self._there}

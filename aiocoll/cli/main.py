@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import platform
 from collections.abc import Sequence
 
+import numpy as np
+
+import aiocoll
 from aiocoll.cli import bench, doctor, run, trace
+from aiocoll.cli.arguments import HelpFormatter
+from aiocoll.work import COMPILED
 
 __all__ = ["main"]
 
@@ -16,12 +22,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(prog="aiocoll", description="Collectives you can await.")
+    parser = argparse.ArgumentParser(
+        prog="aiocoll",
+        description="Collectives you can await.",
+        epilog="Each command lists its exit codes: aiocoll COMMAND --help.\n"
+        "NO_COLOR=1 turns colours off, FORCE_COLOR=1 turns them on where there is no terminal.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version(), help="show versions, and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run.add_parser(commands)
     bench.add_parser(commands)
     doctor.add_parser(commands)
     trace.add_parser(commands)
     args = parser.parse_args(argv)
-    code: int = args.command(args)
+    try:
+        code: int = args.command(args)
+    except KeyboardInterrupt:
+        return 130
     return code
+
+
+def _version() -> str:
+    kind = "compiled" if COMPILED else "pure Python"
+    return f"aiocoll {aiocoll.__version__} ({kind}), Python {platform.python_version()}, NumPy {np.__version__}"

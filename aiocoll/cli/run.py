@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from aiocoll.cli.arguments import natural, positive, positives
+from aiocoll.cli.arguments import add_command, natural, positive, positives
 from aiocoll.cli.hosts import Hosts, add_host_arguments, reach_store, read_hosts, serve
 from aiocoll.cli.hosts_link import HostsLink
 from aiocoll.cli.logs import Logs
@@ -40,10 +40,18 @@ _KNOWN_WITHIN = 60.0
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `run` to the subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "run",
+        codes={
+            0: "all ranks have ended with 0",
+            "N": "that of the rank that failed first by itself; 1, if it has raised an exception",
+            "128+N": "that rank, or the launcher, was ended by signal N",
+            1: "nothing could be started, or only other hosts know the rank that failed",
+            2: "the command line is wrong",
+        },
         help="start the ranks of a program",
-        usage="aiocoll run (-n N | --nproc-list N,N,...) [options] (SCRIPT | -m MODULE) [ARG ...]",
+        usage="aiocoll run (-n N | --nproc-list N,N,...) [options]\n                   (SCRIPT | -m MODULE) [ARG ...]",
         description="Start N ranks of a Python program on this host. Their output is prefixed with [RANK]; their "
         "standard input is empty. A rank that fails stops the others. The first that failed by itself is shown last, "
         "with its traceback, and its exit code is the launcher's. With --max-restarts all ranks are then started anew, "

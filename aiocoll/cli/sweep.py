@@ -1,4 +1,4 @@
-"""The ranks of `aiocoll bench`: measure one case after the other; rank 0 prints the results."""
+"""The ranks of `aiocoll bench`: measure one case after the other; rank 0 prints the results, if it shall."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from aiocoll.cli.calls import call_of, combine_of
 from aiocoll.cli.measure import Effort, Figures, Timing, measure, times_of
+from aiocoll.cli.terminal import Progress, styled
 from aiocoll.cli.workload import Case, Workload
 from aiocoll.group.process_group import ProcessGroup
 
@@ -17,8 +18,6 @@ HEADING = (
     f"{'size':>10} {'count':>10} {'time p50':>10} {'p95':>10} {'p99':>10} {'algbw':>8} {'busbw':>8} {'#wrong':>6}\n"
     f"{'B':>10} {'elements':>10} {'us':>10} {'us':>10} {'us':>10} {'GB/s':>8} {'GB/s':>8}"
 )
-#: Erases the line that the cursor is on.
-CLEAR = "\r\x1b[K"
 
 
 def row(case: Case, world_size: int, timing: Timing) -> str:
@@ -26,22 +25,25 @@ def row(case: Case, world_size: int, timing: Timing) -> str:
     figures = Figures.of(case, world_size, timing.nanoseconds)
     times = " ".join(f"{value * 1e6:>10.1f}" for value in (figures.p50, figures.p95, figures.p99))
     place = f"{case.size(world_size):>10} {case.count(world_size):>10}"
-    return f"{place} {times} {figures.algbw / 1e9:>8.3f} {figures.busbw / 1e9:>8.3f} {timing.wrong:>6}"
+    wrong = f"{timing.wrong:>6}"
+    if timing.wrong:
+        wrong = styled(wrong, "bad", sys.stdout)
+    return f"{place} {times} {figures.algbw / 1e9:>8.3f} {figures.busbw / 1e9:>8.3f} {wrong}"
 
 
-async def sweep(pg: ProcessGroup, cases: Sequence[Case], effort: Effort) -> list[Timing]:
+async def sweep(pg: ProcessGroup, cases: Sequence[Case], effort: Effort, table: bool) -> list[Timing]:
     """Measure `cases` in order; called with the same arguments on every rank, with the same result."""
     rank, world_size = pg.rank(), pg.size()
     found = []
-    for number, case in enumerate(cases, 1):
-        if rank == 0 and sys.stderr.isatty():
-            print(f"{CLEAR}{number} of {len(cases)}: {case.nbytes} B", end="", file=sys.stderr, flush=True)
-        load = Workload(case, rank, world_size)
-        found.append(await measure(load, times_of(call_of(pg, load)), combine_of(pg), effort))
-        if rank == 0:
-            if sys.stderr.isatty():
-                print(CLEAR, end="", file=sys.stderr, flush=True)
-            _print(row(case, world_size, found[-1]))
+    with Progress() as progress:
+        for number, case in enumerate(cases, 1):
+            if rank == 0:
+                progress.show(f"{number} of {len(cases)}: {case.nbytes} B")
+            load = Workload(case, rank, world_size)
+            found.append(await measure(load, times_of(call_of(pg, load)), combine_of(pg), effort))
+            if rank == 0 and table:
+                progress.clear()
+                _print(row(case, world_size, found[-1]))
     return found
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
+from aiocoll.cli.arguments import add_command
 from aiocoll.cli.divergence import report
 from aiocoll.cli.merge import Unusable, collect
+from aiocoll.cli.terminal import complain
 from aiocoll.dump.files import write_json
 from aiocoll.dump.timeline import chrome_trace
 
@@ -15,12 +16,18 @@ __all__ = ["add_parser"]
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `trace` to the subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "trace",
+        codes={
+            0: "nothing is wrong",
+            1: "something is: a failure, a divergence, a rank without a dump",
+            2: "a file cannot be used, or the command line is wrong",
+        },
         help="find in the dumps of ranks which collective diverged first and which ranks are missing",
         description="Merge the dumps of ranks (pg.recorder.dump_json, AIOCOLL_DUMP_DIR) of one or several groups, and "
         "report for each which collective diverged first, which ranks are missing, what is pending and which rank is "
-        "last. The exit code is 0 if nothing is wrong, 1 if something is, 2 if a file cannot be used.",
+        "last.",
     )
     parser.add_argument("dumps", nargs="+", metavar="DUMP", help="a file of pg.recorder.dump_json, one per rank")
     parser.add_argument("--perfetto", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing")
@@ -44,6 +51,6 @@ def _trace(args: argparse.Namespace) -> int:
 
             draw(groups, args.png)
     except (Unusable, OSError) as error:
-        print(f"aiocoll trace: {error}", file=sys.stderr)
+        complain("trace", error)
         return 2
     return 0 if well else 1

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +25,7 @@ from time import perf_counter
 import numpy as np
 
 from aiocoll.algorithms.machine import MEDIA, Machine, Medium, SingleCopy
+from aiocoll.cli.terminal import Progress, complain
 from aiocoll.cli.tune_single_copy import measure_single_copy
 from aiocoll.errors import AiocollError, BackendUnavailableError
 from aiocoll.group.process_group import ProcessGroup
@@ -77,10 +77,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"single copy: {_said(single_copy)}")
         _write(path, dumps(machines, datetime.now(UTC).isoformat(timespec="seconds"), single_copy))
     except (AiocollError, OSError) as error:
-        print(f"aiocoll bench: {error}", file=sys.stderr)
+        complain("bench", error)
         return 1
-    except KeyboardInterrupt:
-        return 130
     print(f"Written to {path}; groups use it from now on.")
     return 0
 
@@ -97,16 +95,18 @@ async def measure(launches: int, seconds: float) -> dict[Medium, list[Machine]]:
     """
     found: dict[Medium, list[Machine]] = {medium: [] for medium in MEDIA}
     end = perf_counter() + ENOUGH
-    for number in range(launches):
-        if number and perf_counter() > end:
-            break
-        for medium, machines in found.items():
-            try:
-                options = GroupOptions(transport=medium, tuning=None)
-            except BackendUnavailableError:
-                continue
-            ranks = await run_processes(2, exchange, seconds, options=options, timeout=HUNG, loop="uvloop")
-            machines.append(ranks[0])
+    with Progress() as progress:
+        for number in range(launches):
+            if number and perf_counter() > end:
+                break
+            for medium, machines in found.items():
+                progress.show(f"launch {number + 1} of {launches}: {medium}")
+                try:
+                    options = GroupOptions(transport=medium, tuning=None)
+                except BackendUnavailableError:
+                    continue
+                ranks = await run_processes(2, exchange, seconds, options=options, timeout=HUNG, loop="uvloop")
+                machines.append(ranks[0])
     return {medium: machines for medium, machines in found.items() if machines}
 
 

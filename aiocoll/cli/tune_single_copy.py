@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll.algorithms.machine import SingleCopy
+from aiocoll.cli.terminal import Progress
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
@@ -46,9 +47,10 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
     if can_read() is not None:
         return None
     found: dict[bool, list[_Seconds]] = {True: [], False: []}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         always = _write(Path(folder), SingleCopy(0, 0))
-        for single_copy in [True, False] * launches:
+        for number, single_copy in enumerate([True, False] * launches, 1):
+            progress.show(f"launch {number} of {2 * launches}: single copy")
             try:
                 options = GroupOptions(transport="shm", single_copy=single_copy, tuning=always)
             except BackendUnavailableError:

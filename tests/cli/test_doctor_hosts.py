@@ -376,7 +376,7 @@ def test_help_says_what_the_exit_code_means(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="0"):
         main(["doctor", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "The exit code is 1 if something fails or is slower than it could be, 0 if not" in said
+    assert "0 all is fine: a job would meet and run 1 something fails, or is slower than it could be" in said
 
 
 def test_a_key_is_not_shown() -> None:

@@ -9,6 +9,7 @@ import pytest
 from aiocoll.algorithms import Machine, Tuning
 from aiocoll.algorithms.machine import SingleCopy
 from aiocoll.cli import tune
+from aiocoll.cli.main import main
 from aiocoll.cli.tune_single_copy import SIZES, measure_single_copy, paying
 from aiocoll.errors import RendezvousError
 from aiocoll.transport.shm.process_memory import can_read
@@ -130,7 +131,7 @@ def test_what_cannot_be_measured_is_not_written(
 
     replaced(monkeypatch, tune_measure=measure)
     interrupted = isinstance(error, KeyboardInterrupt)
-    assert tune.run(ARGS) == (130 if interrupted else 1)
+    assert main(["bench", "--tune"]) == (130 if interrupted else 1)
     assert capsys.readouterr().err == ("" if interrupted else f"aiocoll bench: {error}\n")
     assert not path.exists()
 

@@ -1,0 +1,94 @@
+"""What only people at a terminal see: colours, and how far a long run is.
+
+Colours follow https://no-color.org: `NO_COLOR`, if it is not empty, turns them off, whatever else is said. Otherwise
+`FORCE_COLOR`, if it is not empty, turns them on where there is no terminal, as in the log of a CI job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Literal, Self, TextIO
+
+__all__ = ["Progress", "Style", "coloured", "complain", "styled"]
+
+Style = Literal["heading", "good", "bad", "hint"]
+
+_CODES: dict[Style, str] = {"heading": "1", "good": "32", "bad": "1;31", "hint": "33"}
+#: Moves to the start of the line, and erases it.
+_CLEAR = "\r\x1b[K"
+#: Seconds between two looks at how far a run is.
+_AGAIN = 1.0
+
+
+def coloured(stream: TextIO) -> bool:
+    """Whether what is written to `stream` has colours."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or _is_terminal(stream)
+
+
+def styled(text: str, style: Style, stream: TextIO) -> str:
+    """Return `text` for `stream`, in colours if it has them."""
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if coloured(stream) else text
+
+
+def complain(command: str, error: object) -> None:
+    """Print why a subcommand fails."""
+    print(f"{styled(f'aiocoll {command}:', 'bad', sys.stderr)} {error}", file=sys.stderr)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class Progress:
+    """One line on standard error that says how far a long run is, within ``with``; nothing where that is no terminal.
+
+    Before anything else is printed, `clear` it.
+    """
+
+    def __init__(self) -> None:
+        self._shown = _is_terminal(sys.stderr)
+        self._there = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Show `text` in place of what was there; it should have less than 80 characters."""
+        if self._shown:
+            print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
+            self._there = True
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._there:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
+            self._there = False
+
+    @asynccontextmanager
+    async def watching(self, look: Callable[[int], Awaitable[str]]) -> AsyncIterator[None]:
+        """Show, every second within the block, what `look` says after so many seconds."""
+        watcher = asyncio.create_task(self._watch(look), name="aiocoll progress") if self._shown else None
+        try:
+            yield
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
+                self.clear()
+
+    async def _watch(self, look: Callable[[int], Awaitable[str]]) -> None:
+        seconds = 0
+        while True:
+            self.show(await look(seconds))
+            await asyncio.sleep(_AGAIN)
+            seconds += 1
