@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from aiocoll.transport.byte_stream import ByteStream
 from ..internals import Limits, replaced
 from ..pages import ROOT
 from ..ports import free_port
+from ..ranks import until
 
 KEY = b"of this test and no other"
 LIMIT = 60
@@ -381,3 +383,20 @@ def test_help_says_what_the_exit_code_means(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_key_is_not_shown() -> None:
     assert repr(KEY) not in repr(Hosts(2, 0, ("127.0.0.1", 1), KEY, "this test"))
+
+
+async def test_a_terminal_shows_who_has_come(meet: Meet, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    limits(progress_again=0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    first = asyncio.create_task(meet(0, 2))  # type: ignore[arg-type]
+    await until(lambda: "\x1b[K1 of 2 hosts have come, " in terminal.getvalue())
+    met = await asyncio.gather(first, meet(1, 2))
+    assert [each.reaches(0, 1) for each in met] == [True, True]
+    shown = terminal.getvalue()
+    assert shown.startswith("\r\x1b[Klooking for host 0, 0 s\r\x1b[K")
+    assert shown.endswith("\r\x1b[K")
