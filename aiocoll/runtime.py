@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,16 @@ __all__ = ["BUDGET", "Runtime", "random_bytes", "running_loop"]
 BUDGET = 300e-6
 #: Two readings of one clock may differ by so many seconds: a loop may return the time at which its iteration began.
 _SAME_CLOCK = 1.0
+
+
+_NO_LOOP = (
+    "no asyncio event loop runs here: aiocoll is called from coroutines that asyncio.run(main()), or uvloop, runs"
+)
+_TRIO = (
+    "trio runs here, and aiocoll runs on asyncio's loops only, uvloop's among them: run the ranks in a thread, by "
+    "`await trio.to_thread.run_sync(asyncio.run, main())`; with anyio choose the backend asyncio, in tests by a "
+    'fixture anyio_backend that returns "asyncio"'
+)
 
 
 def random_bytes(n: int) -> bytes:
@@ -112,11 +123,16 @@ def running_loop() -> asyncio.AbstractEventLoop:
     """
     loop = asyncio._get_running_loop()
     if loop is None:
-        raise RuntimeError(
-            "no asyncio event loop runs here: aiocoll is called from coroutines that asyncio.run(main()), or uvloop, "
-            "runs. Trio and other libraries have loops of their own: there, start asyncio.run(main()) in a thread"
-        )
+        raise RuntimeError(_TRIO if _in_trio() else _NO_LOOP)
     return loop
+
+
+def _in_trio() -> bool:
+    trio = sys.modules.get("trio")
+    try:
+        return trio is not None and trio.lowlevel.current_task() is not None
+    except RuntimeError:
+        return False
 
 
 #: All runtimes of this process. Reading the pid at every call instead, a system call, took 6 % of a small collective.

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 import aiocoll
+from aiocoll.testing.frames import keep_all_frames
 from aiocoll.work import COMPILED
 
 from .internals import Limits, set_limits
@@ -105,6 +106,11 @@ def transport(request: pytest.FixtureRequest) -> str:
 def port() -> int:
     """A port on which nothing listens at 127.0.0.1."""
     return free_port()
+
+
+def pytest_configure() -> None:
+    """Show frames of aiocoll, too, in reports: here they may be what is wrong."""
+    keep_all_frames()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -170,6 +170,7 @@ PARTS = {
     "client_connected": "aiocoll.store.client.ClientLink.connection_made",
     "store_applied": "aiocoll.store.core.StoreCore.apply",
     "store_reply": "aiocoll.store.session.Session._reply",
+    "all_frames": "aiocoll.testing.frames._all_frames",
     "bench_processes": "aiocoll.cli.bench.run_processes",
     "doctor_answer": "aiocoll.cli.doctor_hosts._answer",
     "doctor_look": "aiocoll.cli.doctor.look",

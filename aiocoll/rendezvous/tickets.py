@@ -12,7 +12,7 @@ from aiocoll.engine.control.shapes import fitting
 from aiocoll.meeting.holders import arrival, death
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.rendezvous.where import DEFAULT, Where
-from aiocoll.runtime import random_bytes
+from aiocoll.runtime import random_bytes, running_loop
 from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
 
@@ -136,6 +136,7 @@ class Meeting:
         self._server.close()
 
     async def __aenter__(self) -> Self:
+        running_loop()
         return self.__enter__()
 
     async def __aexit__(self, *exc: object) -> None:

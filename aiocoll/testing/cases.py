@@ -25,9 +25,9 @@ import numpy as np
 
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions, seconds
+from aiocoll.testing.frames import trimmed
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import loop_factory, run_ranks
-from aiocoll.testing.report import trimmed
 from aiocoll.testing.skips import skip_early
 from aiocoll.testing.standing import Standing
 from aiocoll.testing.team import pickled

@@ -24,8 +24,9 @@ from aiocoll.group.current import process_group
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
+from aiocoll.testing.frames import keep_all_frames, keeps_all_frames, raised
 from aiocoll.testing.ranks import loop_factory
-from aiocoll.testing.report import blocked, pending, raised, stack
+from aiocoll.testing.report import blocked, pending, stack
 
 __all__ = ["HEADER", "MAIN", "ChildJob", "RemoteCall", "main"]
 
@@ -46,12 +47,13 @@ class ChildJob(NamedTuple):
     call: bytes | None
     options: GroupOptions
     loop: str
+    all_frames: bool
 
     @classmethod
     def of(cls, source: Any, options: GroupOptions, loop: str) -> ChildJob:
         """Return the job of waiting for calls of functions in the module of `source`."""
         module = str(getattr(source, "__module__", "__main__"))
-        return cls(module, getattr(sys.modules.get(module), "__file__", None), None, options, loop)
+        return cls(module, getattr(sys.modules.get(module), "__file__", None), None, options, loop, keeps_all_frames())
 
 
 class RemoteCall(NamedTuple):
@@ -81,7 +83,10 @@ def main(channel_fd: int, trace_fd: int) -> None:
             channel.send(("returned", rank.run(channel.receive()), True))
         except BaseException as error:
             channel.send(_failure(error, rank.failed or time.monotonic()))
-        faulthandler.disable()
+            if isinstance(error, SystemExit):
+                raise
+        finally:
+            faulthandler.disable()
 
 
 class _Channel:
@@ -129,6 +134,8 @@ class _Rank:
         with asyncio.Runner(loop_factory=loop_factory(job.loop)) as runner:
             loop = runner.get_loop()
             threading.Thread(target=self._listen, args=(loop,), name="aiocoll-testing", daemon=True).start()
+            if job.all_frames:
+                keep_all_frames()
             _load(job)
             self._loop = loop
             if job.call is None:

@@ -21,6 +21,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from aiocoll.testing.child import HEADER, MAIN, ChildJob, RemoteCall
+from aiocoll.testing.deaths import Death, ending, is_death, wanted
 
 __all__ = ["GRACE", "Child"]
 
@@ -35,10 +36,18 @@ START = "from aiocoll.testing.child import main; main"
 
 
 class Child:
-    """One rank's process and the parent's end of its channel."""
+    """One rank's process and the parent's end of its channel.
 
-    def __init__(self, rank: int, world_size: int, environment: dict[str, str]) -> None:
+    Args:
+        rank: its rank.
+        world_size: number of ranks.
+        environment: of the process.
+        death: the death that it is expected to die, if any.
+    """
+
+    def __init__(self, rank: int, world_size: int, environment: dict[str, str], death: Death | None = None) -> None:
         self.rank = rank
+        self._death = death
         #: When its function failed, on the monotonic clock that all processes of a machine share; 0 if it died.
         self.failed = 0.0
         #: Whether its group can be used again: the last call succeeded and left nothing pending.
@@ -62,15 +71,29 @@ class Child:
             theirs.close()
 
     async def carry_out(self, job: ChildJob) -> Any:
-        """Let the child carry out `job` and end; return its result or raise its exception."""
+        """Let the child carry out `job` and end; return its result, or the expected death, or raise its exception."""
         await self.give(job)
         outcome = await self._next()
         if outcome is not None:
             await self._next()  # no more messages
         code = await self._reap()
+        if self._death is not None:
+            return self._expected(self._death, outcome, code)
         if outcome is None or (code and outcome[0] == "returned"):
             raise self._died(code)
         return self._unwrapped(outcome)
+
+    def _expected(self, death: Death, outcome: tuple[Any, ...] | None, code: int) -> Death:
+        """Return the death of a process that was expected to die; raise what has come instead."""
+        # What raises SystemExit has an outcome, too.
+        if is_death(code, death) and (outcome is None or code):
+            return death
+        if outcome is None or outcome[0] == "returned":
+            error: BaseException = self._died(code, returned=outcome is not None)
+        else:
+            error = self._raised(*outcome[1:])
+        error.add_note(f"{self._name} was expected to {wanted(death)}")
+        raise error
 
     async def give(self, job: ChildJob) -> None:
         """Send the child its job."""
@@ -137,13 +160,16 @@ class Child:
         if outcome[0] == "returned":
             _, result, self.clean = outcome
             return result
-        _, self.failed, *what = outcome
-        self.clean = False
-        raise _rebuilt(self._name, *what)
+        raise self._raised(*outcome[1:])
 
-    def _died(self, code: int) -> ChildProcessError:
+    def _raised(self, when: float, *what: Any) -> BaseException:
+        self.failed = when
+        self.clean = False
+        return _rebuilt(self._name, *what)
+
+    def _died(self, code: int, *, returned: bool = False) -> ChildProcessError:
         self.failed = 0.0
-        return ChildProcessError(f"{self._name} {_ending(code)}\n{self._last_words()}".rstrip())
+        return ChildProcessError(f"{self._name} {ending(code, returned=returned)}\n{self._last_words()}".rstrip())
 
     async def ended(self) -> int:
         """Wait for the end of the process; return its exit code, or minus its signal."""
@@ -161,15 +187,6 @@ class Child:
     def _last_words(self) -> str:
         self._trace.seek(0)
         return self._trace.read().decode(errors="replace")
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code} before its function had returned" if code == 0 else f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 class _Unpickler(pickle.Unpickler):

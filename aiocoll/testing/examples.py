@@ -18,8 +18,8 @@ import pytest
 
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions, seconds
+from aiocoll.testing.frames import trimmed
 from aiocoll.testing.ranks import run_ranks
-from aiocoll.testing.report import trimmed
 from aiocoll.testing.skips import skip_early
 from aiocoll.testing.standing import Standing
 from aiocoll.testing.team import pickled

@@ -6,8 +6,8 @@
 
 The test is pytest-asyncio's, in both of its modes. Every rank gets its own group as `pg`, and the same values of other
 fixtures. With ``processes=True`` every rank is a process, and what other fixtures give must be picklable. Further
-arguments are those of `run_ranks` and `run_processes`: ``timeout=``, ``options=``. With hypothesis' ``@given``, each
-example runs on all ranks.
+arguments are those of `run_ranks` and `run_processes`: ``timeout=``, ``options=``, ``expect_death=``. With hypothesis'
+``@given``, each example runs on all ranks. With the mark ``anyio``, the test is anyio's, on its backend asyncio.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import pytest
 
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.testing import examples
+from aiocoll.testing.deaths import check_deaths
+from aiocoll.testing.frames import begins_nowhere, has_ours, keep_all_frames, keeps_all_frames, readable, trimmed
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import run_ranks
-from aiocoll.testing.report import begins_nowhere, trimmed
 from aiocoll.testing.skips import skip_early
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
     "pytest_runtest_makereport",
 ]
 
-_ARGUMENTS = {"processes", "timeout", "options"}
+_ARGUMENTS = {"expect_death", "options", "processes", "timeout"}
 
 
 class _OnEachRank:
@@ -60,21 +61,27 @@ def pg(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the marker, and hear whether reports shall show all frames."""
+    if config.getoption("fulltrace"):
+        keep_all_frames()
     config.addinivalue_line(
         "markers",
-        "ranks(*world_sizes, processes=False, timeout=..., options=None): run an async test with the fixture pg on all "
-        "ranks, once for each world size",
+        "ranks(*world_sizes, processes=False, timeout=..., options=None, expect_death=None): run an async test with "
+        "the fixture pg on all ranks, once for each world size",
     )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-    """Make a marked test one of pytest-asyncio's strict mode; it looks for its mark in the rest of this hook."""
-    marks = [*getattr(obj, "pytestmark", ()), *collector.iter_markers("ranks")]
+    """Make a marked test one of pytest-asyncio's strict mode, unless it is anyio's.
+
+    pytest-asyncio looks for its mark in the rest of this hook.
+    """
+    marks = {mark.name for mark in (*getattr(obj, "pytestmark", ()), *collector.iter_markers())}
     if (
         inspect.iscoroutinefunction(examples.inner_test(obj))
-        and any(mark.name == "ranks" for mark in marks)
+        and "ranks" in marks
+        and "anyio" not in marks
         and collector.config.pluginmanager.hasplugin("asyncio")
     ):
         pytest.mark.asyncio(obj)
@@ -95,7 +102,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.fail(f"{where} takes world sizes, as in ranks(1, 2, 7), not {mark.args}", pytrace=False)
     if unknown := mark.kwargs.keys() - _ARGUMENTS:
         pytest.fail(f"{where} takes {sorted(_ARGUMENTS)}, not {sorted(unknown)}", pytrace=False)
+    if (deaths := mark.kwargs.get("expect_death")) is not None:
+        _check_deaths(where, metafunc, mark, deaths)
     metafunc.parametrize("pg", mark.args, ids=[f"ranks={size}" for size in mark.args], indirect=True, scope="function")
+
+
+def _check_deaths(where: str, metafunc: pytest.Metafunc, mark: pytest.Mark, deaths: Any) -> None:
+    if not mark.kwargs.get("processes"):
+        pytest.fail(f"{where}: expect_death needs processes=True; no other rank can die", pytrace=False)
+    if examples.inner_test(metafunc.function) is not metafunc.function:
+        pytest.fail(f"{where}: expect_death is not for @given, whose processes serve all examples", pytrace=False)
+    try:
+        for size in mark.args:
+            check_deaths(deaths, size)
+    except (TypeError, ValueError) as error:
+        pytest.fail(f"{where}: {error}", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -120,10 +141,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Show no traceback of an error from another process, or without frames of the test: its text is in the error."""
+    """Show the frames of the test, and no traceback of an error that has none: its text is in the error."""
     report = yield
-    if call.excinfo is not None and report.failed and begins_nowhere(call.excinfo.value):
+    if call.excinfo is None or not report.failed or keeps_all_frames():
+        return report
+    error = call.excinfo.value
+    if begins_nowhere(error):
+        readable(error, None)
         report.longrepr = _error_alone(call.excinfo)
+    elif has_ours(call.excinfo.tb) and (trace := readable(error, call.excinfo.tb)) is not None:
+        report.longrepr = item.repr_failure(pytest.ExceptionInfo.from_exc_info((type(error), error, trace)))
     return report
 
 

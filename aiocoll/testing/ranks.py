@@ -13,6 +13,7 @@ from aiocoll.group.current import process_group
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.rendezvous.new_group import new_group
+from aiocoll.runtime import running_loop
 from aiocoll.store import HashStore, Store
 from aiocoll.testing.report import listed, pending, stack, verdict
 
@@ -56,6 +57,7 @@ async def run_ranks(
             others, unless these are only `GroupError`. The other ranks were released: the group is aborted with the
             failure as its cause, then they are cancelled.
     """
+    running_loop()
     check_call(world_size, fn)
     limit = seconds(timeout, "timeout")
     own = HashStore() if store is None else None

@@ -8,17 +8,15 @@ import traceback
 import unittest
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from aiocoll.errors import GroupError
 from aiocoll.group.process_group import ProcessGroup
 
-__all__ = ["begins_nowhere", "blocked", "listed", "pending", "raised", "stack", "trimmed", "verdict"]
+__all__ = ["blocked", "listed", "pending", "stack", "verdict"]
 
 _HERE = str(Path(__file__).parent)
-#: Modules whose frames lead to the test: they do not help the reader of a traceback.
-_ON_THE_WAY = (_HERE, str(Path(asyncio.__file__).parent), "uvloop")
 
 
 def stack(task: asyncio.Task[Any]) -> str:
@@ -50,31 +48,6 @@ def blocked(frame: FrameType) -> str:
             break
         frames.append((called, line))
     return "".join(traceback.StackSummary.extract(reversed(frames)).format())
-
-
-def raised(error: BaseException) -> str:
-    """Return the traceback of `error`, from the test on."""
-    return "".join(traceback.format_exception(type(error), error, _from_the_test(error)))
-
-
-def trimmed(error: BaseException) -> BaseException:
-    """Return `error` with a traceback that begins in the test."""
-    return error.with_traceback(_from_the_test(error))
-
-
-def begins_nowhere(error: BaseException) -> bool:
-    """Whether `error` has no frame of a test in its traceback: see `trimmed`."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE)
-
-
-def _from_the_test(error: BaseException) -> TracebackType | None:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_ON_THE_WAY):
-        trace = trace.tb_next
-    return trace
 
 
 def pending(pg: ProcessGroup | None) -> str:

@@ -6,15 +6,16 @@ import functools
 import inspect
 import sys
 import unittest
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from datetime import timedelta
 from typing import Any
 
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
+from aiocoll.testing.deaths import Death, check_deaths
+from aiocoll.testing.frames import trimmed
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import check_call, run_ranks
-from aiocoll.testing.report import trimmed
 from aiocoll.testing.skips import skip_early
 
 __all__ = ["spawn_ranks"]
@@ -29,6 +30,7 @@ def spawn_ranks(
     processes: bool = False,
     timeout: float | timedelta | None = 120.0,
     options: GroupOptions | None = None,
+    expect_death: Mapping[int, Death] | None = None,
 ) -> Callable[[Callable[..., Awaitable[object]]], Callable[..., Coroutine[Any, Any, None]]]:
     """Run the decorated ``async def test(pg, ...)``, or method, on `world_size` ranks each time it is awaited.
 
@@ -42,11 +44,14 @@ def spawn_ranks(
             arguments must be picklable, but a `unittest.TestCase` is made anew on each rank.
         timeout: seconds for everything; None waits for ever.
         options: of the groups.
+        expect_death: of ranks that are processes, which ones must die, and how; as for `run_processes`.
 
     Raises:
         As `run_ranks` and `run_processes` do.
     """
     check_call(world_size, spawn_ranks)
+    if check_deaths(expect_death, world_size) and not processes:
+        raise ValueError("expect_death: only ranks that are processes can die; add processes=True")
 
     def decorate(test: Callable[..., Awaitable[object]]) -> Callable[..., Coroutine[Any, Any, None]]:
         if not inspect.iscoroutinefunction(inspect.unwrap(test)):  # `unittest.skip` wraps in a plain function
@@ -65,7 +70,14 @@ def spawn_ranks(
                     where = test.__module__, test.__qualname__
                     arguments = {name: _portable(value) for name, value in arguments.items()}
                     await run_test_processes(
-                        test, world_size, _in_process, where, arguments, timeout=timeout, options=options
+                        test,
+                        world_size,
+                        _in_process,
+                        where,
+                        arguments,
+                        timeout=timeout,
+                        options=options,
+                        expect_death=expect_death,
                     )
                 else:
                     await run_ranks(world_size, _call, test, arguments, timeout=timeout, options=options)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import pickle
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
 from aiocoll.testing.child import ChildJob, RemoteCall
 from aiocoll.testing.children import GRACE, Child
+from aiocoll.testing.deaths import Death, check_deaths, wanted
 from aiocoll.testing.report import listed, verdict
 
 __all__ = ["Team", "pickled"]
@@ -35,9 +36,18 @@ class Team:
         source: a function or class of the module that each rank must be able to import by its name.
         options: of the groups.
         loop: "asyncio" or "uvloop".
+        deaths: by rank, those that are expected.
     """
 
-    def __init__(self, world_size: int, source: Any, *, options: GroupOptions | None, loop: str) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        source: Any,
+        *,
+        options: GroupOptions | None,
+        loop: str,
+        deaths: Mapping[int, Death] | None = None,
+    ) -> None:
         if loop not in ("asyncio", "uvloop"):
             raise ValueError(f"loop={loop!r}: must be 'asyncio' or 'uvloop'")
         key = secrets.token_bytes(KEY_SIZE)
@@ -45,6 +55,7 @@ class Team:
         self._job = ChildJob.of(source, replace(options or GroupOptions(), job_key=key), loop)
         self._server = StoreServer(key=key, job=self._name, world_size=world_size)
         self._world_size = world_size
+        self._deaths = check_deaths(deaths, world_size)
         self._children: list[Child] = []
         self._calls = 0
 
@@ -58,7 +69,7 @@ class Team:
         try:
             for rank in range(self._world_size):
                 environment = _environment(rank, self._world_size, host, port, self._name)
-                self._children.append(Child(rank, self._world_size, environment))
+                self._children.append(Child(rank, self._world_size, environment, self._deaths.get(rank)))
         except BaseException:
             await self.__aexit__()
             raise
@@ -129,7 +140,9 @@ class Team:
         late = self._late(tasks)
         lines = [f"{listed([child.rank for child in late])} of {self._world_size} did not end within {limit:g} s\n"]
         for child, words in zip(late, await asyncio.gather(*(child.report() for child in late)), strict=True):
-            lines.append(f"rank {child.rank} (process {child.process.pid})\n{words}")
+            death = self._deaths.get(child.rank)
+            expected = "" if death is None else f", which was expected to {wanted(death)}"
+            lines.append(f"rank {child.rank} (process {child.process.pid}){expected}\n{words}")
         return "".join(lines)
 
     async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:

@@ -19,6 +19,8 @@ REPORTS = [
 ]
 #: The only file whose tests fail, to show how that looks.
 FAILING = "test_reports"
+#: The only one that another plugin runs.
+ANYIO = "test_anyio.py"
 #: Where ranks are tasks, time is virtual: no operation or test times out because the machine is busy.
 CONFTEST = """
 import asyncio
@@ -37,7 +39,7 @@ def pytest_asyncio_loop_factories(item):
 def page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    write(FILES, pytester.path)
+    write({name: source for name, source in FILES.items() if name != ANYIO}, pytester.path)
     pytester.makeconftest(CONFTEST)
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
     return pytester
@@ -51,6 +53,18 @@ def test_the_tests_of_the_page_do_what_it_says(page: pytest.Pytester) -> None:
     assert all(FAILING in line for line in summary)
     for report in REPORTS:
         result.stdout.fnmatch_lines(report)
+
+
+@pytest.mark.slow
+def test_the_test_of_anyio_runs_without_pytest_asyncio(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("anyio")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    write({ANYIO: FILES[ANYIO]}, pytester.path)
+    result = pytester.runpytest_subprocess("-p", "anyio", "-p", "aiocoll.testing.plugin", "-W", "error")
+    result.assert_outcomes(passed=1)
 
 
 @pytest.mark.slow

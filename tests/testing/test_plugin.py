@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from .conftest import Project
+
 pytest_plugins = ["pytester"]
-
-ROOT = str(Path(__file__).parents[2])
-
-
-class Project:
-    """A directory with tests; `run` runs them with pytest-asyncio and our plugin, and nothing else."""
-
-    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._pytester = pytester
-        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-        monkeypatch.setenv("PYTHONPATH", ROOT)
-
-    def run(self, source: str, *options: str, mode: str = "strict", asyncio: bool = True) -> pytest.RunResult:
-        self._pytester.makepyfile(test_it=source)
-        fixtures = "asyncio_default_fixture_loop_scope = function"
-        self._pytester.makeini(f"[pytest]\nasyncio_mode = {mode}\n{fixtures}\n" if asyncio else "[pytest]\n")
-        plugins = [*(("-p", "asyncio") if asyncio else ()), "-p", "aiocoll.testing.plugin"]
-        return self._pytester.runpytest_subprocess(*plugins, *options, "--strict-markers", "-W", "error", "-rA")
-
-
-@pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
-    return Project(pytester, monkeypatch)
-
 
 GOOD = """
 import asyncio

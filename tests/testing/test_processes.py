@@ -47,6 +47,7 @@ async def test_options_are_theirs() -> None:
     assert [rank["total"] for rank in await run_processes(2, jobs.its_place, options=options)] == [1, 1]
 
 
+@pytest.mark.usefixtures("frames_of_users")
 async def test_an_exception_arrives_with_its_traceback() -> None:
     with pytest.raises(KeyError, match="lost") as caught:
         await run_processes(3, jobs.fail, "raise")

@@ -1,0 +1,55 @@
+"""How the processes of ranks end, in words, and which deaths a test expects."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+__all__ = ["Death", "check_deaths", "ending", "is_death", "wanted"]
+
+#: A signal that kills a process, or the exit code of one that ends before its function returns.
+Death = signal.Signals | int
+
+
+def check_deaths(expected: Mapping[int, Death] | None, world_size: int) -> dict[int, Death]:
+    """Return the deaths that are expected, by rank.
+
+    Raises:
+        TypeError: it is no mapping of ranks to signals or exit codes.
+        ValueError: there is no such rank, or no process can end like that.
+    """
+    if expected is None:
+        return {}
+    if not isinstance(expected, Mapping):
+        raise TypeError(f"expect_death must be like {{2: signal.SIGKILL}}, not {type(expected).__name__}")
+    given = f"expect_death={dict(expected)}"
+    for rank, death in expected.items():
+        if type(rank) is not int or not 0 <= rank < world_size:
+            raise ValueError(f"{given}: {rank!r} is not one of {world_size} ranks, 0 to {world_size - 1}")
+        if isinstance(death, bool) or not isinstance(death, int):
+            raise TypeError(f"{given}: give a signal, like signal.SIGKILL, or an exit code, for rank {rank}")
+        if not isinstance(death, signal.Signals) and not 0 <= death <= 255:
+            raise ValueError(f"{given}: {death} is no exit code; give a signal as signal.SIGKILL")
+    return dict(expected)
+
+
+def is_death(code: int, death: Death) -> bool:
+    """Whether a process that has ended with `code`, or minus its signal, has died like that."""
+    return code == (-death if isinstance(death, signal.Signals) else death)
+
+
+def ending(code: int, *, returned: bool = False) -> str:
+    """Return how a process has ended; `returned` says that its function had."""
+    if code == 0:
+        return "returned" if returned else "exited with code 0 before its function had returned"
+    if code > 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def wanted(death: Death) -> str:
+    """Return the death that was expected, as the end of a sentence."""
+    return f"be killed by {death.name}" if isinstance(death, signal.Signals) else f"exit with code {death}"

@@ -1,0 +1,129 @@
+"""Reports of failing ranks show the lines of the test and the error, and nothing of how aiocoll came to it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from aiocoll.testing.frames import readable
+
+from .conftest import Project
+
+pytest_plugins = ["pytester"]
+
+SUITE = """
+import asyncio
+import numpy as np
+import pytest
+from aiocoll.testing import InProcessTestCase, MultiProcessTestCase, run_ranks, spawn_ranks
+
+async def load(rank):
+    raise LookupError("no data")  # line 7
+
+@pytest.mark.ranks(2)
+async def test_raises(pg):
+    await load(pg.rank())  # line 11
+
+@pytest.mark.ranks(2)
+async def test_mismatch(pg):
+    await pg.allreduce(np.ones(2 + pg.rank()))  # line 15
+
+@pytest.mark.ranks(2)
+async def test_argument(pg):
+    await pg.broadcast(np.ones(2), 7)  # line 19
+
+@pytest.mark.ranks(2)
+async def test_block(pg):
+    async with pg.coalescing():
+        pg.allreduce(np.ones(2 + pg.rank()))
+
+@pytest.mark.ranks(2)
+async def test_tasks(pg):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(load(1))
+
+def test_direct():
+    asyncio.run(run_ranks(2, lambda pg: load(1)))  # line 32
+
+@pytest.mark.asyncio
+@spawn_ranks(2)
+async def test_spawned(pg):
+    await pg.allreduce(np.ones(2 + pg.rank()))
+
+class TestCase(InProcessTestCase):
+    async def test_method(self):
+        await self.pg.allreduce(np.ones(2 + self.rank))
+
+@pytest.mark.ranks(2, processes=True)
+async def test_process(pg):
+    await pg.allreduce(np.ones(2 + pg.rank()))  # line 45
+"""
+SLOW = """
+@pytest.mark.ranks(2, processes=True)
+async def test_process_raises(pg):
+    await load(pg.rank())
+
+class TestProcesses(MultiProcessTestCase):
+    world_size = 2
+    async def test_method(self):
+        await self.pg.allreduce(np.ones(2 + self.rank))
+"""
+#: A line that places a frame in this package, as pytest and Python write it.
+OURS = re.compile(r"^.*/aiocoll/[\w/]+\.py(?::\d+|\", line).*$", re.MULTILINE)
+
+
+def test_frames_are_those_of_the_test(project: Project) -> None:
+    result = project.run(SUITE)
+    result.assert_outcomes(failed=9)
+    said = result.stdout.str()
+    assert OURS.findall(said) == []
+    assert "direct cause" not in said
+    assert "runners.py" not in said
+    result.stdout.fnmatch_lines(
+        [
+            "*_ test_raises[[]ranks=2[]] _*",
+            "test_it.py:11: *",
+            "test_it.py:7: LookupError",
+            "*_ test_mismatch[[]ranks=2[]] _*",
+            ">*await pg.allreduce(np.ones(2 + pg.rank()))  # line 15",
+            "E*CollectiveMismatchError: *",
+            "E*rank ? of 2 failed first",
+            "test_it.py:15: CollectiveMismatchError",
+            "test_it.py:19: ValueError",
+            "*_ test_direct _*",
+            "test_it.py:32: *",
+            "test_it.py:7: LookupError",
+            "E*its traceback on rank ? of 2:",
+            "E*Traceback (most recent call last):",
+            'E*File "*test_it.py", line 45, in test_process',
+            "E*await pg.allreduce(np.ones(2 + pg.rank()))  # line 45",
+            "E*CollectiveMismatchError: *",
+            "E*rank ? of 2 failed first",
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_so_are_those_of_other_kinds(project: Project) -> None:
+    result = project.run(SUITE + SLOW, "--tb=native")
+    result.assert_outcomes(failed=11)
+    assert OURS.findall(result.stdout.str()) == []
+
+
+@pytest.mark.slow
+def test_all_are_shown_if_asked_for(project: Project) -> None:
+    result = project.run(SUITE + SLOW, "--full-trace")
+    result.assert_outcomes(failed=11)
+    found = OURS.findall(result.stdout.str())
+    for place in ("aiocoll/work.py:", "aiocoll/testing/ranks.py:", 'E.*aiocoll/work.py", line'):
+        assert any(re.search(place, each) for each in found), place
+
+
+@pytest.mark.usefixtures("frames_of_users")
+def test_a_cause_that_says_something_else_is_kept() -> None:
+    first, second, third = OSError("disk full"), ValueError("the same"), ValueError("the same")
+    third.__cause__, second.__cause__, first.__cause__ = second, first, third
+    assert readable(third, None) is None
+    assert third.__cause__ is first
+    assert first.__cause__ is third
