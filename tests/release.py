@@ -1,0 +1,97 @@
+"""What `make release-check` runs with each Python: all in dist/ that it can install works in a clean environment.
+
+It needs nothing but the standard library, and never imports the tree that it is in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+#: The modules that programs import, and the plugin that pytest loads.
+MODULES = (
+    *("aiocoll", "aiocoll.backends", "aiocoll.cli.main", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks"),
+    *("aiocoll.options", "aiocoll.store", "aiocoll.testing", "aiocoll.testing.plugin", "aiocoll.typing"),
+)
+TEST = """
+import pytest
+
+@pytest.mark.ranks(2, 3)
+async def test_sum(pg):
+    assert await pg.allreduce(1) == pg.size()
+"""
+LIMIT = 600
+
+
+def installable(folder: Path) -> Iterator[Path]:
+    """Yield the archives in a folder that this Python can install: source, pure wheel, the compiled one made for it."""
+    tag = f"-cp{sys.version_info.major}{sys.version_info.minor}-"
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith((".tar.gz", "-py3-none-any.whl")) or (path.suffix == ".whl" and tag in path.name):
+            yield path
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return variables in which nothing leads back to the tree."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AIOCOLL", "VIRTUAL"))}
+    return kept | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+
+def first_program() -> tuple[str, list[str]]:
+    """Return the program that the README begins with, and what two ranks of it print."""
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"^```python\n(.*?)^```$.*?^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1], sorted(found[2].splitlines())
+
+
+def check(archive: Path) -> None:
+    """Install an archive into an environment of its own, and use it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        venv.create(folder / "env", with_pip=True)
+        variables = environment(folder / "env")
+        (folder / "work").mkdir()
+
+        def say(*command: str) -> str:
+            done = subprocess.run(
+                command, cwd=folder / "work", env=variables, capture_output=True, text=True, timeout=LIMIT, check=False
+            )
+            if done.returncode or "Traceback" in done.stderr:
+                raise SystemExit(f"{archive.name}: {' '.join(command)}\n{done.stdout}{done.stderr}")
+            return done.stdout
+
+        say("python", "-m", "pip", "install", "--quiet", f"aiocoll[testing] @ {archive.resolve().as_uri()}")
+        say("python", "-m", "pip", "check")
+        say("python", "-W", "error", "-c", f"import {', '.join(MODULES)}")
+        kind = "pure Python" if archive.name.endswith((".tar.gz", "-any.whl")) else "compiled"
+        version = say("aiocoll", "--version")
+        assert f" ({kind}), Python {sys.version.split()[0]}, " in version, version
+        program, expected = first_program()
+        (folder / "work" / "hello.py").write_text(program)
+        printed = sorted(say("aiocoll", "run", "-n", "2", "hello.py").splitlines())
+        assert printed == expected, printed
+        (folder / "work" / "test_it.py").write_text(TEST)
+        scope = "asyncio_default_fixture_loop_scope=function"  # pytest-asyncio warns where a project does not say it
+        assert "2 passed" in say("python", "-W", "error", "-m", "pytest", "-q", "-o", scope, "test_it.py")
+        print(f"{archive.name}: {version}", end="", flush=True)
+
+
+def main(folder: str) -> None:
+    """Check what is in a folder."""
+    archives = list(installable(Path(folder))) if Path(folder).is_dir() else []
+    if not archives:
+        raise SystemExit(f"there is nothing in {folder}/ that Python {sys.version.split()[0]} can install: make dist")
+    for archive in archives:
+        check(archive)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,161 @@
+"""What an index gets: the source archive and the wheel, built from this folder, and what they say of themselves.
+
+`make release-check` installs them, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from tests import public_names, release
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "pyproject.toml").read_text()
+PROJECT = tomllib.loads(TEXT)["project"]
+VERSION = PROJECT["version"]
+#: What the source archive has besides files of the repository, and what it leaves out.
+MADE, LEFT_OUT = {"PKG-INFO"}, {".ci/run"}
+BUILD = """
+import sys
+from hatchling.builders.{kind} import {name}
+print(next(iter({name}(sys.argv[1]).build(directory=sys.argv[2], versions=["standard"]))))
+"""
+
+
+def built(kind: str, source: Path, target: Path) -> Path:
+    """Build an archive the way `build` would, in an environment that has hatchling."""
+    code = BUILD.format(kind=kind, name={"sdist": "SdistBuilder", "wheel": "WheelBuilder"}[kind])
+    command = [sys.executable, "-c", code, str(source), str(target)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+@contextmanager
+def unpacked(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Give the source archive, and the folder that it unpacks to."""
+    archive = built("sdist", ROOT, folder)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "unpacked", filter="data")
+    yield archive, folder / "unpacked" / f"aiocoll-{VERSION}"
+
+
+def tracked() -> set[str]:
+    """Return the files of the repository, and new ones that git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    if listed.returncode or not listed.stdout:
+        pytest.skip("only git knows which files belong to the source, and this is no clone")
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+
+
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return Parser().parsestr(wheel.read(f"aiocoll-{VERSION}.dist-info/METADATA").decode())
+
+
+@pytest.mark.slow
+@pytest.mark.pure
+def test_the_source_archive_has_all_of_the_source_and_builds_the_wheel_from_itself(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    with unpacked(tmp_path) as (archive, folder):
+        assert archive.name == f"aiocoll-{VERSION}.tar.gz"
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        assert names - MADE == tracked() - LEFT_OUT
+        wheel = built("wheel", folder, tmp_path)
+    assert wheel.name == f"aiocoll-{VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archived:
+        info = f"aiocoll-{VERSION}.dist-info/"
+        inside = set(archived.namelist())
+        modules = {name for name in names if name.startswith("aiocoll/")}
+        assert inside == modules | {
+            info + name for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+        }
+        assert "aiocoll/py.typed" in inside
+        assert archived.read(info + "licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        told = metadata(archived)
+        entries = archived.read(info + "entry_points.txt").decode()
+    assert (told["Name"], told["Version"], told["License-Expression"]) == ("aiocoll", VERSION, "Apache-2.0")
+    assert (told["Requires-Python"], told["License-File"]) == (">=3.11", "LICENSE")
+    assert told["Description-Content-Type"] == "text/markdown"
+    assert told.get_payload() == (ROOT / "README.md").read_text()
+    assert set(told.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+    assert "aiocoll = aiocoll.cli.main:main" in entries
+    assert "[pytest11]\naiocoll = aiocoll.testing.plugin" in entries
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    import aiocoll
+
+    assert aiocoll.__version__ == VERSION
+
+
+def test_the_classifiers_name_the_versions_that_are_tested() -> None:
+    versions = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)}
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("matrix", "dist", "release-check"):
+        assert set(re.findall(rf"\b{target}-(3\.\d+)", makefile)) == versions, target
+    assert f">={min(versions, key=lambda each: int(each[2:]))}" == PROJECT["requires-python"]
+    assert len(set(PROJECT["classifiers"])) == len(PROJECT["classifiers"])
+    assert sorted(PROJECT["classifiers"]) == PROJECT["classifiers"]
+
+
+def test_every_extra_says_what_it_is_for_and_so_does_the_readme() -> None:
+    section = TEXT.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    said = {name: what for what, name in re.findall(r"^# (.*)\n(\w+) = \[", section, re.MULTILINE)}
+    assert said.keys() == PROJECT["optional-dependencies"].keys()
+    table = (ROOT / "README.md").read_text().split("| extra | for |\n|---|---|\n")[1].split("\n\n")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == said
+
+
+def test_what_the_plugin_needs_is_an_extra() -> None:
+    extras = {name: set(needs) for name, needs in PROJECT["optional-dependencies"].items()}
+    assert {re.split(r"[>=]", each)[0] for each in extras["testing"]} == {"pytest", "pytest-asyncio"}
+    assert extras["testing"] <= extras["dev"]
+
+
+def test_a_release_is_checked_with_every_public_module() -> None:
+    assert set(public_names.MODULES) <= set(release.MODULES)
+
+
+def test_a_release_check_installs_what_this_python_can(tmp_path: Path) -> None:
+    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    names = [
+        "aiocoll-9-cp27-cp27-manylinux_2_28_x86_64.whl",
+        f"aiocoll-9-{here}-{here}-manylinux_2_28_x86_64.whl",
+        "aiocoll-9-py3-none-any.whl",
+        "aiocoll-9.tar.gz",
+    ]
+    for name in names:
+        (tmp_path / name).touch()
+    assert [path.name for path in release.installable(tmp_path)] == names[1:]
+
+
+def test_a_release_check_without_anything_to_check_fails(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "dist"):
+        with pytest.raises(SystemExit, match=r"there is nothing in .*: make dist"):
+            release.main(str(folder))
+
+
+def test_the_program_of_a_release_check_is_that_of_the_readme() -> None:
+    program, printed = release.first_program()
+    assert "aiocoll.new_group()" in program
+    assert [line[:3] for line in printed] == ["[0]", "[1]"]
+
+
+def test_the_checklist_names_targets_that_there_are() -> None:
+    page = (ROOT / "docs" / "releasing.md").read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([\w-]+)", page, re.MULTILINE))
+    assert {"check", "matrix", "dist", "release-check"} <= named <= targets
