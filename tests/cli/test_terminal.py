@@ -264,14 +264,16 @@ async def test_progress_is_shown_again_and_again_and_then_removed(
     limits(progress_again=0.0)
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        async with Progress().watching(look):
-            if shown:
-                while await looked.get() < 2:
+        with Progress() as progress:
+            async with progress.watching(look):
+                await asyncio.sleep(0)
+                while shown and await looked.get() < 2:
                     pass
+            progress.show("the end")
         written = stream.getvalue()
         if shown:
             assert written.startswith("\r\x1b[Kat 0\r\x1b[Kat 1\r\x1b[Kat 2")
-            assert written.endswith("\r\x1b[K")
+            assert written.endswith("\r\x1b[K\r\x1b[Kthe end\r\x1b[K")
         else:
             assert (written, looked.qsize()) == ("", 0)
 
