@@ -62,7 +62,7 @@ def pg(request: pytest.FixtureRequest) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, and hear whether reports shall show all frames."""
-    if config.getoption("fulltrace"):
+    if config.getoption("fulltrace", False):  # not there without the plugin that reports
         keep_all_frames()
     config.addinivalue_line(
         "markers",

@@ -14,6 +14,8 @@ from tests.testing import samples
 
 from ..internals import Limits
 
+pytestmark = pytest.mark.usefixtures("frames_of_users")
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -69,7 +71,6 @@ def test_every_outcome_of_a_test_is_that_of_its_ranks(cls: type[unittest.TestCas
         assert "asyncio/runners.py" not in text
 
 
-@pytest.mark.usefixtures("frames_of_users")
 def test_each_test_has_processes_of_its_own() -> None:
     result = run_all(samples.OwnProcesses)
     assert (result.testsRun, len(result.errors)) == (2, 1)

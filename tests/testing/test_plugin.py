@@ -173,7 +173,7 @@ WRONG = {
     "def test_it(pg): pass": "@pytest.mark.ranks is for async tests: write `async def`",
     "async def test_it(): pass": "@pytest.mark.ranks needs the fixture pg: take it as an argument",
     "async def test_it(pg): pass": "@pytest.mark.ranks takes world sizes, as in ranks(1, 2, 7), not (2, 0)",
-    "async def test_it(*, pg): pass": "takes ['options', 'processes', 'timeout'], not ['process']",
+    "async def test_it(*, pg): pass": "takes ['expect_death', 'options', 'processes', 'timeout'], not ['process']",
 }
 MARKS = {"async def test_it(pg): pass": "2, 0", "async def test_it(*, pg): pass": "2, process=True"}
 
