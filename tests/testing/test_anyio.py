@@ -71,7 +71,8 @@ async def test_failure(pg):
 """
 
 
-@pytest.mark.parametrize("asyncio", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("asyncio", [False, True])
 def test_a_suite_of_anyio_runs_on_ranks(project: Project, asyncio: bool) -> None:
     pytest.importorskip("anyio")
     result = project.run(SUITE, "-p", "_hypothesis_pytestplugin", asyncio=asyncio, anyio=True)
@@ -79,6 +80,7 @@ def test_a_suite_of_anyio_runs_on_ranks(project: Project, asyncio: bool) -> None
     result.stdout.fnmatch_lines(["E*AssertionError: unlucky*", "E*rank 1 of 2 failed first", "test_it.py:*: Assert*"])
 
 
+@pytest.mark.slow
 def test_its_backend_trio_is_refused_by_name(project: Project) -> None:
     pytest.importorskip("anyio")
     pytest.importorskip("trio")

@@ -168,6 +168,7 @@ WRONG_MARKS = {
 }
 
 
+@pytest.mark.slow
 def test_a_mark_may_expect_deaths(project: Project) -> None:
     result = project.run(MARKED)
     result.assert_outcomes(passed=2, failed=1)
