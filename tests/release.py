@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: The modules that programs import, and the plugin that pytest loads.
 MODULES = (
     *("aiocoll", "aiocoll.backends", "aiocoll.cli.main", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks"),
+    *("aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus"),
     *("aiocoll.options", "aiocoll.store", "aiocoll.testing", "aiocoll.testing.plugin", "aiocoll.typing"),
 )
 TEST = """
@@ -68,7 +69,14 @@ def check(archive: Path) -> None:
                 raise SystemExit(f"{archive.name}: {' '.join(command)}\n{done.stdout}{done.stderr}")
             return done.stdout
 
-        say("python", "-m", "pip", "install", "--quiet", f"aiocoll[testing] @ {archive.resolve().as_uri()}")
+        say(
+            "python",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            f"aiocoll[testing,prometheus,otel] @ {archive.resolve().as_uri()}",
+        )
         say("python", "-m", "pip", "check")
         say("python", "-W", "error", "-c", f"import {', '.join(MODULES)}")
         kind = "pure Python" if archive.name.endswith((".tar.gz", "-any.whl")) else "compiled"
