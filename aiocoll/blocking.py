@@ -204,6 +204,7 @@ class BlockingGroup:
     merge_remote_group = _blocking(ProcessGroup.merge_remote_group)
     add_hook = _blocking(ProcessGroup.add_hook)
     pending = _blocking(ProcessGroup.pending)
+    stats = _blocking(ProcessGroup.stats)
     drain = _blocking(ProcessGroup.drain)
     wait_revoked = _blocking(ProcessGroup.wait_revoked)
     abort = _blocking(ProcessGroup.abort)

@@ -87,7 +87,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "endpoint": Subject(
             ("Endpoint.add", "Channels.lost", "Groups.ended", "Context.spawn", "Roster.died", "Early.keep_frame"),
             (
-                ("test_goodbye.py", "test_deaths.py", "-k", "2 or 3"),
+                ("test_goodbye.py", "engine/test_deaths.py", "-k", "2 or 3"),
                 RECOVERY,
                 ("test_windows.py", "-k", "memory and (came_before or failed_group) or is_over"),
                 ("group/test_group.py", "test_subgroups.py", "test_connect.py", "test_waiting.py"),
