@@ -6,7 +6,7 @@ VENV ?= .venv
 ARGS ?=
 
 .PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products compiled dist release-check \
-	planted soak bench gpu clean
+	planted soak bench docs gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make compiled      tests with the hot modules compiled, in .venv-compiled; needs a C compiler'
 	@echo 'make dist          in dist/: the source, the pure wheel, a compiled wheel for each Python that is there'
 	@echo 'make release-check what is in dist/ installs and works in clean environments of Python 3.11 to 3.13'
+	@echo 'make docs          in build/docs/: the site, of the pages in docs/ and the docstrings'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
 	@echo 'make planted       faults planted in a copy of the tree, one at a time: which ones do the tests not notice?'
 	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
@@ -133,6 +134,16 @@ release-check: release-check-3.11 release-check-3.12 release-check-3.13
 release-check-%:
 	@$(FIND_PYTHON); \
 	$$found tests/release.py dist
+
+.venv-docs/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
+
+# What links nowhere, and a page that is not in the tree of docs/index.rst, is a warning, and so fails.
+docs: .venv-docs/installed
+	.venv-docs/bin/python -m sphinx --nitpicky --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	@echo 'open build/docs/index.html'
 
 planted: $(VENV)/installed
 	$(VENV)/bin/python -m tests.planted $(ARGS)

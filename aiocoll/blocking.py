@@ -110,10 +110,11 @@ class BlockingGroup:
     that have an event loop, and a `ProcessGroup`, may be in the same job.
 
     Args:
-        *args, **kwargs: those of `new_group`.
+        *args: those of `new_group`.
+        **kwargs: likewise.
 
     Raises:
-        What `new_group` raises.
+        RendezvousError: the ranks do not meet; and what else `new_group` raises.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -46,7 +46,8 @@ _ALONE = (
         for name in ("alive", "bursts", "elastic", "loss", "namespaces", "other_user", "recovery")
     ),
 )
-_PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py")
+_PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py",
+          "test_site.py")  # fmt: skip
 #: Marks that tests have because of where they are, and no others: `-m` leaves out whole files.
 _BY_PLACE = {"processes", "paired"}
 #: Tests after those of other libraries: what they show has tests of our own.

@@ -1,0 +1,145 @@
+"""Sphinx's configuration: `make docs` builds the site from the pages of this folder, as they are, and the docstrings.
+
+The pages are plain Markdown, which is also read where there is no Sphinx. What only the site has is in `index.rst`, the
+tree of all pages, and in `reference/`, which names what is documented from docstrings. `tests/test_site.py` builds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+import aiocoll
+from aiocoll.group.flight_recorder import FlightRecorder
+from aiocoll.group.interceptors.estimate import Estimate, Predicted
+
+project = "aiocoll"
+author = "the authors of aiocoll"
+release = version = aiocoll.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+myst_heading_anchors = 4  # links such as guide.md#options
+
+html_theme = "furo"
+html_title = f"aiocoll {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_show_copyright = False
+
+# -- docstrings
+
+autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
+autodoc_mock_imports = ["dask", "distributed", "ray"]  # what aiocoll.integrations needs
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+napoleon_numpy_docstring = False
+default_role = "py:obj"  # `pg.allreduce` in a docstring: a link, if it is a name of ours
+nitpicky = True
+#: Types of signatures need no link, nor does all that stands in single backticks: only what looks like a name of ours.
+nitpick_ignore_regex = [("py:class|py:data|py:exc", ".*"), ("py:obj", r"(?!(aiocoll|[A-Z]\w+)\.).*")]
+
+#: Classes of which programs get instances from calls: their constructors are not shown.
+HANDED_OUT = (aiocoll.ProcessGroup, aiocoll.Work, FlightRecorder, Estimate, Predicted)
+#: Under which name the reference has what other modules define.
+PUBLIC = {
+    f"{found.__module__}.{found.__qualname__}": f"aiocoll.{name}"
+    for name, found in [
+        *((name, getattr(aiocoll, name)) for name in aiocoll.__all__),
+        *((cls.__name__, cls) for cls in HANDED_OUT[2:]),
+    ]
+    if hasattr(found, "__qualname__")
+}
+
+
+def prepare(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Make reStructuredText of what `help` shows: diagrams, code, and sections that Sphinx does not know."""
+    if name.startswith("aiocoll.BlockingGroup.") and hasattr(obj, "__wrapped__"):
+        lines[1:] = ["", f"Waits for `ProcessGroup.{obj.__name__}`, which tells the rest, and returns its result."]
+    lines[:] = to_rst("\n".join(lines), parameters(obj)).splitlines()
+
+
+def skip(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out, among the members of a class, the attributes that its docstring tells."""
+    document = app.env.current_document
+    if what not in ("class", "exception") or not document.autodoc_class:
+        return None
+    cls = pkgutil.resolve_name(f"{document.autodoc_module}:{document.autodoc_class}")
+    section = re.search(r"^Attributes:\n((?: .*\n|\n)*)", f"{inspect.getdoc(cls)}\n", re.MULTILINE)
+    return True if section and re.search(rf"^    {name}:", section[1], re.MULTILINE) else None
+
+
+def sign(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Leave out constructors that are not for programs, and what an argument is that nobody has given."""
+    return ("", "") if obj in HANDED_OUT else (signature and signature.replace("_Unset.UNSET", "..."), returns)
+
+
+def parameters(obj: Any) -> set[str]:
+    """Return the names of what a call takes."""
+    try:
+        return set(inspect.signature(obj).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def to_rst(text: str, arguments: set[str]) -> str:
+    """Return a docstring as reStructuredText."""
+    text = re.sub(r"^(Cost|Source): ", r":\1: ", text, flags=re.MULTILINE)
+    # What is indented in running text, which ends where the first section begins, is code or a diagram.
+    head, *sections = re.split(r"^(?=(?:Attributes|Args|Returns|Yields|Raises):$)", text, flags=re.MULTILINE)
+    head = re.sub(r"^(?! )(.+\n)\n(?=    \S)", r"\1\n::\n\n", head, flags=re.MULTILINE)
+    text = head + "".join(sections)
+    # The name of an argument is no link to an attribute of the same name.
+    return re.sub(r"(?<!`)`(\w+)`(?!`)", lambda found: f"``{found[1]}``" if found[1] in arguments else found[0], text)
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Element | None:
+    """Find what a signature calls by the name of the module that defines it."""
+    target = node.get("reftarget", "")
+    if target in PUBLIC:
+        domain = env.domains.python_domain
+        return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", PUBLIC[target], node, contnode)
+    return contnode if exists(target if target.startswith("aiocoll.") else f"aiocoll.{target}") else None
+
+
+def exists(name: str) -> bool:
+    """Whether there is something of that name, which has no entry if it is not public."""
+    with contextlib.suppress(ImportError, ValueError):
+        if importlib.util.find_spec(name) is not None:  # a module, which may need what is not installed
+            return True
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+        pkgutil.resolve_name(name)
+        return True
+    return False
+
+
+def link_paths(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Make links of the names of pages: where there is no site, `docs/guide.md` is a file, and its name is enough."""
+    for literal in list(doctree.findall(nodes.literal)):
+        if found := re.fullmatch(r"(docs/|bench/)?([\w-]+)\.md", literal.astext()):
+            target = found[2] if found[1] == "docs/" else f"project/{found[2]}"
+            if target in app.env.found_docs and not isinstance(literal.parent, nodes.reference):
+                uri = app.builder.get_relative_uri(page, target)
+                literal.replace_self(nodes.reference("", "", literal.deepcopy(), internal=True, refuri=uri))
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is above."""
+    app.connect("autodoc-process-docstring", prepare, priority=100)  # before napoleon
+    app.connect("autodoc-skip-member", skip)
+    app.connect("autodoc-process-signature", sign)
+    app.connect("doctree-resolved", link_paths)
+    app.connect("missing-reference", resolve)

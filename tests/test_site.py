@@ -1,0 +1,141 @@
+"""The site that `make docs` builds: no warning, every public name in the reference, no page outside of its tree."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .public_names import OPERATORS, RECORD
+
+pytest.importorskip("sphinx", reason="sphinx is not installed: pip install -e '.[docs]'")
+pytest.importorskip("furo", reason="furo is not installed: pip install -e '.[docs]'")
+pytest.importorskip("myst_parser", reason="myst-parser is not installed: pip install -e '.[docs]'")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+#: What the pages include or name.
+TAKEN = ("docs", "examples", "bench", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+
+
+def build(tree: Path) -> str:
+    """Build the site of a copy of the tree; return what Sphinx says, which is nothing if all is well."""
+    strict = ("--nitpicky", "--fail-on-warning", "--keep-going", "--quiet")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *strict, "docs", "build"],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode == 0) is (done.stderr == ""), done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree whose site has been built."""
+    copy = tmp_path_factory.mktemp("site")
+    for name in TAKEN:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", ".venvs"))
+        else:
+            shutil.copy(ROOT / name, copy)
+    assert build(copy) == ""
+    return copy
+
+
+def described(tree: Path) -> set[tuple[str, str]]:
+    """Return what the site has entries for, by the ends of the names: class and attribute, module and name."""
+    data = zlib.decompress((tree / "build" / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    entries = [line.split(" ")[:2] for line in data.splitlines()]
+    return {last_two(name) for name, kind in entries if kind.startswith("py:")}
+
+
+def last_two(name: str) -> tuple[str, str]:
+    *_, owner, last = f".{name}".split(".")
+    return owner, last
+
+
+def recorded() -> list[str]:
+    """Return the public names, without other names of what has one, and without the methods behind operators."""
+    lines = [line for line in RECORD.read_text().splitlines() if not re.match(r"[\w.]+ = ", line)]
+    names = [re.sub(r"(?<=.)\(.*", "", line.replace("(", "", 1).replace(")", "", 1) if line[0] == "(" else line)
+             for line in lines]  # fmt: skip
+    return [name for name in names if name.rpartition(".")[2] not in OPERATORS]
+
+
+def places(name: str) -> set[tuple[str, str]]:
+    """Return where a name may be described: where it is, in `aiocoll`, or with a class that its own inherits from."""
+    owner, _, last = name.rpartition(".")
+    found = resolved(owner)
+    bases = found.__mro__ if inspect.isclass(found) else ()
+    same = resolved(name) is not None and resolved(name) is resolved(f"aiocoll.{last}")
+    return {last_two(name), *((base.__name__, last) for base in bases), *([("aiocoll", last)] if same else [])}
+
+
+def resolved(name: str) -> Any:
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def test_every_public_name_is_in_the_reference(tree: Path) -> None:
+    there = described(tree)
+    names = recorded()
+    assert len(names) > 500
+    assert [name for name in names if not places(name) & there] == []
+    assert [name for name in ("aiocoll.nothing", "aiocoll.Work.nothing") if places(name) & there] == []
+
+
+def test_a_page_outside_of_the_tree_fails_the_build(tree: Path) -> None:
+    page = tree / "docs" / "orphan.md"
+    page.write_text("# A page\n\n[One that is not there](nothing.md), [no heading](guide.md#nothing)\n")
+    said = build(tree)
+    page.unlink()
+    assert "orphan.md: WARNING: document isn't included in any toctree" in said
+    assert "'nothing.md'" in said
+    assert "guide" in said
+    assert build(tree) == ""
+
+
+def test_a_reference_to_a_name_that_is_not_there_fails_the_build(tree: Path) -> None:
+    page = tree / "docs" / "reference" / "works.rst"
+    text = page.read_text()
+    page.write_text(f"{text}\n`ProcessGroup.allreduce`, `ProcessGroup.nothing`\n")
+    said = build(tree)
+    page.write_text(text)
+    assert "ProcessGroup.nothing" in said
+    assert "ProcessGroup.allreduce" not in said
+
+
+def test_the_site_has_no_code_of_its_own() -> None:
+    """What pages and docstrings show, other tests run."""
+    known = {
+        "autoclass",
+        "autoexception",
+        "autofunction",
+        "automodule",
+        "currentmodule",
+        "include",
+        "py:data",
+        "toctree",
+    }
+    for path in (ROOT / "docs").rglob("*.rst"):
+        text = path.read_text()
+        directives = re.findall(r"^\.\. ([\w:-]+)::", text, re.MULTILINE)
+        assert set(directives) <= known, path
+        assert len(re.findall("::", text)) == len(directives), path
