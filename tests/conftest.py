@@ -47,7 +47,7 @@ _ALONE = (
     ),
 )
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py",
-          "test_site.py")  # fmt: skip
+          "test_site.py", "test_tutorials.py")  # fmt: skip
 #: Marks that tests have because of where they are, and no others: `-m` leaves out whole files.
 _BY_PLACE = {"processes", "paired"}
 #: Tests after those of other libraries: what they show has tests of our own.

@@ -1,0 +1,86 @@
+"""The programs of the tutorials print what their pages show, and go on where these say so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aiocoll
+from aiocoll import ProcessGroup
+
+from .pages import code, commands, execute, files, shell, write
+from .ranks import run_ranks
+
+TRAINING = "docs/training.md"
+SERVER = "docs/parameter-server.md"
+#: The 50th time that it is this one's turn, it is killed, once.
+DEATH = """
+import os
+
+left = [50]
+
+
+def die(mine):
+    left[0] -= mine
+    if left[0] == 0 and not os.path.exists("killed"):
+        open("killed", "x").close()
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_ranks_train_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    write(files(TRAINING), tmp_path)
+    (script,) = commands(TRAINING)
+    said = shell(script, tmp_path)
+    lines = sorted(said.splitlines())
+    told = [re.fullmatch(r"(.*) \(([0-9a-f]{8})\), error (0\.0\d+)", line) for line in lines]
+    shown = code(TRAINING, "The program", language="text").splitlines()
+    assert [found and found[1] for found in told] == [line.split(" (")[0] for line in shown], said
+    assert len({(found[2], found[3]) for found in told if found}) == 1, said
+
+
+@pytest.mark.slow
+def test_workers_find_the_weights_with_a_server(tmp_path: Path) -> None:
+    write(files(SERVER), tmp_path)
+    first, last = commands(SERVER)
+    assert shell(first, tmp_path) == code(SERVER, "The program", language="text")
+    assert code(SERVER, "A worker that dies", language="text") in shell(last, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_go_on_when_a_server_or_a_worker_is_killed(tmp_path: Path, victim: int) -> None:
+    """In the middle of its first steps; the launcher starts another process in its place."""
+    programs = files(SERVER)
+    file, line = ("lasting.py", "            state[") if victim == 0 else ("server.py", "        x = random")
+    before, after = programs[file].split(line, 1)
+    death = " " * (len(line) - len(line.lstrip())) + f"die(pg.rank() == {victim})\n"
+    programs[file] = f"from death import die\n{before}{death}{line}{after}"
+    write(programs | {"death.py": DEATH}, tmp_path)
+    said = shell(commands(SERVER)[1], tmp_path)
+    assert (tmp_path / "killed").exists()
+    shown = code(SERVER, "A worker that dies", language="text")
+    assert (shown if victim else shown.replace("[0]", "[1]")) in said, said
+
+
+async def test_workers_exchange_parts_with_several_servers() -> None:
+    """Rank 0 and 1 serve; both answer with what they have been sent, doubled."""
+
+    async def body(pg: ProcessGroup) -> list[float]:
+        names = await execute(code(SERVER, "Several servers"), aiocoll=aiocoll, np=np, WEIGHTS=1)
+        weights = np.zeros(5)
+        if pg.rank() == 2:
+            await names["exchange"](pg, 2, np.arange(5.0), weights)
+        else:
+            async for worker, part in pg.incoming():
+                await pg.send(2 * part, worker, 1)
+                break
+        return weights.tolist()
+
+    assert (await run_ranks(3, body))[2] == [0.0, 2.0, 4.0, 6.0, 8.0]
