@@ -1,7 +1,7 @@
 """The blocks of code on README.md, CONTRIBUTING.md and the pages of docs/, for the tests that run them.
 
 The rule: a test runs every block of Python and of shell commands, or the block is excused, by a comment on the line
-before it: ``<!-- not run: needs two hosts -->``, with one of the `EXCUSES`. A test takes blocks by `code`, `files` and
+before it: ``<!-- not run: needs a GPU -->``, with one of the `EXCUSES`. A test takes blocks by `code`, `files` and
 `commands`, with the page and the heading as literals, so that `tests/test_docs.py` finds the blocks that no test takes.
 """
 
@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[1]
 #: The only reasons not to run a block.
 EXCUSES = (
     "needs a GPU",
-    "needs two hosts",
     "needs an MPI library",
     "needs Slurm",
     "needs a cluster",
