@@ -1,14 +1,18 @@
 """Write the tables of the docs that are made from data: `python docs/generate.py`, in an environment that has pytest.
 
 The names of torch.distributed and ours go into porting.md; the tests that ours follow, ours, and how these end, into
-reference-tests.md. `tests/test_docs.py` holds both against the code.
+reference-tests.md; what the programs of examples/ say of themselves, and where the pages have others, into examples.md.
+`tests/test_docs.py` holds all three against the code.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 PORTING = DOCS / "porting.md"
 REFERENCE_TESTS = DOCS / "reference-tests.md"
+EXAMPLES = DOCS / "examples.md"
 BEGIN, END = "<!-- written by docs/generate.py -->", "<!-- end of what is written -->"
 
 
@@ -206,6 +211,38 @@ def _result(row: Row, outcomes: Mapping[tuple[str, str], Counter[str]]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items()))
 
 
+# -- examples
+
+
+def examples() -> str:
+    """Return the index: a section for each program and notebook, and the programs of the pages."""
+    sections = [_program(path) for path in sorted((ROOT / "examples").glob("*.py"))]
+    sections += [_notebook(path) for path in sorted((ROOT / "examples").glob("*.ipynb"))]
+    return "\n\n".join([*sections, "## On pages", "| program | page |\n|---|---|\n" + "\n".join(_on_pages())])
+
+
+def _program(path: Path) -> str:
+    """Return what the docstring says, whose first line is a title and the command that starts the program."""
+    first, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+    title, _, command = first.partition(": ")
+    return f"## {title}\n\n[examples/{path.name}](../examples/{path.name}): `{command}`\n\n{rest}"
+
+
+def _notebook(path: Path) -> str:
+    """Return what its first cell says."""
+    title, _, rest = "".join(json.loads(path.read_text())["cells"][0]["source"]).partition("\n\n")
+    return f"## {title.removeprefix('# ')}\n\n[examples/{path.name}](../examples/{path.name})\n\n{rest}"
+
+
+def _on_pages() -> Iterator[str]:
+    from tests.pages import files, pages
+
+    for page in pages():
+        title = re.search("^# (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+        if page.startswith("docs/") and title is not None and (programs := [f"`{name}`" for name in files(page)]):
+            yield f"| {', '.join(programs)} | [{title[1]}]({page.removeprefix('docs/')}) |"
+
+
 # -- files
 
 
@@ -216,10 +253,11 @@ def replaced(text: str, table: str) -> str:
 
 
 def main() -> None:
-    """Write both files, if the names are right."""
+    """Write the files, if the names are right."""
     sys.path.insert(0, str(ROOT))
     if wrong := list(wrong_names()):
         sys.exit("\n".join(wrong))
+    EXAMPLES.write_text(replaced(EXAMPLES.read_text(), examples()))
     PORTING.write_text(replaced(PORTING.read_text(), names_table()))
     REFERENCE_TESTS.write_text(replaced(REFERENCE_TESTS.read_text(), tests_table(results())))
 

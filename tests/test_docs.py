@@ -30,6 +30,11 @@ def test_the_table_of_names_is_current() -> None:
     assert text == generate.replaced(text, generate.names_table()), "run `python docs/generate.py`"
 
 
+def test_the_index_of_examples_is_current() -> None:
+    text = generate.EXAMPLES.read_text()
+    assert text == generate.replaced(text, generate.examples()), "run `python docs/generate.py`"
+
+
 @pytest.mark.parametrize("module", generate.modules())
 def test_every_test_of_the_references_is_covered_or_left_out_for_a_reason(module: str) -> None:
     path = generate.ROOT / "tests/reference" / f"{module}.py"

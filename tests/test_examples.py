@@ -1,12 +1,17 @@
-"""What a newcomer tries first does what it says: the program in the README, and the demo."""
+"""What a newcomer tries first does what it says: the program in the README, the demo, other examples, the notebook."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import pytest
 
@@ -80,3 +85,42 @@ def test_the_parameter_server_learns_while_workers_come_and_go(tmp_path: Path, m
     assert gradients == 750
     assert accuracy > 0.9
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem)
+async def test_a_notebook_shows_what_its_cells_say(
+    notebook: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run as IPython runs them: in one loop and one namespace, and the value of a last expression is shown."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names: dict[str, Any] = {}
+    for cell in cells(notebook):
+        value = await interpret("".join(cell["source"]), names)
+        said = capsys.readouterr().out + ("" if value is None else repr(value))
+        shown = ["".join(each["data"]["text/plain"] if "data" in each else each["text"]) for each in cell["outputs"]]
+        assert "".join(said.split()) == "".join("".join(shown).split()), cell["id"]
+    assert any(cell["outputs"] for cell in cells(notebook))
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")
+
+
+def cells(notebook: Path) -> list[dict[str, Any]]:
+    """Return those of code."""
+    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+async def interpret(cell: str, names: dict[str, Any]) -> Any:
+    """Execute a cell, which may await; return the value of the expression that it ends with, if it does."""
+    *body, last = ast.parse(cell).body
+    if isinstance(last, ast.Expr):
+        await evaluate(compile(ast.Module(body, []), "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        return await evaluate(
+            compile(ast.Expression(last.value), "<cell>", "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names
+        )
+    await evaluate(compile(ast.Module([*body, last], []), "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    return None
+
+
+async def evaluate(code: CodeType, names: dict[str, Any]) -> Any:
+    value = eval(code, names)
+    return await value if code.co_flags & inspect.CO_COROUTINE else value
