@@ -1,0 +1,169 @@
+"""The code that docstrings show, and so the site, runs in surroundings that it takes for granted."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import importlib
+import inspect
+import re
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NewType, TypeVar
+
+import numpy as np
+import pytest
+
+import aiocoll
+from aiocoll import ProcessGroup
+from aiocoll.store import HashStore
+
+from .pages import execute
+from .public_names import MODULES
+from .ranks import run_ranks
+
+
+def snippets() -> dict[str, str]:
+    """Return the indented blocks of public docstrings that are Python, by what they belong to; tables are none."""
+    found = {}
+    for name, thing in documented():
+        head = re.split(
+            r"^(?:Attributes|Args|Returns|Yields|Raises):$", inspect.getdoc(thing) or "", flags=re.MULTILINE
+        )
+        for block in re.findall(r"\n\n((?: {4}.*\n|\n)+)", f"{head[0]}\n"):
+            text = textwrap.dedent(block).strip("\n")
+            with contextlib.suppress(SyntaxError):
+                compile(text, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+                assert not text or found.setdefault(name, text) == text, f"{name} has two"
+    return found
+
+
+def documented() -> Iterator[tuple[str, Any]]:
+    """Yield modules, what they export, and the methods of that, each once: under the first name that it has."""
+    seen = set()
+    for module in map(importlib.import_module, MODULES):
+        yield module.__name__, module
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if isinstance(thing, NewType):  # whose docstring is that of `NewType`
+                continue
+            for path, each in [(name, thing), *((f"{name}.{key}", method) for key, method in methods(thing))]:
+                if id(each) not in seen and getattr(each, "__module__", "").startswith("aiocoll"):
+                    seen.add(id(each))
+                    yield f"{module.__name__}.{path}", each
+
+
+def methods(thing: Any) -> list[tuple[str, Any]]:
+    functions = inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else []
+    return [(name, each) for name, each in functions if not name.startswith("_")]
+
+
+CODE = snippets()
+
+
+async def of_blocking_group() -> None:
+    """As the only rank."""
+    block = CODE["aiocoll.BlockingGroup"].replace("BlockingGroup()", "BlockingGroup(store=store, rank=0, world_size=1)")
+    names = {"aiocoll": aiocoll, "store": HashStore(), "x": np.ones(2), "y": np.ones(3)}
+    await asyncio.to_thread(exec, block, names)
+    assert names["total"] is names["x"]
+    assert names["later"].result() is names["y"]
+
+
+async def of_meeting() -> None:
+    """The pool is one of threads."""
+    found: list[int] = []
+
+    def work(ticket: aiocoll.Ticket) -> None:
+        async def join() -> None:
+            async with await ticket.join() as pg:
+                found.append(await pg.allreduce(1))
+
+        asyncio.run(join())
+
+    def start(function: Callable[[aiocoll.Ticket], None], ticket: aiocoll.Ticket) -> None:
+        threads.append(threading.Thread(target=function, args=(ticket,)))
+        threads[-1].start()
+        if len(threads) == 4:  # the meeting ends with its block
+            for thread in threads:
+                thread.join()
+
+    threads: list[threading.Thread] = []
+    await asyncio.to_thread(exec, CODE["aiocoll.Meeting"], {"aiocoll": aiocoll, "start": start, "work": work})
+    assert found == [4] * 4
+
+
+async def of_coalescing() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        gradients = [np.ones(2), np.ones(3)]
+        await execute(CODE["aiocoll.ProcessGroup.coalescing"], pg=pg, gradients=gradients)
+        assert [each.tolist() for each in gradients] == [[2.0] * 2, [2.0] * 3]
+
+    await run_ranks(2, body)
+
+
+async def of_time_estimator() -> None:
+    async def body(pg: ProcessGroup) -> Any:
+        gradients = np.ones(1000)
+        names = await execute(CODE["aiocoll.ProcessGroup.time_estimator"], pg=pg, gradients=gradients)
+        assert (gradients == 1).all()
+        return names["estimate"]
+
+    for estimate in await run_ranks(2, body):
+        assert [each.op for each in estimate.calls] == ["ALLREDUCE", "BARRIER"]
+        assert estimate.seconds > 0
+
+
+async def of_elastic() -> None:
+    """As the only rank, which fails once."""
+    groups = []
+
+    async def step(pg: ProcessGroup, state: dict[str, Any]) -> None:
+        groups.append(pg)
+        if len(groups) == 2:
+            pg.abort("for this test")
+        state["weights"] += await pg.allreduce(np.ones(2))
+        state["step"] += 1
+
+    block = CODE["aiocoll.elastic"].replace("state=state", "state=state, store=store, rank=0, world_size=1")
+    names = {"aiocoll": aiocoll, "contextlib": contextlib, "STEPS": 3, "step": step, "store": HashStore()}
+    state = (await execute(block, weights=np.zeros(2), **names))["state"]
+    assert (state["step"], state["weights"].tolist()) == (3, [3.0, 3.0])
+    assert len(set(groups)) == 2
+
+
+async def of_hooks() -> None:
+    handle = (await execute(CODE["aiocoll.hooks"], aiocoll=aiocoll))["handle"]
+    handle.remove()
+
+
+async def of_typing() -> None:
+    mean = (await execute(CODE["aiocoll.typing"], aiocoll=aiocoll, TypeVar=TypeVar))["mean"]
+
+    async def body(pg: ProcessGroup) -> Any:
+        return (await mean(pg, np.full(2, float(pg.rank())))).tolist()
+
+    assert await run_ranks(2, body) == [[0.5, 0.5]] * 2
+
+
+RUN = {
+    "aiocoll.BlockingGroup": of_blocking_group,
+    "aiocoll.Meeting": of_meeting,
+    "aiocoll.ProcessGroup.coalescing": of_coalescing,
+    "aiocoll.ProcessGroup.time_estimator": of_time_estimator,
+    "aiocoll.elastic": of_elastic,
+    "aiocoll.hooks": of_hooks,
+    "aiocoll.typing": of_typing,
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+async def test_it_runs(name: str) -> None:
+    await RUN[name]()
+
+
+def test_all_of_them_run() -> None:
+    """But for the first one, the program of the README; `tests/test_readme.py` compares them."""
+    assert CODE.keys() == RUN.keys() | {"aiocoll"}
