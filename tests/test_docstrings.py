@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiocoll
-from aiocoll import GroupOptions, ProcessGroup, Work
+import aiocoll.distributed
+import aiocoll.testing
+from aiocoll import BlockingGroup, GroupOptions, Meeting, ProcessGroup, ReduceOp, Store, TCPStore, Work
 from aiocoll.group.flight_recorder import FlightRecorder
+from aiocoll.store import KeyValueStore
 
 from .each import each
 
@@ -33,6 +36,20 @@ def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "GroupOptions.resolve", GroupOptions.resolve
     for function in (aiocoll.new_group, aiocoll.process_group, aiocoll.current_process_group):
         yield function.__name__, function
+
+
+def other_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the functions that programs import, and the methods of classes that they make objects of."""
+    for module in (aiocoll, aiocoll.distributed, aiocoll.store, aiocoll.testing):
+        for name in module.__all__:
+            found = getattr(module, name)
+            if inspect.isfunction(found):
+                yield f"{module.__name__}.{name}", found
+    for cls in (BlockingGroup, Meeting, ReduceOp, Store, TCPStore, KeyValueStore):
+        for name, found in vars(cls).items():
+            found = getattr(found, "__func__", found)
+            if inspect.isfunction(found) and not name.startswith("_") and not hasattr(found, "__wrapped__"):
+                yield f"{cls.__name__}.{name}", found
 
 
 CALLS = dict(calls())
@@ -75,6 +92,47 @@ def test_results_errors_and_costs_are_told(name: str) -> None:
     assert "Raises" in found or last in SAFE
     if name.startswith("ProcessGroup."):
         assert ("Cost" in found) is (last not in FREE)
+
+
+#: What the other public functions and classes have: those of torch.distributed, of stores, for tests.
+OTHERS = dict(other_calls())
+
+
+@each("name", OTHERS)
+def test_other_calls_begin_with_one_line_and_tell_all_arguments(name: str) -> None:
+    first, *rest = (inspect.getdoc(OTHERS[name]) or "").splitlines()
+    assert first.endswith(".")
+    assert not rest or rest[0] == ""
+    parameters = [each for each in inspect.signature(OTHERS[name]).parameters if each not in ("self", "cls")]
+    told = re.findall(r"^    \*{0,2}(\w+):", sections(OTHERS[name]).get("Args", ""), re.MULTILINE)
+    assert told == parameters
+
+
+@each("name", CALLS | OTHERS)
+def test_units_are_told(name: str) -> None:
+    said = sections((CALLS | OTHERS)[name]).get("Args", "")
+    for line in re.findall(r"^    ((?:timeout|wait|seconds)\b.*)", said, re.MULTILINE):
+        assert re.search("seconds|time to", line), line
+
+
+#: How an array is told: as large as what, or any.
+SHAPE = re.compile(
+    r"\belements|\bshape|\bcounts?\b|\blength|\brows|split along|one array per rank|any size|array per rank"
+)
+
+
+@each("name", [name for name in CALLS if name.startswith("ProcessGroup.")])
+def test_shapes_are_told(name: str) -> None:
+    said = sections(CALLS[name]).get("Args", "")
+    for argument in re.findall(r"^    ((?:tensors?|outputs?|inputs?):.*(?:\n {8}.*)*)", said, re.MULTILINE):
+        assert SHAPE.search(argument), argument
+
+
+@each("name", [name for name, found in OTHERS.items() if "Work[" in str(inspect.signature(found).return_annotation)])
+def test_functions_of_torch_distributed_name_the_method_that_tells_the_rest(name: str) -> None:
+    said = (inspect.getdoc(OTHERS[name]) or "").split("\n\n")[0]
+    named = re.findall(r"`(?:ProcessGroup\.)?(\w+)`", said)
+    assert any(f"ProcessGroup.{each}" in CALLS or f"aiocoll.distributed.{each}" in OTHERS for each in named), said
 
 
 def test_options_are_told_one_by_one() -> None:

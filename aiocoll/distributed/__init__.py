@@ -2,7 +2,8 @@
 
 A thin layer over `ProcessGroup`. The default group is that of the context (`aiocoll.process_group`, and in the testing
 kit every rank's), else the one that `init_process_group` has made first on this event loop. There is no ``async_op``:
-every call that moves data starts at once and returns a `Work`.
+every call that moves data starts at once and returns a `Work`. The method of `ProcessGroup` that its first line names
+tells which shapes it takes, what it costs and raises, and whose algorithm it is.
 """
 
 from aiocoll.backends import Backend, BackendConfig

@@ -13,13 +13,22 @@ __all__ = ["coalescing_manager", "time_estimator"]
 
 
 def coalescing_manager(group: ProcessGroup | None = None, device: object = None) -> AbstractAsyncContextManager[Batch]:
-    """Run the calls of an ``async with`` block on a group fused: `ProcessGroup.coalescing`. `device` is not used."""
+    """Run the calls of an ``async with`` block on a group fused: `ProcessGroup.coalescing`.
+
+    Args:
+        group: None is the default group.
+        device: not used.
+    """
     return inside(group).coalescing()
 
 
 def time_estimator(group: ProcessGroup | None = None, device: object = None) -> AbstractContextManager[Estimate]:
     """Predict how long the calls of a ``with`` block on a group would take, and send nothing.
 
-    See `ProcessGroup.time_estimator`: the object of the block has the seconds at the end. `device` is not used.
+    See `ProcessGroup.time_estimator`: the object of the block has the seconds at the end.
+
+    Args:
+        group: None is the default group.
+        device: not used.
     """
     return inside(group).time_estimator()

@@ -49,7 +49,13 @@ S = TypeVar("S", bound=Array | Number | Sparse)
 
 
 def all_reduce(tensor: S, op: ReduceOp = SUM, group: Group = None) -> Work[S]:
-    """Reduce `tensor` over all ranks, in place: `ProcessGroup.allreduce`."""
+    """Reduce `tensor` over all ranks, in place: `ProcessGroup.allreduce`.
+
+    Args:
+        tensor: an array of the same count on every rank, or a number; the result.
+        op: how to reduce.
+        group: None is the default group.
+    """
     pg = member_of(group, "all_reduce")
     return absent("ALLREDUCE") if pg is None else pg.allreduce(tensor, op)
 
@@ -59,7 +65,13 @@ def all_reduce_coalesced(tensors: list[A], op: ReduceOp = SUM, group: Group = No
 @overload
 def all_reduce_coalesced(tensors: A, op: ReduceOp = SUM, group: Group = None) -> Work[list[A]]: ...
 def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) -> Work[list[Any]]:
-    """Reduce a list of tensors, in place, in one operation: `ProcessGroup.allreduce_coalesced`."""
+    """Reduce a list of tensors, in place, in one operation: `ProcessGroup.allreduce_coalesced`.
+
+    Args:
+        tensors: arrays, of the same counts on every rank, or one of them; the result is the list.
+        op: how to reduce, the same for all.
+        group: None is the default group.
+    """
     pg = member_of(group, "all_reduce_coalesced")
     if pg is None:
         return absent("ALLREDUCE_COALESCED")
@@ -96,25 +108,48 @@ def broadcast(tensor: N, src: int | None = None, group: Group = None, group_src:
 
 
 def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Work[None]:
-    """Wait until all ranks have called it: `ProcessGroup.barrier`. No device takes part; `device_ids` is not used."""
+    """Wait until all ranks have called it: `ProcessGroup.barrier`.
+
+    Args:
+        group: None is the default group.
+        device_ids: not used: no device takes part.
+    """
     pg = member_of(group, "barrier")
     return absent("BARRIER") if pg is None else pg.barrier()
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
-    """Wait until all ranks have called it; the error names those that have not: `ProcessGroup.monitored_barrier`."""
+    """Wait until all ranks have called it; the error names those that have not: `ProcessGroup.monitored_barrier`.
+
+    Args:
+        group: None is the default group.
+        timeout: seconds; None is the group's.
+        wait_all_ranks: on rank 0: name every rank that is missing, not only the first of them.
+    """
     pg = member_of(group, "monitored_barrier")
     return absent("MONITORED_BARRIER") if pg is None else pg.monitored_barrier(timeout, wait_all_ranks)
 
 
 def all_gather(tensor_list: list[A], tensor: Array, group: Group = None) -> Work[list[A]]:
-    """Gather every rank's tensor, of any count, into a list on every rank: `ProcessGroup.allgather`."""
+    """Gather every rank's tensor, of any count, into a list on every rank: `ProcessGroup.allgather`.
+
+    Args:
+        tensor_list: an array per rank, with as many elements as that rank's tensor; the result.
+        tensor: this rank's array.
+        group: None is the default group.
+    """
     pg = member_of(group, "all_gather")
     return absent("ALLGATHER") if pg is None else pg.allgather(_listed(tensor_list, "tensor_list", pg), tensor)
 
 
 def all_gather_into_tensor(output_tensor: A, input_tensor: Array, group: Group = None) -> Work[A]:
-    """Gather tensors of one count into one tensor, in rank order: `ProcessGroup.allgather_into_tensor`."""
+    """Gather tensors of one count into one tensor, in rank order: `ProcessGroup.allgather_into_tensor`.
+
+    Args:
+        output_tensor: an array of as many elements as all inputs together; the result.
+        input_tensor: this rank's array, of the same count on every rank.
+        group: None is the default group.
+    """
     pg = member_of(group, "all_gather_into_tensor")
     return absent("ALLGATHER") if pg is None else pg.allgather_into_tensor(output_tensor, input_tensor)
 
@@ -211,7 +246,14 @@ def scatter(
 
 
 def reduce_scatter(output: A, input_list: list[B], op: ReduceOp = SUM, group: Group = None) -> Work[A]:
-    """Reduce the r-th tensors of all lists into rank r's output: `ProcessGroup.reduce_scatter`."""
+    """Reduce the r-th tensors of all lists into rank r's output: `ProcessGroup.reduce_scatter`.
+
+    Args:
+        output: receives this rank's part; the result.
+        input_list: an array per rank, that for rank r of the count of its output.
+        op: how to reduce.
+        group: None is the default group.
+    """
     pg = member_of(group, "reduce_scatter")
     if pg is None:
         return absent("REDUCE_SCATTER")
@@ -219,13 +261,26 @@ def reduce_scatter(output: A, input_list: list[B], op: ReduceOp = SUM, group: Gr
 
 
 def reduce_scatter_tensor(output: A, input: Array, op: ReduceOp = SUM, group: Group = None) -> Work[A]:
-    """Reduce all inputs, leave the r-th part in rank r's output: `ProcessGroup.reduce_scatter_tensor`."""
+    """Reduce all inputs, leave the r-th part in rank r's output: `ProcessGroup.reduce_scatter_tensor`.
+
+    Args:
+        output: receives this rank's part, of the same count on every rank; the result.
+        input: an array of as many elements as all outputs together.
+        op: how to reduce.
+        group: None is the default group.
+    """
     pg = member_of(group, "reduce_scatter_tensor")
     return absent("REDUCE_SCATTER") if pg is None else pg.reduce_scatter_tensor(output, input, op)
 
 
 def all_to_all(output_tensor_list: list[A], input_tensor_list: list[B], group: Group = None) -> Work[list[A]]:
-    """Send the r-th input to rank r, and receive rank r's into the r-th output: `ProcessGroup.alltoall`."""
+    """Send the r-th input to rank r, and receive rank r's into the r-th output: `ProcessGroup.alltoall`.
+
+    Args:
+        output_tensor_list: an array per rank, with as many elements as that rank sends here; the result.
+        input_tensor_list: an array per rank, of any counts.
+        group: None is the default group.
+    """
     pg = member_of(group, "all_to_all")
     if pg is None:
         return absent("ALLTOALL")

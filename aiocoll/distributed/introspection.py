@@ -48,13 +48,21 @@ def get_debug_level() -> DebugLevel:
 
 
 def get_backend(group: Group = None) -> Backend:
-    """Return the backend of a group for arrays on the host, or for CUDA arrays if it has no other."""
+    """Return the backend of a group for arrays on the host, or for CUDA arrays if it has no other.
+
+    Args:
+        group: None is the default group.
+    """
     devices = inside(group)._devices
     return Backend(devices.get("cpu") or next(iter(devices.values())))
 
 
 def get_backend_config(group: Group = None) -> str:
-    """Return the backends of a group by device, such as ``"cpu:aio,cuda:nccl"``."""
+    """Return the backends of a group by device, such as ``"cpu:aio,cuda:nccl"``.
+
+    Args:
+        group: None is the default group.
+    """
     return ",".join(f"{device}:{backend}" for device, backend in inside(group)._devices.items())
 
 
@@ -72,7 +80,11 @@ def get_default_backend_for_device(device: Any) -> str:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether a backend, or pairs of device and backend such as ``"cpu:aio"``, can be used here; "nccl" loads CuPy."""
+    """Whether a backend, or all that are named, can be used here; "nccl" loads CuPy.
+
+    Args:
+        backend: a name, or pairs of device and name such as ``"cpu:aio"``.
+    """
     try:
         names = set(BackendConfig(backend).get_device_backend_map().values())
     except ValueError:
@@ -106,7 +118,11 @@ def is_xccl_available() -> bool:
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Whether the op is defined on complex numbers: not MIN, MAX, BAND, BOR and BXOR."""
+    """Whether the op is defined on complex numbers: not MIN, MAX, BAND, BOR and BXOR.
+
+    Args:
+        reduceOp: an operation.
+    """
     return reduceOp not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 

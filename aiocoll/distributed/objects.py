@@ -66,7 +66,13 @@ def broadcast_object_list(
 
 
 def all_gather_object(object_list: list[Any], obj: T, group: Group = None) -> Work[list[T]]:
-    """Gather every rank's object in a list of as many entries, the result: `ProcessGroup.allgather_object`."""
+    """Gather every rank's object in a list of as many entries, the result: `ProcessGroup.allgather_object`.
+
+    Args:
+        object_list: a list of as many entries as there are ranks; it is filled.
+        obj: this rank's object.
+        group: None is the default group.
+    """
     pg = member_of(group, "all_gather_object")
     if pg is None:
         return absent("ALLGATHER_OBJECT")
@@ -160,7 +166,16 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> Work[None]:
-    """Send a list of objects to another rank, in one message with tag 0: `ProcessGroup.send_object`."""
+    """Send a list of objects to another rank, in one message with tag 0: `ProcessGroup.send_object`.
+
+    Args:
+        object_list: as long as that of the receiver.
+        dst: global rank of the receiver.
+        group: None is the default group.
+        device: not used.
+        group_dst: its rank in `group`, instead of `dst`.
+        use_batch: not used.
+    """
     pg = member_of(group, "send_object_list")
     if pg is None:
         return absent("SEND_OBJECT")

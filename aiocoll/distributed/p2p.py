@@ -57,7 +57,15 @@ def irecv(
 def recv(
     tensor: Array, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work[int]:
-    """Receive into `tensor`, as `irecv` does; the result is the sender's global rank, or -1 outside of the group."""
+    """Receive into `tensor`, as `irecv` does; the result is the sender's global rank, or -1 outside of the group.
+
+    Args:
+        tensor: an array of the length and dtype of the message.
+        src: global rank of the sender; None receives from any rank.
+        group: None is the default group.
+        tag: that of the send.
+        group_src: its rank in `group`, instead of `src`.
+    """
     pg = member_of(group, "recv")
     if pg is None:
         return absent("RECV", -1)
@@ -122,6 +130,9 @@ class Requests(list[Work[A]]):
 
 def batch_isend_irecv(p2p_op_list: list[P2POp[A]]) -> Requests[A]:
     """Start several sends and receives of one group together, once all of them are checked: `ProcessGroup.batch`.
+
+    Args:
+        p2p_op_list: at least one, all of one group.
 
     Returns:
         A list of their works, in the order given. Await each of them, or the list.

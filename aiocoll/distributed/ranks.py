@@ -25,14 +25,22 @@ __all__ = [
 
 
 def get_rank(group: Group = None) -> int:
-    """Return this rank's number in a group; -1 if it is not in it."""
+    """Return this rank's number in a group; -1 if it is not in it.
+
+    Args:
+        group: None is the default group.
+    """
     if is_outside(group):
         return -1
     return inside(group).rank()
 
 
 def get_world_size(group: Group = None) -> int:
-    """Return the number of ranks of a group; -1 if this rank is not in it."""
+    """Return the number of ranks of a group; -1 if this rank is not in it.
+
+    Args:
+        group: None is the default group.
+    """
     if is_outside(group):
         return -1
     return inside(group).size()
@@ -40,6 +48,10 @@ def get_world_size(group: Group = None) -> int:
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     """Return the number in `group` of a rank of the default group.
+
+    Args:
+        group: a group.
+        global_rank: the number in the default group.
 
     Raises:
         ValueError: it is not in both groups.
@@ -51,6 +63,10 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     """Return the number in the default group of a rank of `group`.
 
+    Args:
+        group: a group.
+        group_rank: the number in it.
+
     Raises:
         ValueError: it is not in both groups.
     """
@@ -60,7 +76,11 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
-    """Return the numbers in the default group of all ranks of a group, in its order."""
+    """Return the numbers in the default group of all ranks of a group, in its order.
+
+    Args:
+        group: None is the default group.
+    """
     pg = inside(group)
     return [global_rank_of(pg, rank) for rank in range(pg.size())]
 

@@ -112,12 +112,12 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[tuple[Group, list[Group]]]:
-    """Make groups of equal size, of ranks of a group that follow each other; all its ranks call it.
+    """Make groups of equal size, of ranks of a group that follow each other, by `new_group`; all its ranks call it.
 
     Args:
         group_size: ranks in each; None is as many as the launcher has started on this host (``LOCAL_WORLD_SIZE``).
         group: whose ranks; None is the default group.
-        timeout: see `new_group`.
+        timeout: seconds; see `new_group`.
         backend: see `new_group`.
         pg_options: see `new_group`.
         group_desc: see `new_group`.
@@ -153,11 +153,11 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[tuple[Group, list[Group]]]:
-    """Make several groups of ranks of the default group; all of its ranks call it.
+    """Make several groups of ranks of the default group, by `new_group`; all of its ranks call it.
 
     Args:
         ranks_per_subgroup_list: lists of global ranks that have none in common.
-        timeout: see `new_group`.
+        timeout: seconds; see `new_group`.
         backend: see `new_group`.
         pg_options: see `new_group`.
         group_desc: see `new_group`.

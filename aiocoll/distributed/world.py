@@ -213,6 +213,9 @@ async def destroy_process_group(group: Group = None) -> None:
     """Close a group; by default the default group, and with it all that were split off from it.
 
     Waits for started works, as `ProcessGroup.shutdown` does.
+
+    Args:
+        group: None is the default group.
     """
     if is_outside(group):
         return

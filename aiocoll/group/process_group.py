@@ -565,8 +565,9 @@ class ProcessGroup:
         """Cut `input` along its first dimension, send part r to rank r, and put what arrives into `output`.
 
         Args:
-            output: receives part by part, in rank order.
-            input: is sent part by part; must not share memory with `output`.
+            output: an array of as many elements as all that it receives, part by part in rank order.
+            input: an array of any shape, sent part by part along its first dimension; must not share memory with
+                `output`.
             output_split_sizes: rows from each rank; None for equal parts.
             input_split_sizes: rows to each rank; None for equal parts.
             timeout: seconds; None is the group's.
@@ -628,7 +629,7 @@ class ProcessGroup:
         """Reduce each of `tensors` over all ranks, in place, as one operation per dtype.
 
         Args:
-            tensors: a list of dense arrays, alike on every rank.
+            tensors: a list of dense arrays of any shapes; each has the same number of elements on every rank.
             op: how to reduce.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
@@ -663,7 +664,7 @@ class ProcessGroup:
 
         Args:
             outputs: a list of arrays, each of p times the elements of its input.
-            inputs: a list of as many arrays, alike on every rank.
+            inputs: a list of as many arrays; each has the same number of elements on every rank.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
@@ -712,7 +713,7 @@ class ProcessGroup:
 
         Args:
             outputs: a list of arrays, each of a p-th of the elements of its input.
-            inputs: a list of as many arrays, alike on every rank.
+            inputs: a list of as many arrays; each has the same number of elements on every rank.
             op: how to reduce.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.

@@ -166,7 +166,11 @@ class Meeting:
         return self._ticket(0, None)
 
     def has_arrived(self, ticket: Ticket) -> bool:
-        """Return whether the process that has a ticket of this meeting has become a rank."""
+        """Return whether the process that has a ticket of this meeting has become a rank.
+
+        Args:
+            ticket: of this meeting.
+        """
         return self._server.has(arrival(ticket.holder))
 
     def report_death(self, ticket: Ticket, reason: str) -> None:

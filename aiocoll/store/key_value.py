@@ -61,6 +61,9 @@ class KeyValueStore(Store):
         """Return the value of an entry; None if there is no such entry.
 
         It must see all changes made before the call, by any client.
+
+        Args:
+            name: of the entry.
         """
 
     @abstractmethod

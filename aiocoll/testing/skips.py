@@ -35,7 +35,11 @@ _CHECKS = "__aiocoll_checks__"
 
 
 def skip_if_world_smaller_than(n: int) -> Callable[[T], T]:
-    """Skip the test on fewer than `n` ranks."""
+    """Skip the test on fewer than `n` ranks.
+
+    Args:
+        n: number of ranks.
+    """
     return _requirement(lambda size: f"needs at least {n} ranks, the world has {size}" if size < n else None)
 
 
@@ -45,9 +49,12 @@ def skip_if_world_is_odd() -> Callable[[T], T]:
 
 
 def requires_gpu(n: int | None = None) -> Callable[[T], T]:
-    """Skip the test on a machine with fewer than `n` CUDA devices that this process may use; None: one for each rank.
+    """Skip the test on a machine with fewer CUDA devices that this process may use.
 
     The driver is asked, so no package has to be installed.
+
+    Args:
+        n: number of devices; None is one for each rank.
     """
 
     def check(world_size: int) -> str | None:
@@ -59,7 +66,11 @@ def requires_gpu(n: int | None = None) -> Callable[[T], T]:
 
 
 def requires_module(*names: str) -> Callable[[T], T]:
-    """Skip the test if one of these modules cannot be imported."""
+    """Skip the test if one of these modules cannot be imported.
+
+    Args:
+        *names: of modules, such as "torch".
+    """
 
     def check(world_size: int) -> str | None:
         for name in names:
