@@ -6,11 +6,13 @@ tree of all pages, and in `reference/`, which names what is documented from docs
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import inspect
 import pkgutil
 import re
+import textwrap
 from typing import Any
 
 from docutils import nodes
@@ -84,7 +86,12 @@ def sign(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
     """Leave out constructors that are not for programs, and what an argument is that nobody has given."""
-    return ("", "") if obj in HANDED_OUT else (signature and signature.replace("_Unset.UNSET", "..."), returns)
+    if obj in HANDED_OUT:
+        return "", ""
+    if signature and "~typing.~" in signature:  # types that Sphinx cannot show
+        bare = [each.replace(annotation=each.empty) for each in inspect.signature(obj).parameters.values()]
+        return str(inspect.Signature([each for each in bare if each.name != "self"])), returns
+    return signature and signature.replace("_Unset.UNSET", "..."), returns
 
 
 def parameters(obj: Any) -> set[str]:
@@ -100,18 +107,29 @@ def to_rst(text: str, arguments: set[str]) -> str:
     text = re.sub(r"^(Cost|Source): ", r":\1: ", text, flags=re.MULTILINE)
     # What is indented in running text, which ends where the first section begins, is code or a diagram.
     head, *sections = re.split(r"^(?=(?:Attributes|Args|Returns|Yields|Raises):$)", text, flags=re.MULTILINE)
-    head = re.sub(r"^(?! )(.+\n)\n(?=    \S)", r"\1\n::\n\n", head, flags=re.MULTILINE)
+    head = re.sub(r"^(?! )(.+\n)\n((?: {4}.*\n?|\n)+)", shown, head, flags=re.MULTILINE)
     text = head + "".join(sections)
     # The name of an argument is no link to an attribute of the same name.
     return re.sub(r"(?<!`)`(\w+)`(?!`)", lambda found: f"``{found[1]}``" if found[1] in arguments else found[0], text)
 
 
+def shown(found: re.Match[str]) -> str:
+    """Return a line, and the block after it as one that is shown as it is."""
+    try:
+        compile(textwrap.dedent(found[2]), "<docstring>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        language = "python"
+    except SyntaxError:
+        language = "text"
+    return f"{found[1]}\n.. code-block:: {language}\n\n{found[2]}"
+
+
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element) -> nodes.Element | None:
-    """Find what a signature calls by the name of the module that defines it."""
+    """Find what a signature calls by the name of the module that defines it, and what is in `aiocoll` itself."""
     target = node.get("reftarget", "")
-    if target in PUBLIC:
-        domain = env.domains.python_domain
-        return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", PUBLIC[target], node, contnode)
+    domain = env.domains.python_domain
+    for name in (PUBLIC.get(target, ""), f"aiocoll.{target}"):
+        if name in domain.objects:
+            return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
     return contnode if exists(target if target.startswith("aiocoll.") else f"aiocoll.{target}") else None
 
 
