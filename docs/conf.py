@@ -54,14 +54,14 @@ nitpick_ignore_regex = [("py:class|py:data|py:exc", ".*"), ("py:obj", r"(?!(aioc
 
 #: Classes of which programs get instances from calls: their constructors are not shown.
 HANDED_OUT = (aiocoll.ProcessGroup, aiocoll.Work, FlightRecorder, Estimate, Predicted)
-#: Under which name the reference has what other modules define.
+#: Under which name the reference has what signatures call by its module, and docstrings by its last part.
 PUBLIC = {
-    f"{found.__module__}.{found.__qualname__}": f"aiocoll.{name}"
-    for name, found in [
-        *((name, getattr(aiocoll, name)) for name in aiocoll.__all__),
-        *((cls.__name__, cls) for cls in HANDED_OUT[2:]),
-    ]
-    if hasattr(found, "__qualname__")
+    **{
+        f"{found.__module__}.{name}": f"aiocoll.{name}"
+        for name, found in vars(aiocoll).items()
+        if inspect.isclass(found)
+    },
+    **{cls.__name__: f"{cls.__module__}.{cls.__name__}" for cls in HANDED_OUT if cls.__name__ not in aiocoll.__all__},
 }
 
 
