@@ -42,7 +42,8 @@ html_show_copyright = False
 # -- docstrings
 
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
-autodoc_mock_imports = ["dask", "distributed", "ray"]  # what aiocoll.integrations needs
+# What aiocoll.integrations and aiocoll.metrics need.
+autodoc_mock_imports = ["dask", "distributed", "opentelemetry", "prometheus_client", "ray"]
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True

@@ -139,6 +139,30 @@ async def of_hooks() -> None:
     handle.remove()
 
 
+async def of_prometheus() -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from aiocoll.metrics import prometheus  # imported by the program, too
+
+    async def body(pg: ProcessGroup) -> None:
+        names = await execute(CODE["aiocoll.metrics.prometheus"], aiocoll=aiocoll, pg=pg)
+        assert b"aiocoll" in prometheus_client.generate_latest(prometheus_client.REGISTRY)
+        prometheus_client.REGISTRY.unregister(names["collector"])
+
+    assert aiocoll.metrics.prometheus is prometheus
+    await run_ranks(1, body)
+
+
+async def of_opentelemetry() -> None:
+    pytest.importorskip("opentelemetry.metrics")
+    from aiocoll.metrics import opentelemetry  # imported by the program, too
+
+    async def body(pg: ProcessGroup) -> None:
+        names = await execute(CODE["aiocoll.metrics.opentelemetry"], aiocoll=aiocoll, pg=pg)
+        assert isinstance(names["meter"], opentelemetry.GroupMeter)
+
+    await run_ranks(1, body)
+
+
 async def of_typing() -> None:
     mean = (await execute(CODE["aiocoll.typing"], aiocoll=aiocoll, TypeVar=TypeVar))["mean"]
 
@@ -155,6 +179,8 @@ RUN = {
     "aiocoll.ProcessGroup.time_estimator": of_time_estimator,
     "aiocoll.elastic": of_elastic,
     "aiocoll.hooks": of_hooks,
+    "aiocoll.metrics.opentelemetry": of_opentelemetry,
+    "aiocoll.metrics.prometheus": of_prometheus,
     "aiocoll.typing": of_typing,
 }
 

@@ -3,10 +3,10 @@
     meter = aiocoll.metrics.opentelemetry.GroupMeter()  # of the global meter provider
     meter.add(pg)  # until this rank closes it
 
-Attributes of metrics: `aiocoll.group` and `aiocoll.rank`; `aiocoll.op`, `aiocoll.algorithm`, `aiocoll.transport` and
-`aiocoll.outcome` of operations, of which there are few; `aiocoll.peer` is the number of a rank. None has a key, a
-sequence number or an address; spans have the first two. **Names of groups are the program's**: one that makes groups
-without end gives them few names.
+Attributes of metrics: ``aiocoll.group`` and ``aiocoll.rank``; ``aiocoll.op``, ``aiocoll.algorithm``,
+``aiocoll.transport`` and ``aiocoll.outcome`` of operations, of which there are few; ``aiocoll.peer`` is the number of a
+rank. None has a key, a sequence number or an address; spans have the first two. **Names of groups are the program's**:
+one that makes groups without end gives them few names.
 """
 
 from __future__ import annotations
