@@ -22,6 +22,8 @@
     Work                  what a call returns: await it, or go on and await it later
     ReduceOp              SUM, AVG, MIN, MAX, ..., and operations of your own
     Send, Recv            messages for `ProcessGroup.batch`
+    PROC_NULL             in place of a rank: the message ends at once
+    Envelope              what `ProcessGroup.probe` tells of a message
     process_group         make a group the current one of a context; `current_process_group` returns it
     Meeting               lets processes become ranks that something else starts, with a `Ticket` each
     elastic               ``async for pg in aiocoll.elastic()``: another group whenever a rank is lost
@@ -42,8 +44,10 @@ from aiocoll.backends import Backend, BackendConfig, register_backend
 from aiocoll.blocking import BlockingGroup
 from aiocoll.elastic import elastic
 from aiocoll.elements.ops import ReduceOp
+from aiocoll.engine.matching.probe import Envelope
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
 from aiocoll.group.current import current_process_group, process_group
+from aiocoll.group.dispatch.dispatcher import PROC_NULL
 from aiocoll.group.messages import Recv, Send
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
@@ -55,9 +59,11 @@ from aiocoll.work import Work
 __version__ = "0.1.0"
 
 __all__ = [
+    "PROC_NULL",
     "Backend",
     "BackendConfig",
     "BlockingGroup",
+    "Envelope",
     "FileStore",
     "GroupOptions",
     "HashStore",

@@ -193,6 +193,8 @@ class BlockingGroup:
     batch = _blocking(ProcessGroup.batch)
     send_object = _blocking(ProcessGroup.send_object)
     recv_object = _blocking(ProcessGroup.recv_object)
+    probe = _blocking(ProcessGroup.probe)
+    iprobe = _blocking(ProcessGroup.iprobe)
     broadcast_object = _blocking(ProcessGroup.broadcast_object)
     allgather_object = _blocking(ProcessGroup.allgather_object)
     gather_object = _blocking(ProcessGroup.gather_object)

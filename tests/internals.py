@@ -144,6 +144,7 @@ PARTS = {
     "object_dumped": "aiocoll.group.objects.dumps",
     "object_reading": "aiocoll.group.objects.reading",
     "one_shot_looked": "aiocoll.engine.operations.oneshot.OneShot.look",
+    "probe_dtype": "aiocoll.engine.matching.probe.array_dtype",
     "receive_entered": "aiocoll.engine.matching.posted.PostedReceive.enter",
     "sparse_dense_pays": "aiocoll.group.sparse_reduce.dense_pays",
     "sparse_gathered": "aiocoll.group.sparse_reduce.gathered",

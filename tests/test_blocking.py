@@ -34,7 +34,7 @@ def on_ranks(world_size: int, rank: Callable[[BlockingGroup], Any]) -> list[Any]
 
 
 def calls() -> set[str]:
-    return {name for name, found in vars(ProcessGroup).items() if inspect.isfunction(found) and name[0] != "_"}
+    return {name for name, _ in inspect.getmembers(ProcessGroup, inspect.isfunction) if name[0] != "_"}
 
 
 def test_every_call_is_there() -> None:

@@ -30,8 +30,8 @@ SAFE = {"pending", "rank", "size", "add_done_callback", "done", "dump", "get_fut
 def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield what is documented by sections, by name."""
     for cls in (ProcessGroup, Work, FlightRecorder):
-        for name, found in vars(cls).items():
-            if inspect.isfunction(found) and not name.startswith("_"):
+        for name, found in inspect.getmembers(cls, inspect.isfunction):
+            if not name.startswith("_"):
                 yield f"{cls.__name__}.{name}", found
     yield "GroupOptions.resolve", GroupOptions.resolve
     for function in (aiocoll.new_group, aiocoll.process_group, aiocoll.current_process_group):

@@ -85,6 +85,16 @@ class Polling:
         if not self._spun and self._spin and self.links:
             self._quiet.run(self._poll, work, 0)
 
+    def poll_once(self) -> None:
+        """Take what has come, without waiting for more."""
+        if self.links:
+            self._quiet.run(self._poll_once)
+
+    def _poll_once(self) -> None:
+        for link in self.links:
+            link.poll()
+        self.look()
+
     def _poll(self, work: Work[Any] | None, before: int) -> None:
         """Poll until `work` is done, or without one until fewer than `before` operations are in flight.
 

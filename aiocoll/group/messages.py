@@ -16,10 +16,12 @@ from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.matching.inbound import TAG_LIMIT, InboundMessage
 from aiocoll.engine.matching.outbound import OBJECT, Content, OutboundMessage
 from aiocoll.engine.matching.posted import PostedReceive
+from aiocoll.engine.matching.probe import Envelope, PostedProbe, envelope_of
+from aiocoll.engine.matching.to_self import MessageToSelf
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.group.dispatch.call import Call
-from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.dispatch.dispatcher import PROC_NULL, Dispatcher, Timeout
 from aiocoll.group.objects import Objects
 from aiocoll.runtime import BUDGET
 from aiocoll.typing import Array
@@ -72,8 +74,8 @@ class Messages:
 
     def send(self, tensor: Any, dst: int, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a send."""
-        dst = self._dispatcher.check_rank(dst, "dst", other=True)
-        return self._send_viewed(dst, tag, view(tensor, writable=False), timeout)
+        dst = self._dispatcher.check_rank(dst, "dst", null=True)
+        return self._send(dst, tag, view(tensor, writable=False), timeout)
 
     def recv(self, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a receive from rank `src`, which is checked; from any rank if it is None."""
@@ -93,13 +95,17 @@ class Messages:
         _check_no_overlap(ready)
         d.limit(timeout)
         d.check()
-        on_device = [buffer.array for _, buffer in ready if type(buffer.array) is not _ndarray]
+        on_device = [
+            buffer.array
+            for each, buffer in ready
+            if type(buffer.array) is not _ndarray and _other_end(each) != PROC_NULL
+        ]
         if not d.dry:
             for array in on_device:
                 d.on_device([array])
         with d.batched(on_device):
             return [
-                self._send_viewed(each.dst, each.tag, buffer, timeout)
+                self._send(each.dst, each.tag, buffer, timeout)
                 if isinstance(each, Send)
                 else self._recv(buffer, each.src, each.tag, timeout)
                 for each, buffer in ready
@@ -107,15 +113,19 @@ class Messages:
 
     def send_object(self, obj: Any, dst: int, tag: int, timeout: Timeout) -> Work[None]:
         """Start a send of an object."""
-        dst = self._dispatcher.check_rank(dst, "dst", other=True)
+        dst = self._dispatcher.check_rank(dst, "dst", null=True)
         content = Content(OBJECT, memoryview(self._objects.dump(obj)))
-        return self._send("SEND_OBJECT", dst, tag, content, None, timeout)
+        if dst == PROC_NULL:
+            return self._nobody("SEND_OBJECT", ("dst", dst, tag), None, timeout)
+        return self._dispatcher.begin(self._sending("SEND_OBJECT", dst, tag, content, None, timeout))
 
     def recv_object(self, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a receive of an object."""
         d = self._dispatcher
         if src is not None:
-            src = d.check_rank(src, "src", other=True)
+            src = d.check_rank(src, "src", null=True)
+            if src == PROC_NULL:
+                return self._nobody("RECV_OBJECT", ("src", src, tag), None, timeout)
         limit = self._limit(tag, timeout)
 
         def make(_: int, work: Work[Any]) -> PostedReceive:
@@ -129,13 +139,42 @@ class Messages:
         self._dispatcher.check()
         return _Incoming(self._dispatcher.comm, tag, self._objects)
 
+    def probe(self, source: int | None, tag: int, timeout: Timeout) -> Work[Envelope]:
+        """Start to wait for a message."""
+        d = self._dispatcher
+        asked = self._asked(source, tag)
+        if asked.source == PROC_NULL:
+            return self._nobody("PROBE", ("src", PROC_NULL, tag), asked, timeout)
+        limit, src = d.limit(timeout), None if source is None else asked.source
+
+        def make(_: int, work: Work[Any]) -> PostedProbe:
+            return PostedProbe(d.comm.matching, src, tag, work)
+
+        return d.begin(Call("PROBE", make, limit, result=asked, ends=("src", src, tag)))
+
+    def iprobe(self, source: int | None, tag: int) -> Envelope | None:
+        """Look for a message."""
+        d = self._dispatcher
+        asked = self._asked(source, tag)
+        d.check()
+        if asked.source == PROC_NULL:
+            return asked
+        src = None if source is None else asked.source
+        arrival = d.comm.matching.find(src, tag)
+        if arrival is None:
+            d.comm.polling.poll_once()
+            d.check()
+            arrival = d.comm.matching.find(src, tag)
+        return None if arrival is None else envelope_of(arrival)
+
     def one_of(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
         """Make one work of several, which a block may have recorded."""
         group = self._dispatcher.group
-        if not works or not isinstance(works[0], DeferredWork):
+        recorded = next((work for work in works if isinstance(work, DeferredWork)), None)
+        if recorded is None:
             return Work(self._dispatcher.endpoint, op, None, None, group, 3)
-        whole = DeferredWork(works[0]._progress, op, None, None, group, 3)
-        works[0].follow(whole)
+        whole = DeferredWork(recorded._progress, op, None, None, group, 3)
+        recorded.follow(whole)
         return whole
 
     def _checked(self, each: Any, name: str) -> Buffer:
@@ -145,34 +184,27 @@ class Messages:
         _check_tag(each.tag, f"{name}.tag")
         buffer = view(each.tensor, name=f"{name}.tensor", writable=isinstance(each, Recv))
         if isinstance(each, Send):
-            self._dispatcher.check_rank(each.dst, f"{name}.dst", other=True)
+            self._dispatcher.check_rank(each.dst, f"{name}.dst", null=True)
             _check_length(buffer.nbytes, f"{name}.tensor")
         elif each.src is not None:
-            self._dispatcher.check_rank(each.src, f"{name}.src", other=True)
+            self._dispatcher.check_rank(each.src, f"{name}.src", null=True)
         return buffer
 
-    def _send_viewed(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
+    def send_call(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Call:
+        """Return the call of a send to a rank."""
         array: Any = buffer.array
         code = buffer.dtype.code
         if type(array) is _ndarray:
-            return self._send("SEND", dst, tag, Content(code, byte_view(array)), buffer.result, timeout)
+            return self._sending("SEND", dst, tag, Content(code, byte_view(array)), buffer.result, timeout)
         _check_length(buffer.nbytes, "tensor")
         limit, ends, d = self._limit(tag, timeout), ("dst", dst, tag), self._dispatcher
+        if dst == d.rank:
+            raise TypeError("tensor is a CUDA array and dst this rank itself: copy it on the device instead")
         make = _never if d.dry else d.on_device([array]).sending(array, dst, tag, code)
-        return d.begin(Call("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes, arrays=[array], ends=ends))
+        return Call("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes, arrays=[array], ends=ends)
 
-    def _send(self, op: str, dst: int, tag: int, content: Content, result: Any, timeout: Timeout) -> Work[Any]:
-        assert content.data is not None
-        nbytes = content.data.nbytes
-        _check_length(nbytes, "tensor")
-        limit, matching = self._limit(tag, timeout), self._dispatcher.comm.matching
-
-        def make(_: int, work: Work[Any]) -> OutboundMessage:
-            return OutboundMessage(matching, dst, tag, content, work)
-
-        return self._dispatcher.begin(Call(op, make, limit, result=result, nbytes=nbytes, ends=("dst", dst, tag)))
-
-    def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
+    def recv_call(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Call:
+        """Return the call of a receive from a rank, or from any."""
         limit, d = self._limit(tag, timeout), self._dispatcher
         array: Any = buffer.array
         code, matching, arrays = buffer.dtype.code, d.comm.matching, None
@@ -187,19 +219,59 @@ class Messages:
             arrays = [array]
             make = _never if d.dry else d.on_device(arrays).receiving(array, src, tag, code)
         op = "RECV" if src is not None else "RECV_ANYSOURCE"
-        return d.begin(
-            Call(
-                op,
-                make,
-                limit,
-                shape=buffer.shape,
-                result=buffer.result,
-                unwrap=buffer.writeback,
-                nbytes=buffer.nbytes,
-                arrays=arrays,
-                ends=("src", src, tag),
-            )
+        return Call(
+            op,
+            make,
+            limit,
+            shape=buffer.shape,
+            result=buffer.result,
+            unwrap=buffer.writeback,
+            nbytes=buffer.nbytes,
+            arrays=arrays,
+            ends=("src", src, tag),
         )
+
+    def _sending(self, op: str, dst: int, tag: int, content: Content, result: Any, timeout: Timeout) -> Call:
+        assert content.data is not None
+        nbytes = content.data.nbytes
+        _check_length(nbytes, "tensor")
+        limit, matching = self._limit(tag, timeout), self._dispatcher.comm.matching
+        to_self = dst == self._dispatcher.rank
+
+        def make(_: int, work: Work[Any]) -> OutboundMessage:
+            if to_self:
+                return MessageToSelf(matching, dst, tag, content, work)
+            return OutboundMessage(matching, dst, tag, content, work)
+
+        return Call(op, make, limit, result=result, nbytes=nbytes, ends=("dst", dst, tag))
+
+    def _send(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
+        if dst == PROC_NULL:
+            _check_length(buffer.nbytes, "tensor")
+            return self._nobody("SEND", ("dst", dst, tag), buffer.result, timeout)
+        return self._dispatcher.begin(self.send_call(dst, tag, buffer, timeout))
+
+    def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
+        if src == PROC_NULL:
+            return self._nobody("RECV", ("src", src, tag), buffer.result, timeout)
+        return self._dispatcher.begin(self.recv_call(buffer, src, tag, timeout))
+
+    def _asked(self, source: int | None, tag: int) -> Envelope:
+        """Check what a probe asks for; return the message that there is in a dry run, and of `PROC_NULL`."""
+        _check_tag(tag)
+        number = self._dispatcher.check_rank(0 if source is None else source, "source", null=True)
+        return Envelope(number, tag, 0, np.dtype(np.uint8))
+
+    def _nobody(self, op: str, ends: tuple[str, int | None, int], result: Any, timeout: Timeout) -> Work[Any]:
+        """End a message whose other rank is `PROC_NULL`."""
+        limit, d = self._limit(ends[2], timeout), self._dispatcher
+        d.check()
+        work: Work[Any] = Work(d.endpoint, op, None, None, d.group, 4)
+        Call(op, _never, limit, result=result, ends=ends).expect(work)
+        if ends[0] == "src":
+            work._source = PROC_NULL
+        work._finish(result)
+        return work
 
     def _limit(self, tag: int, timeout: Timeout) -> float:
         _check_tag(tag)
@@ -244,6 +316,10 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
 
 def _never(identity: int, work: Work[Any]) -> Operation:
     raise AssertionError("nothing is carried out")
+
+
+def _other_end(each: Send[Any] | Recv[Any]) -> int | None:
+    return each.dst if isinstance(each, Send) else each.src
 
 
 def _check_tag(tag: Any, name: str = "tag") -> None:

@@ -20,6 +20,7 @@ from aiocoll.group.flight_recorder import FlightRecorder
 from aiocoll.group.interceptors.coalesce import Batch, Coalescer, check_list, pairs
 from aiocoll.group.lifetime import Lifetime
 from aiocoll.group.messages import Message, Messages
+from aiocoll.group.mpi import MpiCalls
 from aiocoll.group.objects import Objects
 from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.hooks import Hook, HookHandle
@@ -45,7 +46,7 @@ T = TypeVar("T")
 D = TypeVar("D", bound=np.generic)
 
 
-class ProcessGroup:
+class ProcessGroup(MpiCalls):
     """A group of ranks, seen by one of them; `aiocoll.new_group` makes it.
 
     A group belongs to the event loop that made it. ``async with`` closes it at the end of the block; if the block ends
@@ -68,8 +69,9 @@ class ProcessGroup:
     **Objects.** Object collectives take what `aiocoll.codec` can write, and give new objects. Each object is sent
     straight to its receivers, in one step, and has at most 16 MiB when it is written.
 
-    **Messages.** A send on one rank and a receive on another. Messages of one sender with one tag are received in the
-    order sent. A tag is a number from 0 to 2**30 - 1. A receive has the length and dtype of its message.
+    **Messages.** A send on one rank and a receive on another, or on the same. Messages of one sender with one tag are
+    received in the order sent. A tag is a number from 0 to 2**30 - 1. A receive has the length and dtype of its
+    message. A message to or from `PROC_NULL` ends at once: nothing is sent, and the tensor of a receive stays as it is.
 
     **CUDA arrays.** NCCL carries out collectives on CUDA arrays if all ranks have the same version of it and a device
     each. If not, they are staged: copied to the host, where the collective is carried out, and back. Staged is also
@@ -117,7 +119,7 @@ class ProcessGroup:
         self._failures = dispatcher.failures
         self._collectives = Collectives(dispatcher)
         self._objects = Objects(dispatcher)
-        self._messages = Messages(dispatcher, self._objects)
+        super().__init__(Messages(dispatcher, self._objects))
         self._coalescer = Coalescer(dispatcher)
         self._reconfigurer = Reconfigurer(dispatcher, self._objects, origin, spec)
         self._lifetime = Lifetime(dispatcher, self._coalescer, self._reconfigurer, self.recorder, origin)
@@ -743,7 +745,7 @@ class ProcessGroup:
 
         Args:
             tensor: an array of any shape, of less than 4 GiB.
-            dst: another rank of the group.
+            dst: a rank of the group, which may be this one; or `PROC_NULL`, to send nothing.
             tag: a number from 0 to 2**30 - 1, which the receive gives, too.
             timeout: seconds; None is the group's.
 
@@ -752,7 +754,7 @@ class ProcessGroup:
 
         Raises:
             TypeError: `tensor` is no array, or `dst` or `tag` no number.
-            ValueError: `dst` is this rank or no rank of the group, `tag` is out of range, or `tensor` is too long.
+            ValueError: `dst` is no rank of the group, `tag` is out of range, or `tensor` is too long.
             GroupError: the operation fails, see `ProcessGroup`.
 
         Cost: one message of n bytes.
@@ -764,7 +766,7 @@ class ProcessGroup:
 
         Args:
             tensor: an array of the number of elements and the dtype of the message.
-            src: another rank of the group.
+            src: a rank of the group, which may be this one; or `PROC_NULL`, to receive nothing.
             tag: that of the send.
             timeout: seconds; None is the group's.
 
@@ -773,12 +775,12 @@ class ProcessGroup:
 
         Raises:
             TypeError: `tensor` is no array, or `src` or `tag` no number.
-            ValueError: `src` is this rank or no rank of the group, `tag` is out of range, or `tensor` is read-only.
+            ValueError: `src` is no rank of the group, `tag` is out of range, or `tensor` is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
         Cost: one message of n bytes.
         """
-        src = self._check_rank(src, "src", other=True)
+        src = self._check_rank(src, "src", null=True)
         return self._messages.recv(tensor, src, tag, timeout)
 
     def recv_anysource(self, tensor: A, tag: int = 0, *, timeout: Timeout = None) -> Work[A]:
@@ -831,7 +833,7 @@ class ProcessGroup:
 
         Args:
             obj: what `aiocoll.codec` can write, of 16 MiB at most.
-            dst: another rank of the group.
+            dst: a rank of the group, which may be this one; or `PROC_NULL`, to send nothing.
             tag: a number from 0 to 2**30 - 1, which the receive gives, too.
             timeout: seconds; None is the group's.
 
@@ -851,7 +853,7 @@ class ProcessGroup:
         """Receive an object of rank `src`, or of any rank.
 
         Args:
-            src: another rank of the group; None takes the next object of any rank.
+            src: a rank of the group, or `PROC_NULL`, which yields None; None takes the next object of any rank.
             tag: that of the send.
             timeout: seconds; None is the group's.
 

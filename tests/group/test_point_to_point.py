@@ -225,7 +225,7 @@ async def test_a_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda pg: pg.send(np.ones(1), 0), ValueError, "dst=0 is this rank itself"),
+        (lambda pg: pg.send(np.ones(1), -1), ValueError, "dst=-1 is not a rank of group 'world:0': ranks are 0 to 1"),
         (lambda pg: pg.recv(np.ones(1), 2), ValueError, "src=2 is not a rank of group 'world:0': ranks are 0 to 1"),
         (lambda pg: pg.send(np.ones(1), True), TypeError, r"dst must be a rank \(int\), not bool"),
         (lambda pg: pg.send(np.ones(1), 1, "a"), TypeError, "tag must be an int, not str"),

@@ -13,6 +13,8 @@ from typing import Protocol, TypeVar
 from aiocoll.engine.matching.inbound import InboundMessage, Receive, Source
 from aiocoll.engine.matching.outbound import OutboundMessage, begun
 from aiocoll.engine.matching.posted import PostedReceive
+from aiocoll.engine.matching.probe import PostedProbe
+from aiocoll.engine.matching.to_self import Loopback
 from aiocoll.engine.operations import group as base
 from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.signature import P2P
@@ -51,14 +53,17 @@ class Matching:
     Attributes:
         group: as given.
         outgoing: sends that have not ended, by peer and id.
+        loopback: the way of messages to this rank itself.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.outgoing: dict[tuple[int, int], OutboundMessage] = {}
+        self.loopback = Loopback(self, group.rank)
         self._active: dict[tuple[int, int], InboundMessage] = {}
         self._waiting: dict[int, deque[InboundMessage]] = {}
         self._posted: dict[int, dict[PostedReceive, None]] = {}
+        self._probes: dict[int, dict[PostedProbe, None]] = {}
         self._listeners: dict[int, dict[asyncio.Future[None], None]] = {}
         self._sent = 0
         self._taken = False
@@ -84,6 +89,25 @@ class Matching:
             posted.arrival.discard = True
         else:
             _drop(self._posted, posted.tag, posted)
+
+    def find(self, peer: int | None, tag: int) -> InboundMessage | None:
+        """Return the oldest message of that rank, or of any, with `tag` that no receive has matched."""
+        for arrival in self._waiting.get(tag, ()):
+            if peer is None or peer == arrival.peer:
+                return arrival
+        return None
+
+    def watch(self, probe: PostedProbe) -> None:
+        """Tell `probe` the oldest message that fits it, now or when there is one."""
+        arrival = self.find(probe.peer, probe.tag)
+        if arrival is not None:
+            probe.found(arrival)
+        else:
+            self._probes.setdefault(probe.tag, {})[probe] = None
+
+    def unwatch(self, probe: PostedProbe) -> None:
+        """Forget a probe that is over."""
+        _drop(self._probes, probe.tag, probe)
 
     def route(self, peer: int, header: Header) -> tuple[Receive | None, memoryview | None]:
         """Return the receive and the destination memory of a payload that is arriving."""
@@ -172,7 +196,7 @@ class Matching:
         arrival.parts.append(data)
         arrival.steps = steps
         self._waiting.setdefault(arrival.tag, deque()).appendleft(arrival)
-        self._announce(arrival.tag)
+        self._show(arrival)
 
     def clear(self) -> None:
         """The group is over: drop waiting messages, wake waiting tasks."""
@@ -200,7 +224,7 @@ class Matching:
                 posted.match(arrival)
                 return
         self._waiting.setdefault(arrival.tag, deque()).append(arrival)
-        self._announce(arrival.tag)
+        self._show(arrival)
 
     def _feed(self, arrival: InboundMessage, payload: memoryview | None, length: int) -> None:
         posted = arrival.posted
@@ -215,6 +239,15 @@ class Matching:
                 posted.complete()
         else:
             begun(posted)
+
+    def _show(self, arrival: InboundMessage) -> None:
+        """Tell those who wait for such a message that it is here."""
+        if self._probes:
+            for probe in list(self._probes.get(arrival.tag, ())):
+                if probe.peer is None or probe.peer == arrival.peer:
+                    self.unwatch(probe)
+                    probe.found(arrival)
+        self._announce(arrival.tag)
 
     def _announce(self, tag: int) -> None:
         for listener in self._listeners.pop(tag, ()):

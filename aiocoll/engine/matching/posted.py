@@ -47,9 +47,12 @@ class PostedReceive(Receive):
 
     __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "tag", "view")
 
+    #: What error messages call it.
+    OP = "RECV"
+
     def __init__(self, receives: Receives, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, self._read = content
-        signature = message_signature("RECV", code, 0 if view is None else view.nbytes)
+        signature = message_signature(self.OP, code, 0 if view is None else view.nbytes)
         super().__init__(receives.group, P2P | tag << 32, signature, code, work)
         self._receives = receives
         self.be_with(peer)

@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from aiocoll.group.cuda.device_state import DeviceState
     from aiocoll.group.cuda.on_device import DeviceCalls
 
-__all__ = ["Dispatcher", "Timeout"]
+__all__ = ["PROC_NULL", "Dispatcher", "Timeout"]
+
+#: In place of the other rank of a message: there is none, and the message ends at once. No rank has this number, and
+#: what a program may compute by mistake, such as ``rank - 1`` on rank 0, is another one.
+PROC_NULL: Final = -2
 
 Timeout = float | timedelta | None
 #: Takes the error in a call, the call's signature, the shape of its main array, its timeout and key.
@@ -368,19 +372,16 @@ class Dispatcher:
 
     # -- ranks
 
-    def check_rank(self, rank: Unchecked, name: str, *, other: bool = False) -> int:
-        """Return `rank` if it is one of this group's (and, with `other`, not this one)."""
+    def check_rank(self, rank: Unchecked, name: str, *, null: bool = False) -> int:
+        """Return `rank` if it is one of this group's, or, with `null`, `PROC_NULL`."""
         if type(rank) is not int:  # in a plain number there is nothing to find out
             if isinstance(rank, bool) or not hasattr(rank, "__index__"):
                 raise TypeError(f"{name} must be a rank (int), not {type(rank).__name__}")
             rank = int(rank.__index__())
         number: int = rank
-        if not 0 <= number < self.size:
-            raise ValueError(
-                f"{name}={number} is not a rank of group {self.comm.name!r}: ranks are 0 to {self.size - 1}"
-            )
-        if other and number == self.rank:
-            raise ValueError(f"{name}={number} is this rank itself; a rank does not send to itself")
+        if not 0 <= number < self.size and not (null and number == PROC_NULL):
+            what = f"{name}={number} is not a rank" if number != PROC_NULL else f"{name} is PROC_NULL, which is no rank"
+            raise ValueError(f"{what} of group {self.comm.name!r}: ranks are 0 to {self.size - 1}")
         return number
 
     def miscounted(self, values: Any, name: str, what: str) -> ValueError | None:

@@ -90,7 +90,7 @@ class Recording:
             self.members.append(work)
         else:
             self.loose.append((work, call))
-            if call.op.startswith("RECV"):
+            if call.ends is not None and call.ends[0] == "src":
                 work._withdraw = lambda: self._withdraw(work)
         return work
 

@@ -1,0 +1,95 @@
+"""Probes: what the next message is, which stays where it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from aiocoll.elements.dtypes import array_dtype, by_code
+from aiocoll.engine.matching.inbound import InboundMessage
+from aiocoll.engine.matching.outbound import OBJECT, Content
+from aiocoll.engine.matching.posted import PostedReceive, Receives
+from aiocoll.engine.operations.operation_log import PEER
+from aiocoll.errors import BackendUnavailableError
+from aiocoll.work import Work
+
+__all__ = ["Envelope", "PostedProbe", "Probes", "envelope_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What a message is, before it is received.
+
+    Attributes:
+        source: rank that sent it.
+        tag: its tag.
+        nbytes: its length in bytes; of an object, when it is written.
+        dtype: of its elements, as NumPy has it; None of an object.
+    """
+
+    source: int
+    tag: int
+    nbytes: int
+    dtype: np.dtype[Any] | None
+
+    @property
+    def count(self) -> int:
+        """The number of elements; 1 of an object."""
+        return 1 if self.dtype is None else self.nbytes // self.dtype.itemsize
+
+
+def envelope_of(arrival: InboundMessage) -> Envelope:
+    """Return what a message is."""
+    dtype = None if arrival.code == OBJECT else array_dtype(by_code(arrival.code))
+    return Envelope(arrival.peer, arrival.tag, arrival.total, dtype)
+
+
+class Probes(Receives, Protocol):
+    """The messages of a group, and who asks for them."""
+
+    def watch(self, probe: PostedProbe) -> None:
+        """Tell `probe` the oldest message that fits it, now or when there is one."""
+
+    def unwatch(self, probe: PostedProbe) -> None:
+        """Forget a probe that is over."""
+
+
+class PostedProbe(PostedReceive):
+    """Waits for a message that fits it and that no receive has matched, and takes nothing of it.
+
+    Args:
+        probes: those of the group.
+        peer: rank of the sender; None for any rank.
+        tag: of the message.
+    """
+
+    __slots__ = ("_probes",)
+
+    OP = "PROBE"
+
+    def __init__(self, probes: Probes, peer: int | None, tag: int, work: Work[Any]) -> None:
+        super().__init__(probes, peer, tag, Content(OBJECT, None), work)
+        self._probes = probes
+
+    def enter(self) -> None:
+        """Look at the messages that wait, or wait for one."""
+        self._probes.watch(self)
+
+    def found(self, arrival: InboundMessage) -> None:
+        """This is the message."""
+        self.work._source = arrival.peer
+        if self.peer is None:
+            self.entry[PEER] = arrival.peer
+        try:
+            envelope = envelope_of(arrival)
+        except BackendUnavailableError as error:  # NumPy alone lacks the dtype
+            self.fail(error)
+        else:
+            self.succeed(envelope)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`."""
+        self._probes.unwatch(self)
+        super().fail(error)
