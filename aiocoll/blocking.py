@@ -201,6 +201,7 @@ class BlockingGroup:
     scatter_object = _blocking(ProcessGroup.scatter_object)
     alltoall_object = _blocking(ProcessGroup.alltoall_object)
     empty = _blocking(ProcessGroup.empty)
+    split = _blocking(ProcessGroup.split)
     split_group = _blocking(ProcessGroup.split_group)
     shrink = _blocking(ProcessGroup.shrink)
     grow = _blocking(ProcessGroup.grow)

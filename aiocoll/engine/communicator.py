@@ -106,8 +106,8 @@ class Communicator:
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
         #: Collectives that failed without revoking the group, because the ranks' calls differed; named the same way.
         self.refused: set[int | tuple[str, int]] = set()
-        #: This rank's calls that split this group.
-        self.splits: list[Split] = []
+        #: This rank's calls that split this group; None for one that does not know its list yet.
+        self.splits: list[Split | None] = []
         self.on_revoked: list[Callable[[], None]] = []
         #: Called with each rank that leaves.
         self.on_departed: list[Callable[[int], None]] = []

@@ -20,13 +20,13 @@ __all__ = ["Group", "Split", "stranger"]
 
 
 class Split(NamedTuple):
-    """One call of `split_group` on one rank.
+    """One call of `split_group` or `split` on one rank.
 
     Attributes:
         parent: id of the group that was split.
         number: of the call, counted from 0.
         name: as given, or None.
-        ranks: the list with this rank, as in the job, ascending; empty if there is none.
+        ranks: the list with this rank, as in the job, in the order of the new group; empty if there is none.
     """
 
     parent: int
@@ -45,13 +45,13 @@ class Group(Protocol):
     Attributes:
         name: of the group.
         rank: this one.
-        splits: this rank's calls that have split it.
+        splits: this rank's calls that have split it; None for one that does not know its list yet.
         cause: why it has failed, if it has.
     """
 
     name: str
     rank: int
-    splits: list[Split]
+    splits: list[Split | None]
     cause: GroupError | None
 
     @property
@@ -85,17 +85,18 @@ def stranger(
                 break
             control.tell(peer, {"t": "bye", "g": message["g"], "cause": None, "linked": False})
             return None
-        if theirs.number < len(parent.splits):
-            mine = parent.splits[theirs.number]
-            if mine == theirs:
-                continue
+        mine = parent.splits[theirs.number] if theirs.number < len(parent.splits) else None
+        if mine == theirs:
+            continue
+        if mine is not None:
             error: GroupError = _mismatch(parent, peer, theirs, mine)
             if (own := groups.get(mine.identity())) is not None:
                 own.revoke(error)
         elif parent.cause is not None:
             error = parent.cause
         else:
-            return f"which has split group {parent.name!r} {len(parent.splits)} times only"
+            done = len(parent.splits) - parent.splits.count(None)
+            return f"which has split group {parent.name!r} {done} times only"
         _refuse(early, control, peer, history[level:], error)
         return None
     return "which is not in the group now"

@@ -1,10 +1,14 @@
-"""The calls of a group that programs know from MPI: probes."""
+"""The calls of a group that programs know from MPI: splitting by colour, grids, plans, probes."""
 
 from __future__ import annotations
 
+from typing import Self
+
 from aiocoll.engine.matching.probe import Envelope
-from aiocoll.group.dispatch.dispatcher import Timeout
+from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.lifetime import Lifetime
 from aiocoll.group.messages import Messages
+from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.work import Work
 
 __all__ = ["MpiCalls"]
@@ -14,11 +18,18 @@ class MpiCalls:
     """A part of `ProcessGroup`, which has them.
 
     Args:
-        messages: of the group.
+        dispatcher: of the group, as the other parts.
+        messages: its messages.
+        reconfigurer: makes groups from it.
+        lifetime: knows whether it ends.
     """
 
-    def __init__(self, messages: Messages) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, messages: Messages, reconfigurer: Reconfigurer, lifetime: Lifetime
+    ) -> None:
         self._messages = messages
+        self._reconfigurer = reconfigurer
+        self._lifetime = lifetime
 
     # -- messages
 
@@ -69,3 +80,27 @@ class MpiCalls:
         Cost: none of its own.
         """
         return self._messages.iprobe(source, tag)
+
+    # -- other groups
+
+    async def split(self, color: int | str | None, key: int = 0) -> Self | None:
+        """Make a group of the ranks that give the same colour, for each colour.
+
+        All ranks of this group call it, in the same order as other calls; unlike for `split_group`, a rank need not
+        know what the others give. The new group shares all connections with this one, as one that `split_group` makes.
+
+        Args:
+            color: of the group that this rank is to be in: any number or text. None: of none.
+            key: ranks of the new group are numbered by their keys, and ranks with the same key as in this group.
+
+        Returns:
+            The group this rank is in; None if it has given no colour.
+
+        Raises:
+            TypeError: `color` or `key` is of another type.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: that of `allgather_object`.
+        """
+        group: Self | None = await self._reconfigurer.split_by_color(color, key, lambda: self._lifetime.is_ending)
+        return group

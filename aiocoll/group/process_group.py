@@ -119,10 +119,10 @@ class ProcessGroup(MpiCalls):
         self._failures = dispatcher.failures
         self._collectives = Collectives(dispatcher)
         self._objects = Objects(dispatcher)
-        super().__init__(Messages(dispatcher, self._objects))
         self._coalescer = Coalescer(dispatcher)
-        self._reconfigurer = Reconfigurer(dispatcher, self._objects, origin, spec)
-        self._lifetime = Lifetime(dispatcher, self._coalescer, self._reconfigurer, self.recorder, origin)
+        reconfigurer = Reconfigurer(dispatcher, self._objects, origin, spec)
+        lifetime = Lifetime(dispatcher, self._coalescer, reconfigurer, self.recorder, origin)
+        super().__init__(dispatcher, Messages(dispatcher, self._objects), reconfigurer, lifetime)
 
     def __repr__(self) -> str:
         state = "closed" if self._dispatcher.closed else "open" if self._comm.cause is None else "revoked"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from aiocoll.group.objects import Objects
 from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.meeting.merging import Party, find_assignment
 from aiocoll.store import Store
-from aiocoll.work import Work
+from aiocoll.work import AT_ONCE, Work
 
 __all__ = ["ADOPTED", "Reconfigurer"]
 
@@ -77,10 +78,10 @@ class Reconfigurer:
             tell=bool(comm.pending),
         )
         outcome = await agreement.shrink(excluded, assumed, report(comm))
-        members: list[int] = outcome["members"]
+        members: list[int] = sorted(outcome["members"], key=comm.ranks.index)
         completed = Completed.of(outcome["everywhere"]), Completed.of(outcome["somewhere"])
         spec = self._spec._replace(name=_following(comm.name), timeout=comm.timeout, completed=completed)
-        group = self._origin.derive(agreement.identity(members), members, spec)
+        group = self._origin.derive(agreement.identity(outcome["members"]), members, spec)
         if self.parent is not None:
             self.parent._adopt(group)
         return group
@@ -178,26 +179,63 @@ class Reconfigurer:
     def split(self, ranks: Any, timeout: Timeout, group_name: str | None, is_ending: bool) -> Work[Any]:
         """Make a group of some of the ranks, or several disjoint groups."""
         comm, d = self._comm, self._dispatcher
-        d.check()
-        if is_ending:
-            raise GroupClosedError(f"group {comm.name!r} is being closed by this rank", group=comm.name)
+        self._check_open(is_ending)
         limit = d.limit(timeout)
         _check_name(group_name)
         mine = next((each for each in _disjoint(ranks, d.check_rank) if d.rank in each), [])
         if mine and any(group.name == group_name for group in d.endpoint.groups.values()):
             raise ValueError(f"group_name={group_name!r} is the name of an open group; give every group its own")
-        number = len(comm.splits)
-        split = Split(comm.id, number, group_name, tuple(comm.ranks[rank] for rank in sorted(mine)))
-        group = None
-        if mine:
-            # Each group of one call has its own lowest rank.
-            name = f"{comm.name}/{number}.{min(mine)}" if group_name is None else group_name
-            group = self.derive(split.identity(), split.ranks, name, limit)
-            group._comm.sender.split_off(comm.sender, split)
+        split, group = self._split_off(len(comm.splits), sorted(mine), limit, group_name)
         comm.splits.append(split)
         work: Work[Any] = Work(d.endpoint, "SPLIT_GROUP", None, None, d.group)
         work._finish(group)
         return work
+
+    async def split_by_color(self, color: Any, key: Any, is_ending: Callable[[], bool]) -> Any:
+        """Make a group of the ranks that give the same colour, in the order of their keys."""
+        comm = self._comm
+        self._check_open(is_ending())
+        if color is not None and not isinstance(color, str):
+            color = _index(color, "color", "an int, a str or None")
+        asked = [color, _index(key, "key", "an int")]
+        exchange = self._objects.allgather(asked, None, None)
+        # Taken here, where all ranks make the same calls in the same order, and not when the colours are known.
+        number = len(comm.splits)
+        comm.splits.append(None)
+        made: list[Any] = []
+
+        def known(work: Work[Any]) -> None:
+            """Even if nobody waits any more: the other ranks count on this one."""
+            if work._exception is None and work._result is not None and not is_ending():
+                rows = enumerate(work._result)
+                mine = sorted((its, rank) for rank, (each, its) in rows if each == color and color is not None)
+                comm.splits[number], group = self._split_off(number, [rank for _, rank in mine], comm.timeout, None)
+                made.append(group)
+
+        if exchange.done():
+            known(exchange)
+        else:
+            exchange._call_back(known, AT_ONCE)
+        await exchange
+        self._check_open(is_ending())
+        return made[0] if made else None
+
+    def _check_open(self, is_ending: bool) -> None:
+        self._dispatcher.check()
+        if is_ending:
+            raise GroupClosedError(f"group {self._comm.name!r} is being closed by this rank", group=self._comm.name)
+
+    def _split_off(self, number: int, mine: Sequence[int], limit: float, name: str | None) -> tuple[Split, Any]:
+        """Make the group of the ranks `mine` by split `number` of this one; None if there are none."""
+        comm = self._comm
+        split = Split(comm.id, number, name, tuple(comm.ranks[rank] for rank in mine))
+        if not mine:
+            return split, None
+        # Each group of one call has its own lowest rank.
+        name = f"{comm.name}/{number}.{min(mine)}" if name is None else name
+        group = self.derive(split.identity(), split.ranks, name, limit)
+        group._comm.sender.split_off(comm.sender, split)
+        return split, group
 
     def derive(self, identity: int, ranks: Sequence[int], name: str, timeout: float) -> Any:
         """Make a group of some ranks, numbered as in the job, that is closed together with this one."""
@@ -343,6 +381,13 @@ def _following(name: str) -> str:
     """Return the name of the group that comes after the one called `name`."""
     first, _, number = name.rpartition("~")
     return f"{first}~{int(number) + 1}" if first and number.isdecimal() else f"{name}~1"
+
+
+def _index(value: Any, name: str, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be {what}, not {type(value).__name__}") from None
 
 
 def _check_name(name: Any) -> None:

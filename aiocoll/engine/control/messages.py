@@ -27,6 +27,7 @@ from aiocoll.engine.control.shapes import (
     one_of,
     per_rank,
     rank_list,
+    rank_order,
     refuse,
     row,
     seconds,
@@ -184,7 +185,7 @@ _CANDIDACY: dict[str, Check] = {
     "grown": fields(grown=text(MAX_KEY), lost=rank_list),
     "failed": fields(failed=_TEXT, successor=text(MAX_KEY), lost=rank_list),
 }
-_LINEAGE = listed(row(_GROUP, integer(_U32), maybe(_TEXT), rank_list), LEVELS)
+_LINEAGE = listed(row(_GROUP, integer(_U32), maybe(_TEXT), rank_order), LEVELS)
 _OPERATION = integer(_U63)
 _HOW = one_of("killed", "stopped", "unreachable", PROTOCOL)
 
@@ -202,7 +203,7 @@ def _candidacy(value: Any, scope: Scope) -> None:
 
 def _of_shrink(**required: Check) -> Check:
     dead = listed(row(job_rank, _TEXT))
-    return fields(t=_TEXT, g=_GROUP, n=_COUNT, ranks=rank_list, what=_TEXT, dead=dead, assumed=rank_list, **required)
+    return fields(t=_TEXT, g=_GROUP, n=_COUNT, ranks=rank_order, what=_TEXT, dead=dead, assumed=rank_list, **required)
 
 
 def _of_device(**required: Check) -> Check:

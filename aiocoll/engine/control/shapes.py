@@ -29,6 +29,7 @@ __all__ = [
     "one_of",
     "per_rank",
     "rank_list",
+    "rank_order",
     "refuse",
     "row",
     "seconds",
@@ -228,6 +229,13 @@ def rank_list(value: Any, scope: Scope) -> None:
     listed(job_rank)(value, scope)
     if any(one >= two for one, two in pairwise(value)):
         refuse(value, "a list of ranks that ascend")
+
+
+def rank_order(value: Any, scope: Scope) -> None:
+    """Ranks of the job as a group numbers them, each once."""
+    listed(job_rank)(value, scope)
+    if len(set(value)) < len(value):
+        refuse(value, "a list of ranks, each once")
 
 
 def per_rank(value: Any, scope: Scope) -> None:

@@ -1,0 +1,210 @@
+"""Groups split by colour, and numbered by key."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, GroupClosedError, GroupError, PeerLostError, ProcessGroup, Recv, Send
+
+from ..internals import comm_of
+from ..ranks import LINKS, over, run_ranks, until
+
+
+async def works(pg: ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group in which everything arrives, at the rank it is for."""
+    rank, size = pg.rank(), pg.size()
+    for count in (1, 50_000):
+        tensor = np.full(count, 2.0**rank)
+        await pg.allreduce(tensor)
+        assert (tensor == 2.0**size - 1).all()
+        parts = await pg.allgather(None, np.full(count, rank))
+        assert [int(part[-1]) for part in parts] == list(range(size))
+    right, left = (rank + 1) % size, (rank - 1) % size
+    got = np.zeros(3)
+    await pg.batch([Send(np.full(3, rank), right), Recv(got.view(int), left)])
+    assert (got.view(int) == left).all()
+    assert (await pg.broadcast(np.full(5, rank), root=size - 1) == size - 1).all()
+    assert await pg.allgather_object((pg.group_name, pg.global_ranks)) == [(pg.group_name, pg.global_ranks)] * size
+    return pg.global_ranks
+
+
+@over(*LINKS)
+@pytest.mark.ranks(1, 2, 3, 4, 7)
+async def test_colours_and_keys(pg: ProcessGroup) -> None:
+    rank, size = pg.rank(), pg.size()
+    everyone = range(size)
+    # The colour, the key, and the ranks of the group of this rank's colour.
+    cases: list[tuple[Any, int, list[int]]] = [
+        (0, 0, list(everyone)),
+        (0, -rank, list(reversed(everyone))),
+        (rank % 2 == 0, 0, [other for other in everyone if other % 2 == rank % 2]),
+        (rank % 3, -rank, [other for other in reversed(everyone) if other % 3 == rank % 3]),
+        (f"color {rank // 2}", rank % 2 * -7, sorted({other for other in everyone if other // 2 == rank // 2})[::-1]),
+        (rank, 5, [rank]),
+        (np.int64(3), np.int64(rank * 5 % 7), sorted(everyone, key=lambda other: other * 5 % 7)),
+    ]
+    groups = []
+    for color, key, expected in cases:
+        group = await pg.split(color, key)
+        assert group is not None
+        assert group.global_ranks == tuple(expected)
+        assert group.rank() == expected.index(rank)
+        assert group.size() == len(expected)
+        groups.append(group)
+    # All at once: none waits for another.
+    found = await asyncio.gather(works(pg), *(works(group) for group in groups))
+    assert found[1:] == [tuple(expected) for _, _, expected in cases]
+    names = [group.group_name for group in groups]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.ranks(1, 2, 5)
+async def test_ranks_without_a_colour_are_in_no_group(pg: ProcessGroup) -> None:
+    group = await pg.split(None if pg.rank() == 0 else 1)
+    assert (group is None) == (pg.rank() == 0)
+    if group is not None:
+        assert await works(group) == tuple(range(1, pg.size()))
+    assert await pg.split(None, 3) is None
+    # A number is no text.
+    by_type = await pg.split("1" if pg.rank() % 2 else 1)
+    assert by_type is not None
+    assert by_type.global_ranks == tuple(rank for rank in range(pg.size()) if rank % 2 == pg.rank() % 2)
+
+
+@pytest.mark.ranks(4)
+@over("memory", "unix")
+async def test_beside_other_calls_of_the_group(pg: ProcessGroup) -> None:
+    """Which of them ends first differs from rank to rank: their numbers are those of the calls."""
+    rank = pg.rank()
+    splits = [asyncio.ensure_future(pg.split(rank % 2, key)) for key in (0, -rank)]
+    await asyncio.sleep(0)  # they have begun
+    total = pg.allreduce(np.ones(100_000))
+    pair = await pg.split_group([[0, 3], [1, 2]])
+    assert pair is not None
+    third = asyncio.ensure_future(pg.split("all"))
+    assert (await total == 4).all()
+    one, two = [await split for split in splits]
+    three = await third
+    assert one is not None
+    assert two is not None
+    assert three is not None
+    assert one.global_ranks == (rank % 2, rank % 2 + 2)
+    assert two.global_ranks == (rank % 2 + 2, rank % 2)
+    assert await asyncio.gather(works(one), works(three), works(two), works(pair), works(pg))
+
+
+@pytest.mark.ranks(3)
+async def test_a_group_in_another_order_shrinks_in_that_order(pg: ProcessGroup) -> None:
+    group = await pg.split(0, -pg.rank())
+    assert group is not None
+    if pg.rank() == 1:
+        with pytest.raises(GroupError):
+            await group.barrier()
+        return
+    smaller = await group.shrink(exclude=[1])
+    assert smaller.global_ranks == (2, 0)
+    assert await works(smaller) == (2, 0)
+
+
+@pytest.mark.ranks(2)
+async def test_a_split_of_a_split(pg: ProcessGroup) -> None:
+    group = await pg.split(0, -pg.rank())
+    assert group is not None
+    part = await group.split(group.rank() == 0)
+    assert part is not None
+    assert part.global_ranks == (pg.rank(),)
+    again = await group.split_group([0, 1])
+    assert again is not None
+    assert again.global_ranks == (1, 0)  # in the order of the group that is split
+    assert await works(again) == (1, 0)
+
+
+@pytest.mark.ranks(2)
+async def test_an_await_that_is_cancelled_leaves_the_group_to_the_others(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        splitting = asyncio.ensure_future(pg.split(0))
+        await asyncio.sleep(0)
+        splitting.cancel()
+        await asyncio.wait([splitting])
+        assert pg._reconfigurer.open_groups() == [pg]
+        await until(lambda: len(pg._reconfigurer.open_groups()) == 2)
+        group = pg._reconfigurer.open_groups()[1]
+    else:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        group = await pg.split(0)
+    assert await works(group) == (0, 1)
+
+
+async def test_a_rank_that_does_not_know_the_colours_yet_is_waited_for() -> None:
+    """It is asked what it has called, and that was no other list."""
+    called = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            group = await pg.split_group([0, 1])
+            assert group is not None
+            work = group.barrier()
+            operation, missing = comm_of(group).operations[1], comm_of(group).stalls.missing
+            await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
+            called.set()
+            await work
+        else:
+            splits = comm_of(pg).splits
+            splits.append(None)  # as while the colours are on their way
+            await called.wait()
+            splits.clear()
+            group = await pg.split_group([0, 1])
+            assert group is not None
+            await group.barrier()
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.ranks(2)
+async def test_wrong_arguments_start_nothing(pg: ProcessGroup) -> None:
+    for color, key, message in (
+        (1.5, 0, "color must be an int, a str or None, not float"),
+        ([1], 0, "color must be an int, a str or None, not list"),
+        (1, "a", "key must be an int, not str"),
+        (1, None, "key must be an int, not NoneType"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            await pg.split(color, key)  # type: ignore[arg-type]
+    assert pg.pending() == []
+    await pg.barrier()
+    other = pg.split(0) if pg.rank() == 0 else pg.allreduce(np.ones(1))
+    with pytest.raises(CollectiveMismatchError, match="ALLGATHER_OBJECT"):
+        await other
+
+
+async def test_a_group_that_ends_is_not_split() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            splitting = asyncio.ensure_future(pg.split(0))
+            await asyncio.sleep(0)
+            await pg.shutdown()
+            with pytest.raises((GroupClosedError, PeerLostError)):
+                await splitting
+            with pytest.raises(GroupClosedError):
+                await pg.split(0)
+        else:
+            await pg.split(0)
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.ranks(2)
+async def test_in_a_block_it_sends_what_the_block_has_recorded(pg: ProcessGroup) -> None:
+    x = np.ones(3)
+    async with pg.coalescing():
+        work = pg.allreduce(x)
+        group = await pg.split(0, -pg.rank())
+        assert work.done()
+    assert group is not None
+    assert (x == 2).all()
+    assert await works(group) == (1, 0)
