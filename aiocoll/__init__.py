@@ -22,6 +22,7 @@
     Work                  what a call returns: await it, or go on and await it later
     ReduceOp              SUM, AVG, MIN, MAX, ..., and operations of your own
     Send, Recv            messages for `ProcessGroup.batch`
+    CartesianGroup        ranks that form a grid: what `ProcessGroup.cart` makes
     PROC_NULL             in place of a rank: the message ends at once
     Envelope              what `ProcessGroup.probe` tells of a message
     process_group         make a group the current one of a context; `current_process_group` returns it
@@ -46,6 +47,7 @@ from aiocoll.elastic import elastic
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.matching.probe import Envelope
 from aiocoll.errors import *  # noqa: F403 - errors.__all__ is the list of them
+from aiocoll.group.cartesian import CartesianGroup
 from aiocoll.group.current import current_process_group, process_group
 from aiocoll.group.dispatch.dispatcher import PROC_NULL
 from aiocoll.group.messages import Recv, Send
@@ -63,6 +65,7 @@ __all__ = [
     "Backend",
     "BackendConfig",
     "BlockingGroup",
+    "CartesianGroup",
     "Envelope",
     "FileStore",
     "GroupOptions",

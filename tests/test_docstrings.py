@@ -10,7 +10,7 @@ from typing import Any
 import aiocoll
 import aiocoll.distributed
 import aiocoll.testing
-from aiocoll import BlockingGroup, GroupOptions, Meeting, ProcessGroup, ReduceOp, Store, TCPStore, Work
+from aiocoll import BlockingGroup, CartesianGroup, GroupOptions, Meeting, ProcessGroup, ReduceOp, Store, TCPStore, Work
 from aiocoll.group.flight_recorder import FlightRecorder
 from aiocoll.store import KeyValueStore
 
@@ -20,8 +20,8 @@ from .each import each
 SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
 
 #: Calls of a group that send nothing, so that they cost next to nothing, and how long they take is for others to say.
-FREE = {"abort", "add_hook", "aclose", "backend_for", "drain", "pending", "rank", "shutdown", "size", "stats",
-        "time_estimator", "wait_revoked"}  # fmt: skip
+FREE = {"abort", "add_hook", "aclose", "backend_for", "coords", "drain", "pending", "rank", "rank_at", "shift",
+        "shutdown", "size", "stats", "time_estimator", "wait_revoked"}  # fmt: skip
 #: Calls that cannot fail.
 SAFE = {"pending", "rank", "size", "add_done_callback", "done", "dump", "get_future", "is_completed", "is_success",
         "signalled", "process_group", "current_process_group"}  # fmt: skip
@@ -29,7 +29,7 @@ SAFE = {"pending", "rank", "size", "add_done_callback", "done", "dump", "get_fut
 
 def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield what is documented by sections, by name."""
-    for cls in (ProcessGroup, Work, FlightRecorder):
+    for cls in (ProcessGroup, CartesianGroup, Work, FlightRecorder):
         for name, found in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_"):
                 yield f"{cls.__name__}.{name}", found
@@ -90,7 +90,7 @@ def test_results_errors_and_costs_are_told(name: str) -> None:
     returns = inspect.isclass(call) or inspect.signature(call).return_annotation != "None"
     assert ("Returns" in found) is returns
     assert "Raises" in found or last in SAFE
-    if name.startswith("ProcessGroup."):
+    if name.startswith(("ProcessGroup.", "CartesianGroup.")):
         assert ("Cost" in found) is (last not in FREE)
 
 

@@ -64,7 +64,7 @@ class Lifetime:
                 works += work.stands_for()
             elif work.group is not None:  # works of no group are parts of others
                 works.append(work)
-        return works + self._blocks.deferred()
+        return [*works, *self._dispatcher.in_steps, *self._blocks.deferred()]
 
     def stats(self) -> GroupStats:
         """Return the counters."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 from aiocoll.engine.matching.probe import Envelope
+from aiocoll.group.cartesian import CartesianGroup, make_cartesian
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.lifetime import Lifetime
 from aiocoll.group.messages import Messages
@@ -27,6 +29,7 @@ class MpiCalls:
     def __init__(
         self, dispatcher: Dispatcher, messages: Messages, reconfigurer: Reconfigurer, lifetime: Lifetime
     ) -> None:
+        self._size = dispatcher.size
         self._messages = messages
         self._reconfigurer = reconfigurer
         self._lifetime = lifetime
@@ -104,3 +107,31 @@ class MpiCalls:
         """
         group: Self | None = await self._reconfigurer.split_by_color(color, key, lambda: self._lifetime.is_ending)
         return group
+
+    def cart(self, dims: Sequence[int], periods: bool | Sequence[bool] | None = None) -> CartesianGroup[Self] | None:
+        """Make a group of the first ranks whose ranks form a grid.
+
+            cart = pg.cart([0, 0], periods=[True, False])  # a cylinder
+            below, above = cart.shift(axis=0)
+            await cart.halo(u)
+
+        All ranks of this group call it, in the same order as other calls that make groups, and with the same
+        arguments; it is local and sends nothing. Ranks are numbered along the last axis first, and keep their order.
+
+        Args:
+            dims: number of ranks along each axis. Those that are 0 are chosen so that all ranks are in the grid, as
+                equal as possible, the largest first.
+            periods: whether each axis goes round, its last rank next to its first; None: none does.
+
+        Returns:
+            The `CartesianGroup`; None on ranks beyond the grid.
+
+        Raises:
+            TypeError, ValueError: `dims` are more ranks than there are, no multiple of the ranks can have the lengths
+                that are given, or an argument is no list of ints or bools.
+            GroupError: the group is closed or has failed.
+
+        Cost: nothing is sent.
+        """
+        made: CartesianGroup[Self] | None = make_cartesian(self, self._size, dims, periods)
+        return made

@@ -70,6 +70,7 @@ class Dispatcher:
         interceptor: takes all calls outside of blocks; set by `intercept`.
         failures: of works whose outcome nobody has retrieved.
         closed: this rank has closed the group.
+        in_steps: works that have not ended, and start one operation after the other, of which the engine knows one.
         device_state: the group's state on a CUDA device, from the first call on arrays there.
     """
 
@@ -85,6 +86,7 @@ class Dispatcher:
         self._tell_wrong: TellWrong | None = None
         self.failures = UnretrievedFailures(comm.name, comm.rank)
         self.closed = False
+        self.in_steps: dict[Work[Any], None] = {}
         self.device_state: DeviceState | None = None
         self._nccl_only = spec.devices.get("cuda") == "nccl"
         # Direct references: what a call needs of the engine took ten look-ups.
