@@ -22,6 +22,7 @@
     Work                  what a call returns: await it, or go on and await it later
     ReduceOp              SUM, AVG, MIN, MAX, ..., and operations of your own
     Send, Recv            messages for `ProcessGroup.batch`
+    CallPlan              a call that is checked once and started often: what `ProcessGroup.plan` makes
     CartesianGroup        ranks that form a grid: what `ProcessGroup.cart` makes
     PROC_NULL             in place of a rank: the message ends at once
     Envelope              what `ProcessGroup.probe` tells of a message
@@ -51,6 +52,7 @@ from aiocoll.group.cartesian import CartesianGroup
 from aiocoll.group.current import current_process_group, process_group
 from aiocoll.group.dispatch.dispatcher import PROC_NULL
 from aiocoll.group.messages import Recv, Send
+from aiocoll.group.plans import CallPlan
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
@@ -65,6 +67,7 @@ __all__ = [
     "Backend",
     "BackendConfig",
     "BlockingGroup",
+    "CallPlan",
     "CartesianGroup",
     "Envelope",
     "FileStore",

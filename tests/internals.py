@@ -138,6 +138,9 @@ PARTS = {
     "written_by_reference": "aiocoll.transport.shm.references.ReferenceWriter.write",
     "message_delivered": "aiocoll.engine.matching.matching.Matching.deliver",
     # operations
+    "collective_view": "aiocoll.group.collectives.view",
+    "message_view": "aiocoll.group.messages.view",
+    "whole_view": "aiocoll.group.dispatch.arguments.view",
     "choose": "aiocoll.group.dispatch.planner.choose",
     "group_id": "aiocoll.engine.split_history.hash62",
     "message_sent": "aiocoll.engine.matching.outbound.OutboundMessage.sent",

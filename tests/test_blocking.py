@@ -19,7 +19,7 @@ import aiocoll
 from aiocoll import BlockingGroup, GroupClosedError, GroupOptions, Meeting, ProcessGroup, Ticket, new_group
 
 #: What is no call to wait for: blocks, what yields, and another name.
-WITH_THE_LOOP = {"cart", "coalescing", "time_estimator", "incoming", "aclose"}
+WITH_THE_LOOP = {"cart", "coalescing", "time_estimator", "incoming", "plan", "aclose"}
 
 
 def on_ranks(world_size: int, rank: Callable[[BlockingGroup], Any]) -> list[Any]:

@@ -10,7 +10,18 @@ from typing import Any
 import aiocoll
 import aiocoll.distributed
 import aiocoll.testing
-from aiocoll import BlockingGroup, CartesianGroup, GroupOptions, Meeting, ProcessGroup, ReduceOp, Store, TCPStore, Work
+from aiocoll import (
+    BlockingGroup,
+    CallPlan,
+    CartesianGroup,
+    GroupOptions,
+    Meeting,
+    ProcessGroup,
+    ReduceOp,
+    Store,
+    TCPStore,
+    Work,
+)
 from aiocoll.group.flight_recorder import FlightRecorder
 from aiocoll.store import KeyValueStore
 
@@ -29,7 +40,7 @@ SAFE = {"pending", "rank", "size", "add_done_callback", "done", "dump", "get_fut
 
 def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield what is documented by sections, by name."""
-    for cls in (ProcessGroup, CartesianGroup, Work, FlightRecorder):
+    for cls in (ProcessGroup, CallPlan, CartesianGroup, Work, FlightRecorder):
         for name, found in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_"):
                 yield f"{cls.__name__}.{name}", found

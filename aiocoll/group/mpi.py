@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, Self, TypeVar
 
 from aiocoll.engine.matching.probe import Envelope
 from aiocoll.group.cartesian import CartesianGroup, make_cartesian
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.lifetime import Lifetime
 from aiocoll.group.messages import Messages
+from aiocoll.group.plans import CallPlan, make_plan
 from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.work import Work
 
 __all__ = ["MpiCalls"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class MpiCalls:
@@ -29,7 +33,7 @@ class MpiCalls:
     def __init__(
         self, dispatcher: Dispatcher, messages: Messages, reconfigurer: Reconfigurer, lifetime: Lifetime
     ) -> None:
-        self._size = dispatcher.size
+        self._planning = dispatcher
         self._messages = messages
         self._reconfigurer = reconfigurer
         self._lifetime = lifetime
@@ -84,6 +88,37 @@ class MpiCalls:
         """
         return self._messages.iprobe(source, tag)
 
+    # -- calls that are made again and again
+
+    def plan(self, call: Callable[P, Work[T]], /, *args: P.args, **kwargs: P.kwargs) -> CallPlan[T]:
+        """Check a call once, to start it many times.
+
+            plan = pg.plan(pg.allreduce, gradients, ReduceOp.AVG)
+            for batch in batches:
+                gradients[:] = ...
+                await plan.start()
+
+        The arguments are checked here, and nothing starts. The plan holds the arrays: each start takes what is in them
+        then, and leaves its result there. A start takes its place among the calls of the group as the call itself
+        would. Calls on contiguous arrays of the host are cheaper to start than to make; any other call is made anew.
+
+        Args:
+            call: a method of this group: any collective, send or receive, of arrays or objects, or `batch`.
+            args: its arguments.
+            kwargs: likewise.
+
+        Returns:
+            A plan; its `start` returns what the call returns.
+
+        Raises:
+            TypeError: `call` is no such method of this group; or what the call raises.
+            ValueError: what the call raises.
+            GroupError: the group is closed or has failed.
+
+        Cost: that of the call, at each start.
+        """
+        return make_plan(self._planning, call, args, kwargs)
+
     # -- other groups
 
     async def split(self, color: int | str | None, key: int = 0) -> Self | None:
@@ -133,5 +168,5 @@ class MpiCalls:
 
         Cost: nothing is sent.
         """
-        made: CartesianGroup[Self] | None = make_cartesian(self, self._size, dims, periods)
+        made: CartesianGroup[Self] | None = make_cartesian(self, self._planning.size, dims, periods)
         return made

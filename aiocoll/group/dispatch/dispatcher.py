@@ -256,6 +256,12 @@ class Dispatcher:
         self._run_quietly(self._enter, make(comm, identity, plan, arrays, work))
         return work
 
+    def again(
+        self, plan: Plan, arrays: list[Any], shape: tuple[int, ...], result: Any, timeout: float, key: Unchecked
+    ) -> Work[Any]:
+        """Start `plan` as before, of a call that has been checked."""
+        return self._launch(plan, [*arrays], shape, result, timeout, key)
+
     def call(
         self,
         plan: Plan,
@@ -294,6 +300,10 @@ class Dispatcher:
         call.expect(work)
         self._enter(call.make(identity, work))
         return work
+
+    def begin_again(self, call: Call) -> Work[Any]:
+        """Start a message as before."""
+        return self.begin(call)
 
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight."""

@@ -1,0 +1,145 @@
+"""Plans: calls that are checked once and started many times, as persistent requests are in MPI."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from aiocoll.elements.buffers import is_scalar, overlaps, view
+from aiocoll.engine.operations.plan import Executor, Plan
+from aiocoll.group.dispatch.call import Call, Recorder, Unchecked
+from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.work import Work
+
+__all__ = ["CallPlan", "make_plan"]
+
+T = TypeVar("T")
+
+#: Calls that can be planned.
+PLANNED = {"allgather", "allgather_into_tensor", "allgather_into_tensor_coalesced", "allgather_object", "allreduce",
+           "allreduce_coalesced", "alltoall", "alltoall_base", "alltoall_object", "barrier", "batch", "broadcast",
+           "broadcast_object", "exscan", "gather", "gather_object", "monitored_barrier", "recv", "recv_anysource",
+           "recv_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced",
+           "scan", "scatter", "scatter_object", "send", "send_object"}  # fmt: skip
+
+
+class CallPlan(Generic[T]):
+    """A call of a group, with its arguments, that is started as often as one likes; `ProcessGroup.plan` makes it.
+
+    It holds its arrays. Every start is a call as any other: it takes the next number of the group, or the next count of
+    its `key`, so other ranks may make the call in the usual way.
+    """
+
+    __slots__ = ("_again", "_last", "_name")
+
+    def __init__(self, name: str, again: Callable[[], Work[T]]) -> None:
+        self._name = name
+        self._again = again
+        self._last: Work[T] | None = None
+
+    def __repr__(self) -> str:
+        return f"<CallPlan {self._name}, {'not started' if self._last is None else repr(self._last)}>"
+
+    def start(self) -> Work[T]:
+        """Make the call, with what the arrays hold now.
+
+        Returns:
+            What the call returns.
+
+        Raises:
+            RuntimeError: the last start has not ended: await it first.
+            GroupClosedError: this rank has closed the group.
+            GroupError: the group has failed; the work fails as that of the call.
+        """
+        last = self._last
+        if last is not None and not last._done:
+            raise RuntimeError(f"{self!r} has not ended: await it before the next start, or make two plans")
+        work = self._last = self._again()
+        return work
+
+
+def make_plan(dispatcher: Dispatcher, call: Callable[..., Work[Any]], args: Any, kwargs: Any) -> CallPlan[Any]:
+    """Check a call of a group, and plan it."""
+    name = getattr(call, "__name__", "")
+    if name not in PLANNED or getattr(call, "__self__", None) is not dispatcher.group:
+        what = name or type(call).__name__
+        raise TypeError(
+            f"call must be a collective, a send or a receive of this group, such as pg.allreduce, not {what}"
+        )
+    dispatcher.check()
+    capture = _Capture(dispatcher)
+    with dispatcher.scoped(capture):
+        call(*args, **kwargs)
+    again = capture.again([*args, *kwargs.values()]) or partial(call, *args, **kwargs)
+    return CallPlan(name, again)
+
+
+class _Capture(Recorder):
+    """Takes the calls that one call consists of, and starts none."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._calls: list[Call] = []
+        self._planned: list[tuple[Plan, list[Any], tuple[int, ...], Any, float, Unchecked]] = []
+        #: All can be started as they are: nothing is staged, and no device takes part.
+        self._plain = True
+
+    def record(
+        self,
+        plan: Plan,
+        arrays: list[Any],
+        shape: tuple[int, ...],
+        result: Any,
+        timeout: float,
+        key: Unchecked,
+        unwrap: Callable[[], Any] | None,
+        executor: Executor | None,
+    ) -> Work[Any]:
+        """Take a call on arrays."""
+        self._check_key(key)
+        self._plain = self._plain and unwrap is None and executor is None
+        self._planned.append((plan, arrays, shape, result, timeout, key))
+        return self._ended(plan.signature.op, result)
+
+    def take(self, call: Call) -> Work[Any]:
+        """Take any other call."""
+        self._check_key(call.key)
+        self._plain = self._plain and call.signature is None and call.unwrap is None and call.arrays is None
+        self._calls.append(call)
+        return self._ended(call.op, call.result)
+
+    def again(self, arguments: Sequence[Any]) -> Callable[[], Work[Any]] | None:
+        """Return what starts the call without checking its arguments again; None if that would not be the same."""
+        if not self._plain or len(self._planned) + len(self._calls) != 1:
+            return None
+        given = list(_flat(arguments))
+        if self._planned:
+            (planned,) = self._planned
+            # Arrays of ours: a copy of an argument, or an output that is to be a new one each time.
+            if all(array is None or any(overlaps(array, each) for each in given) for array in planned[1]):
+                return partial(self._dispatcher.again, *planned)
+        elif self._calls[0].op in ("SEND", "RECV", "RECV_ANYSOURCE") and all(map(overlaps, given, _flat(arguments))):
+            # Viewed twice, the memory is the same: it is the caller's.
+            return partial(self._dispatcher.begin_again, self._calls[0])
+        return None
+
+    def _check_key(self, key: Unchecked) -> None:
+        if key is not None:
+            self._dispatcher.check_key(key)
+
+    def _ended(self, op: str, result: Any) -> Work[Any]:
+        work: Work[Any] = Work(self._dispatcher.endpoint, op, None, None, self._dispatcher.group, 4)
+        work._finish(result)
+        return work
+
+
+def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Yield the flat arrays of the memory of all arrays that are among the arguments of a call."""
+    for each in arguments:
+        if isinstance(each, list | tuple):
+            yield from _flat(each)
+        elif each is not None and not is_scalar(each) and not isinstance(each, str):
+            with contextlib.suppress(TypeError):  # it is no array
+                yield view(each, writable=False).array

@@ -1,0 +1,320 @@
+"""Calls that are checked once and started many times."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aiocoll
+from aiocoll import (
+    PROC_NULL,
+    CallPlan,
+    CollectiveMismatchError,
+    GroupClosedError,
+    GroupError,
+    GroupOptions,
+    ProcessGroup,
+    Recv,
+    ReduceOp,
+    Send,
+    new_group,
+    testing,
+)
+from aiocoll.group.plans import PLANNED
+
+from ..internals import comm_of, spied
+from ..ranks import LINKS, over, run_ranks
+
+
+def is_quick(plan: CallPlan[Any]) -> bool:
+    """Whether a start checks nothing again."""
+    again: Any = plan._again
+    return again.func.__name__ in ("again", "begin_again")
+
+
+def every(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, int], None], bool]]:
+    """Return calls with arrays of their own, what checks the result of a step, and whether a start is quick."""
+    rank, size = pg.rank(), pg.size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    total = size * (size - 1) // 2
+    cases: list[Any] = []
+
+    def case(call: Any, args: Any, check: Any, quick: bool = True) -> None:
+        cases.append((call, args, check, quick))
+
+    for count in (1, 20_000):
+
+        def make(fill: float = 0.0, n: int = count) -> Any:
+            return np.full(n, fill)
+
+        x = make()
+        case(pg.allreduce, (x,), lambda got, step: (got == size * step + total).all())
+        case(pg.allreduce, (make(), ReduceOp.MAX), lambda got, step: (got == step + size - 1).all())
+        case(pg.reduce, (make(), size - 1), lambda got, step: rank < size - 1 or (got == size * step + total).all())
+        case(pg.broadcast, (make(), 0), lambda got, step: (got == step).all())
+        case(pg.scan, (make(),), lambda got, step: (got == (rank + 1) * step + rank * (rank + 1) // 2).all())
+        case(pg.exscan, (make(),), lambda got, step: rank == 0 or (got == rank * step + rank * (rank - 1) // 2).all())
+        outs = [make() for _ in range(size)]
+        case(pg.allgather, (outs, make()), lambda got, step: all((a == r + step).all() for r, a in enumerate(got)))
+        case(
+            pg.allgather,
+            (None, make()),
+            lambda got, step: all((a == r + step).all() for r, a in enumerate(got)),
+            False,
+        )
+        case(
+            pg.allgather_into_tensor,
+            (np.zeros((size, count)), make()),
+            lambda got, step: (got == np.arange(size)[:, None] + step).all(),
+        )
+        case(
+            pg.alltoall_base,
+            (np.zeros((size, count)), np.zeros((size, count))),
+            lambda got, step: (got == np.arange(size)[:, None] + step).all(),
+        )
+        case(
+            pg.reduce_scatter_tensor,
+            (make(), np.zeros((size, count))),
+            lambda got, step: (got == size * step + total).all(),
+        )
+        case(pg.send, (make(), right), lambda got, step: True)
+        case(pg.recv, (make(), left), lambda got, step: (got == left + step).all())
+        # Staged, so made anew; what is in them at the start counts.
+        case(
+            pg.allreduce,
+            (np.zeros((count, 2))[:, 0],),
+            lambda got, step: (got == size * step + total).all(),
+            count == 1,
+        )
+        case(pg.send, (np.zeros((count, 2))[:, 0], right, 1), lambda got, step: True, count == 1)
+        case(pg.recv, (np.zeros((count, 2))[:, 0], left, 1), lambda got, step: (got == left + step).all(), count == 1)
+    case(pg.barrier, (), lambda got, step: got is None)
+    case(pg.allreduce, (rank + 1,), lambda got, step: got == total + size, False)
+    case(pg.allgather_object, ([rank],), lambda got, step: got == [[r] for r in range(size)], False)
+    case(pg.monitored_barrier, (), lambda got, step: got is None, False)
+    a, b = np.zeros(2), np.zeros(2)
+    case(pg.batch, ([Send(a, right, 2), Recv(b, left, 2)],), lambda got, step: (got[1] == left + step).all(), False)
+    case(
+        pg.allreduce_coalesced,
+        ([np.zeros(2), np.zeros(3)],),
+        lambda got, step: (got[1] == size * step + total).all(),
+        False,
+    )
+    case(pg.send, (np.zeros(2), PROC_NULL), lambda got, step: True, False)
+    return cases
+
+
+def put(args: Any, value: float) -> None:
+    for each in args:
+        if isinstance(each, np.ndarray):
+            each[...] = value
+        elif isinstance(each, Send):
+            each.tensor[...] = value
+        elif isinstance(each, list):
+            put(each, value)
+
+
+@over(*LINKS)
+@pytest.mark.ranks(1, 2, 3)
+async def test_every_start_is_the_call_anew(pg: ProcessGroup) -> None:
+    """Some ranks have plans, others make plain calls: they meet."""
+    rank, size = pg.rank(), pg.size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for number, (call, args, check, quick) in enumerate(every(pg)):
+        plan: Any = pg.plan(call, *args)
+        assert is_quick(plan) == quick, (number, call)
+        assert pg.pending() == []
+        tag = args[2] if len(args) > 2 else 0
+        for step in range(3):
+            put(args, rank + step)
+            work = plan.start() if (rank + step + number) % 2 or step == 2 else call(*args)
+            if call.__name__ == "recv":
+                await pg.send(np.full(args[0].shape, float(rank + step)), right, tag)
+            elif call.__name__ == "send" and args[1] != PROC_NULL:
+                assert (await pg.recv(np.zeros(args[0].shape), left, tag) == left + step).all()
+            assert check(await work, step), (number, call, step)
+
+
+@pytest.mark.ranks(2)
+async def test_it_takes_numbers_and_keys_as_calls_do(pg: ProcessGroup) -> None:
+    x, y = np.ones(3), np.ones(3)
+    plan, keyed = pg.plan(pg.allreduce, x), pg.plan(pg.allreduce, tensor=y, key="grad", timeout=30)
+    assert comm_of(pg).entered == 0
+    first = plan.start()
+    assert first.seq == 1
+    assert await first is x
+    one = keyed.start()
+    assert (one.key, one.seq, one.op) == ("grad", 1, "ALLREDUCE")
+    assert one._timeout == 30
+    assert await one is y
+    assert (await pg.allreduce(np.ones(3)) == 2).all()
+    work = plan.start()
+    assert work.seq == 3
+    await work
+    two = keyed.start()
+    assert two.seq == 2
+    await two
+    assert comm_of(pg).entered == 3
+    assert (x == 4).all()
+    assert (y == 4).all()
+    # A report would show the line of the start.
+    started = [plan.start(), pg.plan(pg.send, x, pg.rank()).start(), pg.plan(pg.barrier).start()]
+    assert {each._code.co_filename for each in started} == {__file__}
+    assert {each._code.co_name for each in started} == {"test_it_takes_numbers_and_keys_as_calls_do"}
+    for each in started:
+        await each
+    await pg.recv(np.zeros(3), pg.rank())
+
+
+@pytest.mark.ranks(2)
+async def test_two_starts_do_not_overlap(pg: ProcessGroup) -> None:
+    x = np.ones(1)
+    plan = pg.plan(pg.allreduce, x)
+    other = pg.plan(pg.allreduce, np.ones(1))
+    assert repr(plan) == "<CallPlan allreduce, not started>"
+    if pg.rank():
+        await pg.recv_object(0)
+    work = plan.start()
+    if pg.rank() == 0:
+        assert not work.done()
+        with pytest.raises(RuntimeError, match="ALLREDUCE seq=1 pending>> has not ended: await it before the next"):
+            plan.start()
+        await pg.send_object("go", 1)
+    also = other.start()
+    await work
+    await also
+    await plan.start()
+    assert x[0] == 4
+
+
+@pytest.mark.ranks(2)
+async def test_arguments_are_checked_at_the_plan(pg: ProcessGroup) -> None:
+    calls: list[tuple[Any, type[Exception], str]] = [
+        (lambda: pg.plan(pg.allreduce, "text"), TypeError, "tensor must be"),
+        (lambda: pg.plan(pg.allreduce, np.ones(1), "SUM"), TypeError, "op must be a ReduceOp"),
+        (lambda: pg.plan(pg.broadcast, np.ones(1), 2), ValueError, "root=2 is not a rank"),
+        (lambda: pg.plan(pg.broadcast, np.ones(1), root=PROC_NULL), ValueError, "root is PROC_NULL"),
+        (lambda: pg.plan(pg.send, np.ones(1), 5), ValueError, "dst=5 is not a rank"),
+        (lambda: pg.plan(pg.recv, bytes(3), 0), ValueError, "read-only"),
+        (lambda: pg.plan(pg.allreduce, np.ones(1), timeout=-1), ValueError, "timeout=-1"),
+        (lambda: pg.plan(pg.allreduce, np.ones(1), key=3), TypeError, "key must be a str"),
+        (lambda: pg.plan(pg.allreduce, np.ones(1), wrong=1), TypeError, "wrong"),
+        (lambda: pg.plan(pg.send_object, object(), 1), aiocoll.SerializationError, "object"),
+        (lambda: pg.plan("allreduce", np.ones(1)), TypeError, "such as pg.allreduce, not str"),
+        (lambda: pg.plan(pg.split_group, [0]), TypeError, "not split_group"),
+        (lambda: pg.plan(pg.shrink), TypeError, "not shrink"),
+        (lambda: pg.plan(ProcessGroup.allreduce, pg, np.ones(1)), TypeError, "of this group"),
+    ]
+    for call, error, message in calls:
+        with pytest.raises(error, match=message):
+            call()
+    group = await pg.split_group([0, 1])
+    assert group is not None
+    with pytest.raises(TypeError, match="of this group"):
+        pg.plan(group.allreduce, np.ones(1))
+    assert pg.pending() == []
+    assert await pg.allreduce(1) == 2
+
+
+def test_every_call_that_returns_a_work_can_be_planned() -> None:
+    works = {
+        name
+        for name in dir(ProcessGroup)
+        if str(getattr(getattr(ProcessGroup, name), "__annotations__", {}).get("return", "")).startswith("Work[")
+    }
+    assert works - PLANNED == {"split_group", "probe"}
+    assert works >= PLANNED
+
+
+async def test_a_closed_group_starts_nothing() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        plans: list[Any] = [pg.plan(pg.allreduce, np.ones(1)), pg.plan(pg.recv, np.ones(1), 0), pg.plan(pg.barrier)]
+        await plans[0].start()
+        await pg.shutdown()
+        for plan in plans:
+            with pytest.raises(GroupClosedError):
+                plan.start()
+        with pytest.raises(GroupClosedError):
+            pg.plan(pg.barrier)
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.ranks(2)
+async def test_it_fails_as_the_call_does(pg: ProcessGroup) -> None:
+    plan = pg.plan(pg.allreduce, np.ones(1 + pg.rank()))
+    with pytest.raises(CollectiveMismatchError, match="counts"):
+        await plan.start()
+    with pytest.raises(GroupError):
+        plan.start()
+
+
+@pytest.mark.ranks(1)
+async def test_it_holds_its_arrays(pg: ProcessGroup) -> None:
+    x = np.full(1000, 3.0)
+    held = weakref.ref(x)
+    plan = pg.plan(pg.allreduce, x)
+    del x
+    gc.collect()
+    assert (await plan.start() == 3).all()
+    del plan
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.ranks(2)
+async def test_in_blocks_where_calls_are_compared_and_in_dry_runs(pg: ProcessGroup) -> None:
+    x, y = np.ones(2), np.ones(3)
+    plan = pg.plan(pg.allreduce, x)
+    async with pg.coalescing():
+        inside = pg.plan(pg.allreduce, y)  # nothing is recorded by that
+        first, second = plan.start(), inside.start()
+        assert not first.done()
+    assert (first.done(), second.done()) == (True, True)
+    assert (x == 2).all()
+    assert (y == 2).all()
+    with pg.time_estimator() as estimate:
+        await plan.start()
+        pg.plan(pg.barrier)
+    assert [call.op for call in estimate.calls] == ["ALLREDUCE"]
+    assert (x == 2).all()
+
+
+async def test_where_calls_are_compared_and_in_a_dry_run() -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        x = np.ones(2)
+        plan = pg.plan(pg.allreduce, x)
+        await plan.start()
+        await pg.allreduce(x) if pg.rank() else await plan.start()
+        return x.tolist()
+
+    assert await testing.run_ranks(2, rank, options=GroupOptions(debug="detail")) == [[4, 4]] * 2
+    async with new_group("fake", rank=1, world_size=64) as pg:
+        plan = pg.plan(pg.allreduce, np.ones(2))
+        assert [(await plan.start()).tolist() for _ in range(2)] == [[1, 1]] * 2
+
+
+@pytest.mark.pure
+@pytest.mark.ranks(1)
+async def test_a_start_views_nothing(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = [pg.plan(pg.allgather_into_tensor, np.zeros(4), np.ones(4)), pg.plan(pg.send, np.ones(1), 0)]
+    viewed: list[Any] = []
+
+    def spy(*args: Any, **kwargs: Any) -> None:
+        viewed.append(args)
+
+    spied(monkeypatch, collective_view=spy, whole_view=spy, message_view=spy)
+    await pg.allgather_into_tensor(np.zeros(4), np.ones(4))
+    await pg.send(np.ones(1), 0)
+    assert len(viewed) > 1
+    viewed.clear()
+    for plan in plans:
+        await plan.start()
+    assert viewed == []
+    await pg.recv(np.zeros(1), 0)
+    await pg.recv(np.zeros(1), 0)
