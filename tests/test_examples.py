@@ -69,6 +69,15 @@ def test_the_demo_learns_the_same_on_every_rank() -> None:
     assert max(sizes) == 16 << 20
 
 
+@pytest.mark.parametrize(
+    ("ranks", "grid"),
+    [(4, "2 x 2"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "1 x 1"), (6, "3 x 2")))],
+)
+def test_heat_on_a_grid_is_that_of_one_rank(ranks: int, grid: str) -> None:
+    """The program compares all cells itself."""
+    assert run(ranks, ROOT / "examples" / "halo.py") == [f"[0] {grid} ranks: heat 399.125798, last change 0.001210"]
+
+
 @pytest.mark.slow
 def test_the_parameter_server_learns_while_workers_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")

@@ -73,16 +73,6 @@ def test_the_port_prints_what_one_process_computes(tmp_path: Path) -> None:
     assert shell(command, tmp_path) == shown
 
 
-async def test_a_group_is_split_by_colour() -> None:
-    split = (await execute(code(PAGE, "Split by colour")))["split"]
-
-    async def body(pg: ProcessGroup) -> Any:
-        group = await split(pg, ("red", "blue", None, "red", "blue")[pg.rank()])
-        return group and list(group.global_ranks)
-
-    assert await run_ranks(5, body) == [[0, 3], [1, 4], None, [0, 3], [1, 4]]
-
-
 async def test_the_lowest_rank_of_the_smallest_is_found() -> None:
     space = await execute(code(PAGE, "MINLOC"), np=np, ReduceOp=ReduceOp)
 

@@ -151,6 +151,20 @@ async def test_messages_arrive() -> None:
     assert await run_ranks(2, body) == [([1, 1], 1, "last"), ([0, 0], 0, "last")]
 
 
+async def test_a_grid_and_a_plan() -> None:
+    async def body(pg: ProcessGroup) -> Any:
+        x = np.ones(1)
+        space = await execute(code("docs/guide.md", "Grids"), pg=pg, np=np, x=x)
+        await execute(code("docs/guide.md", "Plans"), pg=pg, x=(planned := np.ones(2)))
+        here = space["row"], space["column"], space["above"], space["below"]
+        return here, space["rows"].dims, x.tolist(), planned.tolist(), space["u"].shape
+
+    assert await run_ranks(2, body) == [
+        ((0, 0, -2, 1), (1,), [1.0], [4.0, 4.0], (12, 22)),
+        ((1, 0, 0, -2), (1,), [1.0], [4.0, 4.0], (12, 22)),
+    ]
+
+
 async def test_hooks_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """One operation takes more than a second, as the hook is told."""
 

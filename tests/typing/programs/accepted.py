@@ -87,6 +87,9 @@ async def messages(pg: ProcessGroup, x: Doubles, t: torch.Tensor) -> None:
     reveal_type(Send(t, 1).tensor)  # Tensor
     reveal_type(await pg.send_object("hello", 1))  # None
     reveal_type(await pg.recv_object(1))  # Any
+    reveal_type(await pg.probe(tag=3))  # Envelope
+    reveal_type(pg.iprobe(aiocoll.PROC_NULL))  # Envelope | None
+    reveal_type((await pg.probe()).count)  # int
     async for source, message in pg.incoming():
         reveal_type(source)  # int
         reveal_type(message)  # Any
@@ -124,6 +127,24 @@ async def works(pg: ProcessGroup, t: torch.Tensor) -> None:
     reveal_type(several)  # list[Work[object]]
 
 
+async def plans(pg: ProcessGroup, x: Doubles, t: torch.Tensor) -> None:
+    reveal_type(pg.plan(pg.send, t, 1, tag=3))  # CallPlan[Tensor]
+    reveal_type(await pg.plan(pg.allreduce, x, ReduceOp.MAX).start())  # ndarray[tuple[Any, ...], dtype[float64]]
+    reveal_type(pg.plan(pg.barrier).start())  # Work[None]
+
+
+async def grids(pg: ProcessGroup, x: Doubles, t: torch.Tensor) -> None:
+    cart = pg.cart([0, 2], [True, False])
+    reveal_type(cart)  # CartesianGroup[ProcessGroup] | None
+    assert cart is not None
+    reveal_type(cart.group)  # ProcessGroup
+    reveal_type(cart.coords())  # tuple[int, ...]
+    reveal_type(cart.shift(0))  # tuple[int, int]
+    reveal_type(cart.sub([0]))  # CartesianGroup[ProcessGroup]
+    reveal_type(await cart.halo(x))  # ndarray[tuple[Any, ...], dtype[float64]]
+    reveal_type(await cart.halo(t, [1, 2]))  # Tensor
+
+
 async def groups(pg: ProcessGroup, store: aiocoll.Store) -> None:
     reveal_type(pg.group_name)  # str
     reveal_type(pg.group_desc)  # str
@@ -132,6 +153,7 @@ async def groups(pg: ProcessGroup, store: aiocoll.Store) -> None:
     reveal_type(pg.pending())  # list[Work[Any]]
     reveal_type(pg.rank() + pg.size())  # int
     reveal_type(await pg.split_group([0, 1]))  # ProcessGroup | None
+    reveal_type(await pg.split("a", key=3))  # ProcessGroup | None
     reveal_type(await pg.shrink(assume_dead=[2]))  # ProcessGroup
     reveal_type(await pg.grow(2))  # ProcessGroup
     reveal_type(await pg.merge_remote_group(store, 8))  # ProcessGroup

@@ -48,6 +48,10 @@ async def other_arguments(pg: ProcessGroup, x: NDArray[np.float64]) -> None:
     await pg.allreduce(x, timeout="3")  # refused
     await pg.allreduce(x, key=3)  # refused
     await pg.recv(x, None)  # refused
+    await pg.plan(pg.allreduce, "text").start()  # refused
+    pg.plan(pg.send, x)  # refused
+    await pg.split([0, 1])  # refused
+    pg.cart(2)  # refused
     aiocoll.new_group(rank="0")  # refused
     aiocoll.GroupOptions(transport="pigeon")  # refused
 
