@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, GroupError, ProcessGroup, Recv, Send
+from aiocoll import (
+    PROC_NULL,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    Envelope,
+    GroupError,
+    ProcessGroup,
+    Recv,
+    Send,
+)
 
 from ..internals import comm_of
 from ..ranks import LINKS, run_ranks
@@ -353,4 +362,49 @@ async def test_a_batch_with_an_array_that_cannot_go_starts_nothing(called: bool)
         assert not comm_of(pg).matching._sent
 
     with gpus(3) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+async def test_messages_with_nobody_with_oneself_and_probes(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, other = pg.rank(), 1 - pg.rank()
+        mine, untouched = gpu.tensor(np.full(200_000, rank), rank), gpu.tensor(np.full(3, 7), rank)
+        assert pg.send(mine, PROC_NULL).done()
+        assert await pg.recv(untouched, PROC_NULL) is untouched
+        # What goes nowhere is no part of the batch that the other rank waits for.
+        got = gpu.tensor(np.zeros(200_000, int), rank)
+        await pg.batch([Send(mine, other), Recv(untouched, PROC_NULL), Recv(got, other), Send(mine, PROC_NULL)])
+        assert (host(got) == other).all()
+        assert (host(untouched) == 7).all()
+        with pytest.raises(TypeError, match="CUDA array and dst this rank itself: copy it on the device"):
+            pg.send(mine, rank)
+        receiving = pg.recv(untouched, rank, tag=1)
+        await pg.send(np.full(3, 5), rank, tag=1)
+        assert (host(await receiving) == 5).all()
+        sending = pg.send(mine, other, tag=2)
+        envelope = await pg.probe(other, tag=2)
+        assert envelope == Envelope(other, 2, 1_600_000, np.dtype(int))
+        await pg.recv(got, other, tag=2)
+        await sending
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("way", ["staged", "nccl"])
+async def test_planned_calls_are_made_anew(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        x = gpu.tensor(np.full(5, 1.0), pg.rank())
+        plan = pg.plan(pg.allreduce, x)
+        for step in range(1, 4):
+            await plan.start()
+            assert (host(x) == 2.0**step).all()
+        send, y = pg.plan(pg.send, x, 1 - pg.rank()), gpu.tensor(np.zeros(5), pg.rank())
+        for _ in range(2):
+            work = send.start()
+            assert (host(await pg.recv(y, 1 - pg.rank())) == 8).all()
+            await work
+
+    with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
