@@ -26,7 +26,7 @@ from aiocoll import (
 )
 from aiocoll.group.grid import Grid, balanced
 
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, over, run_ranks, until
 
 
 def grid_of(pg: ProcessGroup, dims: Sequence[int], periods: Any = None) -> CartesianGroup[ProcessGroup]:
@@ -254,6 +254,24 @@ async def test_large_faces_and_several_at_once(pg: ProcessGroup) -> None:
                 rank = cart.rank_at((neighbour_row, neighbour))
                 expected = 0 if rank == PROC_NULL else 10 * rank + number
                 assert (array[at, place] == expected).all()
+
+
+@pytest.mark.ranks(4)
+async def test_two_that_overtake_each_other_on_some_ranks(pg: ProcessGroup) -> None:
+    """The first has long faces on the first axis; where both are started at once, the second is ahead after it."""
+    cart = grid_of(pg, [2, 2], True)
+    row, column = cart.coords()
+    long, short = np.zeros((3, 500_000)), np.zeros((3, 3))
+    long[1, 1:-1], short[1, 1] = 10 + pg.rank(), 20 + pg.rank()
+    first = cart.halo(long)
+    if column:
+        await until(lambda: long[0, -2] and long[2, -2])  # the first axis of the first one is done
+    await cart.halo(short)
+    await first
+    for array, base in ((long, 10), (short, 20)):
+        for at, its_row in ((0, 1 - row), (1, row), (2, 1 - row)):
+            for place, its_column in ((0, 1 - column), (1, column), (-2, column), (-1, 1 - column)):
+                assert array[at, place] == base + cart.rank_at((its_row, its_column))
 
 
 @pytest.mark.ranks(2)

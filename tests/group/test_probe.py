@@ -17,6 +17,8 @@ from aiocoll import (
     GroupError,
     PeerLostError,
     ProcessGroup,
+    Recv,
+    Send,
 )
 
 from ..internals import comm_of, failing
@@ -263,20 +265,25 @@ async def test_in_a_block_a_probe_starts_with_it(pg: ProcessGroup) -> None:
     await pg.recv(np.zeros(3), other)
 
 
-@pytest.mark.ranks(2)
-@over("unix", "shm")
-async def test_iprobe_takes_what_has_come_without_a_turn_of_the_loop(pg: ProcessGroup) -> None:
-    other = 1 - pg.rank()
-    await pg.send(np.ones(1), other, tag=1)
-    await pg.recv(np.zeros(1), other, tag=1)  # there is a link now
-    await pg.barrier()
-    if pg.rank() == 0:
-        await pg.send(np.ones(1), other)
-        await pg.recv_object(other, tag=2)
-    else:
-        await until(lambda: pg.iprobe() is not None)
-        await pg.recv(np.zeros(1), other)
-        await pg.send_object("done", other, tag=2)
+@pytest.mark.parametrize("transport", ["unix", "shm"])
+async def test_iprobe_takes_what_has_come_without_a_turn_of_the_loop(transport: str) -> None:
+    sent = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        other = 1 - pg.rank()
+        await pg.batch([Send(np.ones(1), other, 1), Recv(np.zeros(1), other, 1)])  # there is a link now
+        await pg.barrier()
+        if pg.rank() == 0:
+            work = pg.send(np.ones(1), 1)
+            sent.set()
+            await work
+        else:
+            await sent.wait()  # this task goes on before the loop looks at the link
+            assert pg.iprobe(0) == Envelope(0, 0, 8, np.dtype(float))
+            await pg.recv(np.zeros(1), 0)
+        await pg.barrier()
+
+    await run_ranks(2, rank, transport=transport)
 
 
 @pytest.mark.ranks(1)
