@@ -139,6 +139,37 @@ async def of_hooks() -> None:
     handle.remove()
 
 
+async def of_cart() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        u = np.full((3, 3), float(pg.rank()))
+        names = await execute(CODE["aiocoll.ProcessGroup.cart"], pg=pg, u=u)
+        assert names["cart"].dims == (2, 1)
+        assert (names["below"], names["above"]) == (1 - pg.rank(), 1 - pg.rank())
+        assert u[:, 1].tolist() == [1.0 - pg.rank(), pg.rank(), 1.0 - pg.rank()]
+
+    await run_ranks(2, body)
+
+
+async def of_plan() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        gradients = np.zeros(2)
+        block = CODE["aiocoll.ProcessGroup.plan"].replace("= ...", "= batch + pg.rank()")
+        await execute(block, pg=pg, ReduceOp=aiocoll.ReduceOp, gradients=gradients, batches=[1.0, 2.0])
+        assert gradients.tolist() == [2.5, 2.5]
+
+    await run_ranks(2, body)
+
+
+async def of_probe() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        if pg.rank():
+            await pg.send(np.arange(3.0), 0, tag=3)
+        else:
+            assert (await execute(CODE["aiocoll.ProcessGroup.probe"], pg=pg, np=np))["x"].tolist() == [0.0, 1.0, 2.0]
+
+    await run_ranks(2, body)
+
+
 async def of_prometheus() -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
     from aiocoll.metrics import prometheus  # imported by the program, too
@@ -175,7 +206,10 @@ async def of_typing() -> None:
 RUN = {
     "aiocoll.BlockingGroup": of_blocking_group,
     "aiocoll.Meeting": of_meeting,
+    "aiocoll.ProcessGroup.cart": of_cart,
     "aiocoll.ProcessGroup.coalescing": of_coalescing,
+    "aiocoll.ProcessGroup.plan": of_plan,
+    "aiocoll.ProcessGroup.probe": of_probe,
     "aiocoll.ProcessGroup.time_estimator": of_time_estimator,
     "aiocoll.elastic": of_elastic,
     "aiocoll.hooks": of_hooks,
@@ -191,5 +225,5 @@ async def test_it_runs(name: str) -> None:
 
 
 def test_all_of_them_run() -> None:
-    """But for the first one, the program of the README; `tests/test_readme.py` compares them."""
-    assert CODE.keys() == RUN.keys() | {"aiocoll"}
+    """But for the program of the README, which `tests/test_readme.py` compares, and the same method for threads."""
+    assert CODE.keys() == RUN.keys() | {"aiocoll", "aiocoll.BlockingGroup.probe"}

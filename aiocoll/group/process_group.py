@@ -100,9 +100,7 @@ class ProcessGroup(MpiCalls):
         self.global_ranks = comm.ranks
         self.recorder = FlightRecorder(comm, spec.options.dump_dir)
         self.completed_everywhere, self.completed_somewhere = spec.completed
-        self._comm = comm
-        self._rank = comm.rank
-        self._devices = spec.devices
+        self._comm, self._rank, self._devices = comm, comm.rank, spec.devices
         dispatcher = self._dispatcher = Dispatcher(self, comm, spec, dry=origin.dry)
         if origin.dry:
             from aiocoll.group.interceptors.dry_run import DryRun  # few groups are
