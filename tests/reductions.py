@@ -13,6 +13,7 @@ from aiocoll import ReduceOp
 Array = NDArray[Any]
 
 HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+NARROW = ("int4", "uint4", "int2", "uint2")
 DTYPES = (
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -21,8 +22,10 @@ DTYPES = (
     "complex64",
     "complex128",
     *HALVES,
+    *NARROW,
 )
-OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "larger", "affine")
+LOGICAL = ("LAND", "LOR", "LXOR")
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", *LOGICAL, "PREMUL_SUM", "larger", "affine")
 
 
 def allowed(op: str, dtype: str) -> bool:
@@ -85,6 +88,8 @@ def data(dtype: str, op: str, rank: int, start: int, count: int) -> Array:
         return mixed * (rank + 1) % 3 == 0
     if "int" in dtype:
         values = mixed - (0 if dtype.startswith("u") else 5)
+        if dtype in NARROW:
+            return (values * 3 + rank).astype(np.int8).astype(numpy_dtype(dtype))  # wraps
         return values.astype(dtype) if op == "AVG" else (values * 37 + rank * 11).astype(dtype)  # wraps
     if dtype.startswith("complex"):
         if op == "PRODUCT":
@@ -108,14 +113,21 @@ def reduced(op: str, dtype: str, inputs: list[Array], world_size: int, first_ran
     if dtype == "bool":
         functions = {"SUM": "logical_or", "MAX": "logical_or", "BOR": "logical_or", "larger": "logical_or"}
         functions |= {"PRODUCT": "logical_and", "MIN": "logical_and", "BAND": "logical_and", "BXOR": "logical_xor"}
+        functions |= {"LAND": "logical_and", "LOR": "logical_or", "LXOR": "logical_xor"}
         return getattr(np, functions[op]).reduce(inputs, axis=0)
+    if op in LOGICAL:
+        function = {"LAND": np.logical_and, "LOR": np.logical_or, "LXOR": np.logical_xor}[op]
+        return function.reduce([x.astype(bool) for x in inputs], axis=0).astype(inputs[0].dtype)
     functions = {"PRODUCT": "multiply", "MIN": "minimum", "MAX": "maximum", "larger": "maximum"}
     functions |= {"BAND": "bitwise_and", "BOR": "bitwise_or", "BXOR": "bitwise_xor"}
     function = getattr(np, functions.get(op, "add"))
-    wide = np.dtype(np.float32) if dtype in HALVES else inputs[0].dtype
+    wide = np.dtype(np.float32) if dtype in HALVES else np.dtype(np.int64) if dtype in NARROW else inputs[0].dtype
     total = inputs[0].astype(wide)
     for x in inputs[1:]:
         total = function(total, x.astype(wide), dtype=wide)
+    if dtype in NARROW:
+        total = total.astype(np.int8).astype(numpy_dtype(dtype)).astype(np.int64)  # wraps
+        return (np.trunc(total / world_size) if op == "AVG" else total).astype(np.int8).astype(numpy_dtype(dtype))
     if op == "AVG":
         # A division of complex numbers would round differently from place to place; by a real one, both parts divide.
         parts = total.view(total.real.dtype)
@@ -128,5 +140,5 @@ def equal(a: Array, b: Array) -> bool:
     """Whether dtype, length and every value are equal (the zeros are)."""
     if a.dtype != b.dtype:
         return False
-    narrow = a.dtype.name in HALVES
+    narrow = a.dtype.name in HALVES + NARROW
     return np.array_equal(a.astype(np.float32), b.astype(np.float32)) if narrow else np.array_equal(a, b)

@@ -97,7 +97,7 @@ async def test_what_has_no_counterpart_is_refused() -> None:
         await pg.broadcast(x.view(np.uint8), root=1)
         assert x["charge"].tolist() == [1, 1]
         # The logical operations.
-        for op, expected in ((ReduceOp.BAND, False), (ReduceOp.BOR, True), (ReduceOp.BXOR, True)):
-            assert (await pg.allreduce(np.array([pg.rank()]) != 0, op)).tolist() == [expected]
+        for op, expected in ((ReduceOp.LAND, [0.0, 0.0]), (ReduceOp.LOR, [1.0, 0.0]), (ReduceOp.LXOR, [1.0, 0.0])):
+            assert (await pg.allreduce(np.array([pg.rank() * 2.5, 0.0]), op)).tolist() == expected
 
     await run_ranks(2, body)

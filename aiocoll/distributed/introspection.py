@@ -118,12 +118,12 @@ def is_xccl_available() -> bool:
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Whether the op is defined on complex numbers: not MIN, MAX, BAND, BOR and BXOR.
+    """Whether the op is defined on complex numbers: not those that compare, and not those on bits or truth values.
 
     Args:
         reduceOp: an operation.
     """
-    return reduceOp not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+    return reduceOp.name not in ("MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR")
 
 
 def get_pg_count() -> int:

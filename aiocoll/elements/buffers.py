@@ -318,6 +318,8 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
 def _torch_dtype(dtype: Any) -> tuple[DType, str | None]:
     """Return the type of a torch dtype, and the integer dtype that shows it to NumPy if NumPy lacks it (else None)."""
     found = by_name(str(dtype).removeprefix("torch."))
+    if found.is_narrow:  # torch has no arithmetic on them either, and does not say how they lie in memory
+        raise TypeError(f"dtype {dtype} is not supported; use torch.int8 or torch.uint8")
     storage = found.storage.name
     return found, None if found.name == storage else {"uint16": "int16", "uint8": "uint8"}[storage]
 

@@ -1,8 +1,9 @@
 """The element types on the wire, and exact conversions between the narrow ones and float32.
 
 A `DType` names an element type on the wire and says how it is stored in the flat NumPy arrays the rest of the library
-works on. bfloat16 and the float8 types, which NumPy does not have, are stored as unsigned integers of their width;
-nothing here needs `ml_dtypes`, whose arrays are recognised by the name of their dtype.
+works on. bfloat16, the float8 types and integers of 4 and 2 bits, which NumPy does not have, are stored as unsigned
+integers of their width, or of 8 bits; nothing here needs `ml_dtypes`, whose arrays are recognised by the name of their
+dtype.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class DType:
     storage: np.dtype[Any]
     kind: Kind
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it is an integer of fewer than 8 bits."""
+        return self.name in _NARROW
+
     def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
         return by_name, (self.name,)
 
@@ -80,8 +86,12 @@ _FLOAT8: Mapping[str, _Float8] = MappingProxyType(
 )
 
 
+#: Integers of fewer than 8 bits, each in a byte.
+_NARROW = ("int4", "uint4", "int2", "uint2")
+
+
 def _define() -> tuple[DType, ...]:
-    carriers = {"bfloat16": "uint16"} | dict.fromkeys(_FLOAT8, "uint8")
+    carriers = {"bfloat16": "uint16"} | dict.fromkeys((*_FLOAT8, *_NARROW), "uint8")
     # Codes are positions in this list: append, never insert.
     kinds: tuple[tuple[Kind, str], ...] = (
         ("bool", "bool"),
@@ -90,6 +100,10 @@ def _define() -> tuple[DType, ...]:
         ("float", "float32 float64"),
         ("complex", "complex64 complex128"),
         ("half", "float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"),
+        ("int", "int4"),
+        ("uint", "uint4"),
+        ("int", "int2"),
+        ("uint", "uint2"),
     )
     pairs = [(kind, name, np.dtype(carriers.get(name, name))) for kind, names in kinds for name in names.split()]
     return tuple(DType(name, code, s.itemsize, s, kind) for code, (kind, name, s) in enumerate(pairs, start=1))
@@ -133,7 +147,7 @@ def by_code(code: int) -> DType:
 
 
 def array_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the dtype of users' arrays of this type; for bfloat16 and float8 it is ml_dtypes'.
+    """Return the dtype of users' arrays of this type; that of ml_dtypes if NumPy has none.
 
     Raises:
         BackendUnavailableError: `dtype` needs ml_dtypes and that is not installed.

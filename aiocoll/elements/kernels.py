@@ -18,7 +18,7 @@ from aiocoll.elements.dtypes import DType, array_dtype
 from aiocoll.elements.half_precision import Kind, half_fold, half_map
 from aiocoll.errors import BackendUnavailableError
 
-__all__ = ["Array", "Kernel", "builtin_kernel", "custom_kernel"]
+__all__ = ["Array", "Combine", "Fold", "Kernel", "builtin_kernel", "chain", "custom_kernel"]
 
 Array = npt.NDArray[Any]
 Combine = Callable[[Array, Array, Array], Any]
@@ -41,6 +41,8 @@ class Kernel(NamedTuple):
         ordered: evaluate by one `fold` over the inputs of all ranks, in rank order.
         portable: the bits of the result do not depend on the index of an element in the arrays, so that several ranks
             may compute the same element. (Except the payload and sign of a NaN made from two NaNs.)
+        of_one: ``of_one(src, out)``: the reduction of one rank's data, where that is not the data itself; else None.
+            It may be applied to each rank's own data before anything else.
     """
 
     combine: Combine
@@ -49,6 +51,7 @@ class Kernel(NamedTuple):
     prescale: Callable[[Array, Array], None] | None = None
     ordered: bool = False
     portable: bool = True
+    of_one: Callable[[Array, Array], None] | None = None
 
 
 def _minimum(a: Array, b: Array, out: Array) -> None:
@@ -101,7 +104,7 @@ def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | com
     finalize = _divider(dtype, world_size) if name == "AVG" else None
     return Kernel(
         combine=combine,
-        fold=_chain(combine, dtype.storage, finalize),
+        fold=chain(combine, dtype.storage, finalize),
         finalize=finalize,
         prescale=None if factor is None else _scaler(dtype, factor),
         # Whether a complex product uses fused multiply-add depends on the index in the vector.
@@ -109,7 +112,9 @@ def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | com
     )
 
 
-def _chain(combine: Combine, storage: np.dtype[Any], finalize: Callable[[Array], None] | None) -> Fold:
+def chain(combine: Combine, storage: np.dtype[Any], finalize: Callable[[Array], None] | None) -> Fold:
+    """Return a fold that combines all inputs in order, in pieces that fit into the cache, then calls `finalize`."""
+
     def piece(inputs: Sequence[Array], out: Array, scratch: Array) -> None:
         if len(inputs) == 1:
             np.copyto(out, inputs[0])

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 from aiocoll.elements.dtypes import DType, Kind
 from aiocoll.elements.kernels import Kernel, builtin_kernel, custom_kernel
+from aiocoll.elements.logical import LOGICAL, logical_kernel
+from aiocoll.elements.narrow_integers import narrow_kernel
 from aiocoll.typing import Array, Number
 
 __all__ = ["Kernel", "ReduceOp", "kernel"]
@@ -23,12 +25,14 @@ class ReduceOp:
     SUM, PRODUCT       any dtype; *or* and *and* on bool; integers wrap
     AVG                SUM divided by the world size; not bool; integers truncate toward zero
     MIN, MAX           not complex; a NaN on any rank gives NaN
-    BAND, BOR, BXOR    bool and integers
+    BAND, BOR, BXOR    bool and integers, bit by bit
+    LAND, LOR, LXOR    not complex; what is not zero is true, NaN too; gives 0 or 1 in the dtype of the arrays
     PREMUL_SUM         floats and complex: each rank multiplies its data by its own factor before the sum
     custom             any dtype
     =================  =================================================================================
 
-    float16, bfloat16 and float8 values are accumulated in float32 in rank order and rounded once.
+    float16, bfloat16 and float8 values are accumulated in float32 in rank order and rounded once. Integers of 4 and 2
+    bits wrap at their width.
 
     Attributes:
         name: ``"SUM"`` and so on; for a custom op the name given to it.
@@ -50,6 +54,9 @@ class ReduceOp:
     BAND: ClassVar[ReduceOp]
     BOR: ClassVar[ReduceOp]
     BXOR: ClassVar[ReduceOp]
+    LAND: ClassVar[ReduceOp]
+    LOR: ClassVar[ReduceOp]
+    LXOR: ClassVar[ReduceOp]
 
     @staticmethod
     def PREMUL_SUM(factor: Number | Array) -> ReduceOp:
@@ -99,6 +106,9 @@ ReduceOp.MAX = ReduceOp("MAX")
 ReduceOp.BAND = ReduceOp("BAND")
 ReduceOp.BOR = ReduceOp("BOR")
 ReduceOp.BXOR = ReduceOp("BXOR")
+ReduceOp.LAND = ReduceOp("LAND")
+ReduceOp.LOR = ReduceOp("LOR")
+ReduceOp.LXOR = ReduceOp("LXOR")
 
 
 def _number(factor: Any) -> float | complex:
@@ -114,16 +124,20 @@ def _number(factor: Any) -> float | complex:
 
 
 _BITWISE: tuple[Kind, ...] = ("bool", "int", "uint")
+_REAL: tuple[Kind, ...] = (*_BITWISE, "float", "half")
 _ALLOWED: Mapping[str, tuple[Kind, ...]] = MappingProxyType(
     {
         "SUM": ("bool", "int", "uint", "float", "half", "complex"),
         "PRODUCT": ("bool", "int", "uint", "float", "half", "complex"),
         "AVG": ("int", "uint", "float", "half", "complex"),
-        "MIN": ("bool", "int", "uint", "float", "half"),
-        "MAX": ("bool", "int", "uint", "float", "half"),
+        "MIN": _REAL,
+        "MAX": _REAL,
         "BAND": _BITWISE,
         "BOR": _BITWISE,
         "BXOR": _BITWISE,
+        "LAND": _REAL,
+        "LOR": _REAL,
+        "LXOR": _REAL,
         "PREMUL_SUM": ("float", "half", "complex"),
     }
 )
@@ -164,4 +178,8 @@ def _builtin(name: str, factor: float | complex | None, dtype: DType, world_size
         if factor.imag != 0:
             raise TypeError(f"op {name}: the factor {factor} is complex but the tensor is {dtype.name}")
         factor = factor.real
+    if name in LOGICAL:
+        return logical_kernel(name, dtype)
+    if dtype.is_narrow:
+        return narrow_kernel(name, dtype, world_size)
     return builtin_kernel(name, dtype, world_size, factor)

@@ -75,10 +75,10 @@ class ProcessGroup(MpiCalls):
 
     **CUDA arrays.** NCCL carries out collectives on CUDA arrays if all ranks have the same version of it and a device
     each. If not, they are staged: copied to the host, where the collective is carried out, and back. Staged is also
-    what NCCL lacks: scans, bit and custom ops, reductions of 16-bit integers, AVG of integers and float8, PRODUCT of
-    complex, and PREMUL_SUM except in `allreduce`; and all reductions of float8, unless NCCL is 2.24 or later and all
-    devices have compute capability 9.0. NCCL rounds floats of 16 bits and less at each step, and its MIN and MAX may
-    lose a NaN. All ranks agree on each call before it begins, in two steps over the host: where they differ,
+    what NCCL lacks: scans, bit, logical and custom ops, reductions of 16-bit integers, AVG of integers and float8,
+    PRODUCT of complex, and PREMUL_SUM except in `allreduce`; and all reductions of float8, unless NCCL is 2.24 or later
+    and all devices have compute capability 9.0. NCCL rounds floats of 16 bits and less at each step, and its MIN and
+    MAX may lose a NaN. All ranks agree on each call before it begins, in two steps over the host: where they differ,
     `CollectiveMismatchError` leaves arrays and group as they are. A group uses one device; ranks that share several
     groups call them in the same order, as NCCL demands of communicators. Messages of more than 256 KiB go by NCCL if
     the group uses it, others through the host; the other end of a message may be an array of the host.

@@ -18,6 +18,7 @@ from ..ranks import run_ranks
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
 NARROW = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+INTEGERS = ["int4", "uint4", "int2", "uint2"]
 PLAIN = ["bool", "int8", "int32", "uint16", "float16", "float32", "complex64"]
 
 
@@ -42,7 +43,7 @@ def of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
     return request.param(request, monkeypatch)
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *NARROW])
+@pytest.mark.parametrize("name", [*PLAIN, *NARROW, *INTEGERS])
 def test_a_new_array_is_the_result(name: str, of: Callable[[Any], Any]) -> None:
     x = of(np.arange(6).reshape(2, 3).astype(name))
     buffer = view(x)
@@ -55,13 +56,13 @@ def test_a_new_array_is_the_result(name: str, of: Callable[[Any], Any]) -> None:
     assert (np.asarray(x) == np.arange(6).reshape(2, 3).astype(name)).all()
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *NARROW])
+@pytest.mark.parametrize("name", [*PLAIN, *NARROW, *INTEGERS])
 def test_what_is_only_read_is_not_copied(name: str, of: Callable[[Any], Any]) -> None:
     x = of(np.arange(6).astype(name))
     assert np.shares_memory(view(x, writable=False).array, np.asarray(x))
 
 
-@pytest.mark.parametrize("name", ["int4", "uint4", "float8_e4m3b11fnuz"])
+@pytest.mark.parametrize("name", ["float8_e4m3b11fnuz", "float4_e2m1fn"])
 def test_dtypes_that_do_not_travel(name: str, of: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"x: dtype {name} is not supported; use one of bool, int8, "):
         view(of(np.ones(3, name)), name="x")
@@ -79,6 +80,9 @@ async def test_calls(transport: str, of: Callable[[Any], Any]) -> None:
         assert np.asarray(await pg.broadcast(mine, 1)).tolist() == [2.0] * 3
         gathered = await pg.allgather([of(np.zeros(3, "bfloat16")) for _ in range(3)], mine)
         assert [np.asarray(each).tolist() for each in gathered] == [[2.0**rank] * 3 for rank in range(3)]
+        nibbles = of(np.array([3, -3, pg.rank()], "int4"))
+        assert np.asarray(await pg.allreduce(nibbles)).astype(int).tolist() == [9 - 16, -9 + 16, 3]
+        assert np.asarray(await pg.allreduce(nibbles, ReduceOp.MIN)).astype(int).tolist() == [3, -3, 0]
         if pg.rank() == 0:
             await pg.send(mine, 1)
         elif pg.rank() == 1:

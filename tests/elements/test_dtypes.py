@@ -57,7 +57,7 @@ def down(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def test_wire_codes_never_change() -> None:
-    codes = {dtypes.by_code(code).name: code for code in range(1, 20)}
+    codes = {dtypes.by_code(code).name: code for code in range(1, 24)}
     assert codes == {
         "bool": 1,
         "int8": 2,
@@ -78,12 +78,16 @@ def test_wire_codes_never_change() -> None:
         "float8_e5m2": 17,
         "float8_e4m3fnuz": 18,
         "float8_e5m2fnuz": 19,
+        "int4": 20,
+        "uint4": 21,
+        "int2": 22,
+        "uint2": 23,
     }
 
 
-@each("code", [0, 20, 255, -1])
+@each("code", [0, 24, 255, -1])
 def test_unknown_code(code: int) -> None:
-    with pytest.raises(ValueError, match=f"dtype code {code} is unknown; codes go from 1 to 19"):
+    with pytest.raises(ValueError, match=f"dtype code {code} is unknown; codes go from 1 to 23"):
         dtypes.by_code(code)
 
 

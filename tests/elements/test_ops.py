@@ -12,8 +12,9 @@ from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 
 from ..each import each
 
-BUILTIN = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+BUILTIN = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR"]
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+INTEGERS += ["int4", "uint4", "int2", "uint2"]
 FLOATS = [
     "float32",
     "float64",
@@ -35,6 +36,9 @@ ALLOWED = {
     "BAND": ["bool", *INTEGERS],
     "BOR": ["bool", *INTEGERS],
     "BXOR": ["bool", *INTEGERS],
+    "LAND": ["bool", *INTEGERS, *FLOATS],
+    "LOR": ["bool", *INTEGERS, *FLOATS],
+    "LXOR": ["bool", *INTEGERS, *FLOATS],
     "PREMUL_SUM": [*FLOATS, *COMPLEX],
 }
 
@@ -156,6 +160,7 @@ def test_kernels_are_cached_but_custom_ones_are_not() -> None:
         ("PRODUCT", "float8_e5m2", True, True),
         ("PREMUL_SUM", "float16", True, True),
         ("MIN", "bfloat16", False, True),
+        ("LXOR", "float16", False, True),
     ],
 )
 def test_what_the_engine_may_do(name: str, dtype: str, ordered: bool, portable: bool) -> None:

@@ -81,7 +81,7 @@ def is_native(kind: str, op: str, dtype: str) -> bool:
     if op == "PREMUL_SUM" and kind != "allreduce":
         return False
     if dtype == "bool":
-        return op not in ("BXOR", "larger")
+        return op not in ("BXOR", "LXOR", "larger")
     if "int" in dtype or "float8" in dtype:
         return op in ("SUM", "PRODUCT", "MIN", "MAX")
     if dtype.startswith("complex"):

@@ -159,7 +159,7 @@ CALLS: dict[str, Callable[[ProcessGroup, Any, ReduceOp], object]] = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", CALLS)
 async def test_an_order_and_bits_are_not_defined_on_them(pg: ProcessGroup, kind: str) -> None:
-    for name, dtype in product(("MIN", "MAX", "BAND", "BOR", "BXOR"), DTYPES):
+    for name, dtype in product(("MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR"), DTYPES):
         tensor = np.full(4, 1j, dtype)
         with pytest.raises(TypeError, match=f"op {name} is not defined on {dtype}; it accepts"):
             CALLS[kind](pg, tensor, getattr(ReduceOp, name))

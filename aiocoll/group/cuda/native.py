@@ -51,7 +51,10 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 _NUMBERS = {"SUM": _SUM, "PRODUCT": _PRODUCT, "MAX": _MAX, "MIN": _MIN}
 #: Ops on values that are 0 or 1.
-_LOGICAL = {"SUM": _MAX, "BOR": _MAX, "MAX": _MAX, "PRODUCT": _MIN, "BAND": _MIN, "MIN": _MIN}
+_LOGICAL = {
+    **dict.fromkeys(("SUM", "MAX", "BOR", "LOR"), _MAX),
+    **dict.fromkeys(("PRODUCT", "MIN", "BAND", "LAND"), _MIN),
+}
 _FLOATS = {**_NUMBERS, "AVG": _AVG, "PREMUL_SUM": _SUM}
 #: Complex numbers as pairs: real and imaginary parts separately.
 _COMPLEX = {"SUM": _SUM, "AVG": _AVG, "PREMUL_SUM": _SUM}

@@ -84,6 +84,8 @@ class Planner:
         if found is None:
             # First, since it checks the op.
             made = kernel(op, dtype, self._size) if spec_of(kind).reduces else None  # type: ignore[arg-type]
+            if made is not None and made.of_one is not None and kind == "exscan":
+                made = made._replace(prescale=made.of_one)  # rank 1 gets what rank 0 gave
             name = None if op is None else op.wire_name
             plan = self.compiled(kind, dtype, sizes, made, name, root, agreed)
             plan.op = op
@@ -113,7 +115,7 @@ class Planner:
         nbytes = (sum(sizes[0]) if sizes and isinstance(sizes[0], tuple) else sum(sizes)) * (
             0 if dtype is None else dtype.itemsize
         )
-        if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is None:
+        if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is made.of_one is None:
             # A rank alone returns its input; reducing it with itself took as long as the rest of the call.
             return Plan(signature, Program((), (), "alone"), dtype, made, ProgramExecutor)
         algorithm = choose(

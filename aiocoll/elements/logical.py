@@ -1,0 +1,63 @@
+"""LAND, LOR and LXOR: a number is true if it is not zero, and results are 0 or 1 in the dtype of the arrays.
+
+NaN is true, as in C and NumPy. Numbers that NumPy does not have are compared by their codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from aiocoll.elements.dtypes import DType, from_float32
+from aiocoll.elements.kernels import Array, Combine, Kernel, chain
+
+__all__ = ["LOGICAL", "logical_kernel"]
+
+LOGICAL: Mapping[str, np.ufunc] = MappingProxyType(
+    {"LAND": np.logical_and, "LOR": np.logical_or, "LXOR": np.logical_xor}
+)
+
+
+def logical_kernel(name: str, dtype: DType) -> Kernel:
+    """Return the kernel of a logical op; the caller has checked that it is defined on `dtype`."""
+    ufunc = LOGICAL[name]
+    if dtype.kind == "half" and dtype.storage.kind == "u":
+        return _of_codes(ufunc, dtype)
+
+    def combine(a: Array, b: Array, out: Array) -> None:
+        ufunc(a, b, out)
+
+    def truth(src: Array, out: Array) -> None:
+        np.not_equal(src, 0, out)
+
+    return _kernel(dtype, combine, truth)
+
+
+def _of_codes(ufunc: np.ufunc, dtype: DType) -> Kernel:
+    one = np.empty(1, dtype.storage)
+    from_float32(dtype)(np.ones(1, np.float32), one)
+    # In the types without a negative zero, its code is NaN.
+    has_sign = not dtype.name.endswith("fnuz")
+    size = np.array(np.iinfo(dtype.storage).max >> has_sign, dtype.storage)
+
+    def combine(a: Array, b: Array, out: Array) -> None:
+        np.multiply(ufunc(np.bitwise_and(a, size), np.bitwise_and(b, size)), one, out)
+
+    def truth(src: Array, out: Array) -> None:
+        np.multiply(np.not_equal(np.bitwise_and(src, size), 0), one, out)
+
+    return _kernel(dtype, combine, truth)
+
+
+def _kernel(dtype: DType, combine: Combine, truth: Callable[[Array, Array], None]) -> Kernel:
+    several = chain(combine, dtype.storage, None)
+
+    def fold(inputs: Sequence[Array], out: Array) -> None:
+        if len(inputs) == 1:
+            truth(inputs[0], out)
+        else:
+            several(inputs, out)
+
+    return Kernel(combine, fold, of_one=truth)
