@@ -1,6 +1,7 @@
 """Elements of arrays: their types, reductions and kernels, and any array as a flat view.
 
 dtypes           the element types on the wire, and exact conversions between the narrow ones and float32
+element_type     `DType`; `records` are those that only move: structured dtypes, dates, texts
 ops              the reductions, and the types on which each is defined
 kernels          their computation; `half_precision` and `packed` are for floats of 16 bits and fewer, `logical`
                  for LAND, LOR and LXOR, `narrow_integers` for those of 4 and 2 bits

@@ -57,7 +57,9 @@ def spare(buffer: Buffer) -> Buffer:
         buffer.array[:] = fresh
         return buffer.finish()
 
-    return Buffer(fresh, buffer.dtype, buffer.shape, buffer.result, writeback)
+    made = Buffer(fresh, buffer.dtype, buffer.shape, buffer.result, writeback)
+    made.count = buffer.count
+    return made
 
 
 def same_place(a: Buffer, a_name: str, b: Buffer, b_name: str, rank: int | None = None) -> None:

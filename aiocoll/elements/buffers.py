@@ -53,8 +53,9 @@ class Buffer:
     """A flat, contiguous array to send from or receive into.
 
     Attributes:
-        array: 1-D ndarray of ``dtype.storage``: the caller's memory, or a staging copy of it. For memory on a CUDA
-            device a `DeviceArray` (typed as an ndarray), whose `back` is the `writeback`.
+        array: 1-D ndarray of ``dtype.storage``, ``dtype.unit`` of them for each element: the caller's memory, or a
+            staging copy of it. For memory on a CUDA device a `DeviceArray` (typed as an ndarray), whose `back` is the
+            `writeback`.
         dtype: element type.
         shape: of the caller's object.
         count: number of elements.
@@ -138,10 +139,11 @@ def scalar(value: Any) -> Buffer:
         OverflowError: an int that does not fit in 64 bits.
     """
     if isinstance(value, np.generic):
-        # A structured or string scalar is refused like an array of it.
         given = np.array(value)
         dtype = of_numpy(given.dtype)
-        return Buffer(given.reshape(1).view(dtype.storage), dtype, (), value, lambda: given[()])
+        buffer = Buffer(given.reshape(1).view(dtype.storage), dtype, (), value, lambda: given[()])
+        buffer.count = 1
+        return buffer
     if not is_scalar(value):
         raise TypeError(f"expected a number, not {type(value).__name__}")
     dtype = next(dtype for kind, dtype in _PYTHON_NUMBERS if isinstance(value, kind))
@@ -205,7 +207,10 @@ def _share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
     shape = array.shape
     flat = array if len(shape) == 1 else array.reshape(-1)
     if flat.dtype is not dtype.storage:
-        flat = flat.view(dtype.storage)
+        count, flat = flat.size, flat.view(dtype.storage)
+        buffer = Buffer(flat, dtype, shape, obj)
+        buffer.count = count
+        return buffer
     return Buffer(flat, dtype, shape, obj)
 
 

@@ -165,9 +165,12 @@ class _ForeignStream:
 
 def _dtype(dtype: np.dtype[Any], name: str) -> DType:
     try:
-        return of_numpy(dtype)
+        found = of_numpy(dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
+    if found.unit != 1:
+        raise TypeError(f"{name}: dtype {dtype} is taken in arrays of the host only; here pass {name}.view('uint8')")
+    return found
 
 
 def _named(obj: Any, found: np.dtype[Any]) -> DType | None:

@@ -9,45 +9,27 @@ dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from aiocoll.elements.element_type import DType, Kind
+from aiocoll.elements.records import LAYOUT, Record, record, record_by_code, record_by_name
 from aiocoll.errors import BackendUnavailableError
 
 __all__ = ["DType", "Kind", "array_dtype", "by_code", "by_name", "from_float32", "of_numpy", "to_float32"]
 
-Kind = Literal["bool", "int", "uint", "float", "half", "complex"]
 Convert = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DType:
-    """An element type. There is one instance per type, so `is` and hashing by identity work.
+class _Number(DType):
+    """A type of numbers, which all processes have."""
 
-    Attributes:
-        name: NumPy's, or ml_dtypes' name, which is also torch's.
-        code: its number on the wire, 1 to 255, fixed forever; 0 is for operations without data.
-        itemsize: bytes per element.
-        storage: dtype of the flat arrays that hold it.
-        kind: the arithmetic that applies; ``"half"`` is every float of 16 bits or fewer: they accumulate in float32.
-    """
-
-    name: str
-    code: int
-    itemsize: int
-    storage: np.dtype[Any]
-    kind: Kind
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether it is an integer of fewer than 8 bits."""
-        return self.name in _NARROW
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
         return by_name, (self.name,)
@@ -106,7 +88,7 @@ def _define() -> tuple[DType, ...]:
         ("uint", "uint2"),
     )
     pairs = [(kind, name, np.dtype(carriers.get(name, name))) for kind, names in kinds for name in names.split()]
-    return tuple(DType(name, code, s.itemsize, s, kind) for code, (kind, name, s) in enumerate(pairs, start=1))
+    return tuple(_Number(name, code, s.itemsize, s, kind) for code, (kind, name, s) in enumerate(pairs, start=1))
 
 
 _ALL = _define()
@@ -125,6 +107,8 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
         return found
     if dtype.type.__module__ == "ml_dtypes" and dtype.name in _BY_NAME:
         return _BY_NAME[dtype.name]
+    if (made := record(dtype)) is not None:
+        return made
     if not dtype.isnative and dtype.newbyteorder("=") in _NATIVE:
         hint = "convert it first: x.astype(x.dtype.newbyteorder('='))"
         raise TypeError(f"dtype {dtype.str!r} is {dtype.name} in foreign byte order; {hint}")
@@ -132,15 +116,17 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
 
 
 def by_name(name: str) -> DType:
-    """Return the type called `name`; TypeError when there is none."""
-    found = _BY_NAME.get(name)
+    """Return the type called `name`; TypeError when there is none, or it is a layout that this process does not use."""
+    found = _BY_NAME.get(name) or record_by_name(name)
     if found is None:
         raise TypeError(f"dtype {name!r} is not supported; use one of {', '.join(_BY_NAME)}")
     return found
 
 
 def by_code(code: int) -> DType:
-    """Return the type with number `code` on the wire; ValueError when there is none."""
+    """Return the type with number `code` on the wire; ValueError when there is none, or `by_name` knows none."""
+    if code & LAYOUT and (found := record_by_code(code)) is not None:
+        return found
     if not 1 <= code <= len(_ALL):
         raise ValueError(f"dtype code {code} is unknown; codes go from 1 to {len(_ALL)}")
     return _ALL[code - 1]
@@ -152,6 +138,8 @@ def array_dtype(dtype: DType) -> np.dtype[Any]:
     Raises:
         BackendUnavailableError: `dtype` needs ml_dtypes and that is not installed.
     """
+    if isinstance(dtype, Record):
+        return dtype.array
     if dtype in _NATIVE.values():
         return dtype.storage
     try:

@@ -161,6 +161,11 @@ def kernel(op: ReduceOp, dtype: DType, world_size: int) -> Kernel:
     """
     if not isinstance(op, ReduceOp):
         raise TypeError(f"op must be a ReduceOp, such as ReduceOp.SUM, not {type(op).__name__}")
+    if dtype.kind == "record":
+        raise TypeError(
+            f"op {op.name} is not defined on {dtype.name}, whose arrays only move: reduce its numbers by themselves, "
+            "such as each field in a call of its own"
+        )
     if op.function is not None:  # not cached: a cache would keep the user's function alive
         return custom_kernel(op.function, op.name, op.commutative, dtype)
     return _builtin(op.name, op.factor, dtype, world_size)

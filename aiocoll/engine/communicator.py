@@ -258,7 +258,7 @@ class Communicator:
         self._ended.pop(op, None)
 
     def record(self, op: int) -> Record | None:
-        """Return the record of a collective; for a child operation, the record of its parent."""
+        """Return the record of a collective, or of a send; for a child operation, the record of its parent."""
         operation = self.operations.get(op)
         return self.operation_log.find(self._ended.get(op, op)) if operation is None else Record(*operation.entry)
 

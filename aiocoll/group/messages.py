@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from aiocoll.elements.buffers import Buffer, byte_view, clash, view
-from aiocoll.elements.dtypes import array_dtype, by_code
+from aiocoll.elements.dtypes import array_dtype, by_code, by_name
+from aiocoll.elements.records import LAYOUT
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.matching.inbound import TAG_LIMIT, InboundMessage
@@ -34,6 +35,7 @@ A_co = TypeVar("A_co", bound=Array, covariant=True)
 _ndarray = np.ndarray
 #: Bytes of the longest message: its frames carry its length in 32 bits.
 LONGEST = 2**32 - 1
+_BYTES = by_name("uint8")
 
 
 class Message(Generic[A_co]):
@@ -293,7 +295,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         data = arrival.data()
         if arrival.code == OBJECT:
             return arrival.peer, await self._read(arrival, data)
-        dtype = by_code(arrival.code)
+        dtype = _BYTES if arrival.code & LAYOUT else by_code(arrival.code)
         return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
 
     async def _read(self, arrival: InboundMessage, data: bytes) -> Any:

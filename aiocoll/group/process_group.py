@@ -876,7 +876,8 @@ class ProcessGroup(MpiCalls):
             tag: that of the sends.
 
         Returns:
-            An iterator over pairs ``(source, message)``: a rank, and a 1-D array or the object that was sent.
+            An iterator over pairs ``(source, message)``: a rank, and a 1-D array or the object that was sent. A
+            message of a structured dtype, of dates or of texts is an array of its bytes.
 
         Raises:
             TypeError, ValueError: `tag` is wrong.

@@ -50,7 +50,7 @@ def gather_unsized(
     dtype = array_dtype(source.dtype)
 
     def pack(parts: list[NDArray[Any]]) -> list[Any]:
-        return [part.view(dtype).reshape(_shape(source, part.size)) for part in parts]
+        return [part.reshape(_shape(source, part.size)) for part in (part.view(dtype) for part in parts)]
 
     def make(identity: int, work: Work[Any]) -> Operation:
         return Gathered(dispatcher.comm, identity, signature, Given(source.array, pack), work)

@@ -215,16 +215,11 @@ def test_what_is_not_an_array(obj: Any) -> None:
 @pytest.mark.parametrize(
     ("obj", "message"),
     [
-        (np.array([None]), "x: dtype object is not supported; use one of bool"),
-        (np.array(["a"]), "x: dtype <U1 is not supported"),
-        (np.zeros(2, "M8[s]"), r"x: dtype datetime64\[s\] is not supported"),
-        (np.zeros(2, "m8[s]")[::2], r"x: dtype timedelta64\[s\] is not supported"),
-        (np.zeros(2, [("a", "f4")]), "x: dtype .* is not supported"),
+        (np.array([None]), "x: dtype object refers to objects of this process"),
         (np.zeros(2, ">i4"), "x: dtype '>i4' is int32 in foreign byte order"),
         (np.zeros(2, np.longdouble), "x: dtype (longdouble|float128|float96) is not supported"),
-        ((ctypes.c_char * 2)(), "x: dtype .S1 is not supported"),
     ],
-    ids=["object", "str", "datetime", "timedelta", "structured", "big-endian", "long double", "char"],
+    ids=["object", "big-endian", "long double"],
 )
 def test_refused_dtypes(obj: Any, message: str) -> None:
     if isinstance(obj, np.ndarray) and obj.dtype == np.float64:
@@ -292,8 +287,12 @@ def test_what_is_not_a_number(value: Any) -> None:
 
 
 def test_scalars_of_other_dtypes() -> None:
-    with pytest.raises(TypeError, match=r"dtype datetime64\[D\] is not supported"):
-        scalar(np.datetime64("2020-01-01"))
+    buffer = scalar(np.datetime64("2020-01-01"))
+    assert (buffer.dtype.name, buffer.count, buffer.nbytes, buffer.shape) == ("<M8[D]", 1, 8, ())
+    buffer.array.view("M8[D]")[:] = np.datetime64("2021-02-03")
+    assert buffer.finish() == np.datetime64("2021-02-03")
+    with pytest.raises(TypeError, match=r"dtype longdouble|float128|float96 is not supported"):
+        scalar(np.longdouble(1))
 
 
 def test_overlaps() -> None:

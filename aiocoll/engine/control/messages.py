@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from aiocoll.elements.records import LONGEST_NAME
 from aiocoll.engine.control.shapes import (
     Check,
     Misfit,
@@ -137,7 +138,7 @@ _GROUP = integer(_U32)
 
 _CALL: dict[str, Check] = {
     "device": text(64),
-    "dtype": maybe(text(64)),
+    "dtype": maybe(text(LONGEST_NAME)),
     "counts": maybe(listed(_COUNT)),
     "sends": maybe(per_rank),
     "receives": maybe(per_rank),
@@ -297,7 +298,7 @@ SHAPES: dict[str, _Shape] = {
         CONTROL,
         RELAYED,
     ),
-    "disagree": _shape(fields(t=_TEXT, g=_GROUP, op=_OPERATION, theirs=_DESCRIPTION), CONTROL, DATA, RELAYED),
+    "disagree": _shape(fields(t=_TEXT, g=_GROUP, op=integer(_U64), theirs=_DESCRIPTION), CONTROL, DATA, RELAYED),
     "differ": _shape(fields(t=_TEXT, g=_GROUP, one=_DESCRIPTION, two=_DESCRIPTION), CONTROL, DATA, RELAYED),
 }
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, Protocol
 
 from aiocoll.codec.limits import MAX_BYTES
+from aiocoll.elements.records import LAYOUT
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
 from aiocoll.engine.matching.outbound import OBJECT, Content, begun, message_signature
 from aiocoll.engine.operations.group import Group
@@ -106,6 +107,9 @@ class PostedReceive(Receive):
             self.view = memoryview(bytearray(arrival.total))
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
             arrival.discard = True
+            if arrival.code & LAYOUT:  # only its sender can describe it
+                self.comm.mismatches.disagree(arrival.peer, arrival.op, self.describe())
+                return
             number = arrival.op & 0xFFFFFFFF
             signature = message_signature("SEND", arrival.code, arrival.total)
             theirs = description(arrival.peer, signature, signature.counts, None, number)

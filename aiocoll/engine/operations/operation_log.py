@@ -16,7 +16,7 @@ from collections import deque
 from types import CodeType
 from typing import Any, Final, NamedTuple
 
-from aiocoll.engine.operations.signature import Signature, description
+from aiocoll.engine.operations.signature import P2P, Signature, description
 
 __all__ = [
     "ENDED",
@@ -108,8 +108,9 @@ class OperationLog:
         return entry
 
     def find(self, op: int) -> Record | None:
-        """Return the record of a collective, if it is still in the log."""
-        return next((Record(*entry) for entry in reversed(self.collectives) if entry[0] == op), None)
+        """Return the record of a collective, or of a send, if it is still in the log."""
+        ring = self.messages if op & P2P else self.collectives
+        return next((Record(*entry) for entry in reversed(ring) if entry[0] == op), None)
 
     def last(self) -> Record | None:
         """Return the record of the last collective."""

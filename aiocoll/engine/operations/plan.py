@@ -35,7 +35,8 @@ class Plan:
     Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
     of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
     `targets` are the ranks that this one sends to, `origins` those it receives from, both in ascending order;
-    `executor` carries it out; `op` is how the call that it was made for reduces.
+    `executor` carries it out; `op` is how the call that it was made for reduces. Arrays, `count` and the program are in
+    elements of `storage`, of `itemsize` bytes; the signature is in elements of the dtype, which have `unit` of them.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Plan:
         "storage",
         "targets",
         "totals",
+        "unit",
         "verbs",
     )
 
@@ -76,9 +78,10 @@ class Plan:
         self.algorithm = program.algorithm
         self.kernel = kernel
         self.dtype = dtype
-        self.itemsize = dtype.itemsize if dtype is not None else 1
         self.storage: np.dtype[Any] = dtype.storage if dtype is not None else np.dtype(np.uint8)
-        self.count = signature.counts[0] if signature.counts else 0
+        self.itemsize = self.storage.itemsize
+        self.unit = dtype.unit if dtype is not None else 1
+        self.count = signature.counts[0] * self.unit if signature.counts else 0
         self.nbytes = self.count * self.itemsize
         self.fingerprint = signature.fingerprint()
         self.scratch = program.scratch

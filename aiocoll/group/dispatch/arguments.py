@@ -91,8 +91,10 @@ class Arguments:
 
 def slices(whole: Buffer, counts: Sequence[int]) -> list[Buffer]:
     """Cut a buffer; the parts share its memory, staged or not."""
-    parts, start = [], 0
+    parts, start, unit = [], 0, whole.dtype.unit
     for count in counts:
-        parts.append(Buffer(whole.array[start : start + count], whole.dtype, (count,), None))
-        start += count
+        part = Buffer(whole.array[start : start + count * unit], whole.dtype, (count,), None)
+        part.count = count
+        parts.append(part)
+        start += count * unit
     return parts

@@ -134,6 +134,10 @@ class Planner:
                 if shared is OneShotTensor:
                     steps = self._program(kind, _DIRECT[kind], sizes, root, made).actions
                 return Plan(signature, Program(steps, (), _NAMES[shared]), dtype, made, shared)
+        if dtype is not None and (unit := dtype.unit) != 1:  # programs count elements of the storage
+            sizes = tuple(
+                tuple(each * unit for each in size) if isinstance(size, tuple) else size * unit for size in sizes
+            )
         program = self._program(kind, algorithm, sizes, root, made)
         executor = self._moves(program, dtype) if spec_of(kind).private else ProgramExecutor
         return Plan(signature, program, dtype, made, executor)
@@ -180,7 +184,7 @@ class Planner:
 
     def _moves(self, program: Program, dtype: DType | None) -> Executor:
         """Return the executor of a program in which only the two ends of a message know its count."""
-        comm, itemsize = self._comm, 1 if dtype is None else dtype.itemsize
+        comm, itemsize = self._comm, 1 if dtype is None else dtype.storage.itemsize
         small = {fits(comm, action.region.count * itemsize) for action in program.actions if action.peer >= 0}
         if not comm.chunk_nbytes or True not in small:
             return ProgramExecutor

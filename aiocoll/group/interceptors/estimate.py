@@ -74,7 +74,7 @@ def _prediction(comm: Communicator, call: Call) -> Predicted:
     if signature is None:
         return Predicted(call.op, call.nbytes, None, seconds_of(Load(1, 1, 1, call.nbytes, call.nbytes, 0), machine))
     if call.plan is not None:
-        nbytes, algorithm = _whole(signature, comm) * call.plan.itemsize, call.plan.algorithm
+        nbytes, algorithm = _whole(signature, comm) * call.plan.unit * call.plan.itemsize, call.plan.algorithm
     elif call.op == "MONITORED_BARRIER":
         nbytes, algorithm = 0, "linear"
     else:

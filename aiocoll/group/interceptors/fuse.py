@@ -35,6 +35,9 @@ LAYOUTS = 16
 #: Bytes of a stamp.
 STAMP = 8
 
+#: As what elements that only move are fused.
+_BYTES = by_name("uint8")
+
 #: What was called: a plan, or the signature of what has none.
 Called = Plan | Signature
 
@@ -94,7 +97,7 @@ class Fuser:
         writes = spec.outputs(self._rank, self._size, signature.root)
         if len(positions) == 1:
             return Bucket(tuple(positions), plans[0].copy(), reads=reads, writes=writes)
-        counts = _columns([self._counts(spec, plan.signature) for plan in plans])
+        counts = _columns([self._counts(spec, plan) for plan in plans])
         stamps = sources = None
         if spec.private:
             size = -(-STAMP // plans[0].itemsize)
@@ -120,13 +123,16 @@ class Fuser:
         signature, spec, kernel = like.signature, like.signature.spec, like.kernel
         if kernel is not None and kernel.prescale is not None:
             kernel = kernel._replace(prescale=None)
-        dtype = None if signature.dtype is None else by_name(signature.dtype)
+        dtype = _BYTES if like.unit != 1 else like.dtype
         agreed = () if spec.private else None
         given = spec.sizes(sizes, self._rank)
         return self._planner.compiled(spec.kind, dtype, given, kernel, signature.reduce, signature.root, agreed)
 
-    def _counts(self, spec: Spec, signature: Signature) -> tuple[int | None, ...]:
-        return spec.counts(signature.counts, signature.sends, signature.receives, self._rank, signature.root)
+    def _counts(self, spec: Spec, plan: Plan) -> tuple[int | None, ...]:
+        """Return the elements of each buffer, of the plan's storage."""
+        signature, unit = plan.signature, plan.unit
+        counts = spec.counts(signature.counts, signature.sends, signature.receives, self._rank, signature.root)
+        return counts if unit == 1 else tuple(None if count is None else count * unit for count in counts)
 
 
 class _Entry(NamedTuple):
@@ -160,7 +166,7 @@ class _Names:
 
 
 def _is_large(plan: Plan) -> bool:
-    return not plan.signature.spec.private and sum(plan.signature.counts) * plan.itemsize >= LARGE
+    return not plan.signature.spec.private and sum(plan.signature.counts) * plan.unit * plan.itemsize >= LARGE
 
 
 def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | None, ...]:
