@@ -78,14 +78,14 @@ async def test_the_lowest_rank_of_the_smallest_is_found() -> None:
 
     async def body(pg: ProcessGroup) -> Any:
         rank = pg.rank()
-        values, ranks = await space["minloc_of_each"](pg, np.array([2.0, 3.0 - rank, rank % 2]))
-        return await space["minloc"](pg, rank % 2), values.tolist(), ranks.tolist()
+        values, ranks = await space["minloc"](pg, np.array([2.0, 3.0 - rank, rank % 2]))
+        return values.tolist(), ranks.tolist()
 
-    assert await run_ranks(4, body) == [((0, 0), [2.0, 0.0, 0.0], [0, 3, 0])] * 4
+    assert await run_ranks(4, body) == [([2.0, 0.0, 0.0], [0, 3, 0])] * 4
 
 
-async def test_what_has_no_counterpart_is_refused() -> None:
-    """Messages to no rank, structured dtypes; as bytes these can move."""
+async def test_dtypes_and_operations_of_mpi() -> None:
+    """Structured dtypes and logical operations."""
 
     async def body(pg: ProcessGroup) -> None:
         x = np.zeros(2, [("mass", "f8"), ("charge", "i4")])

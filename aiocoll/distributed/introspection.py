@@ -123,7 +123,7 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
     Args:
         reduceOp: an operation.
     """
-    return reduceOp.name not in ("MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR")
+    return reduceOp.name not in ("MIN", "MAX", "BAND", "BOR", "BXOR", "LAND", "LOR", "LXOR", "MINLOC", "MAXLOC")
 
 
 def get_pg_count() -> int:

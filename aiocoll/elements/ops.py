@@ -12,6 +12,7 @@ from aiocoll.elements.dtypes import DType, Kind
 from aiocoll.elements.kernels import Kernel, builtin_kernel, custom_kernel
 from aiocoll.elements.logical import LOGICAL, logical_kernel
 from aiocoll.elements.narrow_integers import narrow_kernel
+from aiocoll.elements.pairs import LOCATING, Pair, pair_kernel
 from aiocoll.typing import Array, Number
 
 __all__ = ["Kernel", "ReduceOp", "kernel"]
@@ -27,6 +28,8 @@ class ReduceOp:
     MIN, MAX           not complex; a NaN on any rank gives NaN
     BAND, BOR, BXOR    bool and integers, bit by bit
     LAND, LOR, LXOR    not complex; what is not zero is true, NaN too; gives 0 or 1 in the dtype of the arrays
+    MINLOC, MAXLOC     arrays of pairs, such as of np.dtype([("value", "f8"), ("index", "i8")]): the pair with the
+                       smallest or largest value, of several the one with the lowest index; NaN comes first
     PREMUL_SUM         floats and complex: each rank multiplies its data by its own factor before the sum
     custom             any dtype
     =================  =================================================================================
@@ -57,6 +60,8 @@ class ReduceOp:
     LAND: ClassVar[ReduceOp]
     LOR: ClassVar[ReduceOp]
     LXOR: ClassVar[ReduceOp]
+    MINLOC: ClassVar[ReduceOp]
+    MAXLOC: ClassVar[ReduceOp]
 
     @staticmethod
     def PREMUL_SUM(factor: Number | Array) -> ReduceOp:
@@ -109,6 +114,8 @@ ReduceOp.BXOR = ReduceOp("BXOR")
 ReduceOp.LAND = ReduceOp("LAND")
 ReduceOp.LOR = ReduceOp("LOR")
 ReduceOp.LXOR = ReduceOp("LXOR")
+ReduceOp.MINLOC = ReduceOp("MINLOC")
+ReduceOp.MAXLOC = ReduceOp("MAXLOC")
 
 
 def _number(factor: Any) -> float | complex:
@@ -161,6 +168,11 @@ def kernel(op: ReduceOp, dtype: DType, world_size: int) -> Kernel:
     """
     if not isinstance(op, ReduceOp):
         raise TypeError(f"op must be a ReduceOp, such as ReduceOp.SUM, not {type(op).__name__}")
+    if op.wire_name in LOCATING and dtype.kind not in ("pair", "record"):
+        raise TypeError(
+            f"op {op.name} is not defined on {dtype.name}; it accepts arrays of pairs, such as of "
+            "np.dtype([('value', 'f8'), ('index', 'i8')])"
+        )
     if dtype.kind == "record":
         raise TypeError(
             f"op {op.name} is not defined on {dtype.name}, whose arrays only move: reduce its numbers by themselves, "
@@ -174,6 +186,8 @@ def kernel(op: ReduceOp, dtype: DType, world_size: int) -> Kernel:
 # Room for ops times dtypes of a few world sizes; bounded because the number of PREMUL_SUM factors is not.
 @lru_cache(maxsize=512)
 def _builtin(name: str, factor: float | complex | None, dtype: DType, world_size: int) -> Kernel:
+    if isinstance(dtype, Pair):
+        return pair_kernel(name, dtype)
     allowed = _ALLOWED.get(name, ())
     if dtype.kind not in allowed:
         raise TypeError(

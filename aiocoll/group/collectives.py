@@ -9,6 +9,7 @@ from aiocoll.elements.allocate import empty_like, same_place, spare
 from aiocoll.elements.buffers import Buffer, clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.ops import ReduceOp
+from aiocoll.elements.pairs import paired
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.arguments import Arguments, slices
@@ -257,6 +258,9 @@ class Collectives:
         self, target: Buffer, blocks: Sequence[Buffer], op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         d = self._dispatcher
+        if target.dtype.kind == "record":
+            target = paired(target, op, writable=True)
+            blocks = [paired(block, op, writable=False) for block in blocks]
         if any(overlaps(block.array, target.array) for block in blocks):
             target = spare(target)
         plan = d.planner.plan("reduce_scatter", target.dtype, (tuple(block.count for block in blocks),), op=op)

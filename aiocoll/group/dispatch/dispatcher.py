@@ -14,6 +14,7 @@ import numpy as np
 
 from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.elements.ops import ReduceOp
+from aiocoll.elements.pairs import paired
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
@@ -177,6 +178,8 @@ class Dispatcher:
         buffer = (
             view(tensor, writable=writable) if type(tensor) is _ndarray or not is_scalar(tensor) else scalar(tensor)
         )
+        if op is not None and buffer.dtype.kind == "record":
+            buffer = paired(buffer, op, writable=writable)
         plan = self.planner.plan(kind, buffer.dtype, (buffer.count,), op=op, root=root)
         if call is not None:
             keep(self._plans_by_array, call, (plan, op))
