@@ -371,7 +371,8 @@ def _not_an_array(obj: Any, name: str) -> TypeError:
     scipy = sys.modules.get("scipy.sparse")
     if scipy is not None and scipy.issparse(obj):
         return TypeError(
-            f"{name} must be a dense array, not a {type(obj).__name__}: only allreduce accepts sparse ones"
+            f"{name} must be a dense array, not a {type(obj).__name__}: sparse ones are for allreduce, reduce, "
+            "broadcast, allgather and gather"
         )
     hint = f"; pass {name}.to_numpy()" if hasattr(obj, "to_numpy") else ""
     return TypeError(f"{name} must be {_ACCEPTED}, not {type(obj).__name__}{hint}")

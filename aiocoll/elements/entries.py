@@ -7,7 +7,8 @@ that take long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,14 +54,16 @@ def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
     return Entries(places[starts], _down(sums, dtype))
 
 
-def merged(parts: Sequence[Entries], dtype: DType) -> Entries:
+def merged(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], None] | None = None) -> Entries:
     """Add up the entries of several ranks, in the order of `parts`: the union of their indices, and the sums.
+
+    `divide` makes averages of flat sums, in place, before they are rounded.
 
     float16, bfloat16 and float8 values are added up in float32 and rounded once; bool is *or*; integers wrap.
     Time: n log p, since a stable sort merges sorted lists.
     """
     parts = [part for part in parts if len(part.places)] or list(parts[:1])
-    if len(parts) == 1:
+    if len(parts) == 1 and divide is None:
         return Entries(parts[0].places.copy(), parts[0].values.copy())  # aligned, and not shared
     every = np.concatenate([part.places for part in parts])
     every.sort(kind="stable")  # merges the sorted parts
@@ -70,6 +73,8 @@ def merged(parts: Sequence[Entries], dtype: DType) -> Entries:
         for part in parts:
             # An index is in a part at most once, so no addition is lost.
             sums[np.searchsorted(places, part.places)] += _up(part.values, dtype)
+    if divide is not None:
+        divide(sums.reshape(-1))
     return Entries(places, _down(sums, dtype))
 
 
@@ -97,8 +102,15 @@ def pack(entries: Entries) -> Array:
     return packed
 
 
-def unpack(packed: Array, count: int, like: Entries) -> Entries:
-    """Return `count` entries from the bytes of `pack`, which need not be aligned, in the form of `like`."""
+def unpack(packed: Array, count: int | None, like: Entries) -> Entries:
+    """Return `count` entries (None: all) from the bytes of `pack`, which need not be aligned, in the form of `like`.
+
+    They share the memory, unless all are asked for.
+    """
+    if count is None:
+        row = like.places.itemsize + like.values.itemsize * math.prod(like.values.shape[1:])
+        places, values = unpack(packed, len(packed) // row, like)
+        return Entries(places.copy(), values.copy())
     split = count * like.places.itemsize
     values = packed[split:].view(like.values.dtype)
     return Entries(packed[:split].view(like.places.dtype), values.reshape(count, *like.values.shape[1:]))

@@ -21,7 +21,7 @@ from aiocoll.elements.buffers import view
 from aiocoll.elements.dtypes import DType, of_numpy
 from aiocoll.elements.entries import Entries, coalesced
 
-__all__ = ["SparseArray", "is_sparse", "sparse_array"]
+__all__ = ["SparseArray", "empty_entries", "fresh_like", "is_sparse", "sparse_array"]
 
 Array = NDArray[Any]
 _INT32 = np.iinfo(np.int32).max
@@ -76,6 +76,27 @@ def sparse_array(obj: Any, name: str = "tensor") -> SparseArray:
     if obj.format in ("csr", "csc"):
         return _of_compressed(obj, name)
     raise TypeError(f"{name} is a {type(obj).__name__} in format {obj.format!r}; pass {name}.tocsr() or {name}.tocoo()")
+
+
+def empty_entries(array: SparseArray) -> Entries:
+    """Return no entries, in the form that those of `array` have."""
+    values = np.empty((0,) if array.width == 1 else (0, array.width), array.dtype.storage)
+    return Entries(np.empty(0, np.int32 if array.size <= _INT32 else np.int64), values)
+
+
+def fresh_like(obj: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
+    """Return a sparse array without entries, of the library, format and dtype of `obj`."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(obj, torch.Tensor):
+        return type(obj)(shape, dtype=obj.dtype)
+    if obj.layout is torch.sparse_csr:
+        pointers = torch.zeros(shape[0] + 1, dtype=torch.int64)
+        return torch.sparse_csr_tensor(
+            pointers, pointers[:0], torch.empty(0, dtype=obj.dtype), shape, check_invariants=False
+        )
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
+    values = torch.empty((0, *shape[sparse_dim:]), dtype=obj.dtype)
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
 
 
 # -- scipy.sparse

@@ -3,7 +3,8 @@
 process_group                    the class of the user, which delegates to all others
 dispatch                         a checked call, its plan, its way to the engine
 collectives, messages, objects,
-sparse_reduce, unsized, empty    the calls of a group, by what they carry
+sparse_reduce, sparse_move,
+unsized, empty                   the calls of a group, by what they carry
 interceptors                     calls that are fused, verified, predicted or simulated instead of started directly
 cuda                             calls on CUDA arrays, loaded with the first of them
 reconfigurer                     other groups made from this one

@@ -19,7 +19,16 @@ from aiocoll.group.unsized import allgather_unsized, gather_unsized
 from aiocoll.loading import loading
 from aiocoll.work import Work
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "check_sparse"]
+
+
+def check_sparse(error: TypeError, tensor: Any) -> None:
+    """Raise `error`, which says that something is no dense array, unless it is a sparse one."""
+    with loading("sparse arrays"):
+        from aiocoll.elements.sparse import is_sparse  # which few programs need
+
+    if not is_sparse(tensor):
+        raise error
 
 
 class Collectives:
@@ -35,19 +44,37 @@ class Collectives:
         self._size = dispatcher.size
         self._arguments = Arguments(dispatcher.rank, dispatcher.size)
 
-    def allreduce_sparse(
-        self, error: TypeError, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None
+    def reduce_sparse(
+        self, error: TypeError, tensor: Any, op: ReduceOp, root: int | None, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start an allreduce of something that is no dense array, as `error` says: it may be a sparse one."""
+        """Start an allreduce, or a reduce, of something that is no dense array, as `error` says: of a sparse one."""
+        check_sparse(error, tensor)
         with loading("sparse arrays"):
-            from aiocoll.elements.sparse import is_sparse  # which few programs need
+            from aiocoll.group.sparse_reduce import reduce_sparse
 
-        if not is_sparse(tensor):
-            raise error
+        return reduce_sparse(self._dispatcher, tensor, op, root, timeout, key)
+
+    def broadcast_sparse(
+        self, error: TypeError, tensor: Any, root: int, timeout: Timeout, key: str | None
+    ) -> Work[Any]:
+        """Start a broadcast of something that is no dense array."""
+        check_sparse(error, tensor)
         with loading("sparse arrays"):
-            from aiocoll.group.sparse_reduce import allreduce_sparse
+            from aiocoll.group.sparse_move import broadcast_sparse
 
-        return allreduce_sparse(self._dispatcher, tensor, op, timeout, key)
+        return broadcast_sparse(self._dispatcher, tensor, root, timeout, key)
+
+    def gather_sparse(
+        self, error: TypeError, outputs: Any, tensor: Any, root: int | None, timeout: Timeout, key: str | None
+    ) -> Work[Any]:
+        """Start an allgather, or a gather to `root`, of something that is no dense array."""
+        check_sparse(error, tensor)
+        if outputs is not None:
+            raise TypeError("outputs must be None for sparse arrays, which are as long as what comes")
+        with loading("sparse arrays"):
+            from aiocoll.group.sparse_move import gather_sparse
+
+        return gather_sparse(self._dispatcher, tensor, root, timeout, key)
 
     def scan(self, kind: str, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start a scan or an exscan."""
@@ -71,7 +98,10 @@ class Collectives:
         self, outputs: Sequence[Any] | None, tensor: Any, timeout: Timeout, key: str | None
     ) -> Work[list[Any]]:
         """Start an allgather into an array per rank."""
-        source = view(tensor, name="tensor", writable=False)
+        try:
+            source = view(tensor, name="tensor", writable=False)
+        except TypeError as error:
+            return self.gather_sparse(error, outputs, tensor, None, timeout, key)
         if outputs is None:
             if self._may_differ(source):
                 return allgather_unsized(self._dispatcher, source, timeout, key)
@@ -107,7 +137,10 @@ class Collectives:
         """Start a gather."""
         d = self._dispatcher
         root = d.check_rank(root, "root")
-        source = view(tensor, name="tensor", writable=False)
+        try:
+            source = view(tensor, name="tensor", writable=False)
+        except TypeError as error:
+            return self.gather_sparse(error, outputs, tensor, root, timeout, key)
         blocks: list[Buffer | None] = [None] * self._size
         counts = [0] * self._size
         counts[self._rank] = source.count

@@ -40,7 +40,7 @@ SUM = ReduceOp.SUM
 A = TypeVar("A", bound=Array)
 #: What a reduction of one thing takes and gives back.
 N = TypeVar("N", bound=Array | Number)
-#: The same of `allreduce`, which takes sparse arrays, too.
+#: The same of calls that take sparse arrays, too.
 S = TypeVar("S", bound=Array | Number | Sparse)
 T = TypeVar("T")
 D = TypeVar("D", bound=np.generic)
@@ -165,8 +165,8 @@ class ProcessGroup(MpiCalls):
             ValueError: the group has no backend for that device.
         """
         if device not in self._devices:
-            served = ", ".join(map(repr, self._devices))
-            raise ValueError(f"device={device!r} has no backend in group {self.group_name!r}; it has one for {served}")
+            has = f"group {self.group_name!r}; it has one for {', '.join(map(repr, self._devices))}"
+            raise ValueError(f"device={device!r} has no backend in {has}")
         return self._devices[device]
 
     # -- collectives on arrays
@@ -177,10 +177,10 @@ class ProcessGroup(MpiCalls):
             rank 0  [a0 a1]         [a0+b0 a1+b1]
             rank 1  [b0 b1]   ->    [a0+b0 a1+b1]
 
-        Sparse arrays, for SUM only: scipy.sparse COO, CSR and CSC, and torch COO, in place, with or without dense
-        dimensions; of torch CSR a new tensor is the result. Every rank gets the union of all ranks' entries, sorted,
-        one per place: a sum that is zero stays stored. Entries of one place in one array are added up first. A thread
-        reads a large array; what is wrong with its indices is then the work's error, on all ranks.
+        Sparse arrays, for SUM and AVG only: scipy.sparse COO, CSR and CSC, and torch COO, in place, with or without
+        dense dimensions; of torch CSR a new tensor is the result. Every rank gets the union of all ranks' entries,
+        sorted, one per place: a sum that is zero stays stored. Entries of one place in one array are added up first. A
+        thread reads a large array; what is wrong with its indices is then the work's error, on all ranks.
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number.
@@ -193,7 +193,7 @@ class ProcessGroup(MpiCalls):
 
         Raises:
             TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
-            ValueError: `tensor` is read-only; or it is sparse, and `op` is not SUM.
+            ValueError: `tensor` is read-only; or it is sparse, and `op` is neither SUM nor AVG.
             GroupError: the operation fails, see `ProcessGroup`.
 
         Cost: small: 1 step, n (p-1) bytes sent per rank; large: 2 (p-1) steps, 2 n (p-1)/p bytes. Sparse: an allgather
@@ -206,12 +206,14 @@ class ProcessGroup(MpiCalls):
         try:
             return self._one("allreduce", tensor, op, None, True, timeout, key)
         except TypeError as error:  # found out only here, where no other call pays for it
-            return self._collectives.allreduce_sparse(error, tensor, op, timeout, key)
+            return self._collectives.reduce_sparse(error, tensor, op, None, timeout, key)
 
     def reduce(
-        self, tensor: N, root: int, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
-    ) -> Work[N]:
+        self, tensor: S, root: int, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
+    ) -> Work[S]:
         """Reduce `tensor` over all ranks into `root`'s; the other ranks' tensors stay as they are.
+
+        Of sparse arrays as in `allreduce`.
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number.
@@ -225,18 +227,26 @@ class ProcessGroup(MpiCalls):
 
         Raises:
             TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
-            ValueError: `root` is no rank of the group, or its tensor is read-only.
+            ValueError: `root` is no rank of the group, or its tensor is read-only; or it is sparse, and `op` is neither
+                SUM nor AVG.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: small: 1 step at the root or log2(p) steps; large: a pipelined chain, n bytes sent per rank.
+        Cost: small: 1 step at the root or log2(p) steps; large: a pipelined chain, n bytes sent per rank. Sparse: an
+            allgather of the counts, then a gather of all entries, or a dense reduce if that is cheaper.
         Source: Thakur, Rabenseifner and Gropp 2005 (binomial tree); Rabenseifner 2004 (pairwise); Karonis et al. 2000
             (between hosts).
         """
         root = self._check_rank(root, "root")
-        return self._one("reduce", tensor, op, root, root == self._rank, timeout, key)
+        try:
+            return self._one("reduce", tensor, op, root, root == self._rank, timeout, key)
+        except TypeError as error:
+            return self._collectives.reduce_sparse(error, tensor, op, root, timeout, key)
 
-    def broadcast(self, tensor: N, root: int, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
+    def broadcast(self, tensor: S, root: int, *, timeout: Timeout = None, key: str | None = None) -> Work[S]:
         """Copy `root`'s tensor to all ranks.
+
+        Sparse arrays need the same shape and dtype on all ranks, not the same entries: those of the root replace
+        theirs, in place as in `allreduce`.
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number. It is read at the
@@ -253,12 +263,16 @@ class ProcessGroup(MpiCalls):
             ValueError: `root` is no rank of the group, or another rank's tensor is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: small: up to p-1 sends of the root, or a tree of log(p) levels; large: a pipelined chain, n bytes sent
-            per rank.
+        Cost: small: up to p-1 sends of the root, or a tree of log(p) levels; large: a pipelined chain, n bytes sent per
+            rank. Sparse: an allgather of the counts, then a broadcast of the entries (4 or 8 bytes each, and the
+            value).
         Source: Thakur, Rabenseifner and Gropp 2005 (tree); Karonis et al. 2000, Traeff and Hunold 2020 (between hosts).
         """
         root = self._check_rank(root, "root")
-        return self._one("broadcast", tensor, None, root, root != self._rank, timeout, key)
+        try:
+            return self._one("broadcast", tensor, None, root, root != self._rank, timeout, key)
+        except TypeError as error:
+            return self._collectives.broadcast_sparse(error, tensor, root, timeout, key)
 
     def scan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
         """Reduce over ranks 0 to this one, in place (inclusive prefix).
@@ -344,7 +358,7 @@ class ProcessGroup(MpiCalls):
     ) -> Work[list[NDArray[D]]]: ...
     @overload
     def allgather(
-        self, outputs: None, tensor: Array, *, timeout: Timeout = None, key: str | None = None
+        self, outputs: None, tensor: Array | Sparse, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]: ...
     @overload
     def allgather(
@@ -354,6 +368,9 @@ class ProcessGroup(MpiCalls):
         self, outputs: Sequence[Any] | None, tensor: Any, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
         """Gather every rank's tensor on every rank.
+
+        Of sparse arrays, whose shapes may differ from rank to rank, the results are new arrays in the format of
+        `tensor`; `outputs` is None.
 
         Args:
             outputs: one array per rank, with as many elements as that rank's tensor. None, then on all ranks, makes
@@ -371,7 +388,7 @@ class ProcessGroup(MpiCalls):
             GroupError: the operation fails, see `ProcessGroup`.
 
         Cost: n (p-1) bytes sent per rank; 1 step, log2(p) steps or p-1 pipelined steps, by size. Without outputs, one
-            small step before.
+            small step before. Sparse: n are the bytes of the entries, 4 or 8 each, and the value.
         Source: Bruck et al. 1997 (circulant); Patarasuk and Yuan 2009 (ring); Karonis et al. 2000, Traeff and Hunold
             2020 (between hosts).
         """
@@ -407,7 +424,7 @@ class ProcessGroup(MpiCalls):
     ) -> Work[list[NDArray[D]] | None]: ...
     @overload
     def gather(
-        self, outputs: None, tensor: Array, root: int, *, timeout: Timeout = None, key: str | None = None
+        self, outputs: None, tensor: Array | Sparse, root: int, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any] | None]: ...
     @overload
     def gather(
@@ -423,6 +440,8 @@ class ProcessGroup(MpiCalls):
         key: str | None = None,
     ) -> Work[list[Any] | None]:
         """Gather every rank's tensor at `root`.
+
+        Of sparse arrays as in `allgather`.
 
         Args:
             outputs: at the root one array per rank, or None, which makes NumPy arrays, of at most 4 GiB each, with
@@ -441,7 +460,8 @@ class ProcessGroup(MpiCalls):
             ValueError: `root` is no rank of the group, or `outputs` is not as described.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: 1 step; n bytes sent per rank, of all ranks received at the root.
+        Cost: 1 step; n bytes sent per rank, of all ranks received at the root. Sparse: an allgather of the counts
+            before.
         """
         return self._collectives.gather(outputs, tensor, root, timeout, key)
 
@@ -778,8 +798,7 @@ class ProcessGroup(MpiCalls):
 
         Cost: one message of n bytes.
         """
-        src = self._check_rank(src, "src", null=True)
-        return self._messages.recv(tensor, src, tag, timeout)
+        return self._messages.recv(tensor, self._check_rank(src, "src", null=True), tag, timeout)
 
     def recv_anysource(self, tensor: A, tag: int = 0, *, timeout: Timeout = None) -> Work[A]:
         """Receive the next message of any rank in `tensor`; `work.source_rank()` tells whose it was.
@@ -1087,8 +1106,7 @@ class ProcessGroup(MpiCalls):
         with loading("estimates"):
             from aiocoll.group.interceptors.estimate import Estimate, Estimator  # few programs need them
 
-        estimate = Estimate()
-        with self._dispatcher.scoped(Estimator(self._dispatcher, estimate)):
+        with self._dispatcher.scoped(Estimator(self._dispatcher, estimate := Estimate())):
             yield estimate
 
     # -- other groups
