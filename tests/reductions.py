@@ -24,6 +24,8 @@ DTYPES = (
     *HALVES,
     *NARROW,
 )
+#: Without integers of fewer than 8 bits, which torch has no arrays of.
+WIDE = tuple(name for name in DTYPES if name not in NARROW)
 LOGICAL = ("LAND", "LOR", "LXOR")
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", *LOGICAL, "PREMUL_SUM", "larger", "affine")
 

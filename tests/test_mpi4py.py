@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.cli import run

@@ -168,7 +168,7 @@ def _dtype(dtype: np.dtype[Any], name: str) -> DType:
         found = of_numpy(dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
-    if found.unit != 1:
+    if found.kind in ("record", "pair"):
         raise TypeError(f"{name}: dtype {dtype} is taken in arrays of the host only; here pass {name}.view('uint8')")
     return found
 

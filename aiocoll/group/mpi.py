@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, Self, TypeVar
 
@@ -170,3 +171,9 @@ class MpiCalls:
         """
         made: CartesianGroup[Self] | None = make_cartesian(self, self._planning.size, dims, periods)
         return made
+
+
+# What Python says of a missing argument names the class that users know.
+for _name, _call in list(vars(MpiCalls).items()):
+    if inspect.isfunction(_call) and not _name.startswith("_"):
+        _call.__qualname__ = f"ProcessGroup.{_name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import numpy as np
@@ -700,11 +701,8 @@ class ProcessGroup(MpiCalls):
             travel alone.
         """
         each = pairs(outputs, inputs)
-        return self._coalescer.as_one(
-            "ALLGATHER_INTO_TENSOR_COALESCED",
-            lambda: [self.allgather_into_tensor(*pair, timeout=timeout) for pair in each],
-            key,
-        )
+        call = partial(self.allgather_into_tensor, timeout=timeout)
+        return self._coalescer.as_one("ALLGATHER_INTO_TENSOR_COALESCED", lambda: [call(*pair) for pair in each], key)
 
     @overload
     def reduce_scatter_tensor_coalesced(
@@ -750,11 +748,8 @@ class ProcessGroup(MpiCalls):
             travel alone.
         """
         each = pairs(outputs, inputs)
-        return self._coalescer.as_one(
-            "REDUCE_SCATTER_TENSOR_COALESCED",
-            lambda: [self.reduce_scatter_tensor(*pair, op, timeout=timeout) for pair in each],
-            key,
-        )
+        call = partial(self.reduce_scatter_tensor, op=op, timeout=timeout)
+        return self._coalescer.as_one("REDUCE_SCATTER_TENSOR_COALESCED", lambda: [call(*pair) for pair in each], key)
 
     # -- messages between two ranks
 

@@ -335,7 +335,6 @@ def refusals(pg: ProcessGroup) -> dict[str, tuple[type[Exception], str, Callable
         "inputs": (TypeError, "input_tensor_list must", lambda: dist.all_gather_coalesced([[t], [t]], t)),
         "uneven lists": (ValueError, r"output_tensor_lists\[1\]", lambda: dist.all_gather_coalesced([[t], []], [t])),
         "complex maximum": ((TypeError, ValueError), "complex", lambda: dist.all_reduce(1j, dist.ReduceOp.MAX)),
-        "send to self": (ValueError, "itself", lambda: dist.send(t, pg.rank())),
         "send to nobody": (ValueError, "give dst=", lambda: dist.isend(t)),
         "tag": (ValueError, "tag=-1", lambda: dist.irecv(t, other, tag=-1)),
         "op of a batch": (ValueError, "op=", lambda: dist.P2POp(dist.all_reduce, t, other)),

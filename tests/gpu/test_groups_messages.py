@@ -25,7 +25,7 @@ from aiocoll import (
 
 from ..internals import comm_of
 from ..ranks import LINKS, run_ranks
-from ..reductions import DTYPES, data
+from ..reductions import WIDE, data
 from .groups import Gpus, gpus, host
 from .test_groups_failing import ended
 
@@ -34,7 +34,7 @@ from .test_groups_failing import ended
 async def test_messages_of_any_length_and_dtype(transport: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        for dtype in DTYPES:
+        for dtype in WIDE:
             for count in (0, 1, 5):
                 await exchange(pg, gpu, data(dtype, "SUM", 0, 0, count))
         await exchange(pg, gpu, np.arange(300_000))

@@ -26,7 +26,7 @@ from aiocoll.group.cuda import matching
 
 from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replaced
 from ..ranks import LINKS, run_ranks, until
-from ..reductions import DTYPES
+from ..reductions import WIDE
 from .groups import Gpus, gpus, host, is_native
 from .test_groups import allreduced
 
@@ -91,7 +91,7 @@ async def test_every_dtype_goes_without_a_copy() -> None:
         if rank == 0:
             counted.clear()
         await pg.barrier()
-        for dtype in DTYPES:
+        for dtype in WIDE:
             count = EAGER_WINDOW // np.dtype(dtype).itemsize + 1
             values = (np.arange(count) % 2).astype(dtype)
             tensor = gpu.tensor(values if rank == 0 else np.zeros_like(values), rank)
@@ -101,7 +101,7 @@ async def test_every_dtype_goes_without_a_copy() -> None:
     with gpus(2) as gpu:
         counted = counts(gpu)
         await run_ranks(2, body, gpu)
-        assert counted["send"] == counted["recv"] == len(DTYPES)
+        assert counted["send"] == counted["recv"] == len(WIDE)
         assert not counted["pinned"]
 
 

@@ -15,7 +15,7 @@ from ...group.test_collectives import MARGIN, MOVING, REDUCING, Call, label, val
 from ...internals import dispatcher_of
 from ...pairwise import Case, cover
 from ...ranks import run_ranks
-from ...reductions import DTYPES, OPS, equal, numpy_dtype
+from ...reductions import OPS, WIDE, equal, numpy_dtype
 from ..groups import WAYS
 from .worlds import World, ranks, world
 
@@ -62,15 +62,15 @@ async def check(pg: ProcessGroup, cases: list[Case], made: World) -> None:
 
 def pairs() -> Iterator[Case]:
     """A pairwise cover: what the fake does in all combinations elsewhere."""
-    yield from cover({"kind": REDUCING, "op": OPS, "dtype": DTYPES, "count": COUNTS}, valid)
-    yield from cover({"kind": MOVING, "dtype": DTYPES, "count": COUNTS}, valid)
+    yield from cover({"kind": REDUCING, "op": OPS, "dtype": WIDE, "count": COUNTS}, valid)
+    yield from cover({"kind": MOVING, "dtype": WIDE, "count": COUNTS}, valid)
 
 
 def everything() -> Iterator[Case]:
-    for kind, op, dtype, count in product(REDUCING, OPS, DTYPES, COUNTS):
+    for kind, op, dtype, count in product(REDUCING, OPS, WIDE, COUNTS):
         if valid({"kind": kind, "op": op, "dtype": dtype}):
             yield {"kind": kind, "op": op, "dtype": dtype, "count": count}
-    for kind, dtype, count in product(MOVING, DTYPES, COUNTS):
+    for kind, dtype, count in product(MOVING, WIDE, COUNTS):
         yield {"kind": kind, "dtype": dtype, "count": count}
 
 
