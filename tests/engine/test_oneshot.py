@@ -12,6 +12,7 @@ import pytest
 from aiocoll import GroupError, HashStore, ProcessGroup, new_group
 from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
+from aiocoll.transport.shm.slots import SlotReader
 from aiocoll.work import Work
 
 from ..internals import comm_of
@@ -72,6 +73,18 @@ async def check(calls: list[tuple[np.ndarray, Work[object]]], world_size: int) -
         assert (array == 2.0**world_size - 1).all()
 
 
+def overwrite_what_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have slots overwritten as soon as they are free, as by a peer that posts at once."""
+    free = SlotReader.free
+
+    def overwriting(self: SlotReader, slot: int) -> None:
+        free(self, slot)
+        for nbytes in (8, 64):  # in its line, and in its memory
+            self.view(slot, np.dtype(np.uint8), nbytes)[:] = 0xAA
+
+    monkeypatch.setattr(SlotReader, "free", overwriting)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 @pytest.mark.parametrize("count", COUNTS)
 async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
@@ -108,6 +121,45 @@ async def test_a_block_in_use_is_no_reason_to_wait(count: int, blocks: int) -> N
         assert zero.pending() == one.pending() == []
 
 
+async def test_what_came_in_a_frame_outlasts_it() -> None:
+    async with jobs(3) as (pgs,):
+        array, work = call(pgs[0])
+        (operation,) = comm_of(pgs[0]).pending
+        frame = bytearray(mine(pgs[1]).tobytes())
+        assert operation.deliver(1, 0, len(frame), memoryview(frame), len(frame))
+        frame[:] = bytes(len(frame))
+        other = call(pgs[2])[1]
+        await check([(array, work)], 3)
+        pgs[2].abort("its peer has called nothing")
+        await fails(other)
+
+
+async def test_what_a_peer_has_posted_is_not_missing() -> None:
+    async with jobs(2) as ((zero, one),):
+        first = call(zero)
+        (operation,) = comm_of(zero).pending
+        assert operation.needs(1)
+        second = call(one)
+        assert not operation.needs(1)
+        assert first[1].done()
+        await check([first, second], 2)
+
+
+async def test_a_frame_frees_the_slot_of_a_group_that_is_over() -> None:
+    async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
+        shared, far = comm_of(b_zero).channels[1].shared, comm_of(b_one).channels[0].shared
+        assert shared is not None
+        assert far is not None
+        far.slot_reader.purge(comm_of(a_one).id)
+        late = call(a_zero)[1]
+        calls = [call(b_zero), call(b_one)]
+        await check(calls, 2)
+        writer = shared.slot_writer
+        assert [writer._words[writer._freed + slot] for slot in range(len(writer._posted))] == writer._posted
+        a_zero.abort("a test")
+        await fails(late)
+
+
 async def test_a_frame_that_leaves_at_once_may_be_all_that_was_missing() -> None:
     """The last thing to happen, then, happens within the call."""
     async with jobs(2, "ab") as ((a_zero, a_one), (b_zero, b_one)):
@@ -130,6 +182,14 @@ async def test_groups_share_the_blocks(count: int) -> None:
             for group in groups[rank:] + groups[:rank]:
                 calls += [call(group[rank], count) for _ in range(5)]
         await check(calls, world_size)
+
+
+@pytest.mark.pure
+async def test_nothing_is_read_after_it_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    overwrite_what_is_freed(monkeypatch)
+    async with jobs(3) as (pgs,):
+        for count in COUNTS:
+            await check([call(pg, count) for pg in pgs], 3)
 
 
 @pytest.mark.parametrize("count", [1, 600])

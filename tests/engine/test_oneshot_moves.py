@@ -18,7 +18,7 @@ from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_oneshot import jobs, posts
+from .test_oneshot import jobs, overwrite_what_is_freed, posts
 
 #: More elements of float64 than a slot holds.
 LARGE = 8193
@@ -140,6 +140,32 @@ async def test_a_root_that_knows_no_counts(world_size: int, late: bool) -> None:
                     _same(found, expected)
 
 
+@pytest.mark.pure
+async def test_a_root_that_knows_no_counts_reads_nothing_after_it_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    overwrite_what_is_freed(monkeypatch)
+    async with jobs(2) as ((zero, one),):
+        for count in COUNTS:
+            work = zero.gather(None, block(1, 0, 0), 0)
+            async with asyncio.timeout(20):
+                await one.gather(None, block(count, 1, 0), 0)
+                _same((await work)[1], block(count, 1, 0))
+
+
+async def test_what_a_peer_has_posted_is_not_missing() -> None:
+    """Not in a program with larger blocks, nor where lengths are not known."""
+    async with jobs(3) as (pgs,):
+        for start in (
+            lambda pg: alltoall(pg, lambda a, b: 3 if 2 in (a, b) else LARGE, 0),
+            lambda pg: (pg.gather(None, block(3, pg.rank(), 0), 0), lambda: None),
+        ):
+            first = start(pgs[0])
+            (operation,) = comm_of(pgs[0]).pending
+            assert operation.needs(2)
+            second = start(pgs[2])
+            assert not operation.needs(2)
+            await finish([first, start(pgs[1]), second])
+
+
 async def test_what_is_no_block_for_a_root_that_knows_no_counts() -> None:
     async with jobs(2) as ((zero, one),):
         one.gather(None, np.zeros(3, np.int64), 0)
@@ -182,6 +208,16 @@ async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
         calls = [call(zero, lambda a, b: 3, root, key) for key in keys]
         calls += [call(one, lambda a, b: 3, root, key) for key in reversed(keys)]
         await finish(calls)
+
+
+@CALLS
+@pytest.mark.pure
+async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    overwrite_what_is_freed(monkeypatch)
+    async with jobs(3) as (pgs,):
+        for counts in ([1, 1, 1], [5, 600, 7], [1, 600, LARGE]):
+            for root in range(3):
+                await finish([call(pg, lambda a, b, counts=counts: counts[(a + b) % 3], root) for pg in pgs])
 
 
 @CALLS

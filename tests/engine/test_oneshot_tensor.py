@@ -16,7 +16,7 @@ from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_oneshot import COUNTS, jobs, posts
+from .test_oneshot import COUNTS, jobs, overwrite_what_is_freed, posts
 
 #: Starts a call of so many elements with a root, which scans do not have; its work, and a check of what it has left.
 Call = Callable[..., tuple[Work[Any], Callable[[], None]]]
@@ -122,6 +122,16 @@ async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
         calls = [call(zero, 3, root, key) for key in keys]
         calls += [call(one, 3, root, key) for key in reversed(keys)]
         await finish(calls)
+
+
+@CALLS
+@pytest.mark.pure
+async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    overwrite_what_is_freed(monkeypatch)
+    async with jobs(3) as (pgs,):
+        for count in COUNTS:
+            for root in range(3):
+                await finish([call(pg, count, root) for pg in pgs])
 
 
 @CALLS

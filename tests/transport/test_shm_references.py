@@ -20,6 +20,7 @@ from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import UnreadableError
 from aiocoll.transport.shm.registered_memory import RegisteredMemory
+from aiocoll.transport.shm.ring import RingWriter
 
 from ..ranks import until
 from .links import Recorder, frame, linked, shm_ends
@@ -152,6 +153,25 @@ async def test_not_more_than_two_are_unread(where: str) -> None:
         await until(lambda: both.read == [1, 2])
 
 
+@pytest.mark.pure
+async def test_what_is_read_at_once_is_told_of(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer may have read all before the writer goes on: it rings, since it was asked to before."""
+    async with ends(where) as both:
+        array = await both.array(1000)
+        doorbell, point = both.far._peer_doorbell, RingWriter.point
+        rung: list[object] = []
+
+        def read_at_once(self: RingWriter, header: bytes, segment: int, address: int) -> int:
+            number = point(self, header, segment, address)
+            both.far.poll()
+            return number
+
+        monkeypatch.setattr(RingWriter, "point", read_at_once)
+        monkeypatch.setattr(type(doorbell), "ring", lambda self: rung.append(self))
+        assert both.write(array)
+        assert doorbell in rung
+
+
 async def test_a_ring_without_room(where: str) -> None:
     async with ends(where) as both:
         array = await both.array(1000)
@@ -227,7 +247,8 @@ async def test_a_callback_ends_after_its_time_in_the_midst_of_a_frame(where: str
 
 
 async def test_a_sink_that_closes_the_link_amid_a_frame(where: str) -> None:
-    async with ends(where) as both:
+    timeless = Runtime(asyncio.get_running_loop(), lambda: 0.0)
+    async with ends(where, timeless) as both:
         array = await both.array(4 * SEGMENT)
 
         def place(header: Header) -> None:

@@ -191,6 +191,25 @@ def test_what_comes_for_a_group_that_is_over_is_given_back_when_it_is_in_the_way
     assert take(slot_reader, 5, 69, NEW) == 2
 
 
+def test_what_comes_for_a_group_that_is_over_is_not_unread() -> None:
+    slot_writer, slot_reader, *_ = both()
+    slot_reader.purge(OLD)
+    assert slot_writer.post(5, 5, tag(OLD), block_of(1))
+    assert slot_writer.post(6, 6, tag(NEW), block_of(2))
+    assert slot_reader.unread() == [(6, tag(NEW))]
+    assert slot_writer.post(5, 69, tag(NEW), block_of(3)), "it was given back"
+
+
+def test_a_slot_without_memory_takes_what_fits_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot_writer, slot_reader, *_ = both()
+    monkeypatch.setattr(SharedRegion, "reserve", lambda region, start, end: False)
+    for slot in (5, SMALL_SLOTS):
+        assert not slot_writer.post(slot, 5, tag(NEW), np.ones(6))
+        assert slot_reader.look(slot, 5) == -1
+        assert slot_writer.post(slot, 5, tag(NEW), block_of(1))
+        assert take(slot_reader, slot, 5, NEW) == 1
+
+
 def test_what_tells_of_something_is_written_after_it() -> None:
     """On machines that keep no order: a fence is between the bytes and the tag, and between the tag and the rest."""
     told: list[str] = []

@@ -1,0 +1,74 @@
+"""Posts that nobody reads, with a clock and slots that do what the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from aiocoll.engine.stray_posts import StrayPosts
+
+GROUP, OP = 7, 3
+
+
+class Job:
+    """The slots of one peer, a group, and a clock.
+
+    Attributes:
+        timers: what is to be called.
+        posts: what is unread: number and tag.
+        told: operations of which it was said that calls differ.
+    """
+
+    def __init__(self) -> None:
+        self.timers: list[Callable[[], None]] = []
+        self.posts: list[tuple[int, int]] = []
+        self.told: list[tuple[int, int, str]] = []
+        self.group: Any = SimpleNamespace(
+            rank=0,
+            position={4: 1},
+            operations={},
+            record=lambda op: None,
+            mismatches=SimpleNamespace(disagree=lambda *said: self.told.append(said)),
+        )
+        clock: Any = SimpleNamespace(call_later=lambda seconds, call: self.timers.append(call))
+        self.strays = StrayPosts(clock, {GROUP: self.group})
+        reader: Any = SimpleNamespace(unread=lambda: self.posts)
+        self.strays.readers = ((4, reader),)
+
+    def look(self) -> None:
+        (timer,) = self.timers
+        self.timers.clear()
+        timer()
+
+
+def test_it_looks_once_for_many_posts_and_again_for_later_ones() -> None:
+    job = Job()
+    for _ in range(2):
+        job.strays.watch()
+        job.strays.watch()
+        job.look()
+        assert job.timers == [], "all has been read"
+
+
+def test_what_is_early_is_looked_at_until_this_rank_has_called() -> None:
+    job = Job()
+    job.posts = [(OP, GROUP << 32 | 1)]
+    job.strays.watch()
+    job.look()
+    job.look()
+    assert job.told == []
+    job.group.operations[OP] = SimpleNamespace(fingerprint=1, describe=lambda: "the same")
+    job.look()
+    assert job.told == []
+    job.group.operations[OP] = SimpleNamespace(fingerprint=2, describe=lambda: "another")
+    job.look()
+    assert job.told == [(1, OP, "another")]
+
+
+def test_posts_for_groups_that_are_not_there_are_nobodys() -> None:
+    job = Job()
+    job.posts = [(OP, GROUP + 1 << 32 | 1)]
+    job.strays.watch()
+    job.look()
+    assert job.told == []
