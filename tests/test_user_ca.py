@@ -809,6 +809,20 @@ async def test_a_store_that_stays_takes_new_files(authority: Authority, caplog: 
     await server.aclose()
 
 
+def test_any_of_the_files_may_be_replaced(authority: Authority) -> None:
+    files = authority.make(STORE)
+    renewed = Renewed(files, lambda: prepare(files, "train", STORE))
+    last = renewed.get()
+    for path in map(Path, files):
+        new = path.with_suffix(".new")
+        new.write_bytes(path.read_bytes())
+        new.chmod(0o600)
+        new.replace(path)
+        assert renewed.get() is not last, path
+        last = renewed.get()
+        assert renewed.get() is last
+
+
 def test_files_that_were_replaced_by_bad_ones_are_not_taken(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
