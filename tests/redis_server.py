@@ -102,6 +102,10 @@ class RedisServer:
         """Return how many connections there are, but for the one that asks."""
         return self.tell("CLIENT", "LIST").count(" fd=") - 1
 
+    def requests(self) -> int:
+        """Return how many scripts it has carried out."""
+        return int(self.tell("INFO", "commandstats").partition("cmdstat_eval:calls=")[2].partition(",")[0])
+
     def listeners(self, job: str = "") -> int:
         """Return how many connections are told of changes."""
         return int(self.tell("PUBSUB", "NUMSUB", f"aiocoll:{job}").split()[1])

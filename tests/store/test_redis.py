@@ -95,6 +95,40 @@ async def test_closing_ends_waits_at_once(own: RedisServer, opened: Open, limits
                 await wait
 
 
+async def test_closing_while_a_wait_looks_leaves_nobody_listening(own: RedisServer, opened: Open) -> None:
+    """It has been told that its key is not there, and is about to wait for a change."""
+    store = opened(own.url)
+    ask = store._client.call
+
+    async def closes(*words: Any, **how: Any) -> Any:
+        found = await ask(*words, **how)
+        await store.aclose()
+        return found
+
+    store._client.call = closes  # type: ignore[method-assign]
+    async with asyncio.timeout(SOON):
+        with pytest.raises(StoreUnavailableError, match="is closed: make a new one"):
+            await store.get("never")
+    assert not [task.get_name() for task in asyncio.all_tasks() if "changes" in task.get_name()]
+
+
+async def test_a_wait_that_was_told_in_vain_waits_again(own: RedisServer, opened: Open, limits: Limits) -> None:
+    """It does not ask on and on."""
+    limits(redis_look_every=math.inf)
+    store, other = opened(own.url), opened(own.url)
+    pops = [asyncio.create_task(store.queue_pop("q")) for _ in range(2)]
+    await until(lambda: own.listeners() == 1)
+    async with asyncio.timeout(SOON):
+        await other.queue_push("q", b"1")
+        _, (waiting,) = await asyncio.wait(pops, return_when=asyncio.FIRST_COMPLETED)
+        before = own.requests()
+        for _ in range(100):
+            await store.check([])
+        assert own.requests() - before < 150
+        await other.queue_push("q", b"2")
+        assert await waiting == b"2"
+
+
 async def test_absent_and_empty_are_not_the_same(redis: RedisServer, opened: Open) -> None:
     store = opened(redis.url, job="swapping")
     for old, new, done in (
@@ -592,13 +626,33 @@ async def test_certificates_of_others_are_refused_at_once(
     by_number = redis.tls_url.replace("localhost", "127.0.0.1")
     for url, ca in ((redis.tls_url, None), (redis.tls_url, str(other.file)), (by_number, redis.ca)):
         with pytest.raises(StoreUnavailableError, match=refused) as raised:
-            await opened(url, tls_ca=ca).set("k", b"v")
+            await opened(url, tls_ca=ca, timeout=SOON).set("k", b"v")
         assert isinstance(raised.value, AuthenticationError)
     # Who names a CA trusts no other; who names none trusts those of the system.
     monkeypatch.setenv("SSL_CERT_FILE", redis.ca)
     with pytest.raises(StoreUnavailableError, match=refused):
-        await opened(redis.tls_url, tls_ca=str(other.file)).set("k", b"v")
+        await opened(redis.tls_url, tls_ca=str(other.file), timeout=SOON).set("k", b"v")
     await opened(redis.tls_url).set("k", b"v")
+
+
+async def test_a_connection_to_a_silent_server_is_closed_at_once(
+    redis: RedisServer, opened: Open, limits: Limits
+) -> None:
+    """TLS would wait until the server closes it, too."""
+    limits(redis_patience=0.05)
+    for url in (redis.url, redis.tls_url):
+        store = opened(url, tls_ca=redis.ca if url == redis.tls_url else None)
+        await store.set("k", b"v")
+        used = store._client._connection._transport.get_extra_info("socket")
+        redis.freeze()
+        store.timeout = 0.2
+        try:
+            with pytest.raises(StoreUnavailableError, match="no answer"):
+                await store.set("k", b"v")
+            async with asyncio.timeout(SOON):
+                await until(lambda used=used: used.fileno() == -1)
+        finally:
+            redis.thaw()
 
 
 async def test_plain_text_and_tls_are_told_apart(redis: RedisServer, opened: Open, limits: Limits) -> None:
