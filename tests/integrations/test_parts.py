@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiocoll import GroupError, PeerLostError, Ticket
+from aiocoll import GroupError, Meeting, PeerLostError, Ticket
+from aiocoll.errors import RendezvousError, StoreError
 from aiocoll.integrations.parts import Part, Parts, State
 
 from ..ranks import until
@@ -152,3 +153,43 @@ async def test_what_ends_a_part_for_good_is_raised() -> None:
     await asyncio.wait([part._task])
     with pytest.raises(ValueError, match="nonsense"):
         part.state()
+
+
+@pytest.mark.parametrize("error", [GroupError, RendezvousError, StoreError])
+async def test_what_ends_a_part_for_the_others_is_not(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ends(**given: Any) -> AsyncIterator[Any]:
+        raise error("of the others")
+        yield
+
+    monkeypatch.setattr("aiocoll.integrations.parts.elastic", ends)
+    part = Part("unused")  # type: ignore[arg-type]
+    await asyncio.wait([part._task])
+    assert part.state() is None
+
+
+async def test_a_group_that_has_failed_is_nobodys() -> None:
+    async with engine(2) as engine_:
+        await engine_.become_whole()
+        first = engine_.processes[0]
+        assert first is not None
+        assert first.group is not None
+        first.group.abort("one of its ranks does not like it")
+        await until(lambda: first.group is None)
+        assert first.state() == State(True, "", 0)
+        await engine_.become_whole()
+        assert first.state() == State(True, "world:0~1", 2)
+
+
+async def test_the_others_are_told_of_whom_another_one_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, told = Meeting.report_death, []
+
+    def telling(meeting: Meeting, ticket: Ticket, reason: str) -> None:
+        told.append((ticket.rank, reason))
+        report(meeting, ticket, reason)
+
+    monkeypatch.setattr(Meeting, "report_death", telling)
+    async with engine(2) as engine_:
+        await engine_.become_whole()
+        await engine_.leave(1)
+        await engine_.become_whole()
+    assert told == [(1, "another one joins in its place")]

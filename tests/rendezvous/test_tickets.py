@@ -268,7 +268,7 @@ async def test_a_meeting_tells_the_ranks_who_is_gone(hosts: int) -> None:
             async with await pg.shrink() as group:
                 return f"{await group.allreduce(1)} of {group.size()}"
 
-    async with Meeting(2) as meeting:
+    async with Meeting(2) as meeting, asyncio.timeout(LIMIT):
         tickets = [meeting.ticket(0), meeting.ticket(1), meeting.newcomer()]
         ranks = [asyncio.create_task(rank(*each)) for each in enumerate(tickets)]
         assert not any(map(meeting.has_arrived, tickets))
