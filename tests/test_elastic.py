@@ -14,9 +14,11 @@ import pytest
 from aiocoll import (
     CollectiveMismatchError,
     GroupError,
+    HashStore,
     Meeting,
     PeerLostError,
     ProcessGroup,
+    RendezvousError,
     Ticket,
     elastic,
     new_group,
@@ -301,6 +303,35 @@ async def test_a_newcomer_does_not_go_on_alone() -> None:
                 await alone
 
 
+async def test_a_newcomer_does_not_wait_for_ever() -> None:
+    async with Meeting(1) as meeting, asyncio.timeout(LIMIT):
+        with pytest.raises(RendezvousError, match="no group has grown"):
+            await anext(elastic(init_method=meeting.newcomer(), timeout=0.1))
+
+
+async def test_nobody_looks_for_newcomers_after_the_end() -> None:
+    """Not for those of the first group either, in a store that stays."""
+    store = HashStore()
+
+    async def rank(number: int) -> list[int]:
+        sizes = []
+        async with aclosing(elastic(store=store, rank=number, world_size=2, size=3, wait=0)) as groups:
+            async for pg in groups:
+                sizes.append(pg.size())
+                if number == 1:
+                    return sizes
+                with suppress(GroupError):
+                    while pg.size() == 2:
+                        await pg.allreduce(1)
+        return sizes
+
+    async with asyncio.timeout(LIMIT):
+        assert await asyncio.gather(rank(0), rank(1)) == [[2, 1], [2]]
+    await asyncio.sleep(0)
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "aiocoll newcomers"]
+    await store.aclose()
+
+
 async def test_what_would_be_called_wrongly_again_is_raised() -> None:
     async def rank(number: int, ticket: Ticket) -> None:
         async with aclosing(elastic(init_method=ticket)) as groups:
@@ -308,7 +339,7 @@ async def test_what_would_be_called_wrongly_again_is_raised() -> None:
                 with suppress(GroupError):
                     await (pg.allreduce(np.ones(2)) if number else pg.barrier())
 
-    async with Meeting(2) as meeting:
+    async with Meeting(2) as meeting, asyncio.timeout(LIMIT):
         ended = await asyncio.gather(*(rank(n, meeting.ticket(n)) for n in range(2)), return_exceptions=True)
     assert [type(each) for each in ended] == [CollectiveMismatchError] * 2
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from aiocoll import HashStore, RendezvousError
+from aiocoll.errors import StoreTimeoutError
 from aiocoll.meeting.growth import (
     ANSWER,
     Assignment,
@@ -216,6 +217,42 @@ def test_who_waits_for_a_newcomer_hears_of_those_that_live() -> None:
         assert now() == pytest.approx(50)
         assert await invite(store, Invitation(1, 1, 1, "large"), 0) == seat(0, 2)
         assert await waiting == seat(1, 2)
+
+    on_a_clock_that_jumps(test)
+
+
+class TooLate(HashStore):
+    """A store in which a wait is over in the moment in which its key comes."""
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        value = await super()._wait(command, arguments, timeout)
+        if command == "get" and "assignment" in arguments[0]:
+            raise StoreTimeoutError("it came too late")
+        return value
+
+
+def test_an_assignment_that_comes_when_time_is_over_is_taken() -> None:
+    """Rank 0 has stored it, and so it counts on the newcomer."""
+
+    async def test(_: HashStore) -> None:
+        store = TooLate()
+        waiting = asyncio.ensure_future(await_assignment(store, 5))
+        assert await invite(store, Invitation(1, 1, 1, "large"), 1) == seat(0, 2)
+        assert await waiting == seat(1, 2)
+
+    on_a_clock_that_jumps(test)
+
+
+def test_who_has_been_cancelled_is_not_called() -> None:
+    async def test(store: HashStore) -> None:
+        cancelled = asyncio.ensure_future(await_assignment(store, 100))
+        await asyncio.sleep(0.1)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        waiting = asyncio.ensure_future(await_assignment(store, 100))
+        began = now()
+        assert await invite(store, Invitation(1, 1, 1, "large"), 50) == seat(0, 2)
+        assert (await waiting, now()) == (seat(1, 2), began)
 
     on_a_clock_that_jumps(test)
 
