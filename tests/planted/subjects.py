@@ -96,10 +96,58 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         ),
         "session": Subject(("Session.message_received",), (("test_tcp.py", "-k", "cut_off"),)),
         "control": Subject(("ControlPlane.flood", "Receiver.receive"), (GOODBYE,)),
+        "slots": Subject(
+            (
+                "SlotWriter._reserve",
+                "OneShot._fold",
+                "OneShotBlocks._finish",
+                "OneShotTensor._finish",
+                "OneShotMoves._fold",
+                "ProgramWithSlots._take",
+                "Gathered._take",
+                "StrayPosts._look",
+            ),
+            (
+                ("test_shm_slots.py", "test_stray_posts.py"),
+                ("test_oneshot.py", "test_oneshot_blocks.py", "test_oneshot_tensor.py", "-k", "not 7"),
+                ("test_oneshot_moves.py", "test_unsized.py", "-k", "not 7"),
+            ),
+        ),
+        "single copy": Subject(
+            ("ReferenceWriter.write", "PeerMemory.read"),
+            (("test_shm_references.py",), ("test_shm_process_memory.py", "-k", "not privileges")),
+        ),
+        "redis store": Subject(
+            (
+                "RedisStore._wait",
+                "RedisChanges.add",
+                "RedisClient.call",
+                "RedisConnection.open",
+                "RedisAddress.refusal",
+            ),
+            (("store/test_redis.py",), ("store/test_contract.py", "-k", "redis and not prefix and missing")),
+        ),
+        "elastic": Subject(
+            ("_Mending._grow", "await_assignment"),
+            (("meeting/test_growth.py", "tests/test_elastic.py"), ("group/test_growth.py",)),
+        ),
+        "tickets": Subject(("Meeting.ticket", "Part._keep"), (("test_tickets.py", "test_parts.py"),)),
+        "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),
+        "blocking": Subject(("LoopThread.call",), (("test_blocking.py",),)),
     }
 )
 #: Of the last ones there are faults by hand only.
-BY_HAND = ("session", "control")
+BY_HAND = (
+    "session",
+    "control",
+    "slots",
+    "single copy",
+    "redis store",
+    "elastic",
+    "tickets",
+    "tls",
+    "blocking",
+)
 
 
 def quota() -> dict[str, int]:
