@@ -14,6 +14,7 @@
     spin_us       AIOCOLL_SPIN_US         50
     warn_after    AIOCOLL_WARN_AFTER      30
     debug         AIOCOLL_DEBUG           "off"
+    verify        AIOCOLL_VERIFY          "behind"
     allow_pickle  AIOCOLL_ALLOW_PICKLE    no
     host_id       AIOCOLL_HOST_ID         none: determined from the system
     tuning        AIOCOLL_TUNING          none: the file of `aiocoll bench --tune` in the user's cache, if there is one
@@ -69,6 +70,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "transport": ("auto", "tcp", "unix", "shm"),
     "encryption": ("auto", "none", "tls"),
     "debug": ("off", "detail"),
+    "verify": ("behind", "before"),
 }
 _TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _NUMBERS: Mapping[str, Callable[[str], float]] = {
@@ -93,6 +95,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "spin_us": 50.0,  # two wake-ups through the kernel: after that, suspending costs no more than polling has
     "warn_after": 30.0,  # longer than a checkpoint or a first compilation usually takes
     "debug": "off",
+    "verify": "behind",
     "allow_pickle": False,
     "host_id": None,
     "tuning": None,
@@ -130,6 +133,9 @@ class GroupOptions:
         spin_us: microseconds an await may poll in one iteration of the loop before it suspends; 0 = never polls.
         warn_after: seconds after which a pending operation is logged with the ranks it waits for; inf = never.
         debug: `"detail"` compares every collective on all ranks before data moves; every rank must agree.
+        verify: of calls on CUDA arrays that NCCL carries out: `"behind"` launches them at the call and compares the
+            ranks' calls behind that, so that arrays of a mismatch are undefined; `"before"`, also if only one rank says
+            so, launches when all ranks have called the same.
         allow_pickle: whether objects that msgpack cannot express may be sent as pickles; every rank must agree.
         host_id: ranks with different values behave as if on different hosts (for tests).
         tuning: path of a file made by `aiocoll bench --tune`; only rank 0 reads it, and tells the others.
@@ -158,6 +164,7 @@ class GroupOptions:
     spin_us: float = _UNSET
     warn_after: float = _UNSET
     debug: Literal["off", "detail"] = _UNSET
+    verify: Literal["behind", "before"] = _UNSET
     allow_pickle: bool = _UNSET
     host_id: str | None = _UNSET
     tuning: str | None = _UNSET

@@ -96,6 +96,12 @@ class Cuda(Protocol):
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on the device, in the order of `stream`."""
 
+    def scratch(self, nbytes: int, stream: int) -> int:
+        """Return the address of `nbytes` of new memory on the device of `stream`, for later work on it."""
+
+    def scratch_free(self, address: int, stream: int) -> None:
+        """Free what `scratch` has returned, behind the work that is on `stream` now."""
+
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
         """Write the products of `count` elements and `factor`, in the order of `stream`; source may be target.
 

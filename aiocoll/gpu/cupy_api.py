@@ -167,6 +167,14 @@ class _Cuda:
         with _Named("cudaMemcpyAsync"):
             runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream)
 
+    def scratch(self, nbytes: int, stream: int) -> int:
+        with _Named("cudaMallocAsync"):
+            return int(runtime.mallocAsync(nbytes, stream))
+
+    def scratch_free(self, address: int, stream: int) -> None:
+        with _Named("cudaFreeAsync"):
+            runtime.freeAsync(address, stream)
+
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
         if dtype not in _SCALE and dtype not in _SCALED:
             raise DeviceError("scale", f"{dtype} cannot be multiplied on a device", fatal=False)

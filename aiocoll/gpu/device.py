@@ -100,10 +100,12 @@ class Device:
         call: Callable[[], None],
         keep: object,
         done: Callable[[DeviceError | None], None],
+        *,
+        at_once: bool = False,
     ) -> Launched:
         """Launch a call on a stream without blocking the running loop.
 
-        The calls of all threads on one device go through one launcher, in order.
+        The calls of all threads on one device are made one after the other, in order.
 
         Args:
             stream: one of `stream`.
@@ -111,6 +113,7 @@ class Device:
                 thread, where it may block.
             keep: objects that must live until the work is done.
             done: called in this loop when the work is done, with its error or None; not if the loop is closed by then.
+            at_once: the call does not block: make it here, if the launcher has nothing to do.
 
         Raises:
             RuntimeError: no loop runs in this thread; or after a fork.
@@ -122,7 +125,8 @@ class Device:
             raise ValueError(f"stream {stream:#x} is closed, or is not one of CUDA device {self.ordinal}")
         loop = asyncio.get_running_loop()
         launched = Launched(self._events, waiter, stream, call, keep, done, loop)
-        self._launcher.put(launched.launch)
+        if not (at_once and self._launcher.attempt(launched.launch_here)):
+            self._launcher.put(launched.launch)
         return launched
 
     def mark(self, stream: int) -> int:

@@ -1,6 +1,7 @@
 """The one thread of a device that starts work there, and `Launched`, a call that goes through it.
 
-NCCL may block its caller, and lets only one thread of a process call it for a device: so the loop never calls it.
+NCCL may block its caller, and lets only one thread of a process call it for a device at a time. So the loop calls it
+only where it certainly does not block, and while that thread has nothing to do.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -21,8 +23,13 @@ __all__ = ["LaunchThread", "Launched", "Waiter"]
 class Waiter(Protocol):
     """Notices when a call on a stream has ended."""
 
-    def put(self, launched: Launched) -> None:
-        """Notify the loop of `launched` when it has ended; called in the launcher, once it is on the stream."""
+    def put(self, launched: Launched, *, look: bool) -> None:
+        """Notify the loop of `launched` when it has ended; called once it is on the stream, in order.
+
+        Args:
+            launched: the call.
+            look: check for a moment whether it has ended, in this thread.
+        """
 
 
 class LaunchThread:
@@ -40,12 +47,29 @@ class LaunchThread:
         self._cuda = cuda
         self._ordinal = ordinal
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Calls that are queued or running, and who counts them; held by whoever makes a call.
+        self._unfinished = 0
+        self._counting = threading.Lock()
+        self._calling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"aiocoll-launch-{ordinal}", daemon=True)
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
         """Queue `call`, which must not raise; from any thread."""
-        self._queue.put(call)
+        with self._counting:
+            self._unfinished += 1
+            self._queue.put(call)
+
+    def attempt(self, call: Callable[[], None]) -> bool:
+        """Make `call` in this thread, unless an earlier one has not returned; return whether it was made."""
+        with self._counting:
+            if self._unfinished or not self._calling.acquire(blocking=False):
+                return False
+        try:
+            call()
+        finally:
+            self._calling.release()
+        return True
 
     def is_wanted(self) -> bool:
         """Whether a call is queued."""
@@ -61,8 +85,11 @@ class LaunchThread:
         with suppress(DeviceError):  # the calls will raise it
             self._cuda.use(self._ordinal)
         while (call := self._queue.get()) is not None:
-            call()
+            with self._calling:
+                call()
             del call  # keep no references while idle
+            with self._counting:
+                self._unfinished -= 1
 
 
 class Launched:
@@ -113,8 +140,12 @@ class Launched:
         self._done: Callable[[DeviceError | None], None] | None = done
         self._wanted: list[asyncio.Future[None]] = []
 
-    def launch(self) -> None:
-        """Put it on its stream; in the launcher."""
+    def launch_here(self) -> None:
+        """Put it on its stream, in the loop."""
+        self._events.on_device(partial(self.launch, look=False))
+
+    def launch(self, *, look: bool = True) -> None:
+        """Put it on its stream; in the launcher, which then may `look` whether it has ended."""
         assert self._call is not None
         try:
             self._call()
@@ -130,7 +161,7 @@ class Launched:
         if self._wanted:
             with suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self.release)
-        self._waiter.put(self)
+        self._waiter.put(self, look=look)
 
     def failed(self, error: BaseException) -> None:
         """Keep the first error: no error may end the thread in which it occurs."""

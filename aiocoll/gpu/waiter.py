@@ -60,10 +60,15 @@ class CompletionThread:
         self._thread = threading.Thread(target=self._run, name=f"aiocoll-wait-{ordinal}", daemon=True)
         self._thread.start()
 
-    def put(self, launched: Launched) -> None:
-        """Tell the loop of `launched` when it has ended; in the launcher, as soon as it is on the stream."""
+    def put(self, launched: Launched, *, look: bool) -> None:
+        """Tell the loop of `launched` when it has ended; as soon as it is on the stream.
+
+        Args:
+            launched: the call.
+            look: check for a moment whether it has ended; in the launcher alone.
+        """
         with self._lock:
-            is_first = not (self._is_awake or self._calls)
+            is_first = look and not (self._is_awake or self._calls)
         if is_first and self._ends_soon(launched):
             self._deliver(deque([launched]))
             return

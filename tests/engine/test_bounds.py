@@ -40,7 +40,8 @@ def note(link: Link, **what: Any) -> None:
 
 
 def device(link: Link, group: int) -> None:
-    note(link, t="device", g=group, card={"nccl": 0, "why": "", "bus": "", "unfinished": False})
+    card = {"nccl": 0, "why": "", "bus": "", "unfinished": False, "float8": False, "ahead": True}
+    note(link, t="device", g=group, card=card)
 
 
 #: A narrower window, a frame that is large for it, and a number of things that are small.

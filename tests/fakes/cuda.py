@@ -90,6 +90,7 @@ class FakeCuda:
         self._ending: list[FakeStream] = []
         self._events: dict[int, _Event] = {}
         self._next: dict[str, list[DeviceError]] = {}
+        self._scratch: dict[int, NDArray[Any]] = {}
 
     def __enter__(self) -> FakeCuda:
         return self
@@ -300,6 +301,22 @@ class FakeCuda:
         """Copy on the device, in the order of `stream`."""
         device = self._open(stream, "copy").device.ordinal
         self._copy("copy", (target, device), (source, device), nbytes, stream)
+
+    def scratch(self, nbytes: int, stream: int) -> int:
+        """Return the address of new memory on the device of `stream`, for later work on it."""
+        self._begin("scratch", check=False)
+        made = self.memory.new(nbytes, self._open(stream, "scratch").device.ordinal)
+        address = made.ctypes.data
+        self._scratch[address] = made
+        return address
+
+    def scratch_free(self, address: int, stream: int) -> None:
+        """Free what `scratch` has returned, behind the work that is on `stream` now."""
+        self._begin("scratch_free", check=False)
+        on = self._open(stream, "scratch_free")
+        if address not in self._scratch:
+            raise DeviceError("scratch_free", f"{INVALID_VALUE}: {address:#x} is not in use", fatal=False)
+        on.kernel(lambda: self._scratch.pop(address).fill(0xDD), 0.0)
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
         """Write the products of `count` elements and `factor`, in the order of `stream`; in place if both are one.

@@ -169,7 +169,7 @@ class FakeNccl:
 class FakeCommunicator:
     """One rank's end, as `aiocoll.gpu.api.NcclCommunicator` wants it.
 
-    All but `abort` and `async_error` must come from one thread: the real one is not for several at a time.
+    All but `abort` and `async_error` must come one after the other: the real one is not for several threads at a time.
     """
 
     def __init__(self, nccl: FakeNccl, world: _World, rank: int) -> None:
@@ -180,7 +180,7 @@ class FakeCommunicator:
         self.aborted = False
         self.destroyed = False
         self._world = world
-        self._thread = threading.get_ident()
+        self._inside = threading.Lock()
         self._called = 0
         self._in_flight: set[FakeCall] = set()
         self._error: str | None = None
@@ -284,10 +284,28 @@ class FakeCommunicator:
         peer: int | None = None,
     ) -> None:
         """Check a call that reads and writes so many elements, and start it."""
-        self.nccl.begin(name)
-        self._check(name)
-        if threading.get_ident() != self._thread:
-            raise DeviceError(name, "called from another thread than init: it is not for several at a time")
+        if not self._inside.acquire(blocking=False):
+            raise DeviceError(name, "called while another thread calls it: it is not for several at a time")
+        try:
+            self.nccl.begin(name)
+            self._check(name)
+            self._checked(name, source, read, target, written, dtype, stream, op, root, peer)
+        finally:
+            self._inside.release()
+
+    def _checked(
+        self,
+        name: str,
+        source: int,
+        read: int,
+        target: int,
+        written: int,
+        dtype: int,
+        stream: int,
+        op: int | None,
+        root: int | None,
+        peer: int | None,
+    ) -> None:
         known = dtype in DTYPES and (self.nccl.version() >= FLOAT8_SINCE or DTYPES[dtype].itemsize > 1 or dtype < 2)
         if not known or op not in (*OPS, None):
             raise DeviceError(name, f"invalid argument: dtype {dtype}, op {op}", fatal=False)

@@ -17,6 +17,8 @@ WORLD = 3
 #: In notes stand for the groups of a world: all ranks, ranks 0 and 1, one that is not made yet.
 ALL, PAIR, UNMADE = 1001, 1002, 77
 
+CARD = {"nccl": 22809, "why": "", "bus": "0", "unfinished": False, "float8": True, "ahead": True}
+
 positions = st.integers(0, WORLD - 1)
 ranks = st.sets(positions).map(sorted)
 groups = st.sampled_from([ALL, ALL, ALL, PAIR, UNMADE, 0, (1 << 32) - 1])
@@ -111,7 +113,9 @@ direct = st.one_of(
                                   st.sampled_from([0.0, 2.0]), st.just("")).map(list), max_size=3)),
     note("disagree", g=groups, op=operations, theirs=calls(st.just(2))),
     note("differ", g=groups, one=calls(positions), two=calls(positions)),
-    note("device", g=groups, card=st.just({"nccl": 22809, "why": "", "bus": "0", "unfinished": False})),
+    note("device", g=groups, card=st.just(CARD)),
+    note("device", g=groups, called=operations, hash=operations, seq=operations),
+    note("device", g=groups, halted=operations),
     note("device", g=groups, turn=st.just(True)),
     note("device", g=groups, ready=st.just(True)),
     note("device", g=groups, number=st.integers(0, 2), decision=st.just([False, "why", b"", False])),

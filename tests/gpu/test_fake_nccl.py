@@ -447,9 +447,14 @@ def test_a_communicator_belongs_to_a_thread_and_a_device(cuda: FakeCuda, nccl: F
         except DeviceError as exc:
             errors.append(exc)
 
-    other = threading.Thread(target=call)
-    other.start()
-    other.join()
+    def meanwhile(_: str) -> None:
+        nccl.hooks.clear()
+        other = threading.Thread(target=call)
+        other.start()
+        other.join()
+
+    nccl.hooks.append(meanwhile)
+    made.all_reduce(0, 0, 0, FLOAT32, SUM, 0)
     assert "another thread" in str(errors[0])
     cuda.use(1)
     with pytest.raises(DeviceError, match="a stream of device 1"):

@@ -115,7 +115,8 @@ async def test_ranks_on_one_device_go_through_the_host() -> None:
 
 def test_versions_that_differ_and_hosts() -> None:
     def one(version: int = 22809, bus: str = "a") -> cards.Card:
-        return {"nccl": version, "why": "" if version else "gone", "bus": bus, "unfinished": False}
+        why = "" if version else "gone"
+        return {"nccl": version, "why": why, "bus": bus, "unfinished": False, "float8": True, "ahead": True}
 
     assert cards.decide([one(), one()], [0, 1])[:2] == (True, "all ranks have NCCL 2.28.9 and a device each")
     assert cards.decide([one(), one(23004)], [0, 1])[:2] == (False, "rank 0 has NCCL 2.28.9, rank 1 has 2.30.4")
@@ -174,7 +175,11 @@ async def test_calls_with_keys_in_any_order(way: str) -> None:
 
 
 @both
-async def test_calls_that_differ_are_refused_everywhere_and_the_group_goes_on(way: str) -> None:
+async def test_calls_that_differ_are_refused_everywhere_and_the_group_goes_on(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIOCOLL_VERIFY", "before")
+
     async def body(pg: ProcessGroup, gpu: Gpus) -> str:
         for _ in range(2):  # before the way is known, and after
             tensor = gpu.tensor(np.ones(3 + pg.rank()), pg.rank())

@@ -316,7 +316,7 @@ async def test_turns_that_are_late_are_not_taken() -> None:
         await run_ranks(2, body, gpu)
 
 
-CARD = {"nccl": 22809, "why": "", "bus": "", "unfinished": False}
+CARD = {"nccl": 22809, "why": "", "bus": "", "unfinished": False, "float8": False, "ahead": True}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -327,13 +327,19 @@ CARD = {"nccl": 22809, "why": "", "bus": "", "unfinished": False}
         (1, {"card": None}),
         (1, {"card": {}}),
         (1, {"card": {**CARD, "nccl": "2"}}),
+        (1, {"card": {**CARD, "ahead": 1}}),
         (0, {"card": CARD}),
         (0, {"ready": True}),
         (1, {"turn": True}),
-        (1, {"number": 1, "decision": [False, "", b"", False]}),
-        (0, {"number": "1", "decision": [False, "", b"", False]}),
-        (0, {"number": 1, "decision": [False, "", b""]}),
-        (0, {"number": 1, "decision": [True, "", "", False]}),
+        (1, {"number": 1, "decision": [False, "", b"", False, False, False]}),
+        (0, {"number": "1", "decision": [False, "", b"", False, False, False]}),
+        (0, {"number": 1, "decision": [False, "", b"", False, False]}),
+        (0, {"number": 1, "decision": [True, "", "", False, False, False]}),
+        (1, {"called": -1, "hash": 1, "seq": 1}),
+        (1, {"called": 1, "hash": "", "seq": 1}),
+        (0, {"pace": "on", "number": 5, "through": 1, "upto": 1}),
+        (0, {"compare": [1]}),
+        (1, {"differs": {}, "position": 1}),
         (1, {"match": None}),
         (1, {"match": None, "batches": [[1, 1]]}),
         (1, {"match": None, "batches": [[1, 1, 2], [0, 1, 2]]}),

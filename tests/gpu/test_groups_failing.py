@@ -481,8 +481,9 @@ async def test_a_stream_that_cannot_be_made() -> None:
         await run_ranks(1, body, gpu)
 
 
-async def test_a_description_that_is_too_long(limits: Limits) -> None:
+async def test_a_description_that_is_too_long(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     limits(compared_size=8)
+    monkeypatch.setenv("AIOCOLL_VERIFY", "before")
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await fails(pg, called(pg, gpu), "ALLREDUCE was not compared: rank 1 sent an object of .* bytes")

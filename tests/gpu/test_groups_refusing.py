@@ -122,7 +122,7 @@ def test_what_is_a_setting(value: str | None, unfinished: bool, monkeypatch: pyt
     if value is not None:
         monkeypatch.setenv(SETTING, value)
     with gpus(1) as gpu:
-        assert cards.card(gpu.cuda, gpu.nccl, 0, "")["unfinished"] is unfinished
+        assert cards.card(gpu.cuda, gpu.nccl, 0, "", True)["unfinished"] is unfinished
 
 
 def test_of_many_ranks_the_first_are_named() -> None:

@@ -642,7 +642,7 @@ async def test_ends_that_are_gone_do_not_begin() -> None:
         await begun(pg, gpu)
         assert dispatcher_of(pg).device_state is not None
         if rank == 0:
-            dispatcher_of(pg).device_state.messages._number([matching.Match(1, 2, 999)])
+            dispatcher_of(pg).device_state.messages._number([matching.Match(1, 2, 999)], False)
         await pg.barrier()
         tensor = full(gpu, rank, rank)
         if rank:

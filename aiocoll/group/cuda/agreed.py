@@ -1,7 +1,9 @@
-"""A collective on CUDA arrays: all ranks agree on it, then each enqueues it on its device.
+"""A collective on CUDA arrays: all ranks agree on it, before or after each enqueues it on its device.
 
-The agreement is that of `aiocoll.engine.operations.verify`: every rank describes its call to rank 0, whose verdict
-refuses the call on all ranks or lets it start. The verdict numbers the calls that start, in the order in which they
+Calls without a key that NCCL carries out are launched at once, in the order of the program, and compared behind that,
+see `aiocoll.group.cuda.program_order`. For all others, and in groups that want it for all, the agreement is that of
+`aiocoll.engine.operations.verify`: every rank describes its call to rank 0, whose verdict refuses the call on all ranks
+or lets it start. The verdict numbers the calls that start, in the order in which they
 became complete at rank 0, and all ranks start them in that order. NCCL needs one order on all ranks, and calls with
 keys, or from several tasks, have no other.
 
@@ -23,11 +25,12 @@ from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference
 from aiocoll.engine.operations.plan import Plan
-from aiocoll.engine.operations.signature import Signature
+from aiocoll.engine.operations.signature import KEYED, Signature
 from aiocoll.engine.operations.verify import Compared
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.launcher import Launched
+from aiocoll.group.cuda.call_order import CallOrder
 from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out, way_of
@@ -69,8 +72,12 @@ class Agreed(Compared):
         "_device_state",
         "_enqueued",
         "_flying",
+        "_is_confirmed",
         "_marks",
+        "_order",
         "_plan",
+        "_position",
+        "_result",
         "_staged",
     )
 
@@ -83,6 +90,12 @@ class Agreed(Compared):
         #: The device has work of it enqueued.
         self._flying = False
         self._by_nccl = False
+        #: Where it is launched before it is compared, its position there, whether all ranks are known to have called
+        #: it, and its result if that is all it waits for.
+        self._order: CallOrder | None = None
+        self._position = 0
+        self._is_confirmed = False
+        self._result: tuple[Any] | None = None
         self._enqueued = Enqueued(work, call.arrays)
 
     # -- the agreement
@@ -94,15 +107,77 @@ class Agreed(Compared):
         except (DeviceError, RuntimeError) as error:  # the latter if a stream capture has begun within a block
             self._device_state.broken(error, self)
         else:
-            super().enter()
+            self._device_state.enter(self)
+
+    def ask(self) -> None:
+        """Describe it to rank 0, which decides when it starts."""
+        super().enter()
+
+    def is_ordered(self) -> bool:
+        """Whether the order of the program is its order on all ranks: it has a number and no key."""
+        return self.id < KEYED
+
+    def is_native(self) -> bool:
+        """Whether NCCL carries it out."""
+        return self._way(self._plan) != STAGED
+
+    def is_numbered(self) -> bool:
+        """Whether it has to be compared before it starts, in any group."""
+        return self.is_private() or not self.is_native()
+
+    def _way(self, plan: Plan) -> int:
+        decision = self._device_state.decision
+        return way_of(plan, decision.float8) if decision is not None and decision.native else STAGED
+
+    # -- in the order of the program
+
+    def lead(self, order: CallOrder, *, ahead: bool) -> None:
+        """Take its place in the order of the program, where it starts if `ahead`."""
+        if ahead:
+            self._agree()
+            self._order, self._position = order, order.program.called + 1
+        order.program.add(self, is_numbered=not ahead)
+
+    def terms(self) -> bytes:
+        """Return a hash of what all ranks have to call alike."""
+        return self._device_state.terms(self._plan, self.work._shape)
+
+    def number(self) -> int:
+        """Return its number among all calls of the group."""
+        assert self.work.seq is not None
+        return self.work.seq
+
+    def proceed(self) -> None:
+        """Start: all calls before it have started."""
+        self.begin(False)
+
+    def confirmed(self) -> None:
+        """All ranks have called it."""
+        self._is_confirmed = True
+        if self._result is not None and not self.done:
+            super().ended(*self._result, None)
+
+    def ended(self, result: Any, error: BaseException | None) -> None:
+        """It has been carried out, or failed."""
+        if error is None and self._order is not None and not self._is_confirmed:
+            self._result = (result,)
+        else:
+            super().ended(result, error)
+
+    def needs(self, peer: int) -> bool:
+        """Whether it still needs a rank, which is leaving."""
+        if self._order is None:
+            return super().needs(peer)
+        return not self._is_confirmed and self._order.needs(peer, self._position)
+
+    # -- compared by rank 0
 
     def _says(self) -> bytes:
-        """Describe this rank's call, and the ways in which it can be carried out here."""
-        state, work = self._device_state, self.work
-        way = way_of(self._plan, self._arrays, self.comm.rank, state.float8)
+        """Describe this rank's call."""
+        work = self.work
         # Of a member of a block: its own signature, not that of the block.
-        described = state.described(self._plan, self._called, work._shape)
-        told: bytes = msgpack.packb((described, work.seq, work.key, (way,)))
+        described = self._device_state.described(self._plan, self._called, work._shape)
+        told: bytes = msgpack.packb((described, work.seq, work.key))
         return told
 
     def carriers(self) -> str:
@@ -130,11 +205,11 @@ class Agreed(Compared):
             else:
                 self._device_state.decided(self, *verdict)
 
-    def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int]) -> None:
+    def pronounce(self, numbers: Mapping[int, int], staged: bool) -> None:
         """As rank 0, let all ranks start it, each with its own number."""
-        said = {number: msgpack.packb([number, ways]) for number in set(numbers.values())}
+        said = {number: msgpack.packb([number, staged]) for number in set(numbers.values())}
         self._send({rank: said[numbers[rank]] for rank in self.comm.others})
-        self._device_state.decided(self, numbers[0], ways)
+        self._device_state.decided(self, numbers[0], staged)
 
     # -- carrying it out
 
@@ -148,9 +223,9 @@ class Agreed(Compared):
         self._marks = marks
         self._agree()
 
-    def begin(self, ways: Sequence[int]) -> None:
-        """Start in the agreed ways: all calls before it have started."""
-        (way,) = ways
+    def begin(self, staged: bool) -> None:
+        """Start, through the host if `staged`: all calls before it have started."""
+        way = STAGED if staged else self._way(self._plan)
         if is_empty(self._plan):
             self.ended(self.work._value, None)
         elif way == STAGED:
@@ -165,7 +240,7 @@ class Agreed(Compared):
 
     def hangs_here(self) -> bool:
         """Whether the device has work of it enqueued: then all ranks have called it."""
-        return self._flying
+        return self._flying and (self._order is None or self._is_confirmed)
 
     def expire(self) -> None:
         """The timeout has passed."""
@@ -195,7 +270,8 @@ class Agreed(Compared):
         communicator = self._device_state.communicator
         assert communicator is not None
         self._by_nccl = True
-        self._flies(communicator.launch(self._marks, put, calls, self._ended, others), last=True)
+        kind = tuple((call.plan, call.way) for call in calls)
+        self._flies(communicator.launch(self._marks, put, calls, self._ended, others, kind), last=True)
 
     def _stage(self) -> None:
         """Copy the inputs to the host."""

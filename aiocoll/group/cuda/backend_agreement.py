@@ -41,6 +41,7 @@ class BackendAgreement:
         comm: this rank's part in the group.
         device: where its arrays are.
         nccl: the library; None if there is none.
+        ahead: this rank launches calls before they are compared, if all ranks do.
         number: as rank 0, assigns the decision its numbers.
         follow: carries out the decision, given its number on this rank.
     """
@@ -50,6 +51,7 @@ class BackendAgreement:
         comm: Communicator,
         device: Device,
         nccl: Nccl | None,
+        ahead: bool,
         number: Callable[[], dict[int, int]],
         follow: Callable[[int, Decision], None],
     ) -> None:
@@ -58,7 +60,7 @@ class BackendAgreement:
         self._nccl = nccl
         self._number = number
         self._follow = follow
-        self._card = card(device.cuda, nccl, device.ordinal, why_no_nccl() or "")
+        self._card = card(device.cuda, nccl, device.ordinal, why_no_nccl() or "", ahead)
         self._turn: Turn | None = None
         #: Ends when it is decided, or will not be; None before this rank has announced its turn.
         self._settled: asyncio.Future[None] | None = None

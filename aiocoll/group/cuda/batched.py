@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import msgpack
 
 from aiocoll.group.cuda.agreed import Agreed, DeviceCall, is_empty
-from aiocoll.group.cuda.device_state import DeviceState
-from aiocoll.group.cuda.native import STAGED, Native, way_of
+from aiocoll.group.cuda.device_state import DeviceState, hashed
+from aiocoll.group.cuda.native import STAGED, Native
 from aiocoll.work import Work
 
 __all__ = ["BatchedCalls", "Member"]
@@ -33,10 +33,6 @@ class Member(NamedTuple):
     result: Any
     call: DeviceCall
 
-    def way(self, rank: int, float8: bool) -> int:
-        """Return the best way in which this rank can carry it out; see `way_of`."""
-        return way_of(self.call.plan, self.call.arrays, rank, float8)
-
 
 class BatchedCalls(Agreed):
     """One rank's part in several collectives on CUDA arrays that share no memory which is written.
@@ -44,16 +40,20 @@ class BatchedCalls(Agreed):
     Args:
         state: the group's state on the device.
         members: in the order common to all ranks.
+        ordered: it starts in the order of the program.
     """
 
-    __slots__ = ("_left", "_members")
+    __slots__ = ("_is_ordered", "_left", "_members")
 
-    def __init__(self, state: DeviceState, identity: int, members: Sequence[Member], work: Work[Any]) -> None:
+    def __init__(
+        self, state: DeviceState, identity: int, members: Sequence[Member], ordered: bool, work: Work[Any]
+    ) -> None:
         first = members[0].call
         arrays = [array for member in members for array in member.call.arrays]
         super().__init__(state, identity, first._replace(arrays=arrays), work)
         work._value = [member.result for member in members]
         self._members = members
+        self._is_ordered = ordered
         #: Number of parts that have not ended.
         self._left = 1
 
@@ -61,22 +61,39 @@ class BatchedCalls(Agreed):
         """Whether only the two ends of its messages know their lengths."""
         return any(member.call.plan.signature.sends or member.call.plan.signature.receives for member in self._members)
 
-    def begin(self, ways: Sequence[int]) -> None:
+    def is_ordered(self) -> bool:
+        """Whether the order of the program is its order on all ranks."""
+        return self._is_ordered
+
+    def is_native(self) -> bool:
+        """Whether NCCL carries out any of it."""
+        return any(self._way(member.call.plan) != STAGED for member in self._members)
+
+    def is_numbered(self) -> bool:
+        """Whether it has to be compared before it starts, in any group."""
+        return self.is_private() or any(self._way(member.call.plan) == STAGED for member in self._members)
+
+    def terms(self) -> bytes:
+        """Return a hash of what all ranks have to call alike."""
+        return hashed([member.call.plan.signature[:5] for member in self._members])
+
+    def begin(self, staged: bool) -> None:
         """Launch what NCCL can carry out, and stage the rest."""
-        native, staged = [], []
-        for member, way in zip(self._members, ways, strict=True):
+        native, others = [], []
+        for member in self._members:
             if is_empty(member.call.plan):
                 continue
+            way = STAGED if staged else self._way(member.call.plan)
             if way == STAGED:
-                staged.append(member)
+                others.append(member)
             else:
                 native.append(Native(member.call.plan, member.call.arrays, way))
-        self._left = len(staged) + bool(native)
+        self._left = len(others) + bool(native)
         if not self._left:
             super().ended(self.work._value, None)
         if native:
-            self._launch(native, [self._device_state.stream] if staged else ())
-        for number, member in enumerate(staged):
+            self._launch(native, [self._device_state.stream] if others else ())
+        for number, member in enumerate(others):
             self._begin_part(number, member)
 
     def ended(self, result: Any, error: BaseException | None) -> None:
@@ -89,14 +106,13 @@ class BatchedCalls(Agreed):
 
     def hangs_here(self) -> bool:
         """Whether the device has work of it enqueued: then all ranks have called it."""
-        return self._flying or self._children.hanging() is not None
+        return super().hangs_here() or self._children.hanging() is not None
 
     def _says(self) -> bytes:
-        """Describe this rank's calls, and the ways in which each can be carried out here."""
-        state, work = self._device_state, self.work
-        ways = [member.way(self.comm.rank, state.float8) for member in self._members]
-        described = state.described(self.signature, self.signature, ())
-        told: bytes = msgpack.packb((described, work.seq, work.key, ways))
+        """Describe this rank's calls."""
+        work = self.work
+        described = self._device_state.described(self.signature, self.signature, ())
+        told: bytes = msgpack.packb((described, work.seq, work.key))
         return told
 
     def _ended(self, error: Any) -> None:
@@ -128,4 +144,4 @@ class _Part(Agreed):
 
     def enter(self) -> None:
         """Begin."""
-        self.begin([STAGED])
+        self.begin(True)

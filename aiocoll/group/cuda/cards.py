@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from aiocoll.engine.operations.comparison import SHOWN
 from aiocoll.gpu.api import Cuda, Nccl
 
-__all__ = ["Decision", "card", "decide", "read_card", "read_decision", "reduces_float8"]
+__all__ = ["Decision", "card", "decide", "read_card", "read_decision"]
 
 #: The setting that makes NCCL's calls return unfinished, which CuPy cannot finish: it is refused, not worked around.
 _BLOCKING = "NCCL_COMM_BLOCKING"
@@ -18,7 +18,14 @@ _BLOCKING = "NCCL_COMM_BLOCKING"
 _FLOAT8_VERSION, _FLOAT8_CAPABILITY = 22400, (9, 0)
 
 Card = dict[str, Any]
-_KINDS: dict[str, type[Any]] = {"nccl": int, "why": str, "bus": str, "unfinished": bool}
+_KINDS: dict[str, type[Any]] = {
+    "nccl": int,
+    "why": str,
+    "bus": str,
+    "unfinished": bool,
+    "float8": bool,
+    "ahead": bool,
+}
 
 T = TypeVar("T")
 
@@ -31,12 +38,16 @@ class Decision(NamedTuple):
         why: the reason, as text.
         unique_id: of the communicator; b"" without one.
         refused: not at all, until the reason has changed.
+        float8: NCCL and all devices can reduce float8.
+        ahead: calls are launched before they are compared.
     """
 
     native: bool
     why: str
     unique_id: bytes = b""
     refused: bool = False
+    float8: bool = False
+    ahead: bool = False
 
     @property
     def way(self) -> str:
@@ -55,7 +66,7 @@ class Decision(NamedTuple):
         return f"group {group!r} is to use NCCL, but {self.why}" if forced and not self.native else None
 
 
-def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str) -> Card:
+def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str, ahead: bool) -> Card:
     """Return this rank's card.
 
     Args:
@@ -63,14 +74,23 @@ def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str) -> Card:
         nccl: the library; None if there is none.
         device: ordinal of the device of the call.
         missing: why there is no NCCL.
+        ahead: this rank launches calls before they are compared, if all ranks do.
 
     Returns:
-        The version of NCCL, 0 for none; why there is none; the identity of the device on its host; and whether
-        NCCL's calls would return unfinished.
+        The version of NCCL, 0 for none; why there is none; the identity of the device on its host; whether NCCL's calls
+        would return unfinished; whether it and the device can reduce float8; and `ahead`.
     """
     version, why = (0, missing) if nccl is None else (nccl.version(), "")
     unfinished = os.environ.get(_BLOCKING, "").strip() == "0"
-    return {"nccl": version, "why": why, "bus": cuda.bus_id(device), "unfinished": unfinished}
+    float8 = version >= _FLOAT8_VERSION and cuda.capability(device) >= _FLOAT8_CAPABILITY
+    return {
+        "nccl": version,
+        "why": why,
+        "bus": cuda.bus_id(device),
+        "unfinished": unfinished,
+        "float8": float8,
+        "ahead": ahead,
+    }
 
 
 def read_card(given: Any) -> Card:
@@ -88,19 +108,15 @@ def read_decision(given: Any) -> Decision:
     Raises:
         TypeError, ValueError: it is not a decision.
     """
-    native, why, unique_id, refused = given
-    return Decision(_checked(native, bool), _checked(why, str), _checked(unique_id, bytes), _checked(refused, bool))
+    native, why, unique_id, *rest = given
+    refused, float8, ahead = (_checked(each, bool) for each in rest)
+    return Decision(_checked(native, bool), _checked(why, str), _checked(unique_id, bytes), refused, float8, ahead)
 
 
 def _checked(given: Any, kind: type[T]) -> T:
     if not isinstance(given, kind):
         raise TypeError(f"{given!r} is not of type {kind.__name__}")
     return given
-
-
-def reduces_float8(cuda: Cuda, nccl: Nccl | None, device: int) -> bool:
-    """Return whether NCCL can reduce float8, as far as this rank's device and library are concerned."""
-    return nccl is not None and nccl.version() >= _FLOAT8_VERSION and cuda.capability(device) >= _FLOAT8_CAPABILITY
 
 
 def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
@@ -128,7 +144,12 @@ def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
         other = owners.setdefault((host, each["bus"]), rank)
         if other != rank:
             return Decision(False, f"ranks {other} and {rank} use the same device, {each['bus']}, which NCCL refuses")
-    return Decision(True, f"all ranks have NCCL {_version(first)} and a device each")
+    return Decision(
+        True,
+        f"all ranks have NCCL {_version(first)} and a device each",
+        float8=all(each["float8"] for each in cards),
+        ahead=all(each["ahead"] for each in cards),
+    )
 
 
 def _have(ranks: Sequence[int]) -> str:

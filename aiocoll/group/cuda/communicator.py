@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.job.ids import hash62
@@ -33,6 +34,10 @@ PARTING = 5.0
 FINISHING = 0.5
 #: Seconds after which an abort that does not return is abandoned.
 ABORTING = 10.0
+#: Calls in flight up to which the loop launches the next one: far less than a stream takes before it blocks.
+INLINE = 64
+#: Kinds of calls of which it is remembered that NCCL has connected the ranks for them.
+KEPT = 256
 
 
 class DeviceCommunicator:
@@ -75,6 +80,7 @@ class DeviceCommunicator:
         self._over = False
         self._asking = False
         self._in_flight = 0
+        self._connected: set[Hashable] = set()
         self._timer: asyncio.TimerHandle | None = None
         size, rank = len(comm.ranks), comm.rank
 
@@ -98,8 +104,9 @@ class DeviceCommunicator:
         keep: object,
         done: Callable[[DeviceError | None], None],
         others: Sequence[int] = (),
+        kind: Hashable = None,
     ) -> Launched:
-        """Enqueue calls on its stream.
+        """Enqueue calls on its stream: here, if they have been before and few calls are in flight.
 
         Args:
             marks: positions of streams that the calls, and `others`, wait for.
@@ -107,6 +114,7 @@ class DeviceCommunicator:
             keep: objects that must live until the calls are done.
             done: called at their end, with the error if there is one; also if the communicator is gone.
             others: streams.
+            kind: of the calls; NCCL connects the ranks in the first one of a kind, which blocks. None: not known.
         """
 
         def call() -> None:
@@ -115,16 +123,19 @@ class DeviceCommunicator:
                 end = self._end
                 if end is None or self._over:
                     raise self._failure or DeviceError("communicator", "it has been given up", fatal=False)
-                put(Tools(self._device.cuda, self._nccl, end, self._group.rank, self.stream))
+                put(Tools(self._device.cuda, self._nccl, end, self._group.rank, self.stream, ExitStack()))
+            if kind is not None and len(self._connected) < KEPT:
+                self._connected.add(kind)
 
         def ended(error: DeviceError | None) -> None:
             self._in_flight -= 1
             done(error)
 
+        at_once = self._in_flight < INLINE and kind in self._connected
         self._in_flight += 1
         if self._timer is None:
             self._timer = self._group.call_later(ASK_EVERY, self._ask)
-        return self._device.launch(self.stream, call, keep, ended)
+        return self._device.launch(self.stream, call, keep, ended, at_once=at_once)
 
     # -- while something is in flight
 

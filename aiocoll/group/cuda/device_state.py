@@ -6,14 +6,16 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgpack
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.control.unmade_groups import keep_message
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.comparison import Difference, compare, packed
+from aiocoll.engine.operations.comparison import SHAPED, Difference, compare, packed
 from aiocoll.engine.operations.differences import called
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature, description
@@ -21,13 +23,13 @@ from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, Grou
 from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.device import Device
 from aiocoll.group.cuda.backend_agreement import BackendAgreement
-from aiocoll.group.cuda.cards import Decision, reduces_float8
+from aiocoll.group.cuda.call_order import CallOrder
+from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.communicator import DeviceCommunicator
-from aiocoll.group.cuda.native import STAGED
 from aiocoll.group.cuda.native_messages import NativeMessages
 from aiocoll.log import logger
 
-__all__ = ["Collective", "DeviceState"]
+__all__ = ["Collective", "DeviceState", "hashed"]
 
 #: NCCL's setting for the network interfaces it may use between hosts.
 INTERFACE = "NCCL_SOCKET_IFNAME"
@@ -38,16 +40,33 @@ RELEASE = 5.0
 
 
 class Collective(Protocol):
-    """A collective that all ranks agree on before it starts."""
+    """A collective that all ranks agree on."""
+
+    done: bool
+
+    def is_ordered(self) -> bool:
+        """Whether the order of the program is its order on all ranks: it has a number and no key."""
+
+    def is_native(self) -> bool:
+        """Whether NCCL carries out any of it."""
+
+    def is_numbered(self) -> bool:
+        """Whether it has to be compared before it starts, in any group."""
+
+    def ask(self) -> None:
+        """Describe it to rank 0, which decides when it starts."""
+
+    def lead(self, order: CallOrder, *, ahead: bool) -> None:
+        """Take its place in the order of the program, where it starts if `ahead`."""
 
     def is_private(self) -> bool:
         """Whether only the two ends of its messages know their lengths."""
 
-    def pronounce(self, numbers: Mapping[int, int], ways: Sequence[int]) -> None:
+    def pronounce(self, numbers: Mapping[int, int], staged: bool) -> None:
         """As rank 0, let all ranks start it, each with its own number."""
 
-    def begin(self, ways: Sequence[int]) -> None:
-        """Start in the agreed ways: all calls before it have started."""
+    def begin(self, staged: bool) -> None:
+        """Start, through the host if `staged`: all calls before it have started."""
 
     def give_up(self, error: Exception) -> None:
         """Fail on all ranks alike; the group stays usable."""
@@ -61,37 +80,42 @@ class DeviceState:
         device: where its arrays are.
         nccl: the library; None if there is none.
         forced: fail instead of doing without NCCL.
+        ahead: launch calls before they are compared, if all ranks do.
 
     Attributes:
         device: where its arrays are.
         stream: for copies to the host and back.
         decision: whether NCCL is used; None before all ranks have been called with CUDA arrays.
         communicator: this rank's end of it, if NCCL is used.
-        float8: this rank meets NCCL's requirements for reducing float8.
+        order: the order of calls that are launched before they are compared; None if they are compared first.
         messages: messages between two ranks that NCCL carries.
     """
 
-    def __init__(self, comm: Communicator, device: Device, nccl: Nccl | None, forced: bool) -> None:
+    def __init__(self, comm: Communicator, device: Device, nccl: Nccl | None, forced: bool, ahead: bool) -> None:
         self.comm = comm
         self.device = device
         self.nccl = nccl
-        self.float8 = reduces_float8(device.cuda, nccl, device.ordinal)
-        everyone = range(len(comm.ranks))
-        self._agreement = BackendAgreement(comm, device, nccl, lambda: self.number(everyone), self._decided)
+        self._agreement = BackendAgreement(comm, device, nccl, ahead, self._number_all, self._decided)
         # In the loop, though it is a CUDA call: the arrays of the call are on the device, so its context exists.
         # After everything else that may fail: it has to be released.
         self.stream = device.stream()
         self.decision: Decision | None = None
         self.communicator: DeviceCommunicator | None = None
+        self.order: CallOrder | None = None
         self._forced = forced
+        self._ahead = ahead
         self._signatures: dict[Plan, Signature] = {}
         self._described: dict[tuple[Plan | Signature, tuple[int, ...]], bytes] = {}
+        self._terms: dict[tuple[Plan, tuple[int, ...]], bytes] = {}
+        #: Calls, and messages about their order, that wait for the decision.
+        self._undecided: list[Collective] = []
+        self._early: list[tuple[int, dict[str, Any]]] = []
         self.messages = NativeMessages(self)
         #: As rank 0: complete calls that have no number yet; the last number of each rank.
-        self._complete: list[tuple[Collective, Sequence[int]]] = []
+        self._complete: list[Collective] = []
         self._numbered = [0] * len(comm.ranks)
-        #: What starts the numbered calls, and the next number.
-        self._held: dict[int, Callable[[], None]] = {}
+        #: What starts the numbered calls, and whether that is NCCL's part; and the next number.
+        self._held: dict[int, tuple[Callable[[], None], bool]] = {}
         self._next = 1
         comm.on_revoked.append(self.end)
         comm.on_departed.append(self._departed)
@@ -120,6 +144,29 @@ class DeviceState:
 
     # -- the agreement
 
+    def enter(self, call: Collective) -> None:
+        """Take a call: compared first, or launched first."""
+        if self.decision is None and self._ahead:
+            self._undecided.append(call)
+        elif self.order is None or not call.is_ordered():
+            call.ask()
+        elif call.is_numbered():
+            call.ask()
+            call.lead(self.order, ahead=False)
+        else:
+            call.lead(self.order, ahead=True)
+
+    def terms(self, plan: Plan, shape: tuple[int, ...]) -> bytes:
+        """Return a hash of what all ranks have to call alike; equal calls share one, made once."""
+        found = self._terms.get((plan, shape))
+        if found is None:
+            if len(self._terms) >= KEPT:
+                self._terms.clear()
+            signature = plan.signature
+            found = hashed([(*signature[:5], shape if signature.op in SHAPED else ())])
+            self._terms[plan, shape] = found
+        return found
+
     def described(self, call: Plan | Signature, signature: Signature, shape: tuple[int, ...]) -> bytes:
         """Return the encoded description of a call; equal calls share one, made once."""
         found = self._described.get((call, shape))
@@ -139,7 +186,7 @@ class DeviceState:
         if not alike or operation.is_private():
             found = compare(self.comm.name, [_whole(*each[:3]) for each in told])
         if found is None:
-            self._complete.append((operation, [min(ways) for ways in zip(*(each[3] for each in told), strict=True)]))
+            self._complete.append(operation)
             self._begin_complete()
         return found
 
@@ -148,8 +195,24 @@ class DeviceState:
         if self.decision is None:
             return
         complete, self._complete = self._complete, []
-        for operation, ways in complete:
-            operation.pronounce(self.number(range(len(self.comm.ranks))), ways)
+        for operation in complete:
+            if operation.is_native():
+                self.place(partial(self._pronounce, operation))
+            else:
+                self._pronounce(operation, False)
+
+    def _pronounce(self, operation: Collective, staged: bool) -> None:
+        operation.pronounce(self._number_all(), staged)
+
+    def place(self, begin: Callable[[bool], None]) -> None:
+        """As rank 0, let NCCL's part of something have its place; `begin` is told whether it has to be staged."""
+        if self.order is None:
+            begin(False)
+        else:
+            self.order.place(begin)
+
+    def _number_all(self) -> dict[int, int]:
+        return self.number(range(len(self.comm.ranks)))
 
     def number(self, ranks: Iterable[int]) -> dict[int, int]:
         """As rank 0, assign the next number on each of some ranks."""
@@ -157,24 +220,31 @@ class DeviceState:
             self._numbered[rank] += 1
         return {rank: self._numbered[rank] for rank in ranks}
 
-    def decided(self, operation: Collective, number: int, ways: Sequence[int]) -> None:
+    def decided(self, operation: Collective, number: int, staged: bool) -> None:
         """Record a verdict, and start the call when it is its turn."""
-        self.hold(number, partial(self._begin, operation, ways))
+        self.hold(number, partial(self._begin, operation, staged), native=not staged and operation.is_native())
 
-    def hold(self, number: int, begin: Callable[[], None]) -> None:
-        """Start what has this number when everything before it has started."""
-        self._held[number] = begin
-        while (turn := self._held.pop(self._next, None)) is not None:
+    def hold(self, number: int, begin: Callable[[], None], *, native: bool = False) -> None:
+        """Start what has this number when everything before it has started; if it is `native`, of all calls."""
+        self._held[number] = begin, native
+        self._start_held()
+
+    def _start_held(self) -> None:
+        while (turn := self._held.get(self._next)) is not None:
+            begin, native = turn
+            if native and self.order is not None and not self.order.program.is_caught_up:
+                return
+            del self._held[self._next]
             self._next += 1
-            turn()
+            begin()
 
-    def _begin(self, operation: Collective, ways: Sequence[int]) -> None:
+    def _begin(self, operation: Collective, staged: bool) -> None:
         decision = self.decision
         assert decision is not None
         if (refusal := decision.refusal(self.comm.name, self._forced)) is not None:
             operation.give_up(BackendUnavailableError(refusal))
         else:
-            operation.begin(ways if decision.native else [STAGED] * len(ways))
+            operation.begin(staged or not decision.native)
 
     def _handle_message(self, peer: int, message: dict[str, Any]) -> None:
         """Handle a message of another rank's device code."""
@@ -182,6 +252,13 @@ class DeviceState:
             self._agreement.missed(message)
         elif "match" in message or "begin" in message:
             self.messages.handle(peer, message)
+        elif CallOrder.is_meant(message):
+            if self.order is not None:
+                self.order.handle(peer, message)
+            elif self.decision is None:
+                keep_message(self._early, peer, message)
+            else:
+                raise ValueError("the calls of this group are compared before they are launched")
         else:
             self._agreement.handle(peer, message)
 
@@ -189,6 +266,8 @@ class DeviceState:
         """A rank has closed the group."""
         self._agreement.departed(rank)
         self.messages.departed(rank)
+        if self.order is not None:
+            self.order.departed()
 
     def _decided(self, number: int, decision: Decision) -> None:
         """Record the backend decision, which has the first number."""
@@ -214,6 +293,17 @@ class DeviceState:
             except DeviceError as error:
                 self.broken(error)
                 return
+            if decision.ahead:
+                self.order = CallOrder(
+                    self.comm, self._number_all, self.hold, self._start_held, can_stage=not self._forced
+                )
+        early, self._early = self._early, []
+        for peer, message in early:
+            self.comm.endpoint.attempt(self.comm.ranks[peer], self._handle_message, peer, message)
+        undecided, self._undecided = self._undecided, []
+        for call in undecided:
+            if not call.done:
+                self.enter(call)
         self._begin_complete()
 
     # -- failing
@@ -269,7 +359,10 @@ class DeviceState:
         self._agreement.end()
         self._held.clear()
         self._complete.clear()
+        self._undecided.clear()
         self.messages.end()
+        if self.order is not None:
+            self.order.end()
         if self.communicator is not None:
             self.communicator.abort()
 
@@ -291,3 +384,8 @@ def _whole(described: bytes, seq: int | None, key: str | None) -> bytes:
     """Return the description of a call together with its number or key."""
     whole: bytes = msgpack.packb({**msgpack.unpackb(described), "seq": seq, "key": key})
     return whole
+
+
+def hashed(terms: Sequence[object]) -> bytes:
+    """Return a hash of plain data, the same on every machine."""
+    return blake2b(repr(terms).encode(), digest_size=16).digest()

@@ -1,10 +1,11 @@
 """How NCCL carries out a call: which calls it can, and with which of its functions.
 
 Calls that only move data move bytes. Where NCCL has no function of its own, or counts differ between ranks, several
-calls form one NCCL group: none of them waits for another.
+calls form one NCCL group: none of them waits for another. Which functions that are follows from what all ranks have
+called alike; parts that lie apart on this rank go through memory of the device that is freed behind the call.
 
     allreduce, reduce, broadcast    the function of that name
-    allgather, reduce_scatter       the function of that name; for uneven or separate parts: p broadcasts, p reduces
+    allgather, reduce_scatter       the function of that name; for uneven parts: p broadcasts, p reduces
     gather, scatter, alltoall       sends and receives
     messages between two ranks      a send, a receive
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from aiocoll.algorithms.spec import Spec
@@ -23,7 +25,7 @@ from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
 __all__ = ["GROUPED", "PACKED", "STAGED", "Native", "Tools", "carry_out", "exchange", "way_of"]
 
-#: Ways to carry out a call, ascending; all ranks use the lowest of their best ways.
+#: Ways to carry out a call.
 STAGED, GROUPED, PACKED = 0, 1, 2
 
 _BYTES = 1
@@ -70,6 +72,7 @@ class Tools(NamedTuple):
         end: this rank's end of the communicator.
         rank: this rank.
         stream: where its calls go.
+        after: what follows when the calls are on the stream, the last one first.
         grouped: the calls are part of an NCCL group already.
     """
 
@@ -78,6 +81,7 @@ class Tools(NamedTuple):
     end: NcclCommunicator
     rank: int
     stream: int
+    after: ExitStack
     grouped: bool = False
 
 
@@ -87,7 +91,7 @@ class Native(NamedTuple):
     Attributes:
         plan: the call's.
         arrays: numbered as the plan's buffers.
-        way: the way that all ranks use.
+        way: how; see `way_of`.
     """
 
     plan: Plan
@@ -95,14 +99,12 @@ class Native(NamedTuple):
     way: int
 
 
-def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: bool) -> int:
-    """Return the best way in which this rank can carry out a call; all ranks then use the lowest of their ways.
+def way_of(plan: Plan, float8: bool) -> int:
+    """Return how a call is carried out in a group that uses NCCL, which is the same on all ranks.
 
     Args:
         plan: the call's.
-        arrays: numbered as the plan's buffers.
-        rank: this one.
-        float8: NCCL and the device of this rank can reduce float8.
+        float8: NCCL and the devices of all ranks can reduce float8.
     """
     signature, spec = plan.signature, plan.signature.spec
     if spec.native is None:
@@ -111,15 +113,7 @@ def way_of(plan: Plan, arrays: Sequence[DeviceArray | None], rank: int, float8: 
         return STAGED
     if spec.native not in ("all_gather", "reduce_scatter"):
         return PACKED
-    *blocks, own = (each for each in arrays if each is not None)
-    if any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks)):
-        return STAGED
-    step = blocks[0].nbytes
-    packed = len(set(signature.counts)) == 1 and all(
-        block.ptr == blocks[0].ptr + r * step for r, block in enumerate(blocks)
-    )
-    # For adjacent equal parts, NCCL regards a part as in place only at its own position.
-    return PACKED if packed else GROUPED
+    return PACKED if len(set(signature.counts)) == 1 else GROUPED
 
 
 def carry_out(calls: Sequence[Native], tools: Tools) -> None:
@@ -130,12 +124,13 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
     Raises:
         DeviceError: it cannot be done.
     """
-    if len(calls) == 1:
-        _carry_out(*calls[0], tools)
-        return
-    with _together(tools):
-        for call in calls:
-            _carry_out(*call, tools._replace(grouped=True))
+    with tools.after:
+        if len(calls) == 1:
+            _carry_out(*calls[0], tools)
+            return
+        with _together(tools):
+            for call in calls:
+                _carry_out(*call, tools._replace(grouped=True))
 
 
 def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
@@ -188,27 +183,70 @@ def _all_reduce(plan: Plan, array: DeviceArray, tools: Tools) -> None:
 
 
 def _all_gather(blocks: Sequence[DeviceArray], source: DeviceArray, way: int, tools: Tools) -> None:
+    if way == PACKED and not _is_packed(blocks):
+        whole = _scratch(sum(block.nbytes for block in blocks), tools)
+        for address, block in _places(whole, blocks):
+            tools.after.callback(tools.cuda.copy, block.ptr, address, block.nbytes, tools.stream)
+        tools.end.all_gather(source.ptr, whole, source.nbytes, _BYTES, tools.stream)
+        return
+    given = source.ptr
+    if source.size and _lies_across(source, blocks, tools.rank):
+        given = _scratch(source.nbytes, tools)
+        tools.cuda.copy(given, source.ptr, source.nbytes, tools.stream)
     if way == PACKED:
-        tools.end.all_gather(source.ptr, blocks[0].ptr, source.nbytes, _BYTES, tools.stream)
+        tools.end.all_gather(given, blocks[0].ptr, source.nbytes, _BYTES, tools.stream)
         return
     with _together(tools):
         for rank, block in enumerate(blocks):
             if block.size:
-                given = source if rank == tools.rank else block
-                tools.end.broadcast(given.ptr, block.ptr, block.nbytes, _BYTES, rank, tools.stream)
+                start = given if rank == tools.rank else block.ptr
+                tools.end.broadcast(start, block.ptr, block.nbytes, _BYTES, rank, tools.stream)
 
 
 def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArray, way: int, tools: Tools) -> None:
+    starts = [block.ptr for block in blocks]
+    if (way == PACKED and not _is_packed(blocks)) or _lies_across(target, blocks, tools.rank):
+        whole = _scratch(sum(block.nbytes for block in blocks), tools)
+        starts = []
+        for address, block in _places(whole, blocks):
+            starts.append(address)
+            if block.size:
+                tools.cuda.copy(address, block.ptr, block.nbytes, tools.stream)
     count, dtype, number = _counted(plan, target)
     if way == PACKED:
-        tools.end.reduce_scatter(blocks[0].ptr, target.ptr, count, dtype, number, tools.stream)
+        tools.end.reduce_scatter(starts[0], target.ptr, count, dtype, number, tools.stream)
         return
     with _together(tools):
-        for rank, block in enumerate(blocks):
+        for rank, (start, block) in enumerate(zip(starts, blocks, strict=True)):
             count = _counted(plan, block)[0]
             if count:
-                into = target if rank == tools.rank else block
-                tools.end.reduce(block.ptr, into.ptr, count, dtype, number, rank, tools.stream)
+                into = target.ptr if rank == tools.rank else start
+                tools.end.reduce(start, into, count, dtype, number, rank, tools.stream)
+
+
+def _is_packed(blocks: Sequence[DeviceArray]) -> bool:
+    """Whether equal parts lie behind each other, as NCCL wants them."""
+    step = blocks[0].nbytes
+    return all(block.ptr == blocks[0].ptr + rank * step for rank, block in enumerate(blocks))
+
+
+def _lies_across(own: DeviceArray, blocks: Sequence[DeviceArray], rank: int) -> bool:
+    """Whether this rank's part shares memory with the parts of all in another way than in place."""
+    return any(own.overlaps(block) and (r != rank or own.ptr != block.ptr) for r, block in enumerate(blocks))
+
+
+def _scratch(nbytes: int, tools: Tools) -> int:
+    """Return memory of the device, which is freed behind the calls."""
+    address = tools.cuda.scratch(nbytes, tools.stream)
+    tools.after.callback(tools.cuda.scratch_free, address, tools.stream)
+    return address
+
+
+def _places(start: int, blocks: Sequence[DeviceArray]) -> Iterator[tuple[int, DeviceArray]]:
+    """Yield where each part lies in memory that has all of them behind each other."""
+    for block in blocks:
+        yield start, block
+        start += block.nbytes
 
 
 def _send_recv(spec: Spec, signature: Signature, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import index
 from typing import Any, Protocol
 
@@ -51,8 +52,11 @@ class Turns(Protocol):
     def number(self, ranks: Iterable[int]) -> dict[int, int]:
         """As rank 0, assign the next number on each of some ranks."""
 
-    def hold(self, number: int, begin: Callable[[], None]) -> None:
-        """Start what has this number when everything before it has started."""
+    def place(self, begin: Callable[[bool], None]) -> None:
+        """As rank 0, let NCCL's part of something have its place; `begin` is told whether it has to be staged."""
+
+    def hold(self, number: int, begin: Callable[[], None], *, native: bool = False) -> None:
+        """Start what has this number when everything before it has started; if it is `native`, of all calls."""
 
 
 class End(Protocol):
@@ -111,7 +115,9 @@ class NativeMessages:
         self._batches = 0
         #: Receives that are matched and have not started.
         self._matched: dict[tuple[int, int], ReceiveEnd] = {}
-        self._matching = BatchMatching(self._number, state.comm.call_later)
+        self._matching = BatchMatching(
+            lambda matches: state.place(partial(self._number, matches)), state.comm.call_later
+        )
 
     @contextlib.contextmanager
     def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
@@ -181,7 +187,7 @@ class NativeMessages:
             raise ValueError("only rank 0 lets messages begin")
         number, begin = index(message["number"]), [self._read(match) for match in message["begin"]]
         if number:
-            self._device_state.hold(number, lambda: self._begin(begin))
+            self._device_state.hold(number, lambda: self._begin(begin), native=True)
         else:
             self._give_back(begin)
 
@@ -201,14 +207,15 @@ class NativeMessages:
         else:
             self._matching.matched(match, batches)
 
-    def _number(self, matches: Sequence[Match]) -> None:
-        """Start messages as one group, on both ends; or have the receivers stage them, if a rank has left."""
+    def _number(self, matches: Sequence[Match], staged: bool) -> None:
+        """Start messages as one group, on both ends; or have the receivers stage them, also if a rank has left."""
         state, comm = self._device_state, self._device_state.comm
         own: dict[int, list[Match]] = {}
+        staged = staged or bool(comm.left)
         for match in matches:
-            for rank in match[1:2] if comm.left else match[:2]:
+            for rank in match[1:2] if staged else match[:2]:
                 own.setdefault(rank, []).append(match)
-        numbers = dict.fromkeys(own, 0) if comm.left else state.number(own)
+        numbers = dict.fromkeys(own, 0) if staged else state.number(own)
         for rank, begin in own.items():
             message = {"t": DEVICE, "g": comm.id, "number": numbers[rank], "begin": begin}
             if rank == 0:

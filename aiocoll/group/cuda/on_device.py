@@ -37,9 +37,9 @@ class DeviceCalls:
         """Return what carries out a collective."""
         return DeviceExecutor(self._state, plan)
 
-    def batched(self, members: Sequence[Member]) -> Make:
-        """Return what makes the operation of several collectives."""
-        return lambda identity, work: BatchedCalls(self._state, identity, members, work)
+    def batched(self, members: Sequence[Member], ordered: bool) -> Make:
+        """Return what makes the operation of several collectives; `ordered`: it starts in the order of the program."""
+        return lambda identity, work: BatchedCalls(self._state, identity, members, ordered, work)
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
         """Return what makes a send to rank `dst`; `code` is that of the dtype."""
@@ -69,7 +69,7 @@ class DeviceExecutor:
 
 
 def device_state_of(
-    comm: Communicator, state: DeviceState | None, arrays: Sequence[DeviceArray | None], *, forced: bool
+    comm: Communicator, state: DeviceState | None, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
 ) -> DeviceState:
     """Return the group's state on the device of these arrays.
 
@@ -78,6 +78,7 @@ def device_state_of(
         state: the existing state, if there is one.
         arrays: of a call; None where this rank has none.
         forced: the group must use NCCL.
+        ahead: launch calls before they are compared, if all ranks do.
 
     Raises:
         BackendUnavailableError: there is no GPU support; the message says what to install.
@@ -86,7 +87,7 @@ def device_state_of(
     """
     if state is None:
         cuda, nccl = runtime()
-        state = DeviceState(comm, Device.of(cuda, _ordinal(cuda, arrays, 0)), nccl, forced)
+        state = DeviceState(comm, Device.of(cuda, _ordinal(cuda, arrays, 0)), nccl, forced, ahead)
     elif (ordinal := _ordinal(state.device.cuda, arrays, state.device.ordinal)) != state.device.ordinal:
         raise ValueError(
             f"group {comm.name!r} works on CUDA device {state.device.ordinal}, where the arrays of its first "

@@ -417,15 +417,26 @@ class Dispatcher:
         with loading("CUDA arrays"):
             from aiocoll.group.cuda.on_device import DeviceCalls, device_state_of  # with all that a GPU needs
 
-        self.device_state = device_state_of(self.comm, self.device_state, arrays, forced=self._nccl_only)
+        self.device_state = device_state_of(
+            self.comm,
+            self.device_state,
+            arrays,
+            forced=self._nccl_only,
+            ahead=self.options.verify == "behind",
+        )
         return DeviceCalls(self.device_state)
 
     def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
         """Return what carries out `plan` on CUDA arrays."""
         return plan.executor if self.dry else self.on_device(arrays).executor(plan)
 
-    def as_one(self, calls: Sequence[Call]) -> Make:
-        """Return what makes one operation of several collectives on CUDA arrays, which have been checked."""
+    def as_one(self, calls: Sequence[Call], ordered: bool) -> Make:
+        """Return what makes one operation of several collectives on CUDA arrays, which have been checked.
+
+        Args:
+            calls: the collectives.
+            ordered: it starts at its place in the order of the program.
+        """
         from aiocoll.group.cuda.agreed import DeviceCall
         from aiocoll.group.cuda.batched import Member
         from aiocoll.group.cuda.on_device import DeviceCalls
@@ -436,7 +447,7 @@ class Dispatcher:
             for call in calls
             if call.signature is not None and call.on_device is not None
         ]
-        return DeviceCalls(self.device_state).batched(members)
+        return DeviceCalls(self.device_state).batched(members, ordered)
 
     def batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
         """Let messages of these CUDA arrays, which start in the block, be one group of NCCL calls."""

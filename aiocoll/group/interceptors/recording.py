@@ -183,7 +183,8 @@ class Flusher:
         identity, seq = d.numbered(key) if outer is None else (0, None)
 
         def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], ended: Ended) -> None:
-            call = self._bucket_call(layout, bucket, arrays, members, limit)._replace(key=key)
+            alone = len(layout.buckets) == 1 and outer is None and wrapper is None and key is None
+            call = self._bucket_call(layout, bucket, arrays, members, limit, alone)._replace(key=key)
             if outer is None:
                 make = _in_flush(call, layout, limit)
                 flush.children.start(f"bucket {number} of {identity}", make, ended)
@@ -220,14 +221,15 @@ class Flusher:
         arrays: list[NDArray[Any] | None],
         members: Sequence[DeferredWork],
         limit: float,
+        alone: bool,
     ) -> Call:
-        """Return the call that a bucket is."""
+        """Return the call that a bucket is; one that is `alone` in its flush starts when that does."""
         if bucket.plan is not None:
             return self._dispatcher.call(bucket.plan, arrays, (), None, limit, None, None, None)
         own: list[Call] = [members[position].call for position in bucket.members]
         if len(own) == 1:
             return own[0]
-        return Call(layout.signature.op, self._dispatcher.as_one(own), limit, layout.signature)  # on a device
+        return Call(layout.signature.op, self._dispatcher.as_one(own, alone), limit, layout.signature)  # on a device
 
     def _start_all_loose(
         self, calls: Sequence[tuple[DeferredWork, Call]], outer: Interceptor | None, wrapper: Wrapper | None

@@ -1,0 +1,191 @@
+"""The order of a group's calls on CUDA arrays that are launched before they are compared: its messages and errors.
+
+called, confirmed       a rank's last call; the last one that all ranks have made alike
+pace, halted            rank 0 halts all ranks, or lets them go; where one of them has halted
+compare, differs        hashes in which a rank is to find the first that is not its own; what it has called there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any
+
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.control.messages import DEVICE
+from aiocoll.engine.operations.differences import mismatch
+from aiocoll.errors import CollectiveMismatchError
+from aiocoll.group.cuda.pacing import Pacing
+from aiocoll.group.cuda.program_order import ProgramOrder
+
+__all__ = ["CallOrder"]
+
+_KINDS = ("called", "confirmed", "pace", "halted", "compare", "differs")
+
+
+class CallOrder:
+    """One rank's part in it.
+
+    Args:
+        comm: this rank's part in the group.
+        number: as rank 0, assigns the next number on every rank.
+        hold: calls something when everything with a lower number has been called.
+        moved: called when calls have started.
+        can_stage: calls that wait too long for their place may be staged.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        number: Callable[[], dict[int, int]],
+        hold: Callable[[int, Callable[[], None]], None],
+        moved: Callable[[], None],
+        *,
+        can_stage: bool,
+    ) -> None:
+        self._comm = comm
+        self._number = number
+        self._hold = hold
+        self.program = ProgramOrder(self._report, comm.call_soon, moved)
+        self._pacing: Pacing | None = None
+        if comm.rank == 0:
+            self._pacing = Pacing(
+                len(comm.ranks),
+                self.program,
+                self._confirm,
+                self._pace,
+                self._compare,
+                comm.call_later,
+                can_stage=can_stage,
+            )
+
+    def place(self, begin: Callable[[bool], None]) -> None:
+        """As rank 0, give something its place among all calls; see `Pacing.place`."""
+        self._as_rank_0().place(begin)
+
+    def needs(self, peer: int, position: int) -> bool:
+        """Whether a call that is not confirmed needs a rank, which is leaving."""
+        return peer == 0 if self._pacing is None else not self._pacing.has_called(peer, position)
+
+    def departed(self) -> None:
+        """A rank has closed the group."""
+        if self._pacing is not None:
+            self._pacing.departed()
+
+    def end(self) -> None:
+        """The group has ended."""
+        self.program.clear()
+        if self._pacing is not None:
+            self._pacing.end()
+
+    # -- messages
+
+    @staticmethod
+    def is_meant(message: dict[str, Any]) -> bool:
+        """Whether a message is one of these."""
+        return any(kind in message for kind in _KINDS)
+
+    def handle(self, peer: int, message: dict[str, Any]) -> None:
+        """Handle a message of a rank.
+
+        Raises:
+            ValueError: it is invalid from that rank, or for this rank; also TypeError, KeyError and IndexError.
+        """
+        if "called" in message:
+            self._check_seq(peer, index(message["called"]), index(message["seq"]))
+            self._as_rank_0().reported(peer, index(message["called"]), index(message["hash"]))
+        elif "halted" in message:
+            self._as_rank_0().halted(peer, index(message["halted"]))
+        elif "differs" in message:
+            self._as_rank_0()
+            self._mismatch(index(message["position"]), {**message["differs"], "rank": peer})
+        elif peer:
+            raise ValueError("only rank 0 orders calls")
+        elif "confirmed" in message:
+            self.program.confirm(index(message["confirmed"]))
+        elif "pace" in message:
+            self._obey(message["number"], message["pace"], index(message["through"]), index(message["upto"]))
+        else:
+            self._find(index(message["position"]), message["compare"])
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        self._comm.channels[rank].send_control({"t": DEVICE, "g": self._comm.id, **message})
+
+    def _as_rank_0(self) -> Pacing:
+        if self._pacing is None:
+            raise ValueError("it is rank 0 that orders calls")
+        return self._pacing
+
+    # -- as any rank
+
+    def _report(self, position: int, found: int, seq: int) -> None:
+        if self._pacing is None:
+            self._tell(0, {"called": position, "hash": found, "seq": seq})
+        else:
+            self._pacing.go_on()
+
+    def _obey(self, number: int, pace: str, through: int, confirmed: int) -> None:
+        """Do what rank 0 says, in the order of numbers."""
+
+        def obey() -> None:
+            program = self.program
+            if pace == "halt":
+                program.through = program.started
+                self._halted(program.started)
+            else:
+                program.through = None if pace == "ahead" else through
+            program.confirm(confirmed)
+
+        self._hold(number, obey)
+
+    def _halted(self, position: int) -> None:
+        if self._pacing is None:
+            self._tell(0, {"halted": position})
+        else:
+            self._pacing.halted(0, position)
+
+    def _find(self, start: int, theirs: Sequence[int]) -> None:
+        """Tell rank 0 the first call whose hash is not the same here."""
+        mine = self.program.hashes(start, start + len(theirs) - 1)
+        offset = next(at for at, (one, two) in enumerate(zip(mine, theirs, strict=True)) if one != two)
+        self._tell(0, {"differs": self.program.at(start + offset).describe(), "position": start + offset})
+
+    # -- as rank 0
+
+    def _confirm(self, position: int) -> None:
+        for rank in self._comm.others:
+            self._tell(rank, {"confirmed": position})
+        self.program.confirm(position)
+
+    def _pace(self, pace: str, through: int, confirmed: int) -> None:
+        numbers = self._number()
+        for rank in self._comm.others:
+            self._tell(rank, {"number": numbers[rank], "pace": pace, "through": through, "upto": confirmed})
+        self._obey(numbers[0], pace, through, confirmed)
+
+    def _compare(self, rank: int, start: int, hashes: Sequence[int]) -> None:
+        self._tell(rank, {"compare": list(hashes), "position": start})
+
+    def _check_seq(self, peer: int, position: int, seq: int) -> None:
+        """Compare a call of a rank with one of this rank on arrays of the host, which has no position."""
+        comm = self._comm
+        if position > self.program.called and seq <= comm.entered:
+            record = comm.record(seq)
+            if record is not None and record.signature.device == "cpu" and record.signature.members is None:
+                comm.mismatches.disagree(peer, seq, record.describe(comm.rank))
+
+    def _mismatch(self, position: int, theirs: dict[str, Any]) -> None:
+        """Two ranks have called different operations at one position: the group fails."""
+        comm = self._comm
+        mine = self.program.at(position).describe()
+        found = mismatch(comm.name, {**mine, "debug": None}, {**theirs, "debug": None})
+        comm.revoke(
+            CollectiveMismatchError(
+                f"{found}. Arrays on CUDA devices of these calls and of all later ones are undefined: they may have "
+                'been launched before they were compared, which GroupOptions(verify="before") prevents',
+                op=found.op,
+                seq=found.seq,
+                group=comm.name,
+                ranks=found.ranks,
+            )
+        )

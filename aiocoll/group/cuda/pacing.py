@@ -1,0 +1,182 @@
+"""As rank 0: which calls all ranks have made alike, and how far they may launch before that is known.
+
+Ranks launch their calls without keys ahead of this comparison (`aiocoll.group.cuda.program_order`). What has another
+order, calls with keys and messages, needs one place among them that is the same on all ranks: first rank 0 halts all
+ranks, each of which says how far it has come; then all launch through the farthest of these positions; then comes what
+has to be placed, and calls go on as they are confirmed. After a while without any such thing, all launch ahead again.
+
+    rank 0  halt! ->         <- 7            all through 8 ->    number 12 ->    through 9 -> ...     ahead! ->
+    rank 1            at 7 ->                launches 8          launches it     launches 9
+
+A program may let a rank come to position 8 only when the other thing is done: then that is staged, which needs no
+order.
+"""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from aiocoll.group.cuda.program_order import ProgramOrder
+
+__all__ = ["Pacing"]
+
+#: Seconds that something waits for its place before it is staged.
+PATIENCE = 0.02
+#: Calls without keys after which ranks launch ahead again, if there was nothing else.
+CALM = 64
+
+AHEAD, HALTING, PACED = range(3)
+
+
+class Pacing:
+    """The order of a group's calls.
+
+    Args:
+        size: number of ranks.
+        order: rank 0's own calls.
+        confirm: tells all ranks, this one included, that a position is confirmed.
+        pace: tells all ranks, in the order of all numbers, "ahead", "halt", or "through" a position; with that goes
+            the confirmed one.
+        compare: asks a rank which of some hashes, from a position on, are not its own.
+        call_later: calls after so many seconds.
+        can_stage: what waits too long may be staged.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        order: ProgramOrder,
+        confirm: Callable[[int], None],
+        pace: Callable[[str, int, int], None],
+        compare: Callable[[int, int, Sequence[int]], None],
+        call_later: Callable[[float, Callable[[], None]], TimerHandle],
+        *,
+        can_stage: bool,
+    ) -> None:
+        self._size = size
+        self._order = order
+        self._confirm = confirm
+        self._pace = pace
+        self._compare = compare
+        self._call_later = call_later
+        self._can_stage = can_stage
+        #: Of each other rank: reported positions and hashes that this rank has not come to; the last equal position.
+        self._reports: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in range(1, size)}
+        self._equal = dict.fromkeys(range(1, size), 0)
+        self._state = AHEAD
+        self._halted: dict[int, int] = {}
+        self._confirmed = self._through = self._placed_at = 0
+        self._queue: deque[Callable[[bool], None]] = deque()
+        self._timer: TimerHandle | None = None
+        self._is_short = self._is_over = False
+
+    def reported(self, rank: int, position: int, found: int) -> None:
+        """A rank has told its last position, and the hash of its calls.
+
+        Raises:
+            ValueError: it has told one before that was not lower.
+        """
+        reports = self._reports[rank]
+        if position <= (reports[-1][0] if reports else self._equal[rank]):
+            raise ValueError(f"rank {rank} has been at position {position} before")
+        reports.append((position, found))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Compare what can be, and confirm what is equal on all ranks."""
+        order = self._order
+        for rank, reports in self._reports.items():
+            while reports and reports[0][0] <= order.called and not self._is_over:
+                position, found = reports.popleft()
+                start = self._equal[rank] + 1
+                mine = order.hashes(start, position)
+                if mine[-1] != found:
+                    self._is_over = True
+                    self._compare(rank, start, mine)
+                    return
+                self._equal[rank] = position
+        position = min((order.called, *self._equal.values()))
+        if position > self._confirmed and not self._is_over:
+            self._agreed(position)
+
+    def place(self, begin: Callable[[bool], None]) -> None:
+        """Give something its place among all calls.
+
+        Args:
+            begin: called in its turn; with True if it has to be staged.
+        """
+        if self._is_short or (self._is_even and not self._queue):
+            self._placed_at = self._confirmed
+            begin(self._is_short)
+            return
+        self._queue.append(begin)
+        if self._can_stage and self._timer is None:
+            self._timer = self._call_later(PATIENCE, self._stage)
+        if self._state == AHEAD:
+            self._state = HALTING
+            self._halted.clear()
+            self._pace("halt", 0, self._confirmed)
+
+    def halted(self, rank: int, position: int) -> None:
+        """A rank has halted behind a position."""
+        self._halted[rank] = position
+        if self._state == HALTING and len(self._halted) == self._size:
+            self._state = PACED
+            self._let_through(max(self._confirmed, *self._halted.values()))
+            self._place_all()
+
+    def departed(self) -> None:
+        """A rank has left: NCCL can do nothing more in this group."""
+        self._is_short = True
+        self._stage()
+
+    def has_called(self, rank: int, position: int) -> bool:
+        """Whether a rank, another one, is known to have made the call at a position."""
+        reports = self._reports[rank]
+        return position <= (reports[-1][0] if reports else self._equal[rank])
+
+    def end(self) -> None:
+        """The group has ended."""
+        self._is_over = True
+        self._queue.clear()
+        self._stop_waiting()
+
+    @property
+    def _is_even(self) -> bool:
+        """Whether all ranks have called what any of them has launched, and launch no more."""
+        return self._state == PACED and self._confirmed >= self._through
+
+    def _agreed(self, position: int) -> None:
+        self._confirmed = position
+        if self._state != PACED or position <= self._through:
+            self._confirm(position)
+        else:
+            self._let_through(position)
+        self._place_all()
+        if self._state == PACED and not self._queue and position - self._placed_at >= CALM:
+            self._state = AHEAD
+            self._pace("ahead", 0, position)
+
+    def _let_through(self, position: int) -> None:
+        self._through = position
+        self._pace("through", position, self._confirmed)
+
+    def _place_all(self) -> None:
+        while self._queue and self._is_even:
+            self._placed_at = self._confirmed
+            self._queue.popleft()(False)
+        if not self._queue:
+            self._stop_waiting()
+
+    def _stage(self) -> None:
+        self._stop_waiting()
+        queue, self._queue = self._queue, deque()
+        for begin in queue:
+            begin(True)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,174 @@
+"""The calls of one rank without keys, in the order of its program: launched first, and compared behind that.
+
+Each call has a position, 1, 2, ..., and a hash of all calls up to it. The rank reports both to rank 0, several
+positions at once if it calls fast; rank 0 confirms the highest position at which the hashes of all ranks are equal, see
+`aiocoll.group.cuda.pacing`:
+
+    rank 1     launches 5; launches 6; launches 7;  "7, with this hash" ->      <- "all ranks have called 7"
+
+So the first pass of a loop waits and the others do not: a call is launched ahead if it has followed the same kind of
+call before, and all ranks have confirmed that. Any other call waits until its own position is confirmed. All calls are
+launched in the order of their positions, at any time no further than rank 0 allows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+__all__ = ["Entry", "OrderedCall", "ProgramOrder"]
+
+#: Calls that are reported together, at most; fewer are when the loop gets its turn.
+TOGETHER = 16
+#: Pairs of calls, one after the other, that are remembered: far more than a loop of a program has.
+KEPT = 4096
+
+
+class OrderedCall(Protocol):
+    """A call in the order of the program."""
+
+    def terms(self) -> bytes:
+        """Return a hash of what all ranks have to call alike."""
+
+    def number(self) -> int:
+        """Return its number among all calls of the group, on arrays of the host, too."""
+
+    def proceed(self) -> None:
+        """Start: all calls before it have started."""
+
+    def confirmed(self) -> None:
+        """All ranks have called it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return this rank's call as plain data."""
+
+
+class Entry(NamedTuple):
+    """A call that not all ranks are known to have called.
+
+    Attributes:
+        call: the call.
+        position: from 1.
+        pair: hashes of the call before it, and of its own.
+        hash: of all calls up to it.
+        is_numbered: rank 0 decides when it starts; here it only has a position.
+    """
+
+    call: OrderedCall
+    position: int
+    pair: tuple[bytes, bytes]
+    hash: int
+    is_numbered: bool
+
+
+class ProgramOrder:
+    """The calls of this rank.
+
+    Args:
+        report: called with the last position, its hash, and the number of its call among all of the group.
+        call_soon: calls in the next turn of the loop.
+        moved: called when calls have started.
+
+    Attributes:
+        called: last position.
+        started: last position at which, as at all before it, the call has started.
+        confirmed: last position at which all ranks have called the same.
+        through: last position that may start; None: any.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[int, int, int], None],
+        call_soon: Callable[[Callable[[], None]], None],
+        moved: Callable[[], None],
+    ) -> None:
+        self._report = report
+        self._call_soon = call_soon
+        self._moved = moved
+        self.called = self.started = self.confirmed = self._reported = 0
+        self.through: int | None = None
+        self._entries: deque[Entry] = deque()
+        self._waiting: deque[Entry] = deque()
+        self._known: set[tuple[bytes, bytes]] = set()
+        self._last = b""
+        self._hash = 0
+        self._seq = 0
+        self._reports_soon = False
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether all calls have started that may start, so that what comes behind them may."""
+        return self.through is None or self.started >= self.through
+
+    def add(self, call: OrderedCall, *, is_numbered: bool) -> None:
+        """Take the next call of the program, and start it if it may."""
+        terms, self._seq = call.terms(), call.number()
+        self.called += 1
+        text = b"%x %x " % (self._hash, self._seq)
+        self._hash = int.from_bytes(blake2b(text + terms, digest_size=8).digest(), "little")
+        entry = Entry(call, self.called, (self._last, terms), self._hash, is_numbered)
+        self._last = terms
+        self._entries.append(entry)
+        self._waiting.append(entry)
+        self._go_on()
+        # Somebody waits for it, or nothing else is on its way: else together with what follows.
+        if self._waiting or self._reported <= self.confirmed or self.called - self._reported >= TOGETHER:
+            self._report_now()
+        elif not self._reports_soon:
+            self._reports_soon = True
+            self._call_soon(self._report_late)
+
+    def confirm(self, position: int) -> None:
+        """All ranks have called the same up to a position."""
+        while self._entries and self._entries[0].position <= position:
+            entry = self._entries.popleft()
+            self.confirmed = entry.position
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            self._known.add(entry.pair)
+            entry.call.confirmed()
+        self._go_on()
+
+    def allow(self, through: int | None) -> None:
+        """Let calls start through a position; None: any."""
+        self.through = through
+        self._go_on()
+
+    def hashes(self, start: int, stop: int) -> Sequence[int]:
+        """Return the hashes of positions that are not confirmed, `stop` included."""
+        return [entry.hash for entry in self._entries if start <= entry.position <= stop]
+
+    def at(self, position: int) -> OrderedCall:
+        """Return the call at a position that is not confirmed."""
+        return self._entries[position - self._entries[0].position].call
+
+    def clear(self) -> None:
+        """The group has ended."""
+        self._entries.clear()
+        self._waiting.clear()
+
+    def _go_on(self) -> None:
+        before = self.started
+        while self._waiting and self._may_start(self._waiting[0]):
+            entry = self._waiting.popleft()
+            self.started = entry.position
+            if not entry.is_numbered:
+                entry.call.proceed()
+        if self.started > before:
+            self._moved()
+
+    def _may_start(self, entry: Entry) -> bool:
+        if self.through is not None and entry.position > self.through:
+            return False
+        return entry.is_numbered or entry.position <= self.confirmed or entry.pair in self._known
+
+    def _report_late(self) -> None:
+        self._reports_soon = False
+        if self._entries and self._reported < self.called:
+            self._report_now()
+
+    def _report_now(self) -> None:
+        self._reported = self.called
+        self._report(self.called, self._hash, self._seq)

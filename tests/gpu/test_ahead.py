@@ -1,0 +1,511 @@
+"""Calls on CUDA arrays that are launched first and compared behind: what starts when, and how mismatches are told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupError,
+    PeerLostError,
+    ProcessGroup,
+    Recv,
+    ReduceOp,
+    Send,
+)
+from aiocoll.group.cuda import pacing, program_order
+
+from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, spied
+from ..ranks import run_ranks, until
+from .groups import Gpus, gpus, host
+
+worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+LARGE = 40_000
+
+
+def order_of(pg: ProcessGroup) -> Any:
+    state = dispatcher_of(pg).device_state
+    return None if state is None else state.order
+
+
+def program_of(pg: ProcessGroup) -> program_order.ProgramOrder:
+    found: program_order.ProgramOrder = order_of(pg).program
+    return found
+
+
+async def looped(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -> Any:
+    """Call the same a few times: from then on it goes ahead."""
+    tensor = gpu.tensor(np.ones(count), pg.rank())
+    for number in range(1, passes + 1):
+        assert await pg.allreduce(tensor) is tensor
+        assert host(tensor).tolist() == [float(pg.size() ** number)] * count
+    tensor.values[:] = 1
+    return tensor
+
+
+# -- when calls are launched
+
+
+@worlds
+async def test_a_loop_launches_at_the_call_and_its_first_pass_waits(world_size: int) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
+        tensor = gpu.tensor(np.ones(3), pg.rank())
+        calls.clear()
+        first = pg.allreduce(tensor)
+        assert "all_reduce" not in calls
+        await first
+        second = pg.allreduce(tensor)  # follows what it has not followed before
+        await second
+        await pg.barrier()
+        calls.clear()
+        await pg.barrier()
+        works = [pg.allreduce(tensor) for _ in range(5)]
+        # All are on the device, though no rank has heard of any other one.
+        assert calls.count("all_reduce") >= 5
+        await asyncio.gather(*(work.join() for work in works))
+        assert host(tensor).tolist() == [float(pg.size() ** 7)] * 3
+
+    with gpus(world_size) as gpu:
+        await run_ranks(world_size, body, gpu, gpu.calls())
+
+
+async def test_a_busy_loop_does_not_hold_up_a_launch() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus, launched: dict[int, float]) -> None:
+        tensor = await looped(pg, gpu, 3)
+        slow = []
+
+        async def busy() -> None:
+            while len(slow) < 20:
+                end = time.perf_counter() + 0.005
+                while time.perf_counter() < end:
+                    pass
+                await asyncio.sleep(0)
+
+        async def calling() -> None:
+            for _ in range(20):
+                launched.clear()
+                start = time.perf_counter()
+                work = pg.allreduce(tensor)
+                slow.append(launched[pg.rank()] - start)
+                await work
+
+        await asyncio.gather(busy(), calling())
+        assert sorted(slow)[10] < 0.001
+
+    def called(call: str) -> None:
+        if call == "all_reduce":
+            launched[gpu.cuda.current()] = time.perf_counter()
+
+    launched: dict[int, float] = {}
+    with gpus(2) as gpu:
+        gpu.nccl.hooks.append(called)
+        await run_ranks(2, body, gpu, launched)
+
+
+async def test_on_stream_needs_no_other_rank() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = await looped(pg, gpu)
+        if pg.rank():
+            await pg.recv(np.zeros(1), 0)
+        work = pg.allreduce(tensor)
+        await work.on_stream()
+        assert pg.rank() or not work.done()
+        if not pg.rank():
+            await pg.send(np.zeros(1), 1)
+        await work
+        assert host(tensor).tolist() == [2.0] * 3
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_full_queue_is_left_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiocoll.group.cuda.communicator.INLINE", 2)
+    at_once = []
+    spied(monkeypatch, device_launch=lambda *_, at_once_=None, **named: at_once.append(named["at_once"]))
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = await looped(pg, gpu)
+        at_once.clear()
+        gate = gpu.gate(0)
+        works = [pg.allreduce(tensor) for _ in range(4)]
+        assert at_once == [True, True, False, False]
+        gate.open()
+        await asyncio.gather(*(work.join() for work in works))
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_other_kinds_between_and_reports_together() -> None:
+    """What is staged, private or of the host keeps its place; far more calls than are reported at once."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, size = pg.rank(), pg.size()
+        for _ in range(3):
+            tensor = gpu.tensor(np.ones(2), rank)
+            works: list[Any] = [pg.allreduce(tensor) for _ in range(40)]
+            bits = gpu.tensor(np.full(2, 1 << rank), rank)
+            works.append(pg.allreduce(bits, ReduceOp.BOR))
+            parts = [gpu.tensor(np.full(1 + peer, rank), rank) for peer in range(size)]
+            into = [gpu.tensor(np.zeros(1 + rank, int), rank) for _ in range(size)]
+            works.append(pg.alltoall(into, parts))
+            works.append(pg.allreduce(np.ones(1)))
+            async with pg.coalescing():
+                pg.allreduce(other := gpu.tensor(np.ones(2), rank))
+                pg.broadcast(root := gpu.tensor(np.full(2, rank), rank), size - 1)
+            works.append(pg.allreduce(gpu.tensor(np.zeros(0), rank)))
+            await asyncio.gather(*(work.join() for work in works))
+            assert host(tensor).tolist() == [float(size**40)] * 2
+            assert host(bits).tolist() == [(1 << size) - 1] * 2
+            assert [host(each).tolist() for each in into] == [[peer] * (1 + rank) for peer in range(size)]
+            assert (host(other).tolist(), host(root).tolist()) == ([float(size)] * 2, [size - 1] * 2)
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+async def test_few_pairs_of_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_order, "KEPT", 1)
+    monkeypatch.setattr("aiocoll.group.cuda.communicator.KEPT", 0)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        for count in (1, 2, 3, 1, 2, 3):
+            await looped(pg, gpu, 3, count)
+            assert len(program_of(pg)._known) == 1
+        assert not dispatcher_of(pg).device_state.communicator._connected  # type: ignore[union-attr]
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_one_rank_that_wants_all_compared_first_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        dispatcher = dispatcher_of(pg)
+        assert dispatcher.options.verify == "behind"
+        if pg.rank() == 1:
+            monkeypatch.setattr(dispatcher, "options", dispatcher.options.resolve(None, {"AIOCOLL_VERIFY": "before"}))
+        await looped(pg, gpu)
+        assert order_of(pg) is None
+        for _ in range(2):
+            with pytest.raises(CollectiveMismatchError):
+                await pg.allreduce(tensor := gpu.tensor(np.ones(3 + pg.rank()), pg.rank()))
+            assert (host(tensor) == 1).all()
+            await looped(pg, gpu)
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+# -- mismatches
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_mismatch_names_both_sides_and_ends_the_group(other: int, known: bool) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> str:
+        rank = pg.rank()
+        for _ in range(3 if known else 1):
+            await looped(pg, gpu, 1)
+            await pg.broadcast(gpu.tensor(np.ones(2), rank), 1)
+        works = [pg.allreduce(gpu.tensor(np.ones(3), rank)) for _ in range(3)] if rank != other else []
+        if rank == other:
+            await pg.allreduce(gpu.tensor(np.ones(3), rank)).on_stream()
+            works = [pg.broadcast(gpu.tensor(np.ones(2), rank), 1) for _ in range(20)]
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, CollectiveMismatchError)
+        for work in works[-1:]:
+            with pytest.raises(CollectiveMismatchError):
+                await work
+        return str(cause)
+
+    with gpus(3) as gpu:
+        texts = await run_ranks(3, body, gpu)
+    assert len(set(texts)) == 1
+    assert f"rank {other} called BROADCAST(shape=[2]" in texts[0]
+    assert "called ALLREDUCE(shape=[3]" in texts[0]
+    assert "Collectives differ in the following: op, counts, root, reduce, shape" in texts[0]
+    assert (
+        'are undefined: they may have been launched before they were compared, which GroupOptions(verify="before")'
+        in (texts[0])
+    )
+
+
+async def test_shapes_that_differ_are_a_mismatch() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await looped(pg, gpu)
+        pg.allreduce(gpu.tensor(np.ones((2, 3) if pg.rank() else (3, 2)), pg.rank()))
+        assert "differ in the following: shape" in str(await pg.wait_revoked())
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_blocks_that_differ_are_a_mismatch() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await looped(pg, gpu)
+        tensors = [gpu.tensor(np.ones(2), rank), gpu.tensor(np.ones(3 + rank), rank)]
+        with pytest.raises(CollectiveMismatchError, match=r"member 1 is ALLREDUCE.* on rank 0, ALLREDUCE.* on rank 1"):
+            await pg.allreduce_coalesced(tensors)
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_call_of_the_host_between_is_a_mismatch() -> None:
+    """Rank 0 has called something on the host under the number of the other's call on a device."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await looped(pg, gpu)
+        if pg.rank():
+            await pg.recv(np.zeros(1), 0)
+            pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
+        else:
+            pg.broadcast(np.ones(3), 1)  # which sends rank 1 nothing
+            await pg.send(np.zeros(1), 1)
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, CollectiveMismatchError)
+        assert "rank 0 called BROADCAST(shape=[3], dtype=float64, device=cpu" in str(cause)
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_what_a_rank_says_too_often_or_too_early_ends_the_link() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus, sender: int, note: dict[str, Any]) -> None:
+        rank, comm = pg.rank(), comm_of(pg)
+        await looped(pg, gpu)
+        await pg.barrier()
+        if rank == sender:
+            comm.channels[1 - rank].send_control({"t": "device", "g": comm.id, **note})
+        assert isinstance(await pg.wait_revoked(), GroupError)
+
+    for sender, note in (
+        (1, {"called": 1, "hash": 1, "seq": 1}),
+        (1, {"confirmed": 9}),
+        (0, {"called": 9, "hash": 1, "seq": 1}),
+        (0, {"halted": 1}),
+        (0, {"differs": {"rank": 0, "op": "X", "seq": 1, "key": None}, "position": 1}),
+    ):
+        with gpus(2) as gpu:
+            await run_ranks(2, body, gpu, sender, note)
+
+
+async def test_an_order_where_there_is_none_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_VERIFY", "before")
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        comm = comm_of(pg)
+        await looped(pg, gpu)
+        await pg.barrier()
+        if pg.rank() == 0:
+            comm.channels[1].send_control({"t": "device", "g": comm.id, "confirmed": 1})
+        assert isinstance(await pg.wait_revoked(), GroupError)
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+# -- beside what has another order
+
+
+async def test_keys_and_messages_have_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "CALM", 4)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, size = pg.rank(), pg.size()
+        await looped(pg, gpu)
+        assert program_of(pg).through is None
+        for number in range(4):
+            tensor = gpu.tensor(np.ones(3), rank)
+            works: list[Any] = [pg.allreduce(tensor) for _ in range(rank + 1)]
+            keyed = gpu.tensor(np.full(2, rank), rank)
+            works.append(pg.allreduce(keyed, key=f"key {number}"))
+            out, into = gpu.tensor(np.full(LARGE, rank), rank), gpu.tensor(np.zeros(LARGE, int), rank)
+            works.append(pg.batch([Send(out, (rank + 1) % size), Recv(into, (rank - 1) % size)]))
+            works += [pg.allreduce(tensor) for _ in range(size - rank)]
+            await asyncio.gather(*(work.join() for work in works))
+            assert host(tensor).tolist() == [float(size ** (size + 1))] * 3
+            assert host(keyed).tolist() == [size * (size - 1) // 2] * 2
+            assert set(host(into)) == {(rank - 1) % size}
+            assert program_of(pg).through is not None
+        for _ in range(5):
+            await pg.allreduce(tensor)
+        await until(lambda: program_of(pg).through is None)
+
+    with gpus(4) as gpu:
+        await run_ranks(4, body, gpu)
+
+
+@pytest.mark.parametrize("what", ["key", "message"])
+async def test_what_others_come_to_only_later_does_not_hold_it_up(what: str) -> None:
+    """Rank 0 has launched a call that rank 1 makes only when the other thing is done: that is staged."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        tensor = await looped(pg, gpu)
+        await pg.barrier()
+
+        async def other() -> None:
+            large = gpu.tensor(np.full(LARGE, rank), rank)
+            if what == "key":
+                await pg.allreduce(large, key="other")
+                assert set(host(large)) == {1}
+            elif rank:
+                await pg.recv(large, 0)
+                assert set(host(large)) == {0}
+            else:
+                await pg.send(large, 1)
+
+        if rank:
+            await other()
+            await pg.allreduce(tensor)
+        else:
+            await asyncio.gather(pg.allreduce(tensor).join(), other())
+        assert host(tensor).tolist() == [2.0] * 3
+        await pg.allreduce(tensor)
+        await pg.allreduce(tensor, key="again")
+        assert host(tensor).tolist() == [8.0] * 3
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_a_group_that_must_not_stage_waits_for_the_place() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        set_nccl_only(pg, True)
+        rank = pg.rank()
+        tensor = await looped(pg, gpu)
+        copies = gpu.cuda.calls["copy_to_host"]
+        await pg.barrier()
+        if rank:
+            await asyncio.sleep(2 * pacing.PATIENCE)
+            work = pg.allreduce(tensor)
+        else:
+            work = pg.allreduce(tensor)
+        await asyncio.gather(work.join(), pg.allreduce(gpu.tensor(np.ones(3), rank), key="other").join())
+        assert gpu.cuda.calls["copy_to_host"] == copies
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+# -- failing
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+async def test_a_rank_that_leaves_before_its_call(leaver: int) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = await looped(pg, gpu)
+        await pg.barrier()
+        if pg.rank() == leaver:
+            return
+        with pytest.raises(PeerLostError, match=f"needs rank {leaver}, which has left"):
+            await pg.allreduce(tensor)
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+async def test_a_rank_that_leaves_after_its_call_is_not_needed() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = await looped(pg, gpu)
+        await pg.allreduce(tensor)
+        assert host(tensor).tolist() == [3.0] * 3
+
+    with gpus(3) as gpu:
+        for _ in range(5):
+            await run_ranks(3, body, gpu)
+
+
+async def test_a_rank_that_never_calls_is_named() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = await looped(pg, gpu)
+        await pg.barrier()
+        if pg.rank() < 2:
+            pg.allreduce(tensor, timeout=0.1)
+        cause = await pg.wait_revoked()
+        assert isinstance(cause, CollectiveTimeoutError)
+        assert list(cause.ranks) == [2]
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+# -- rank 0's part, alone
+
+
+class Said:
+    """What a pacing has said."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.said: list[Any] = []
+        self.order = program_order.ProgramOrder(lambda *_: None, lambda _: None, lambda: None)
+        self.pacing = pacing.Pacing(
+            2,
+            self.order,
+            lambda position: self.said.append(("confirm", position)),
+            lambda *how: self.said.append(how),
+            lambda rank, start, hashes: self.said.append(("compare", rank, start, len(hashes))),
+            asyncio.get_running_loop().call_later,
+            can_stage=True,
+        )
+
+    def call(self) -> int:
+        """Make a call, and return the hash of all so far."""
+
+        class Called:
+            def terms(self) -> bytes:
+                return b"x"
+
+            def number(self) -> int:
+                return 1
+
+            def proceed(self) -> None:
+                pass
+
+        self.order.add(Called(), is_numbered=False)  # type: ignore[arg-type]
+        return self.order.hashes(self.order.called, self.order.called)[0]
+
+
+async def test_what_is_confirmed_while_ranks_halt_is_let_through() -> None:
+    it = Said()
+    begun: list[bool] = []
+    it.pacing.place(begun.append)
+    it.pacing.place(begun.append)
+    it.pacing.reported(1, 1, it.call())
+    it.pacing.halted(0, 0)
+    assert not begun
+    it.pacing.halted(1, 0)
+    assert it.said == [("halt", 0, 0), ("confirm", 1), ("through", 1, 1)]
+    assert begun == [False, False]
+    it.pacing.halted(1, 0)  # once more does nothing
+    assert len(it.said) == 3
+
+
+async def test_a_mismatch_is_asked_about_once_and_nothing_is_confirmed_behind() -> None:
+    it = Said()
+    it.pacing.reported(1, 1, it.call())
+    first, second = it.call(), it.call()
+    it.pacing.reported(1, 2, first + 1)
+    it.pacing.reported(1, 3, second)
+    assert it.said == [("confirm", 1), ("compare", 1, 2, 1)]
+    with pytest.raises(ValueError, match="rank 1 has been at position 3 before"):
+        it.pacing.reported(1, 3, second)
+    it.pacing.end()
+
+
+async def test_once_a_rank_has_left_all_is_staged() -> None:
+    it = Said()
+    begun: list[bool] = []
+    it.pacing.place(begun.append)
+    it.pacing.departed()
+    it.pacing.place(begun.append)
+    assert begun == [True, True]
