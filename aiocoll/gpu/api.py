@@ -3,8 +3,9 @@
 Devices are ordinals, streams, events and memory are addresses. `aiocoll.gpu.cupy_api` has both by CuPy; a fake device
 can stand in. Whoever calls must know: no call but `event_synchronize`, `NcclCommunicator.abort` and those of NCCL may
 take long, NCCL's may (so only a launcher thread makes them), and an event that has not been recorded counts as done.
-Every call but `version`, `device_count`, `bus_id`, `capability`, `current`, `has_context`, `device_of` and `event_done`
-makes a context on the thread's device if there is none, of half a GiB: each thread has to `use` its device before.
+Every call but `version`, `device_count`, `bus_id`, `capability`, `current`, `has_context`, `relax`, `device_of` and
+`event_done` makes a context on the thread's device if there is none, of half a GiB: each thread has to `use` its device
+before.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ class DeviceError(Exception):
     Attributes:
         call: the function that failed.
         fatal: the device, or the communicator, cannot be used any more; False for a refused argument.
+        status: the number of the error, where it is known; else 0.
     """
 
-    def __init__(self, call: str, message: str, *, fatal: bool = True) -> None:
+    def __init__(self, call: str, message: str, *, fatal: bool = True, status: int = 0) -> None:
         super().__init__(f"{call}: {message}")
         self.call = call
         self.fatal = fatal
+        self.status = status
 
 
 class Cuda(Protocol):
@@ -53,6 +56,9 @@ class Cuda(Protocol):
 
     def has_context(self, device: int) -> bool:
         """Whether this process has a context on the device; if not, `use` makes one."""
+
+    def relax(self) -> None:
+        """Let calls of this thread not disturb what other threads capture into graphs."""
 
     def device_of(self, address: int) -> int:
         """Return the device whose memory lies at `address`."""

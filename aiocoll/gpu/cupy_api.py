@@ -70,7 +70,7 @@ class _Named:
             fatal = self._fatal or getattr(error, "status", None) != _INVALID_ARGUMENT
         else:
             return
-        raise DeviceError(self._call, str(error), fatal=fatal) from error
+        raise DeviceError(self._call, str(error), fatal=fatal, status=getattr(error, "status", 0)) from error
 
 
 class _StreamAddress:
@@ -89,6 +89,7 @@ class _Cuda:
     def __init__(self, driver: Driver) -> None:
         self.use = driver.use
         self.has_context = driver.has_context
+        self.relax = driver.relax
         self.device_of = driver.device_of
         self.event_done = driver.event_done
 

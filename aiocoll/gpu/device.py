@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from aiocoll.gpu.api import Cuda, DeviceError
+from aiocoll.gpu.driver import CAPTURES
 from aiocoll.gpu.events import Events
 from aiocoll.gpu.launcher import Launched, LaunchThread
 from aiocoll.gpu.staging import Staging
@@ -166,7 +167,13 @@ class Device:
         return self._events.record(before)
 
     def _check_capture(self, stream: int) -> None:
-        if self.cuda.is_capturing(stream):
+        try:
+            captured = self.cuda.is_capturing(stream)
+        except DeviceError as error:
+            if error.status not in CAPTURES:
+                raise
+            captured = True  # the default stream, which would become a part of a capture on another one
+        if captured:
             raise RuntimeError(
                 f"stream {stream:#x} of CUDA device {self.ordinal} is being captured into a graph: collectives cannot "
                 "be part of one; call them before the capture begins or after it has ended"
@@ -191,6 +198,7 @@ class Device:
         def there() -> None:
             with suppress(DeviceError):  # `call` will raise it
                 self.cuda.use(self.ordinal)
+                self.cuda.relax()
             carry()
 
         threading.Thread(target=there, name=f"aiocoll-call-{self.ordinal}", daemon=True).start()

@@ -11,12 +11,16 @@ from typing import Any
 
 from aiocoll.gpu.api import DeviceError
 
-__all__ = ["HARMLESS", "Driver", "load"]
+__all__ = ["CAPTURES", "HARMLESS", "Driver", "load"]
 
 #: Errors after which CUDA can still be used: arguments, too little memory, an invalid device or handle, a capture. The
 #: driver and the runtime have the same numbers.
 HARMLESS = frozenset({1, 2, 101, 400, *range(900, 909)})
+#: Those of them that a capture into a graph is the cause of.
+CAPTURES = range(900, 909)
 _SUCCESS, _NOT_READY = 0, 600
+#: Of a thread: calls that are not safe while another one captures are allowed (CU_STREAM_CAPTURE_MODE_RELAXED).
+_RELAXED = 2
 #: The attribute of an address that is the number of its device (CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL).
 _DEVICE_ORDINAL = 9
 
@@ -28,6 +32,7 @@ _SIGNATURES = {
     "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
     "cuCtxSetCurrent": (ctypes.c_void_p,),
     "cuPointerGetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64),
+    "cuThreadExchangeStreamCaptureMode": (ctypes.c_void_p,),
     "cuGetErrorName": (ctypes.c_int, ctypes.c_void_p),
 }
 
@@ -59,6 +64,11 @@ class Driver:
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._handle(device))
             self._contexts[device] = context
         self._call("cuCtxSetCurrent", context)
+
+    def relax(self) -> None:
+        """Let calls of this thread not disturb what other threads capture into graphs."""
+        mode = ctypes.c_int(_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def event_done(self, event: int) -> bool:
         """Whether the event is done; an event of the runtime is one of the driver."""
@@ -92,7 +102,9 @@ class Driver:
     def _error(self, name: str, status: int) -> DeviceError:
         text = ctypes.c_char_p()
         found = self._calls["cuGetErrorName"](status, ctypes.byref(text)) == _SUCCESS and text.value
-        return DeviceError(name, found.decode() if found else f"status {status}", fatal=status not in HARMLESS)
+        return DeviceError(
+            name, found.decode() if found else f"status {status}", fatal=status not in HARMLESS, status=status
+        )
 
 
 def load() -> Driver:

@@ -84,6 +84,7 @@ class LaunchThread:
     def _run(self) -> None:
         with suppress(DeviceError):  # the calls will raise it
             self._cuda.use(self._ordinal)
+            self._cuda.relax()
         while (call := self._queue.get()) is not None:
             with self._calling:
                 call()

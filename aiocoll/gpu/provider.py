@@ -1,15 +1,16 @@
-"""Where CUDA and NCCL come from: CuPy, which is loaded on first use, or what a test provides."""
+"""Where CUDA and NCCL come from: CuPy, which is loaded on first use; without it, libraries; or what a test provides."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 from aiocoll.errors import BackendUnavailableError
-from aiocoll.gpu.api import Cuda, Nccl
+from aiocoll.gpu.api import Cuda, DeviceError, Nccl
 
-__all__ = ["needed", "provide", "runtime", "why_no_nccl"]
+__all__ = ["by_ctypes", "needed", "provide", "runtime", "why_no_nccl"]
 
 #: What a test has provided: CUDA, NCCL or None, and why there is no NCCL.
 _provided: tuple[Cuda, Nccl | None, str] | None = None
@@ -42,7 +43,12 @@ def runtime() -> tuple[Cuda, Nccl | None]:
     try:
         from aiocoll.gpu.cupy_api import cuda, nccl
     except ImportError as error:
-        raise BackendUnavailableError(f"CUDA arrays need CuPy: {needed()} ({error})") from error
+        try:
+            return by_ctypes()[:2]
+        except (OSError, AttributeError, DeviceError) as other:
+            raise BackendUnavailableError(
+                f"CUDA arrays need CuPy: {needed()} ({error}; nor is the driver enough: {other})"
+            ) from error
     return cuda(), nccl()[0]
 
 
@@ -50,9 +56,32 @@ def why_no_nccl() -> str | None:
     """Return why `runtime` has no NCCL; None if it has. Call `runtime` first."""
     if _provided is not None:
         return _provided[2] if _provided[1] is None else None
-    from aiocoll.gpu.cupy_api import nccl
-
+    try:
+        from aiocoll.gpu.cupy_api import nccl
+    except ImportError:
+        return by_ctypes()[2]
     return nccl()[1]
+
+
+@cache
+def by_ctypes() -> tuple[Cuda, Nccl | None, str | None]:
+    """Return CUDA, NCCL if it is there, and why it is not, over the libraries themselves.
+
+    Raises:
+        OSError: there is no driver.
+        AttributeError: it lacks a function.
+        DeviceError: it cannot be used.
+    """
+    import ctypes
+
+    from aiocoll.gpu.ctypes_cuda import CtypesCuda
+    from aiocoll.gpu.ctypes_nccl import load
+
+    cuda = CtypesCuda(ctypes.CDLL("libcuda.so.1"))
+    try:
+        return cuda, load(), None
+    except (OSError, AttributeError, DeviceError) as error:
+        return cuda, None, str(error)
 
 
 def needed() -> str:

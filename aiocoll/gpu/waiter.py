@@ -124,6 +124,7 @@ class CompletionThread:
     def _run(self) -> None:
         with suppress(DeviceError):  # the waiting will raise it
             self._cuda.use(self._ordinal)
+            self._cuda.relax()
         while self._sleep():
             first = self._calls[0]
             if not self._is_done(first):

@@ -41,6 +41,7 @@ class _Thread(threading.local):
     """What CUDA knows of a thread."""
 
     device = 0
+    relaxed = False
 
 
 class _Event:
@@ -68,6 +69,7 @@ class FakeCuda:
         stalls: a query of what is not done does not come back before it is: the kernel holds the driver up.
         stalled: the threads whose queries were held up.
         blocked: where threads wait, for the end to let them go.
+        disturbed: the calls, and their threads, by which captures of other threads were made invalid.
     """
 
     def __init__(self, devices: int = 1) -> None:
@@ -91,6 +93,9 @@ class FakeCuda:
         self._events: dict[int, _Event] = {}
         self._next: dict[str, list[DeviceError]] = {}
         self._scratch: dict[int, NDArray[Any]] = {}
+        self.disturbed: list[str] = []
+        #: Streams that are captured, and whether the default stream is drawn into that.
+        self._captures: dict[FakeStream, bool] = {}
 
     def __enter__(self) -> FakeCuda:
         return self
@@ -146,9 +151,16 @@ class FakeCuda:
         """Let `stream` do `steps` things more and then stop (0: stop at once); None lets it go on."""
         self._stream(stream, "step", device).step(steps)
 
-    def capture(self, stream: int, on: bool, device: int | None = None) -> None:
-        """Begin to capture what comes on `stream` into a graph, or end it."""
-        self._stream(stream, "capture", device).capturing = on
+    def capture(self, stream: int, on: bool, device: int | None = None, *, blocking: bool = False) -> None:
+        """Begin to capture what comes on `stream` into a graph, or end it; in the mode that CUDA has by default.
+
+        As of a `blocking` stream, the default stream of its device would then be drawn into it.
+        """
+        found = self._stream(stream, "capture", device)
+        found.capturing = on
+        self._captures.pop(found, None)
+        if on:
+            self._captures[found] = blocking
 
     def stream_synchronize(self, stream: int, device: int | None = None) -> None:
         """Block this thread until all that is on `stream` now is done."""
@@ -183,6 +195,11 @@ class FakeCuda:
     def has_context(self, device: int) -> bool:
         """Whether anything has been done on the device in this process: to `use` it makes a context there, if not."""
         return self._device(device, "has_context").ordinal in self.contexts
+
+    def relax(self) -> None:
+        """Let calls of this thread not disturb what other threads capture."""
+        self._count("relax")
+        self._thread.relaxed = True
 
     def device_of(self, address: int) -> int:
         """Return the device whose memory lies at `address`."""
@@ -227,7 +244,13 @@ class FakeCuda:
     def is_capturing(self, stream: int) -> bool:
         """Whether work for `stream` is being captured into a graph."""
         self._begin("is_capturing", check=False)
-        return self._stream(stream, "is_capturing").capturing
+        found = self._stream(stream, "is_capturing")
+        if stream in LEGACY and any(
+            blocking and each.device is found.device for each, blocking in list(self._captures.items())
+        ):
+            raise DeviceError("is_capturing", "operation would make the legacy stream depend on a capturing "
+                              "blocking stream", fatal=False, status=906)  # fmt: skip
+        return found.capturing
 
     def event_create(self) -> int:
         """Return a new event of the thread's device; who waits for it sleeps."""
@@ -256,6 +279,7 @@ class FakeCuda:
     def event_done(self, event: int) -> bool:
         """Whether what was before the event is done; raises if it has failed."""
         self._count("event_done")
+        self._unsafe("event_done")
         mark = self._event(event, "event_done").mark
         if mark is None:
             return True
@@ -269,6 +293,7 @@ class FakeCuda:
     def event_synchronize(self, event: int) -> None:
         """Block this thread, without the GIL, until the event is done; raises if what was before it has failed."""
         self._begin("event_synchronize", check=False)
+        self._unsafe("event_synchronize")
         mark = self._event(event, "event_synchronize").mark
         if mark is not None:
             self.blocked.wait(mark.passed)
@@ -285,6 +310,7 @@ class FakeCuda:
     def pinned(self, nbytes: int) -> NDArray[Any]:
         """Return `nbytes` of page-locked host memory as uint8, which is freed with the last reference."""
         self._begin("pinned")
+        self._unsafe("pinned")
         return self.memory.new(nbytes, HOST)
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -368,6 +394,12 @@ class FakeCuda:
             self.memory.at(target[0], nbytes, target[1])[:] = self.memory.at(source[0], nbytes, source[1])
 
         self._open(stream, call).kernel(work, self.latency)
+
+    def _unsafe(self, call: str) -> None:
+        """Make captures of other threads invalid, as each call does that is not safe while they last."""
+        if not self._thread.relaxed and self._captures:
+            self.disturbed.append(f"{call} in {threading.current_thread().name}")
+            raise DeviceError(call, "operation not permitted when stream is capturing", fatal=False, status=900)
 
     def _begin(self, call: str, *, check: bool = True) -> FakeDevice:
         """Do as each call does that makes a context; return the thread's device."""

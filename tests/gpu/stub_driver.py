@@ -11,6 +11,8 @@ from typing import Any
 DEVICE, FLAGS, ACTIVE = 1, 0, 1
 #: The primary context of device 0; those of others follow.
 CONTEXT = 0x5500_0000_0000
+#: The modes of capturing that threads have asked for.
+MODES: list[int] = []
 NAME = ctypes.create_string_buffer(b"CUDA_ERROR_OF_A_STUB")
 
 
@@ -56,6 +58,7 @@ def driver(call: Callable[[str, tuple[Any, ...]], Any]) -> Any:
             ctypes.c_int,
             ctypes.c_uint64,
         ),
+        cuThreadExchangeStreamCaptureMode=function("cuThreadExchangeStreamCaptureMode", exchange, Pointer),
         cuGetErrorName=function(
             "cuGetErrorName",
             lambda status, where: put(where, ctypes.addressof(NAME), ctypes.c_uint64),
@@ -71,6 +74,12 @@ class Pointer(ctypes.c_void_p):
 
 def nothing(*args: Any) -> None:
     """Write nothing."""
+
+
+def exchange(where: Any) -> None:
+    """Take a thread's mode, and give back what it was."""
+    MODES.append(ctypes.c_int.from_address(where.value).value)
+    put(where, 0)
 
 
 def put(where: Any, value: int, kind: Any = ctypes.c_int) -> None:

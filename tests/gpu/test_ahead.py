@@ -397,6 +397,22 @@ async def test_a_group_that_must_not_stage_waits_for_the_place() -> None:
         await run_ranks(2, body, gpu)
 
 
+async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = await looped(pg, gpu)
+        state = dispatcher_of(pg).device_state
+        assert state is not None
+        begun: list[int] = []
+        program_of(pg).through = program_of(pg).started + 1
+        state.hold(state.number([0])[0], lambda: begun.append(1), native=True)
+        assert not begun
+        await pg.allreduce(tensor)
+        assert begun
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
 # -- failing
 
 

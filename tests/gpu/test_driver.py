@@ -14,11 +14,19 @@ from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.driver import Driver, load
 
 from .processes import run
-from .stub_driver import CONTEXT
+from .stub_driver import CONTEXT, MODES
 from .stub_driver import driver as stub
 
 #: As wide as an address is.
 EVENT = 0x7F00_1234_5678_9AB0
+
+
+def test_a_thread_is_relaxed() -> None:
+    log = Log()
+    MODES.clear()
+    Driver(stub(log)).relax()
+    assert log.calls[-1] == ("cuThreadExchangeStreamCaptureMode", ())
+    assert MODES == [2]
 
 
 class Log:

@@ -430,3 +430,20 @@ def test_memory_may_go_while_other_memory_is_looked_for(look: str, monkeypatch: 
     with pytest.raises(fake_memory.BadAddressError, match="in no live allocation"):
         memory.where(1)
     assert sum(memory.live(device) for device in (0, 1, 2)) == 16
+
+
+def test_a_query_of_another_thread_makes_a_capture_invalid(cuda: FakeCuda) -> None:
+    stream, event = cuda.stream_create(), cuda.event_create()
+    cuda.capture(stream, True, blocking=True)
+    with pytest.raises(DeviceError, match="not permitted when stream is capturing") as caught:
+        cuda.event_done(event)
+    assert caught.value.status == 900
+    assert cuda.disturbed == [f"event_done in {threading.current_thread().name}"]
+    cuda.relax()
+    assert cuda.event_done(event)
+    with pytest.raises(DeviceError, match="legacy stream"):
+        cuda.is_capturing(0)
+    cuda.capture(stream, False)
+    assert not cuda.is_capturing(0)
+    with pytest.raises(DeviceError, match="is not in use"):
+        cuda.scratch_free(5, stream)

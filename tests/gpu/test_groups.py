@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,13 @@ from aiocoll import (
     new_group,
     testing,
 )
-from aiocoll.group.cuda import cards
+from aiocoll.gpu.api import DeviceError
+from aiocoll.group.cuda import cards, native
 from aiocoll.group.cuda.agreed import Agreed
 
 from ..fakes.arrays import FakeArray
-from ..internals import Limits, dispatcher_of, set_nccl_only
-from ..ranks import run_ranks
+from ..internals import Limits, comm_of, dispatcher_of, plans_of, set_nccl_only
+from ..ranks import run_ranks, until
 from ..reductions import numpy_dtype
 from .groups import WAYS, Gpus, gpus, host
 from .stub_cupy import forget
@@ -587,6 +589,115 @@ async def test_a_source_that_lies_across_its_own_output(way: str) -> None:
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)
+
+
+async def test_a_source_that_lies_across_parts_behind_each_other() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, size = pg.rank(), pg.size()
+        for counts in ([2, 2, 2], [1, 0, 2]):
+            memory = gpu.tensor(np.zeros(9), rank)
+            starts = [0, counts[0], counts[0] + counts[1]]
+            parts = [memory.values[start : start + count] for start, count in zip(starts, counts, strict=True)]
+            views = [gpu.torch.Tensor(part, "float64", rank) for part in parts]
+            # On the last rank, it begins within its own part and ends behind it.
+            start = starts[2] + 1 if rank == 2 else 7
+            elements = memory.values[start : start + counts[rank]]
+            own = gpu.torch.Tensor(elements, "float64", rank)
+            elements[:] = rank + 1
+            await pg.allgather(views, own)
+            assert [part.tolist() for part in parts] == [[peer + 1.0] * counts[peer] for peer in range(size)]
+        await pg.barrier()
+        await until(lambda: not gpu.cuda._scratch)
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+@both
+async def test_no_thread_disturbs_what_another_one_captures(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        own, captured = gpu.stream(0), gpu.stream(0)
+        gpu.torch.streams[0] = own
+        gate = gpu.gate(0)
+        work = pg.allreduce(gpu.tensor(np.ones(3), 0))
+        gpu.cuda.capture(captured, True, blocking=True)
+        gate.open()
+        await work
+        # What would be drawn into the capture is refused.
+        gpu.torch.streams[0] = 0
+        with pytest.raises(RuntimeError, match="being captured into a graph"):
+            pg.allreduce(gpu.tensor(np.ones(3), 0))
+        gpu.cuda.capture(captured, False)
+        assert gpu.cuda.disturbed == []
+        await allreduced(pg, gpu)
+        gpu.cuda.fail_next("is_capturing", "unknown")
+        with pytest.raises(DeviceError, match="unknown"):
+            pg.allreduce(gpu.tensor(np.ones(3), 0))
+
+    with gpus(1, way) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_what_carries_the_bytes_of_a_call() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        carried = []
+
+        class Carried:
+            def on_end(self, info: Any) -> None:
+                carried.append((info.op, info.transport))
+
+        pg.add_hook(Carried())
+        await pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
+        await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
+        assert carried == [("ALLREDUCE", "nccl"), ("SCAN", "memory")]
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_what_nccl_has_nothing_for_is_not_left_to_it() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
+        plan = next(plan for plan, *_ in plans_of(pg) if plan.signature.op == "SCAN")
+        with pytest.raises(ValueError, match="NCCL has nothing that carries out scan: stage it"):
+            native.carry_out([native.Native(plan, [], native.PACKED)], native.Tools(*[None] * 5, ExitStack()))  # type: ignore[arg-type]
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_what_the_parts_of_a_group_refuse_themselves() -> None:
+    """Messages are checked before, as they are read."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        state = dispatcher_of(pg).device_state
+        assert state is not None
+        with pytest.raises(ValueError, match="there is no message"):
+            state.messages.handle(0, {"match": [0, 5, 1], "batches": []})
+        with pytest.raises(TypeError, match="'2' is not of type int"):
+            cards.read_card({"nccl": "2"})
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_a_part_of_a_staged_call_that_fails() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        gate = gpu.gate(0)
+        work = pg.scan(gpu.tensor(np.ones(3), 0))
+        await until(lambda: comm_of(pg).pending)
+        (operation,) = comm_of(pg).pending
+        operation._carried_out(None, ZeroDivisionError("ours"))  # type: ignore[attr-defined]
+        with pytest.raises(ZeroDivisionError, match="ours"):
+            await work
+        gate.open()
+        await allreduced(pg, gpu)
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
 
 
 async def test_of_many_kinds_of_calls_few_are_remembered(limits: Limits) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ from aiocoll.work import Work
 
 __all__ = ["DeviceCommunicator"]
 
+#: NCCL's setting for when ranks are connected.
+_CONNECT = "NCCL_RUNTIME_CONNECT"
 #: Seconds between two checks for asynchronous errors, while anything is in flight.
 ASK_EVERY = 0.25
 #: Seconds that closing ranks wait for each other, at most: then the communicator is aborted.
@@ -85,6 +88,8 @@ class DeviceCommunicator:
         size, rank = len(comm.ranks), comm.rank
 
         def init() -> None:
+            # Else NCCL connects ranks in the first call of each algorithm, which then waits for all ranks.
+            os.environ.setdefault(_CONNECT, "0")
             try:
                 end = nccl.init(size, unique_id, rank)
             except DeviceError as error:

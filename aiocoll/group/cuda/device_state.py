@@ -42,8 +42,6 @@ RELEASE = 5.0
 class Collective(Protocol):
     """A collective that all ranks agree on."""
 
-    done: bool
-
     def is_ordered(self) -> bool:
         """Whether the order of the program is its order on all ranks: it has a number and no key."""
 
@@ -302,8 +300,7 @@ class DeviceState:
             self.comm.endpoint.attempt(self.comm.ranks[peer], self._handle_message, peer, message)
         undecided, self._undecided = self._undecided, []
         for call in undecided:
-            if not call.done:
-                self.enter(call)
+            self.enter(call)
         self._begin_complete()
 
     # -- failing

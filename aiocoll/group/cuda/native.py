@@ -150,7 +150,7 @@ def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools
             _reduce_scatter(plan, given[:-1], given[-1], way, tools)
         case "send_recv":
             _send_recv(spec, plan.signature, arrays, tools)
-        case None:
+        case _:
             raise ValueError(f"NCCL has nothing that carries out {spec.kind}: stage it")
 
 
@@ -205,13 +205,12 @@ def _all_gather(blocks: Sequence[DeviceArray], source: DeviceArray, way: int, to
 
 def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArray, way: int, tools: Tools) -> None:
     starts = [block.ptr for block in blocks]
-    if (way == PACKED and not _is_packed(blocks)) or _lies_across(target, blocks, tools.rank):
+    if way == PACKED and not _is_packed(blocks):
         whole = _scratch(sum(block.nbytes for block in blocks), tools)
         starts = []
         for address, block in _places(whole, blocks):
             starts.append(address)
-            if block.size:
-                tools.cuda.copy(address, block.ptr, block.nbytes, tools.stream)
+            tools.cuda.copy(address, block.ptr, block.nbytes, tools.stream)
     count, dtype, number = _counted(plan, target)
     if way == PACKED:
         tools.end.reduce_scatter(starts[0], target.ptr, count, dtype, number, tools.stream)

@@ -131,11 +131,6 @@ class ProgramOrder:
             entry.call.confirmed()
         self._go_on()
 
-    def allow(self, through: int | None) -> None:
-        """Let calls start through a position; None: any."""
-        self.through = through
-        self._go_on()
-
     def hashes(self, start: int, stop: int) -> Sequence[int]:
         """Return the hashes of positions that are not confirmed, `stop` included."""
         return [entry.hash for entry in self._entries if start <= entry.position <= stop]

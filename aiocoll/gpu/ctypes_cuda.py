@@ -1,0 +1,214 @@
+"""CUDA by ctypes, over libcuda alone: for machines that have torch, with its libraries, and no CuPy.
+
+ctypes releases the GIL in every call. Signatures and numbers are those of cuda.h; names end in _v2 where the header
+replaces them so. Multiplying on a device, which the driver has no function for, is torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.dtypes import by_name
+from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.driver import Driver
+
+__all__ = ["SIGNATURES", "CtypesCuda"]
+
+_INT, _UINT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
+#: Arguments of the functions that are used besides those of `Driver`. Handles and addresses are as wide as pointers.
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuDriverGetVersion": (_POINTER,),
+    "cuDeviceGetCount": (_POINTER,),
+    "cuDeviceGetPCIBusId": (_POINTER, _INT, _INT),
+    "cuDeviceGetAttribute": (_POINTER, _INT, _INT),
+    "cuCtxGetDevice": (_POINTER,),
+    "cuStreamCreate": (_POINTER, _UINT),
+    "cuStreamDestroy_v2": (_POINTER,),
+    "cuStreamIsCapturing": (_POINTER, _POINTER),
+    "cuStreamWaitEvent": (_POINTER, _POINTER, _UINT),
+    "cuEventCreate": (_POINTER, _UINT),
+    "cuEventDestroy_v2": (_POINTER,),
+    "cuEventRecord": (_POINTER, _POINTER),
+    "cuEventSynchronize": (_POINTER,),
+    "cuMemHostAlloc": (_POINTER, _SIZE, _UINT),
+    "cuMemFreeHost": (_POINTER,),
+    "cuMemcpyDtoHAsync_v2": (_POINTER, ctypes.c_uint64, _SIZE, _POINTER),
+    "cuMemcpyHtoDAsync_v2": (ctypes.c_uint64, _POINTER, _SIZE, _POINTER),
+    "cuMemcpyDtoDAsync_v2": (ctypes.c_uint64, ctypes.c_uint64, _SIZE, _POINTER),
+    "cuMemAllocAsync": (_POINTER, _SIZE, _POINTER),
+    "cuMemFreeAsync": (ctypes.c_uint64, _POINTER),
+}
+_NON_BLOCKING = 1
+_BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
+_MAJOR, _MINOR = 75, 76
+_INVALID_CONTEXT = 201
+_NO_DEVICE = -1
+_BUS_ID = 64
+
+
+class CtypesCuda(Driver):
+    """`Cuda` by the driver.
+
+    Args:
+        library: libcuda, as `ctypes.CDLL` has loaded it.
+
+    Raises:
+        DeviceError: it cannot be used.
+    """
+
+    def __init__(self, library: Any) -> None:
+        super().__init__(library)
+        for name, types in SIGNATURES.items():
+            call = self._calls[name] = getattr(library, name)
+            call.argtypes, call.restype = types, _INT
+
+    def version(self) -> int:
+        """Return the version of CUDA that the driver has, such as 12080."""
+        return self._number("cuDriverGetVersion")
+
+    def device_count(self) -> int:
+        """Return how many devices this process may use."""
+        return self._number("cuDeviceGetCount")
+
+    def bus_id(self, device: int) -> str:
+        """Return the PCI bus id."""
+        text = ctypes.create_string_buffer(_BUS_ID)
+        self._call("cuDeviceGetPCIBusId", text, _BUS_ID, self._handle(device))
+        return text.value.decode()
+
+    def capability(self, device: int) -> tuple[int, int]:
+        """Return the compute capability of the device."""
+        handle = self._handle(device)
+        major, minor = (self._number("cuDeviceGetAttribute", each, handle) for each in (_MAJOR, _MINOR))
+        return major, minor
+
+    def current(self) -> int:
+        """Return the current device of this thread; -1 if it has none."""
+        try:
+            return self._number("cuCtxGetDevice")
+        except DeviceError as error:
+            if error.status != _INVALID_CONTEXT:
+                raise
+            return _NO_DEVICE
+
+    def has_context(self, device: int) -> bool:
+        """Whether this process has a context on the device, if it is one."""
+        return device != _NO_DEVICE and super().has_context(device)
+
+    def stream_create(self) -> int:
+        """Return a new stream."""
+        return self._address("cuStreamCreate", _NON_BLOCKING)
+
+    def stream_destroy(self, stream: int) -> None:
+        """Destroy a stream."""
+        self._call("cuStreamDestroy_v2", stream)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether work for `stream` is being captured into a graph."""
+        status = ctypes.c_int()
+        self._call("cuStreamIsCapturing", stream, ctypes.byref(status))
+        return bool(status.value)
+
+    def event_create(self) -> int:
+        """Return a new event."""
+        return self._address("cuEventCreate", _BLOCKING_SYNC | _DISABLE_TIMING)
+
+    def event_destroy(self, event: int) -> None:
+        """Destroy an event."""
+        self._call("cuEventDestroy_v2", event)
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Record `event` on `stream`."""
+        self._call("cuEventRecord", event, stream)
+
+    def event_synchronize(self, event: int) -> None:
+        """Block this thread until the event is done."""
+        self._call("cuEventSynchronize", event)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """Make later work on `stream` wait for `event`."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def pinned(self, nbytes: int) -> NDArray[Any]:
+        """Return page-locked host memory."""
+        if not nbytes:
+            return np.empty(0, np.uint8)
+        return np.asarray(_Pinned(self._address("cuMemHostAlloc", nbytes, 0), nbytes, self._calls["cuMemFreeHost"]))
+
+    def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from the device to pinned memory."""
+        self._call("cuMemcpyDtoHAsync_v2", target, source, nbytes, stream)
+
+    def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from pinned memory to the device."""
+        self._call("cuMemcpyHtoDAsync_v2", target, source, nbytes, stream)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy on the device."""
+        self._call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
+
+    def scratch(self, nbytes: int, stream: int) -> int:
+        """Return the address of new memory on the device of `stream`, for later work on it."""
+        return self._address("cuMemAllocAsync", nbytes, stream)
+
+    def scratch_free(self, address: int, stream: int) -> None:
+        """Free what `scratch` has returned, behind the work that is on `stream` now."""
+        self._call("cuMemFreeAsync", address, stream)
+
+    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
+        """Write the products of `count` elements and `factor`, by torch."""
+        torch = sys.modules.get("torch")
+        kind = by_name(dtype)
+        if kind.kind not in ("half", "float", "complex") or kind.itemsize == 1:
+            raise DeviceError("scale", f"{dtype} cannot be multiplied on a device", fatal=False)
+        if torch is None:
+            raise DeviceError("scale", "without CuPy, factors need torch, which is not loaded", fatal=False)
+        number = factor if kind.kind == "complex" else factor.real
+        try:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+                given, made = (_viewed(torch, at, count, kind) for at in (source, target))
+                torch.mul(given, number, out=made)
+        except Exception as error:  # torch may raise anything
+            raise DeviceError("scale", str(error), fatal=False) from error
+
+    def _number(self, name: str, *args: Any) -> int:
+        number = ctypes.c_int()
+        self._call(name, ctypes.byref(number), *args)
+        return number.value
+
+    def _address(self, name: str, *args: Any) -> int:
+        address = ctypes.c_void_p()
+        self._call(name, ctypes.byref(address), *args)
+        return address.value or 0
+
+
+class _Pinned:
+    """Page-locked memory as an array, which is freed with its last view."""
+
+    def __init__(self, address: int, nbytes: int, free: Callable[[int], int]) -> None:
+        self._address = address
+        self._free = free
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    def __del__(self) -> None:
+        self._free(self._address)
+
+
+class _Memory:
+    """Memory of a device, as torch takes it: bytes."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+def _viewed(torch: Any, address: int, count: int, kind: Any) -> Any:
+    """Return torch's tensor on memory of the thread's device."""
+    return torch.as_tensor(_Memory(address, count * kind.itemsize), device="cuda").view(getattr(torch, kind.name))

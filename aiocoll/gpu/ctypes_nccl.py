@@ -1,0 +1,282 @@
+"""NCCL by ctypes, over the libnccl that torch or a package of NVIDIA has brought.
+
+Its communicators are non-blocking: a call that has to wait for other ranks returns at once, and this module asks every
+millisecond whether it has been done. So no thread is inside NCCL while it waits, and a communicator can be aborted
+then, as NCCL wants it. Signatures and numbers are those of nccl.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from aiocoll.gpu.api import DeviceError
+
+__all__ = ["SIGNATURES", "Config", "CtypesCommunicator", "CtypesNccl", "UniqueId", "load"]
+
+UNIQUE_ID_BYTES = 128
+
+
+class UniqueId(ctypes.Structure):
+    """Passed by value."""
+
+    _fields_ = (("internal", ctypes.c_char * UNIQUE_ID_BYTES),)
+
+
+class Config(ctypes.Structure):
+    """`ncclConfig_v21700`, the oldest one: later versions of NCCL read no more than `size` bytes of it."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cgaClusterSize", ctypes.c_int),
+        ("minCTAs", ctypes.c_int),
+        ("maxCTAs", ctypes.c_int),
+        ("netName", ctypes.c_void_p),
+    )
+
+
+_INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ncclGetVersion": (_POINTER,),
+    "ncclGetUniqueId": (_POINTER,),
+    "ncclCommInitRankConfig": (_POINTER, _INT, UniqueId, _INT, _POINTER),
+    "ncclCommGetAsyncError": (_POINTER, _POINTER),
+    "ncclCommFinalize": (_POINTER,),
+    "ncclCommDestroy": (_POINTER,),
+    "ncclCommAbort": (_POINTER,),
+    "ncclAllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _INT, _POINTER, _POINTER),
+    "ncclBroadcast": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclAllGather": (_POINTER, _POINTER, _SIZE, _INT, _POINTER, _POINTER),
+    "ncclReduceScatter": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclSend": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclRecv": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+}
+_SUCCESS, _INVALID_ARGUMENT, _IN_PROGRESS = 0, 4, 7
+_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
+#: What NCCL takes for a value that was not given.
+_UNSET = -(1 << 31)
+#: Seconds between two questions whether a call has been done.
+_ASK_EVERY = 0.001
+_OLDEST = 21800
+
+
+class CtypesNccl:
+    """`Nccl`, over a library.
+
+    Args:
+        library: libnccl, as `ctypes.CDLL` has loaded it.
+
+    Raises:
+        DeviceError: it cannot be used.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        for name, types in SIGNATURES.items():
+            call = getattr(library, name)
+            call.argtypes, call.restype = types, _INT
+        library.ncclGetErrorString.argtypes = (_INT,)
+        library.ncclGetErrorString.restype = ctypes.c_char_p
+        self._thread = threading.local()
+        if self.version() < _OLDEST:
+            raise DeviceError("ncclGetVersion", f"NCCL {self.version()} is too old, it must be {_OLDEST} or later")
+
+    def version(self) -> int:
+        """Return its version, such as 22809."""
+        number = ctypes.c_int()
+        self.check("ncclGetVersion", self.call("ncclGetVersion", ctypes.byref(number)))
+        return number.value
+
+    def unique_id(self) -> bytes:
+        """Return the id of a new communicator."""
+        made = UniqueId()
+        self.check("ncclGetUniqueId", self.call("ncclGetUniqueId", ctypes.byref(made)))
+        return bytes(memoryview(made))
+
+    def init(self, world_size: int, unique_id: bytes, rank: int) -> CtypesCommunicator:
+        """Return this rank's end, on the thread's device, when all ranks have called it."""
+        if len(unique_id) != UNIQUE_ID_BYTES:
+            raise DeviceError("ncclCommInitRankConfig", f"an id has {UNIQUE_ID_BYTES} bytes", fatal=False)
+        config = Config(
+            ctypes.sizeof(Config), _MAGIC, _CONFIG_VERSION, 0, _UNSET, _UNSET, _UNSET, None
+        )  # fmt: skip
+        handle = ctypes.c_void_p()
+        name = "ncclCommInitRankConfig"
+        status = self.call(
+            name, ctypes.byref(handle), world_size, UniqueId.from_buffer_copy(unique_id), rank, ctypes.byref(config)
+        )
+        if status not in (_SUCCESS, _IN_PROGRESS):
+            raise self.error(name, status)  # NCCL may keep a part of it, which is left behind
+        made = CtypesCommunicator(self, handle.value or 0)
+        made.finish(name, status)
+        return made
+
+    def group_start(self) -> None:
+        """Begin a group."""
+        self.check("ncclGroupStart", self.call("ncclGroupStart"))
+        self._thread.group = set()
+
+    def group_end(self) -> None:
+        """Launch the calls since `group_start`."""
+        group, self._thread.group = self._thread.group, None
+        status = self.call("ncclGroupEnd")
+        if status not in (_SUCCESS, _IN_PROGRESS):
+            raise self.error("ncclGroupEnd", status)
+        for each in group:
+            each.finish("ncclGroupEnd", status)
+
+    # -- for communicators
+
+    def call(self, name: str, *args: Any) -> int:
+        """Call a function; return its status."""
+        return int(getattr(self._library, name)(*args))
+
+    def check(self, name: str, status: int) -> None:
+        """Raise what a status stands for."""
+        if status != _SUCCESS:
+            raise self.error(name, status)
+
+    def error(self, name: str, status: int) -> DeviceError:
+        """Return the error that a status stands for."""
+        return DeviceError(name, self.text(status), fatal=status != _INVALID_ARGUMENT)
+
+    def text(self, status: int) -> str:
+        """Return a status in words."""
+        return (self._library.ncclGetErrorString(status) or b"").decode() or f"status {status}"
+
+    def joins(self, communicator: CtypesCommunicator) -> bool:
+        """Whether a group is open in this thread, of which a call of this communicator is now a part."""
+        group = getattr(self._thread, "group", None)
+        if group is not None:
+            group.add(communicator)
+        return group is not None
+
+
+class CtypesCommunicator:
+    """`NcclCommunicator`: one thread at a time is inside NCCL, and none while a call waits for other ranks."""
+
+    def __init__(self, nccl: CtypesNccl, handle: int) -> None:
+        self._nccl = nccl
+        self._handle = handle
+        self._inside = threading.Lock()
+        self._over = threading.Event()
+
+    def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        """Reduce over all ranks into every rank's `target`."""
+        self._start("ncclAllReduce", source, target, count, dtype, op, stream=stream)
+
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
+        """Reduce over all ranks into the root's `target`."""
+        self._start("ncclReduce", source, target, count, dtype, op, root, stream=stream)
+
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+        """Copy the root's `source` to every rank's `target`."""
+        self._start("ncclBroadcast", source, target, count, dtype, root, stream=stream)
+
+    def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        """Concatenate every rank's `count` elements in every rank's `target`."""
+        self._start("ncclAllGather", source, target, count, dtype, stream=stream)
+
+    def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        """Reduce over all ranks; part r goes to rank r's `target`."""
+        self._start("ncclReduceScatter", source, target, count, dtype, op, stream=stream)
+
+    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Send to `peer`."""
+        self._start("ncclSend", source, count, dtype, peer, stream=stream)
+
+    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        """Receive from `peer`."""
+        self._start("ncclRecv", target, count, dtype, peer, stream=stream)
+
+    def async_error(self) -> str | None:
+        """Return the asynchronous error of the communicator, or None."""
+        status = self._status("ncclCommGetAsyncError")
+        return None if status in (_SUCCESS, _IN_PROGRESS) else self._nccl.text(status)
+
+    def abort(self) -> None:
+        """Abort calls in flight, as soon as no thread is inside NCCL."""
+        self._end("ncclCommAbort")
+
+    def destroy(self) -> None:
+        """Destroy the communicator, together with the other ranks."""
+        with self._within("ncclCommFinalize"):
+            status = self._nccl.call("ncclCommFinalize", self._handle)
+        self.finish("ncclCommFinalize", status)
+        self._end("ncclCommDestroy")
+
+    def finish(self, name: str, status: int) -> None:
+        """Wait until a call has been done; another thread may abort the communicator meanwhile.
+
+        Raises:
+            DeviceError: it has failed, or was aborted.
+        """
+        while status == _IN_PROGRESS:
+            status = self._status(name)
+            if status == _IN_PROGRESS:
+                self._over.wait(_ASK_EVERY)
+        self._nccl.check(name, status)
+
+    def _start(self, name: str, *args: int, stream: int) -> None:
+        with self._within(name):
+            status = self._nccl.call(name, *args, self._handle, stream)
+        if status not in (_SUCCESS, _IN_PROGRESS) or not self._nccl.joins(self):
+            self.finish(name, status)
+
+    def _status(self, name: str) -> int:
+        status = ctypes.c_int()
+        with self._within(name):
+            self._nccl.check(name, self._nccl.call("ncclCommGetAsyncError", self._handle, ctypes.byref(status)))
+        return status.value
+
+    @contextmanager
+    def _within(self, name: str) -> Iterator[None]:
+        """Let no other thread be inside NCCL, unless the communicator has ended."""
+        with self._inside:
+            if self._over.is_set():
+                raise DeviceError(name, "the communicator has ended")
+            yield
+
+    def _end(self, name: str) -> None:
+        with self._inside:
+            if self._over.is_set():
+                return
+            self._over.set()
+            self._nccl.check(name, self._nccl.call(name, self._handle))
+
+
+def load() -> CtypesNccl:
+    """Return NCCL, as torch has loaded it, or as a package of NVIDIA or the system has it.
+
+    Raises:
+        OSError: there is none.
+        DeviceError: it cannot be used.
+    """
+    for name in _names():
+        try:
+            return CtypesNccl(ctypes.CDLL(name))
+        except OSError as error:
+            last = error
+    raise last
+
+
+def _names() -> Iterator[str]:
+    """Yield what may be the library, the one that is loaded already first."""
+    try:
+        package = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        package = None
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        yield str(Path(folder) / "lib" / "libnccl.so.2")
+    yield "libnccl.so.2"
