@@ -20,6 +20,7 @@
     tuning        AIOCOLL_TUNING          none: the file of `aiocoll bench --tune` in the user's cache, if there is one
     dump_dir      AIOCOLL_DUMP_DIR        none: no files; SIGUSR2 prints to standard error
     stats         AIOCOLL_STATS           yes
+    top_dir       AIOCOLL_TOP_DIR         none, or the folder that `aiocoll run` has made: `aiocoll top` shows nothing
 
 An unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
 """
@@ -101,6 +102,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "tuning": None,
     "dump_dir": None,
     "stats": True,
+    "top_dir": None,
 }
 
 
@@ -142,6 +144,8 @@ class GroupOptions:
         dump_dir: directory for dumps of this rank's last operations, written when the group fails and on SIGUSR2; see
             `aiocoll.group.flight_recorder`.
         stats: whether this rank counts its operations, for `ProcessGroup.stats`.
+        top_dir: directory, for this user alone, in which this process listens for `aiocoll top`; `aiocoll run` makes
+            one per job.
 
     Raises:
         TypeError: a value has a wrong type.
@@ -170,6 +174,7 @@ class GroupOptions:
     tuning: str | None = _UNSET
     dump_dir: str | None = _UNSET
     stats: bool = _UNSET
+    top_dir: str | None = _UNSET
 
     def __post_init__(self) -> None:
         for name, value in self._given().items():
@@ -331,6 +336,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "host_id": _check_text,
     "tuning": _check_text,
     "dump_dir": _check_text,
+    "top_dir": _check_text,
     "spin_us": _check_spin,
     "warn_after": _check_number,
     "allow_pickle": _check_bool,

@@ -28,6 +28,7 @@ DEFAULTS = {
     "tuning": None,
     "dump_dir": None,
     "stats": True,
+    "top_dir": None,
 }
 ELSEWHERE = ("PORT", "STORE", "SINGLETON", "JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP")
 
@@ -56,6 +57,7 @@ def test_defaults() -> None:
         ("host_id", "a", "a", "b"),
         ("tuning", "a.json", "a.json", "b.json"),
         ("dump_dir", "dumps", "dumps", "others"),
+        ("top_dir", "top", "top", "others"),
         ("stats", "0", False, True),
         ("stats", "yes", True, False),
     ],

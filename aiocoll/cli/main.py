@@ -11,6 +11,7 @@ import numpy as np
 import aiocoll
 from aiocoll.cli import bench, doctor, run, trace
 from aiocoll.cli.arguments import HelpFormatter
+from aiocoll.cli.top import command as top
 from aiocoll.work import COMPILED
 
 __all__ = ["main"]
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_parser(commands)
     bench.add_parser(commands)
     doctor.add_parser(commands)
+    top.add_parser(commands)
     trace.add_parser(commands)
     args = parser.parse_args(argv)
     try:

@@ -8,6 +8,7 @@ variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`,
     AIOCOLL_STORE          "launcher": the store at MASTER_ADDR:MASTER_PORT is there, rank 0 must not start one
     AIOCOLL_RESTART_COUNT  how many restarts of the job there had been when this process was started
     AIOCOLL_JOIN           "1", in place of RANK: take the place of a lost rank in a group that grows
+    AIOCOLL_TOP_DIR        where `aiocoll top` finds the ranks, unless it was set before
     AIOCOLL_JOB_KEY_FD     a pipe that holds the job key; other processes cannot read it, unlike argv or environment
 """
 
@@ -28,6 +29,7 @@ from aiocoll.cli.logs import Logs
 from aiocoll.cli.program import Program, Start
 from aiocoll.cli.restarts import Alone
 from aiocoll.cli.supervise import supervise
+from aiocoll.cli.top.jobs import job_folder
 from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
 from aiocoll.store.listening import local_address
@@ -109,9 +111,12 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 return 1
             host, port = local_address(server.host), server.port
             stack.callback(server.close)
+        ranks = range(sum(nprocs[: hosts.node_rank]), sum(nprocs[: hosts.node_rank + 1]))
+        if "AIOCOLL_TOP_DIR" not in environ:
+            environ.update(_watched(stack, command, len(ranks)))
         program = Program(
             command,
-            range(sum(nprocs[: hosts.node_rank]), sum(nprocs[: hosts.node_rank + 1])),
+            ranks,
             lambda start: environ | _variables(start, hosts, nprocs, (host, port)),
             hosts.key,
             logs,
@@ -159,6 +164,17 @@ def _logs(parent: str | None) -> Logs | None:
         raise ValueError(f"--log-dir {parent}: {error.strerror}; give a folder in which you can make others") from None
     _say(f"output of the ranks is kept in {logs.path}")
     return logs
+
+
+def _watched(stack: ExitStack, command: Sequence[str], ranks: int) -> dict[str, str]:
+    """Return the variable that names a folder for `aiocoll top`, removed at the end; none if it cannot be made."""
+    if sys.platform != "linux":
+        return {}
+    try:
+        return {"AIOCOLL_TOP_DIR": stack.enter_context(job_folder(os.environ, command, ranks))}
+    except (AiocollError, OSError) as error:
+        _say(f"aiocoll top will not find this job: {error}")
+        return {}
 
 
 def _variables(start: Start, hosts: Hosts, nprocs: Sequence[int], store: tuple[str, int]) -> dict[str, str]:

@@ -15,9 +15,11 @@ from aiocoll.group.flight_recorder import FlightRecorder
 from aiocoll.group.interceptors.coalesce import Coalescer
 from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.loading import loading
+from aiocoll.options import GroupOptions
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
+    from aiocoll.group.shown import ShownGroup
     from aiocoll.group.stats import GroupStats
 
 __all__ = ["Lifetime"]
@@ -32,6 +34,7 @@ class Lifetime:
         family: the groups that were split off.
         recorder: may still be writing a dump.
         origin: is told of the end.
+        options: of the group, resolved.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Lifetime:
         family: Reconfigurer,
         recorder: FlightRecorder,
         origin: Origin,
+        options: GroupOptions,
     ) -> None:
         self._dispatcher = dispatcher
         self._comm = dispatcher.comm
@@ -48,6 +52,12 @@ class Lifetime:
         self._family = family
         self._recorder = recorder
         self._origin = origin
+        self._shown: ShownGroup | None = None
+        if options.top_dir is not None and not origin.dry and self._comm.runtime.may_listen:
+            with loading("top_dir"):
+                from aiocoll.group.shown import show  # few programs that no launcher has started ask for it
+
+            self._shown = show(self._comm, options.top_dir)
         self._ending: asyncio.Task[None] | None = None
 
     @property
@@ -160,6 +170,8 @@ class Lifetime:
             raise
         finally:
             d.close()
+            if self._shown is not None:
+                self._shown.close()
             self._family.leave_parent()
             for operation in list(comm.pending):
                 operation.fail(error)

@@ -120,7 +120,7 @@ class ProcessGroup(MpiCalls):
         self._objects = Objects(dispatcher)
         self._coalescer = Coalescer(dispatcher)
         reconfigurer = Reconfigurer(dispatcher, self._objects, origin, spec)
-        lifetime = Lifetime(dispatcher, self._coalescer, reconfigurer, self.recorder, origin)
+        lifetime = Lifetime(dispatcher, self._coalescer, reconfigurer, self.recorder, origin, spec.options)
         super().__init__(dispatcher, Messages(dispatcher, self._objects), reconfigurer, lifetime)
 
     def __repr__(self) -> str:

@@ -154,6 +154,14 @@ class FailureDetector:
             return ""
         return "its process is alive" if silence <= 2 * ROUND else f"nothing of it has been heard for {silence:.1f} s"
 
+    def blocked(self) -> tuple[float, str] | None:
+        """Return for how many seconds the loop of this rank has been blocked, and where; None: not as far as known.
+
+        Any thread may ask.
+        """
+        watchdog = self._watchdog
+        return None if watchdog is None else watchdog.blocked()
+
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
         """Open a link to `rank`, unless it opens one itself; retry while its process lives: its loop may be blocked."""
         while True:

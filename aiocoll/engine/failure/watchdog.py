@@ -150,6 +150,15 @@ class Watchdog:
         heartbeat = self._heartbeats.get(rank)
         return None if heartbeat is None else heartbeat.silence
 
+    def blocked(self) -> tuple[float, str] | None:
+        """Return for how many seconds the loop has given no sign of life, and where it is; None if it has.
+
+        Any thread may ask.
+        """
+        if self._sign or self._signless < BLOCKED_AFTER:
+            return None
+        return self._clock() - self._asked_at, place(sys._current_frames().get(self._watched_thread))
+
     # -- in the thread
 
     def _run(self) -> None:

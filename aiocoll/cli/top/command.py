@@ -1,0 +1,166 @@
+"""`aiocoll top`: finds the job, asks its ranks once a second, and shows what they say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from aiocoll.cli.top import words
+from aiocoll.cli.top.jobs import Job, jobs
+from aiocoll.cli.top.model import GroupView, Model
+from aiocoll.errors import AiocollError
+from aiocoll.top.viewer import Viewer
+
+__all__ = ["Watch", "add_parser", "as_data"]
+
+#: Seconds between two questions, and for their answers.
+INTERVAL: Final = 1.0
+PATIENCE: Final = 0.4
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `top` to the subcommands."""
+    parser = commands.add_parser(
+        "top",
+        help="watch the ranks of a running job",
+        description="Show once a second what the ranks of a running job on this host do: operations and bytes per "
+        "second, how long they take, who is waited for, what is pending, and which ranks are slow or lost. Ctrl-C ends "
+        "it. The job does not notice: a rank that cannot answer at once is shown as it is.",
+        epilog="Without JOB: the one job of this user that aiocoll run has started here, or that of AIOCOLL_TOP_DIR. "
+        "The live table needs rich: pip install 'aiocoll[top]'.",
+    )
+    parser.add_argument(
+        "job", nargs="?", metavar="JOB", help="number of the launcher, or the folder of AIOCOLL_TOP_DIR"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print a line of JSON per second")
+    how.add_argument("--web", action="store_true", help="serve a page on this host alone, and print its address")
+    parser.add_argument("--once", action="store_true", help="show it once, as text or with --json, and end")
+    parser.set_defaults(command=lambda args: _top(args, parser))
+
+
+class Watch:
+    """Asks the ranks of a job, and knows what they have said before.
+
+    Args:
+        folder: in which they listen.
+
+    Raises:
+        OSError: it is no folder of this user alone.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._viewer = Viewer(folder, time.monotonic)
+        self._model = Model()
+
+    def sample(self) -> list[GroupView]:
+        """Ask, and return what is to be shown."""
+        self._viewer.ask(PATIENCE)
+        return self._model.look(self._viewer.processes.values(), time.monotonic())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._viewer.close()
+
+
+def as_data(groups: Sequence[GroupView]) -> dict[str, Any]:
+    """Return groups as plain data, for JSON."""
+    return {"time": time.time(), "groups": [asdict(group) for group in groups]}
+
+
+def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if args.once and args.web:
+        parser.error("argument --once: not allowed with argument --web")
+    try:
+        title, folder = _find(args.job)
+        watch = Watch(folder)
+    except _NoJob as error:
+        print(f"aiocoll top: {error}", file=sys.stderr)
+        return 2
+    except (AiocollError, OSError) as error:
+        print(f"aiocoll top: {args.job or 'the folder of the job'}: {error}", file=sys.stderr)
+        return 2
+    try:
+        return _show(args, title, watch)
+    except (AiocollError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # as in `aiocoll top --json | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"aiocoll top: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130 if args.once else 0
+    finally:
+        watch.close()
+
+
+def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
+    if args.once or args.json:
+        return _print(args, watch)
+    if args.web:
+        from aiocoll.cli.top.web import serve
+
+        serve(title, watch.sample, as_data, print)
+        return 0
+    if not sys.stdout.isatty():
+        print("aiocoll top: this is no terminal: --once shows it as text, --json as data", file=sys.stderr)
+        return 2
+    from aiocoll.cli.top import terminal
+
+    terminal.watch(title, watch.sample, INTERVAL)
+    return 0
+
+
+def _print(args: argparse.Namespace, watch: Watch) -> int:
+    """Print what there is, once or once a second; the first rates need two answers."""
+    watch.sample()
+    while True:
+        time.sleep(INTERVAL)
+        groups = watch.sample()
+        if args.json:
+            print(json.dumps(as_data(groups)), flush=True)
+        else:
+            width = shutil.get_terminal_size().columns
+            print(words.plain(groups, width) or "no rank has an open group\n", end="")
+        if args.once:
+            return 0
+
+
+class _NoJob(Exception):
+    """There is no such job, or there are several."""
+
+
+def _find(job: str | None) -> tuple[str, str]:
+    """Return what to call the job, and its folder.
+
+    Raises:
+        _NoJob: it cannot be said which.
+    """
+    if job is None and (folder := os.environ.get("AIOCOLL_TOP_DIR")):
+        job = folder
+    if job is not None and not job.isdigit():
+        return job, job
+    running = jobs(os.environ)
+    found = running if job is None else [each for each in running if str(each.number) == job]
+    if len(found) == 1:
+        return _described(found[0]), found[0].folder
+    if not running:
+        raise _NoJob(
+            "aiocoll run has started no job of this user that still runs here; for ranks that something else has "
+            "started, set AIOCOLL_TOP_DIR for them, and give that folder"
+        )
+    lines = "".join(f"\n  {_described(each)}" for each in running)
+    if job is None:
+        raise _NoJob(f"several jobs run here; give the number of one:{lines}")
+    raise _NoJob(f"no job {job} of this user runs here; these do:{lines}")
+
+
+def _described(job: Job) -> str:
+    return f"{job.number}  {job.ranks} ranks  {words.duration(time.time() - job.started)}  {job.command}"

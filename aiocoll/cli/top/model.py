@@ -1,0 +1,367 @@
+"""What is shown: the state of each group and of each of its ranks, and rates, which are differences of two answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from aiocoll.group.stats import OperationStats
+from aiocoll.top.viewer import Process, State
+
+__all__ = ["GroupView", "KindView", "Model", "PendingView", "RankView"]
+
+#: Seconds for which a group stays that nobody is in any more.
+KEPT: Final = 5.0
+#: Kinds of operations and pending operations of a group that are shown.
+KINDS: Final = 6
+PENDING: Final = 5
+
+_Kind = tuple[str, str | None, str]
+_Histogram = dict[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank in one group; rates are None until there are two answers.
+
+    Attributes:
+        rank: in the group.
+        process: its number; None if it has not answered.
+        state: "ok"; "late": pending collectives of others miss it; "blocked", "stopped", "silent": it lives and does
+            nothing; "slow": others say that it does not answer; "gone", "lost": it is dead, or taken for dead; "left",
+            "closed": it has closed the group; "revoked": the group has failed; "remote": on another host; "unknown".
+        detail: more about the state, for people.
+        ops: operations that have ended, per second.
+        nbytes: bytes of these, per second.
+        p50: seconds that half of these took at most.
+        p99: seconds that 99 of 100 took at most.
+        waited_for: seconds for which the others have waited for it, per second and other rank that counts.
+        waits: seconds for which it has waited for others, per second.
+        missing: pending collectives of others in which it is known to be missing.
+        pending: operations in flight.
+        oldest: seconds for which the oldest of these has been.
+    """
+
+    rank: int
+    process: int | None
+    state: str
+    detail: str
+    ops: float | None
+    nbytes: float | None
+    p50: float | None
+    p99: float | None
+    waited_for: float | None
+    waits: float | None
+    missing: int
+    pending: int
+    oldest: float
+
+
+@dataclass(frozen=True, slots=True)
+class KindView:
+    """Operations of one kind in a group: per second and rank, and how long they took."""
+
+    op: str
+    algorithm: str | None
+    transport: str
+    ops: float
+    nbytes: float
+    p50: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingView:
+    """Operations in flight that are the same on several ranks.
+
+    Attributes:
+        op: what they are.
+        ranks: which have entered.
+        seconds: for which the oldest has been in flight.
+        missing: ranks that are known to be missing.
+        site: where the program has called one of them.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    seconds: float
+    missing: tuple[int, ...]
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """A group.
+
+    Attributes:
+        name: of the group.
+        size: number of ranks.
+        state: "open", "revoked" or "closed".
+        cause: why it was revoked.
+        counted: whether its ranks count.
+        ops: operations per second, of the rank with most.
+        nbytes: bytes per second, likewise.
+        ranks: sorted by who is waited for.
+        kinds: of operations, those first that take longest.
+        pending: the oldest.
+    """
+
+    name: str
+    size: int
+    state: str
+    cause: str | None
+    counted: bool
+    ops: float | None
+    nbytes: float | None
+    ranks: tuple[RankView, ...]
+    kinds: tuple[KindView, ...]
+    pending: tuple[PendingView, ...]
+
+
+@dataclass(slots=True)
+class _Report:
+    """What one rank has said of itself in one group, now and the time before."""
+
+    process: Process
+    now: dict[str, Any]
+    before: dict[str, Any] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Between both."""
+        return 0.0 if self.before is None else self.now["time"] - self.before["time"]
+
+
+@dataclass(slots=True)
+class _Group:
+    reports: dict[int, _Report] = field(default_factory=dict)
+    seen: float = 0.0
+
+
+class Model:
+    """Remembers the last answers of all ranks."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, int], _Group] = {}
+        self._answers: dict[int, float] = {}
+
+    def look(self, processes: Iterable[Process], now: float) -> list[GroupView]:
+        """Return what is to be shown after another round of questions.
+
+        Args:
+            processes: that were asked.
+            now: on the clock of their answers.
+        """
+        for process in processes:
+            if self._answers.get(process.number) != process.answered:
+                self._answers[process.number] = process.answered
+                for said in process.groups:
+                    if "error" not in said:
+                        self._take(process, said)
+        for key, group in list(self._groups.items()):
+            if any(_shows(key, report) for report in group.reports.values()):
+                group.seen = now
+            elif now - group.seen > KEPT:
+                del self._groups[key]
+        return [_group_view(key, group, now) for key, group in sorted(self._groups.items())]
+
+    def _take(self, process: Process, said: dict[str, Any]) -> None:
+        group = self._groups.setdefault((said["name"], said["id"]), _Group())
+        known = group.reports.get(said["rank"])
+        is_same = known is not None and known.process is process and known.now["time"] < said["time"]
+        group.reports[said["rank"]] = _Report(process, said, known.now if known is not None and is_same else None)
+
+
+def _shows(key: tuple[str, int], report: _Report) -> bool:
+    """Whether a process that lives is in the group."""
+    process = report.process
+    if process.state in (State.GONE, State.CLOSED):
+        return False
+    return any((said.get("name"), said.get("id")) == key for said in process.groups)
+
+
+def _group_view(key: tuple[str, int], group: _Group, now: float) -> GroupView:
+    reports = group.reports
+    any_said = next(iter(reports.values())).now
+    size = any_said["size"]
+    alive = [each for each in reports.values() if _shows(key, each)]
+    waited_for, missing = _others_wait(alive)
+    states = _States(key, reports, alive)
+    ranks = [_rank_view(rank, reports.get(rank), states, now, waited_for, missing) for rank in range(size)]
+    ranks.sort(
+        key=lambda each: (-_urgency(each), -each.missing, -(each.waited_for or 0.0), each.waits or 0.0, each.rank)
+    )
+    cause = next((each.now["cause"] for each in reports.values() if each.now["cause"]), None)
+    return GroupView(
+        name=key[0],
+        size=size,
+        state="closed" if not alive else "open" if cause is None else "revoked",
+        cause=cause,
+        counted=any(each.now["counted"] for each in reports.values()),
+        ops=max((each.ops for each in ranks if each.ops is not None), default=None),
+        nbytes=max((each.nbytes for each in ranks if each.nbytes is not None), default=None),
+        ranks=tuple(ranks),
+        kinds=tuple(_kinds(alive)),
+        pending=tuple(_pending(alive)),
+    )
+
+
+# -- who is waited for
+
+
+def _others_wait(reports: Sequence[_Report]) -> tuple[dict[int, float], dict[int, int]]:
+    """Return how long the others have waited for each rank, per second and other rank, and where it is missing."""
+    waited: dict[int, float] = {}
+    missing: dict[int, int] = {}
+    counting = [each for each in reports if each.seconds > 0 and each.now["counted"]]
+    for report in reports:
+        before = {} if report.before is None else {rank: seconds for rank, _, seconds, _ in report.before["peers"]}
+        for rank, _, seconds, missing_in in report.now["peers"]:
+            missing[rank] = max(missing.get(rank, 0), missing_in)
+            if report.seconds > 0:
+                waited[rank] = waited.get(rank, 0.0) + (seconds - before.get(rank, 0.0)) / report.seconds
+    others = {rank: sum(each.now["rank"] != rank for each in counting) for rank in waited}
+    return {rank: seconds / max(1, others[rank]) for rank, seconds in waited.items()}, missing
+
+
+class _States:
+    """What is known of ranks besides what they say themselves."""
+
+    def __init__(self, key: tuple[str, int], reports: dict[int, _Report], alive: Sequence[_Report]) -> None:
+        self._key = key
+        self._missing = {rank for each in alive for rank, _, _, missing in each.now["peers"] if missing}
+        self._slow = {rank: (seconds, state) for each in alive for rank, seconds, state in each.now["slow"]}
+        self._lost = {rank: (how, text) for each in reports.values() for rank, how, text in each.now["lost"]}
+        self._left = {rank for each in reports.values() for rank in each.now["left"]}
+        self._remote = {rank for each in alive for rank in each.now["remote"]}
+
+    def of(self, rank: int, report: _Report | None, now: float) -> tuple[str, str]:
+        """Return the state of a rank, and more about it."""
+        if report is not None:
+            process, said = report.process, report.now
+            silent = f"no answer for {max(0.0, now - process.answered):.0f} s"
+            if process.state == State.GONE and rank not in self._left:
+                return "gone", f"process {process.number} is gone"
+            if process.state == State.STOPPED:
+                return "stopped", f"process {process.number} is stopped, {silent}"
+            if process.state == State.SILENT:
+                return "silent", f"process {process.number} lives and does not answer: {silent}"
+            if not _shows(self._key, report):
+                return "closed", "it has closed the group"
+            if said["blocked"] is not None:
+                return (
+                    "blocked",
+                    f"its event loop has been blocked for {said['blocked'][0]:.1f} s, at {said['blocked'][1]}",
+                )
+        if rank in self._lost:
+            how, text = self._lost[rank]
+            return "lost", f"{how}: {text}"
+        if rank in self._left:
+            return "left", "it has left the group"
+        if rank in self._slow:
+            seconds, state = self._slow[rank]
+            return "slow", f"it has not answered the others for {seconds:.1f} s{f', {state}' if state else ''}"
+        if report is None:
+            return ("remote", "on another host") if rank in self._remote else ("unknown", "it has not answered yet")
+        if report.now["cause"] is not None:
+            return "revoked", "the group has failed"
+        return ("late", "") if rank in self._missing else ("ok", "")
+
+
+def _urgency(rank: RankView) -> int:
+    return {"gone": 3, "lost": 3, "stopped": 2, "blocked": 2, "silent": 2, "slow": 2}.get(rank.state, 0)
+
+
+def _rank_view(
+    rank: int,
+    report: _Report | None,
+    states: _States,
+    now: float,
+    waited_for: dict[int, float],
+    missing: dict[int, int],
+) -> RankView:
+    state, detail = states.of(rank, report, now)
+    running = report is not None and state in ("ok", "late", "blocked", "slow", "revoked")
+    ops = nbytes = waits = p50 = p99 = None
+    if report is not None and running and report.seconds > 0 and report.now["counted"]:
+        counts = _between(report)
+        calls = sum(sum(histogram.values()) for histogram, _ in counts.values())
+        ops = calls / report.seconds
+        nbytes = sum(each for _, each in counts.values()) / report.seconds
+        p50, p99 = _quantiles(histogram for histogram, _ in counts.values())
+        before = {peer: seconds for peer, _, seconds, _ in (report.before or {})["peers"]}
+        waits = sum(seconds - before.get(peer, 0.0) for peer, _, seconds, _ in report.now["peers"]) / report.seconds
+    return RankView(
+        *(rank, None if report is None else report.process.number, state, detail, ops, nbytes, p50, p99),
+        waited_for=waited_for.get(rank, 0.0) if waited_for or running else None,
+        waits=waits,
+        missing=missing.get(rank, 0),
+        pending=0 if report is None or not running else report.now["pending"],
+        oldest=0.0 if report is None or not running else report.now["oldest"],
+    )
+
+
+# -- what they do
+
+
+def _between(report: _Report) -> dict[_Kind, tuple[_Histogram, float]]:
+    """Return the histogram and the bytes of what has ended between the two answers, by kind."""
+    found: dict[_Kind, tuple[_Histogram, float]] = {}
+    assert report.before is not None
+    before = {tuple(row[:3]): row for row in report.before["operations"]}
+    for op, algorithm, transport, _, _, nbytes, _, histogram in report.now["operations"]:
+        old = before.get((op, algorithm, transport))
+        counts = dict(histogram)
+        if old is not None:
+            nbytes -= old[5]
+            for bound, calls in old[7]:
+                counts[bound] -= calls
+        counts = {bound: calls for bound, calls in counts.items() if calls > 0}
+        if counts:
+            found[op, algorithm, transport] = counts, nbytes
+    return found
+
+
+def _quantiles(histograms: Iterable[_Histogram]) -> tuple[float | None, float | None]:
+    merged: _Histogram = {}
+    for histogram in histograms:
+        for bound, calls in histogram.items():
+            merged[bound] = merged.get(bound, 0) + calls
+    stats = OperationStats("", None, "", sum(merged.values()), 0, 0, 0.0, tuple(sorted(merged.items())))
+    return stats.p50, stats.p99
+
+
+def _kinds(reports: Sequence[_Report]) -> list[KindView]:
+    rates: dict[_Kind, tuple[float, float]] = {}
+    histograms: dict[_Kind, list[_Histogram]] = {}
+    for report in reports:
+        if report.seconds <= 0:
+            continue
+        for kind, (histogram, nbytes) in _between(report).items():
+            most = rates.get(kind, (0.0, 0.0))
+            calls = sum(histogram.values())
+            rates[kind] = max(most[0], calls / report.seconds), max(most[1], nbytes / report.seconds)
+            histograms.setdefault(kind, []).append(histogram)
+    views = [KindView(*kind, *rates[kind], *_quantiles(each)) for kind, each in histograms.items()]
+    return sorted(views, key=lambda each: (-each.ops * (each.p50 or 0.0), each.op))[:KINDS]
+
+
+def _pending(reports: Sequence[_Report]) -> list[PendingView]:
+    """Return the oldest operations in flight; what is younger than a quarter of a second is not worth a line."""
+    found: dict[tuple[str, int | None], list[tuple[int, dict[str, Any]]]] = {}
+    for report in reports:
+        for each in report.now["in_flight"]:
+            if each["seconds"] >= 0.25:
+                found.setdefault((each["op"], each["peer"]), []).append((report.now["rank"], each))
+    views = [
+        PendingView(
+            op,
+            tuple(sorted(rank for rank, _ in entries)),
+            max(each["seconds"] for _, each in entries),
+            tuple(sorted({rank for _, each in entries for rank in each["missing"]})),
+            entries[0][1]["site"],
+        )
+        for (op, _), entries in found.items()
+    ]
+    return sorted(views, key=lambda each: -each.seconds)[:PENDING]

@@ -1,0 +1,62 @@
+"""The live table, with `rich`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from aiocoll.cli.top.model import GroupView
+from aiocoll.cli.top.words import BAD, LIMITED, Table, headline, kind_table, notes, rank_table
+from aiocoll.errors import BackendUnavailableError
+
+try:
+    from rich import box
+    from rich.console import Console, Group, RenderableType
+    from rich.live import Live
+    from rich.table import Table as RichTable
+    from rich.text import Text
+except ImportError as error:
+    raise BackendUnavailableError(
+        "the live table needs rich: pip install 'aiocoll[top]'; --once, --json and --web do not"
+    ) from error
+
+__all__ = ["render", "watch"]
+
+_STYLES: Final = {"ok": "green", **dict.fromkeys(LIMITED, "bold yellow"), **dict.fromkeys(BAD, "bold red")}
+
+
+def watch(title: str, sample: Callable[[], Sequence[GroupView]], interval: float) -> None:
+    """Show what `sample` returns, again and again, until Ctrl-C."""
+    console = Console()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            began = time.monotonic()
+            live.update(render(title, sample(), console.width), refresh=True)
+            time.sleep(max(0.0, began + interval - time.monotonic()))
+
+
+def render(title: str, groups: Sequence[GroupView], width: int) -> RenderableType:
+    """Return what is on the screen."""
+    parts: list[RenderableType] = [Text(title, style="dim", overflow="ellipsis", no_wrap=True)]
+    if not groups:
+        parts.append(Text("\nno rank has an open group yet"))
+    for group in groups:
+        style = "bold" if group.state == "open" else "bold red"
+        parts += [Text(""), Text(headline(group), style=style)]
+        parts.append(_table(rank_table(group, width), state=1))
+        parts += [Text(text, style=_STYLES.get(state, "")) for state, text in notes(group)]
+        if group.kinds:
+            parts += [Text(""), _table(kind_table(group))]
+    return Group(*parts)
+
+
+def _table(table: Table, state: int | None = None) -> RichTable:
+    head, words, rows = table
+    made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="cyan")
+    for number, name in enumerate(head):
+        made.add_column(name, justify="left" if number < words else "right", no_wrap=True)
+    for row in rows:
+        style = _STYLES.get(row[state], "") if state is not None else ""
+        made.add_row(*(Text(cell, style=style if number == state else "") for number, cell in enumerate(row)))
+    return made

@@ -1,0 +1,201 @@
+"""One page on loopback that shows the table in a browser, and asks for news once a second.
+
+Who asks has to know the token, which is in the address that is printed: of the page in its query, of the news in a
+header, which no other page can make a browser send. A request must name this server as its host, so a name that
+somebody has made to mean 127.0.0.1 (DNS rebinding) leads nowhere. The page loads nothing else, and may not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+from aiocoll.cli.top.model import GroupView
+
+__all__ = ["Page", "serve"]
+
+HOST: Final = "127.0.0.1"
+#: Bytes of the head of a request; browsers send some hundred.
+LONGEST: Final = 8192
+#: Seconds for a request to come, and for its answer to go.
+PATIENCE: Final = 5.0
+#: Connections at a time: a browser opens six at most.
+MOST: Final = 32
+#: Seconds for which news serve all that ask.
+FRESH: Final = 0.9
+
+_HEADERS: Final = (
+    ("Cache-Control", "no-store"),
+    ("Connection", "close"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "DENY"),
+)
+_POLICY: Final = (
+    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class _Refused(Exception):
+    """The request is not answered."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Page:
+    """Serves the page.
+
+    Args:
+        title: what to call the job.
+        sample: asks the ranks; called in a thread, by one at a time, only if a browser asks.
+        as_data: makes plain data of what it returns.
+
+    Attributes:
+        token: what a request has to have.
+        port: on which it listens, once it does.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        sample: Callable[[], Sequence[GroupView]],
+        as_data: Callable[[Sequence[GroupView]], dict[str, Any]],
+    ) -> None:
+        self._title = title
+        self._sample = sample
+        self._as_data = as_data
+        self.token = secrets.token_urlsafe(24)
+        self.port = 0
+        self._page = files("aiocoll.cli.top").joinpath("page.html").read_text(encoding="utf-8")
+        self._lock = asyncio.Lock()
+        self._news, self._made = b"", float("-inf")
+        self._connections = 0
+
+    async def listen(self) -> asyncio.Server:
+        """Listen on a free port of the loopback."""
+        server = await asyncio.start_server(self._connected, HOST, 0, limit=LONGEST)
+        self.port = server.sockets[0].getsockname()[1]
+        return server
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser."""
+        return f"http://{HOST}:{self.port}/?token={self.token}"
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            async with asyncio.timeout(PATIENCE):
+                if self._connections <= MOST:
+                    writer.write(await self._answer(reader))
+                    await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            writer.transport.abort()
+        finally:
+            self._connections -= 1
+            with suppress(OSError):
+                writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"the request is too long\n")
+        try:
+            path, query, headers = _parse(head)
+            if headers.get("host") != f"{HOST}:{self.port}":
+                raise _Refused(HTTPStatus.FORBIDDEN, f"open it as http://{HOST}:{self.port}, by no other name")
+            if path == "/":
+                self._check(query.get("token", [""])[0])
+                return self._show()
+            if path == "/news":
+                self._check(headers.get("authorization", "").removeprefix("Bearer "))
+                return _response(HTTPStatus.OK, await self._newest(), "application/json")
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing here")
+        except _Refused as refused:
+            return _response(refused.status, f"{refused}\n".encode())
+
+    def _check(self, token: str) -> None:
+        if not hmac.compare_digest(token.encode(errors="replace"), self.token.encode()):
+            raise _Refused(
+                HTTPStatus.FORBIDDEN, "the token is wrong: open the whole address that aiocoll top has printed"
+            )
+
+    def _show(self) -> bytes:
+        nonce = secrets.token_urlsafe(16)
+        page = self._page.replace("NONCE", nonce).replace('"TITLE"', _quoted(self._title))
+        policy = ("Content-Security-Policy", _POLICY.format(nonce))
+        return _response(HTTPStatus.OK, page.encode(), "text/html; charset=utf-8", policy)
+
+    async def _newest(self) -> bytes:
+        async with self._lock:
+            if time.monotonic() - self._made >= FRESH:
+                groups = await asyncio.to_thread(self._sample)
+                self._news = json.dumps(self._as_data(groups)).encode()
+                self._made = time.monotonic()
+            return self._news
+
+
+def serve(
+    title: str,
+    sample: Callable[[], Sequence[GroupView]],
+    as_data: Callable[[Sequence[GroupView]], dict[str, Any]],
+    say: Callable[[str], object],
+) -> None:
+    """Serve the page until Ctrl-C."""
+
+    async def run() -> None:
+        page = Page(title, sample, as_data)
+        server = await page.listen()
+        say(page.address)
+        async with server:
+            await server.serve_forever()
+
+    asyncio.run(run())
+
+
+def _parse(head: bytes) -> tuple[str, dict[str, list[str]], dict[str, str]]:
+    """Return path, query and headers of a request, their names in lower case."""
+    first, *lines = head.decode("latin-1").split("\r\n")[:-2]
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        raise _Refused(HTTPStatus.BAD_REQUEST, "that is not HTTP/1.1")
+    if words[0] != "GET":
+        raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or name.strip() != name or name.lower() in headers:
+            raise _Refused(HTTPStatus.BAD_REQUEST, "a header is wrong, or there twice")
+        headers[name.lower()] = value.strip()
+    try:
+        url = urlsplit(words[1])
+        return url.path, parse_qs(url.query), headers
+    except ValueError:
+        raise _Refused(HTTPStatus.BAD_REQUEST, "the address cannot be read") from None
+
+
+def _response(
+    status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8", *more: tuple[str, str]
+) -> bytes:
+    headers = (("Content-Type", kind), ("Content-Length", str(len(body))), *_HEADERS, *more)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+    return f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n".encode() + body
+
+
+def _quoted(text: str) -> str:
+    """Return a text as it stands in a script, where it cannot end the script."""
+    return json.dumps(text).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,158 @@
+"""What is shown of groups as words: the cells of tables, and the lines around them. Plain text, or with `rich`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from aiocoll.cli.top.model import GroupView, PendingView, RankView
+
+__all__ = ["BAD", "LIMITED", "duration", "headline", "kind_table", "notes", "plain", "rank_table", "size"]
+
+#: States in which a rank keeps the others from going on.
+LIMITED: Final = ("late", "blocked", "stopped", "silent", "slow")
+BAD: Final = ("gone", "lost")
+#: Ranks of a group that have a row, the first ones; the others are counted.
+ROWS: Final = 40
+#: From this many columns on there is room for the numbers of processes.
+WIDE: Final = 100
+
+_RANKS: Final = ("rank", "state", "ops/s", "bytes/s", "p50", "p99", "waited for", "waits", "pending")
+_KINDS: Final = ("operation", "algorithm", "by", "ops/s", "bytes/s", "p50", "p99")
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+Table = tuple[Sequence[str], int, list[Sequence[str]]]
+
+
+def headline(group: GroupView) -> str:
+    """Return the line above a group."""
+    rates = "" if group.ops is None else f", {_count(group.ops)} ops/s, {size(group.nbytes)}/s"
+    state = group.state if group.cause is None else f"{group.state}: {group.cause}"
+    return f"{group.name}: {group.size} ranks, {state}{rates}"
+
+
+def rank_table(group: GroupView, width: int) -> Table:
+    """Return the head of the table of ranks, how many of its first columns are words, and its rows."""
+    rows = [_rank_row(each) for each in group.ranks[:ROWS]]
+    if width < WIDE:
+        return _RANKS, 2, rows
+    processes = ["-" if each.process is None else str(each.process) for each in group.ranks[:ROWS]]
+    return (*_RANKS, "process"), 2, [(*row, number) for row, number in zip(rows, processes, strict=True)]
+
+
+def kind_table(group: GroupView) -> Table:
+    """Return the same of the table of operations."""
+    return (
+        _KINDS,
+        3,
+        [
+            (
+                each.op,
+                each.algorithm or "-",
+                each.transport or "-",
+                *(_count(each.ops), size(each.nbytes), duration(each.p50), duration(each.p99)),
+            )
+            for each in group.kinds
+        ],
+    )
+
+
+def notes(group: GroupView) -> Iterable[tuple[str, str]]:
+    """Yield the lines below the table of ranks, each with the state that it is about: "" if with none."""
+    if len(group.ranks) > ROWS:
+        yield "", f"and {len(group.ranks) - ROWS} more ranks, which are waited for less"
+    by_detail: dict[tuple[str, str], list[int]] = {}
+    for rank in group.ranks:
+        if rank.detail and rank.state not in ("revoked", "remote", "closed", "left"):
+            by_detail.setdefault((rank.state, rank.detail), []).append(rank.rank)
+    for (state, detail), ranks in by_detail.items():
+        yield state, f"{_named(ranks)} {state}: {detail}"
+    for each in group.pending:
+        yield "", _in_flight(each)
+    if not group.counted:
+        yield "", "its ranks do not count operations: GroupOptions(stats=False), or AIOCOLL_STATS=0"
+
+
+def plain(groups: Iterable[GroupView], width: int) -> str:
+    """Return all of it as text."""
+    lines: list[str] = []
+    for group in groups:
+        lines += [""] * bool(lines)
+        lines.append(headline(group))
+        lines += _aligned(rank_table(group, width))
+        lines += [text for _, text in notes(group)]
+        if group.kinds:
+            lines += ["", *_aligned(kind_table(group))]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds for people."""
+    if seconds is None:
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+
+
+def size(nbytes: float | None) -> str:
+    """Return bytes for people."""
+    if nbytes is None:
+        return "-"
+    step = min(max(int(nbytes).bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    value = nbytes / 1024**step
+    return f"{value:.0f} {_UNITS[step]}" if value >= 100 or not step else f"{value:.3g} {_UNITS[step]}"
+
+
+def _rank_row(rank: RankView) -> Sequence[str]:
+    pending = "-"
+    if rank.missing:
+        pending = f"not in {rank.missing}"
+    elif rank.pending:
+        pending = f"{rank.pending}, {duration(rank.oldest)}" if rank.oldest >= 0.25 else str(rank.pending)
+    return (
+        str(rank.rank),
+        rank.state,
+        _count(rank.ops),
+        size(rank.nbytes),
+        *(duration(rank.p50), duration(rank.p99), _share(rank.waited_for), _share(rank.waits), pending),
+    )
+
+
+def _in_flight(each: PendingView) -> str:
+    missing = f", {_named(each.missing)} missing" if each.missing else ""
+    return f"{each.op} pending for {duration(each.seconds)} on {_named(each.ranks)}{missing}, called at {each.site}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return a list of ranks, in which those that follow each other are a range."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in parts[:8]]
+    return f"rank {', '.join(shown)}{', …' if len(parts) > 8 else ''}"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.3g}M" if value >= 999_950 else f"{value / 1e3:.3g}k" if value >= 9_999.5 else f"{value:.4g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value * 100:.0f} %"
+
+
+def _aligned(table: Table) -> list[str]:
+    head, words, rows = table
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number < words else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]

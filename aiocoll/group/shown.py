@@ -1,0 +1,132 @@
+"""What `aiocoll top` shows of one rank's part in one group: made in another thread, whenever a viewer asks."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Final
+
+from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.control.causes import cause_of
+from aiocoll.engine.failure.stall_report import SLOW_AFTER
+from aiocoll.engine.operations.base import Operation
+from aiocoll.log import logger
+from aiocoll.top.listener import join, leave
+from aiocoll.unretrieved import line_of
+
+__all__ = ["ShownGroup", "show"]
+
+#: Rows of operations, ranks that were waited for, and pending operations: those that matter most.
+ROWS: Final = 64
+PEERS: Final = 256
+PENDING: Final = 8
+#: Characters of a text.
+LONGEST: Final = 500
+
+
+class ShownGroup:
+    """One rank's part in a group, for viewers.
+
+    Args:
+        comm: the rank's part.
+        directory: where viewers find it.
+    """
+
+    def __init__(self, comm: Communicator, directory: str) -> None:
+        self._comm = comm
+        self._directory = directory
+
+    def shown(self) -> dict[str, Any]:
+        """Return its state as plain data."""
+        comm = self._comm
+        endpoint = comm.endpoint
+        now = comm.stamp()
+        pending = [each for each in list(comm.pending) if each.parent is None]
+        blocked = endpoint.failure_detector.blocked()
+        cards = endpoint.cards
+        mine = cards[endpoint.rank]["host"]
+        dead = [(comm.position.get(rank), how, detail) for rank, (how, detail) in list(endpoint.roster.dead.items())]
+        return {
+            "name": comm.name,
+            "id": comm.id,
+            "rank": comm.rank,
+            "size": len(comm.ranks),
+            "host": socket.gethostname(),
+            "remote": [index for index, rank in enumerate(comm.ranks) if cards[rank]["host"] != mine],
+            "state": "open" if comm.cause is None else "revoked",
+            "cause": None if comm.cause is None else str(cause_of(comm.cause)["text"])[:LONGEST],
+            "time": now,
+            "blocked": None if blocked is None else (blocked[0], blocked[1][:LONGEST]),
+            "lost": [(rank, how, detail[:LONGEST]) for rank, how, detail in dead if rank is not None][:PEERS],
+            "left": sorted(comm.position[rank] for rank in list(comm.left))[:PEERS],
+            "pending": len(pending),
+            "oldest": now - pending[0].entered if pending else 0.0,
+            "in_flight": [_in_flight(comm, each, now) for each in pending[:PENDING]],
+            "slow": _slow(comm, pending, now),
+            **_counted(comm),
+        }
+
+    def close(self) -> None:
+        """Show it no more."""
+        leave(self, self._directory)
+
+
+def show(comm: Communicator, directory: str) -> ShownGroup | None:
+    """Show a group to `aiocoll top`; None, and a warning, if that is not possible, which is no failure of the group."""
+    shown = ShownGroup(comm, directory)
+    try:
+        join(shown, directory, comm.runtime.ticks)
+    except (OSError, RuntimeError) as error:
+        logger.warning(
+            "group %r, rank %d: aiocoll top cannot show it: top_dir=%r: %s",
+            comm.name,
+            comm.rank,
+            directory,
+            error,
+            extra=comm.log_extra,
+        )
+        return None
+    return shown
+
+
+def _in_flight(comm: Communicator, operation: Operation, now: float) -> dict[str, Any]:
+    work = operation.work
+    finding = comm.stalls.finding(operation.id) if operation.peer is None else None
+    return {
+        "op": operation.title()[:LONGEST],
+        "peer": operation.peer,
+        "seconds": now - operation.entered,
+        "missing": [] if finding is None else finding.ranks(now)[:PEERS],
+        "site": f"{work._code.co_filename}:{line_of(work._code, work._instruction)} in {work._code.co_qualname}",
+    }
+
+
+def _slow(comm: Communicator, pending: list[Operation], now: float) -> list[tuple[int, float, str]]:
+    """Return the ranks that have not answered for long, for how many seconds, and what their processes do."""
+    found: dict[int, tuple[float, str]] = {}
+    for operation in pending[:PENDING]:
+        finding = comm.stalls.finding(operation.id) if operation.peer is None else None
+        for each in () if finding is None else finding.known:
+            if each.silent >= SLOW_AFTER:
+                found[each.rank] = each.silent + now - finding.received, each.state  # type: ignore[union-attr]
+    return [(rank, seconds, state) for rank, (seconds, state) in sorted(found.items())]
+
+
+def _counted(comm: Communicator) -> dict[str, Any]:
+    from aiocoll.group.stats import stats_of  # not every rank is watched
+
+    if comm.counters is None:
+        return {"counted": False, "operations": [], "peers": []}
+    stats = stats_of(comm)
+    operations = sorted(stats.operations, key=lambda each: -each.seconds)[:ROWS]
+    peers = sorted(stats.peers, key=lambda each: (-each.missing, -each.recent_seconds, -each.seconds))[:PEERS]
+    return {
+        "counted": True,
+        "operations": [
+            (
+                *(each.op, each.algorithm, each.transport, each.calls, each.failures, each.nbytes, each.seconds),
+                each.histogram,
+            )
+            for each in operations
+        ],
+        "peers": [(each.rank, each.times, each.seconds, each.missing) for each in peers],
+    }
