@@ -150,7 +150,7 @@ def _find(job: str | None) -> tuple[str, str]:
     running = jobs(os.environ)
     found = running if job is None else [each for each in running if str(each.number) == job]
     if len(found) == 1:
-        return _described(found[0]), found[0].folder
+        return f"job {found[0].number}: {found[0].command}", found[0].folder
     if not running:
         raise _NoJob(
             "aiocoll run has started no job of this user that still runs here; for ranks that something else has "

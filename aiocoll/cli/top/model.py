@@ -126,6 +126,9 @@ class _Report:
     process: Process
     now: dict[str, Any]
     before: dict[str, Any] | None = None
+    #: For whom it has waited in between, seconds per second, and together; None if that is not known.
+    waited: dict[int, float] | None = None
+    waits: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -136,6 +139,8 @@ class _Report:
 @dataclass(slots=True)
 class _Group:
     reports: dict[int, _Report] = field(default_factory=dict)
+    #: Of each rank: see `_measure_waits`.
+    ahead: dict[int, dict[int, float]] = field(default_factory=dict)
     seen: float = 0.0
 
 
@@ -170,7 +175,9 @@ class Model:
         group = self._groups.setdefault((said["name"], said["id"]), _Group())
         known = group.reports.get(said["rank"])
         is_same = known is not None and known.process is process and known.now["time"] < said["time"]
-        group.reports[said["rank"]] = _Report(process, said, known.now if known is not None and is_same else None)
+        report = _Report(process, said, known.now if known is not None and is_same else None)
+        _measure_waits(report, group.ahead.setdefault(said["rank"], {}))
+        group.reports[said["rank"]] = report
 
 
 def _shows(key: tuple[str, int], report: _Report) -> bool:
@@ -214,15 +221,45 @@ def _others_wait(reports: Sequence[_Report]) -> tuple[dict[int, float], dict[int
     """Return how long the others have waited for each rank, per second and other rank, and where it is missing."""
     waited: dict[int, float] = {}
     missing: dict[int, int] = {}
-    counting = [each for each in reports if each.seconds > 0 and each.now["counted"]]
     for report in reports:
-        before = {} if report.before is None else {rank: seconds for rank, _, seconds, _ in report.before["peers"]}
-        for rank, _, seconds, missing_in in report.now["peers"]:
+        for rank, _, _, missing_in in report.now["peers"]:
             missing[rank] = max(missing.get(rank, 0), missing_in)
-            if report.seconds > 0:
-                waited[rank] = waited.get(rank, 0.0) + (seconds - before.get(rank, 0.0)) / report.seconds
-    others = {rank: sum(each.now["rank"] != rank for each in counting) for rank in waited}
-    return {rank: seconds / max(1, others[rank]) for rank, seconds in waited.items()}, missing
+        for rank, share in (report.waited or {}).items():
+            waited[rank] = waited.get(rank, 0.0) + share
+    counting = [each.now["rank"] for each in reports if each.waited is not None]
+    return {rank: share / max(1, sum(each != rank for each in counting)) for rank, share in waited.items()}, missing
+
+
+def _measure_waits(report: _Report, ahead: dict[int, float]) -> None:
+    """Find out for whom a rank has waited since its answer before.
+
+    What has ended is counted by the rank itself, from its start on. So that a wait of ten seconds is 100 % for ten
+    seconds, and not 1000 % in the one in which it ends, what is still in flight counts already, and is taken off later.
+
+    Args:
+        report: of the rank.
+        ahead: seconds that were counted before they were over, by the rank that was waited for.
+    """
+    if report.before is None or not report.now["counted"]:
+        return
+    before = {rank: seconds for rank, _, seconds, _ in report.before["peers"]}
+    waited: dict[int, float] = {}
+    for rank, _, seconds, _ in report.now["peers"]:
+        ended = max(0.0, seconds - before.get(rank, 0.0))
+        known = min(ended, ahead.get(rank, 0.0))
+        ahead[rank] = ahead.get(rank, 0.0) - known
+        waited[rank] = ended - known
+    oldest = next((each for each in report.now["in_flight"] if each["missing"]), None)
+    lasting = 0.0 if oldest is None else min(oldest["seconds"], report.seconds)
+    if oldest is None:
+        ahead.clear()
+    else:
+        for rank in oldest["missing"]:
+            waited[rank] = waited.get(rank, 0.0) + lasting
+            ahead[rank] = ahead.get(rank, 0.0) + lasting
+    report.waited = {rank: seconds / report.seconds for rank, seconds in waited.items()}
+    several = 0.0 if oldest is None else (len(oldest["missing"]) - 1) * lasting
+    report.waits = (sum(waited.values()) - several) / report.seconds
 
 
 class _States:
@@ -290,8 +327,7 @@ def _rank_view(
         ops = calls / report.seconds
         nbytes = sum(each for _, each in counts.values()) / report.seconds
         p50, p99 = _quantiles(histogram for histogram, _ in counts.values())
-        before = {peer: seconds for peer, _, seconds, _ in (report.before or {})["peers"]}
-        waits = sum(seconds - before.get(peer, 0.0) for peer, _, seconds, _ in report.now["peers"]) / report.seconds
+        waits = report.waits
     return RankView(
         *(rank, None if report is None else report.process.number, state, detail, ops, nbytes, p50, p99),
         waited_for=waited_for.get(rank, 0.0) if waited_for or running else None,

@@ -11,7 +11,6 @@ from aiocoll.cli.top.words import BAD, LIMITED, Table, headline, kind_table, not
 from aiocoll.errors import BackendUnavailableError
 
 try:
-    from rich import box
     from rich.console import Console, Group, RenderableType
     from rich.live import Live
     from rich.table import Table as RichTable
@@ -23,6 +22,10 @@ except ImportError as error:
 
 __all__ = ["render", "watch"]
 
+#: Rows of a group that are shown on any screen, and lines that are around them.
+LEAST: Final = 4
+AROUND: Final = 14
+
 _STYLES: Final = {"ok": "green", **dict.fromkeys(LIMITED, "bold yellow"), **dict.fromkeys(BAD, "bold red")}
 
 
@@ -32,20 +35,21 @@ def watch(title: str, sample: Callable[[], Sequence[GroupView]], interval: float
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             began = time.monotonic()
-            live.update(render(title, sample(), console.width), refresh=True)
+            live.update(render(title, sample(), *console.size), refresh=True)
             time.sleep(max(0.0, began + interval - time.monotonic()))
 
 
-def render(title: str, groups: Sequence[GroupView], width: int) -> RenderableType:
-    """Return what is on the screen."""
+def render(title: str, groups: Sequence[GroupView], width: int, height: int) -> RenderableType:
+    """Return what is on the screen: as many ranks as leave room for the lines below them."""
+    most = max(LEAST, height // max(1, len(groups)) - AROUND)
     parts: list[RenderableType] = [Text(title, style="dim", overflow="ellipsis", no_wrap=True)]
     if not groups:
         parts.append(Text("\nno rank has an open group yet"))
     for group in groups:
         style = "bold" if group.state == "open" else "bold red"
         parts += [Text(""), Text(headline(group), style=style)]
-        parts.append(_table(rank_table(group, width), state=1))
-        parts += [Text(text, style=_STYLES.get(state, "")) for state, text in notes(group)]
+        parts.append(_table(rank_table(group, width, most), state=1))
+        parts += [Text(text, style=_STYLES.get(state, "")) for state, text in notes(group, most)]
         if group.kinds:
             parts += [Text(""), _table(kind_table(group))]
     return Group(*parts)
@@ -53,7 +57,7 @@ def render(title: str, groups: Sequence[GroupView], width: int) -> RenderableTyp
 
 def _table(table: Table, state: int | None = None) -> RichTable:
     head, words, rows = table
-    made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="cyan")
+    made = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="cyan")
     for number, name in enumerate(head):
         made.add_column(name, justify="left" if number < words else "right", no_wrap=True)
     for row in rows:

@@ -31,12 +31,12 @@ def headline(group: GroupView) -> str:
     return f"{group.name}: {group.size} ranks, {state}{rates}"
 
 
-def rank_table(group: GroupView, width: int) -> Table:
+def rank_table(group: GroupView, width: int, most: int = ROWS) -> Table:
     """Return the head of the table of ranks, how many of its first columns are words, and its rows."""
-    rows = [_rank_row(each) for each in group.ranks[:ROWS]]
+    rows = [_rank_row(each) for each in group.ranks[:most]]
     if width < WIDE:
         return _RANKS, 2, rows
-    processes = ["-" if each.process is None else str(each.process) for each in group.ranks[:ROWS]]
+    processes = ["-" if each.process is None else str(each.process) for each in group.ranks[:most]]
     return (*_RANKS, "process"), 2, [(*row, number) for row, number in zip(rows, processes, strict=True)]
 
 
@@ -57,10 +57,10 @@ def kind_table(group: GroupView) -> Table:
     )
 
 
-def notes(group: GroupView) -> Iterable[tuple[str, str]]:
+def notes(group: GroupView, most: int = ROWS) -> Iterable[tuple[str, str]]:
     """Yield the lines below the table of ranks, each with the state that it is about: "" if with none."""
-    if len(group.ranks) > ROWS:
-        yield "", f"and {len(group.ranks) - ROWS} more ranks, which are waited for less"
+    if len(group.ranks) > most:
+        yield "", f"and {len(group.ranks) - most} more ranks, which are waited for less"
     by_detail: dict[tuple[str, str], list[int]] = {}
     for rank in group.ranks:
         if rank.detail and rank.state not in ("revoked", "remote", "closed", "left"):
