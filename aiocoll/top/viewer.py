@@ -73,12 +73,14 @@ class Process:
                 self._seen = _process_at(self._connection) or self._seen
             self._connection.send(ASK)
             self._asked = True
+        except FileNotFoundError:  # it takes its name away before it hangs up
+            self._end(State.CLOSED)
         except ConnectionRefusedError:
             self._end(State.GONE)
         except BlockingIOError:
             self.state = State.SILENT
         except OSError:
-            self._hung_up()
+            self.close()
 
     def receive(self, now: float) -> None:
         """Take what it has sent."""
@@ -91,7 +93,7 @@ class Process:
         except BlockingIOError:
             return
         except (OSError, ProtocolError):
-            self._hung_up()
+            self.close()  # the next question shows what has become of it
             return
         for answer in answers:
             self._asked = False
@@ -110,15 +112,11 @@ class Process:
         """Hang up."""
         if self._connection is not None:
             self._connection.close()
-            self._connection = None
-
-    def _hung_up(self) -> None:
-        letter = _letter(self._seen)
-        self._end(State.GONE if letter is None or letter in "ZX" else State.CLOSED)
+        self._connection, self._asked, self._reader = None, False, Reader()
 
     def _end(self, state: State) -> None:
         self.close()
-        self.state, self._asked = state, False
+        self.state = state
 
 
 class Viewer:
@@ -160,6 +158,11 @@ class Viewer:
                 for process in waiting.values():
                     process.overdue()
                 break
+
+    @property
+    def over(self) -> bool:
+        """Whether the folder has been removed: the job has ended."""
+        return os.fstat(self._folder).st_nlink == 0
 
     def close(self) -> None:
         """Hang up."""

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from aiocoll.cli.top.model import GroupView, Model
 from aiocoll.errors import AiocollError
 from aiocoll.top.viewer import Viewer
 
-__all__ = ["Watch", "add_parser", "as_data"]
+__all__ = ["Watch", "add_parser"]
 
 #: Seconds between two questions, and for their answers.
 INTERVAL: Final = 1.0
@@ -65,14 +64,19 @@ class Watch:
         self._viewer.ask(PATIENCE)
         return self._model.look(self._viewer.processes.values(), time.monotonic())
 
+    def news(self) -> dict[str, Any]:
+        """Ask, and return it as plain data, for JSON."""
+        groups = self.sample()
+        return {"time": time.time(), "over": self.over, "groups": [asdict(group) for group in groups]}
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return self._viewer.over
+
     def close(self) -> None:
         """Hang up."""
         self._viewer.close()
-
-
-def as_data(groups: Sequence[GroupView]) -> dict[str, Any]:
-    """Return groups as plain data, for JSON."""
-    return {"time": time.time(), "groups": [asdict(group) for group in groups]}
 
 
 def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -107,29 +111,29 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
     if args.web:
         from aiocoll.cli.top.web import serve
 
-        serve(title, watch.sample, as_data, print)
+        serve(title, watch.news, lambda address: print(address, flush=True))
         return 0
     if not sys.stdout.isatty():
         print("aiocoll top: this is no terminal: --once shows it as text, --json as data", file=sys.stderr)
         return 2
     from aiocoll.cli.top import terminal
 
-    terminal.watch(title, watch.sample, INTERVAL)
+    terminal.watch(title, watch.sample, lambda: watch.over, INTERVAL)
+    print(f"{title}: it has ended")
     return 0
 
 
 def _print(args: argparse.Namespace, watch: Watch) -> int:
-    """Print what there is, once or once a second; the first rates need two answers."""
+    """Print what there is, once or once a second until the job has ended; the first rates need two answers."""
     watch.sample()
     while True:
         time.sleep(INTERVAL)
-        groups = watch.sample()
         if args.json:
-            print(json.dumps(as_data(groups)), flush=True)
+            print(json.dumps(watch.news()), flush=True)
         else:
-            width = shutil.get_terminal_size().columns
-            print(words.plain(groups, width) or "no rank has an open group\n", end="")
-        if args.once:
+            text = words.plain(watch.sample(), shutil.get_terminal_size().columns)
+            print(text or "no rank has an open group\n", end="")
+        if args.once or watch.over:
             return 0
 
 

@@ -29,11 +29,11 @@ AROUND: Final = 14
 _STYLES: Final = {"ok": "green", **dict.fromkeys(LIMITED, "bold yellow"), **dict.fromkeys(BAD, "bold red")}
 
 
-def watch(title: str, sample: Callable[[], Sequence[GroupView]], interval: float) -> None:
-    """Show what `sample` returns, again and again, until Ctrl-C."""
+def watch(title: str, sample: Callable[[], Sequence[GroupView]], over: Callable[[], bool], interval: float) -> None:
+    """Show what `sample` returns, again and again, until Ctrl-C, or until it is over."""
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
+        while not over():
             began = time.monotonic()
             live.update(render(title, sample(), *console.size), refresh=True)
             time.sleep(max(0.0, began + interval - time.monotonic()))

@@ -12,14 +12,12 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
-
-from aiocoll.cli.top.model import GroupView
 
 __all__ = ["Page", "serve"]
 
@@ -60,23 +58,16 @@ class Page:
 
     Args:
         title: what to call the job.
-        sample: asks the ranks; called in a thread, by one at a time, only if a browser asks.
-        as_data: makes plain data of what it returns.
+        news: asks the ranks, and returns plain data; called in a thread, by one at a time, only if a browser asks.
 
     Attributes:
         token: what a request has to have.
         port: on which it listens, once it does.
     """
 
-    def __init__(
-        self,
-        title: str,
-        sample: Callable[[], Sequence[GroupView]],
-        as_data: Callable[[Sequence[GroupView]], dict[str, Any]],
-    ) -> None:
+    def __init__(self, title: str, news: Callable[[], dict[str, Any]]) -> None:
         self._title = title
-        self._sample = sample
-        self._as_data = as_data
+        self._ask = news
         self.token = secrets.token_urlsafe(24)
         self.port = 0
         self._page = files("aiocoll.cli.top").joinpath("page.html").read_text(encoding="utf-8")
@@ -143,22 +134,16 @@ class Page:
     async def _newest(self) -> bytes:
         async with self._lock:
             if time.monotonic() - self._made >= FRESH:
-                groups = await asyncio.to_thread(self._sample)
-                self._news = json.dumps(self._as_data(groups)).encode()
+                self._news = json.dumps(await asyncio.to_thread(self._ask)).encode()
                 self._made = time.monotonic()
             return self._news
 
 
-def serve(
-    title: str,
-    sample: Callable[[], Sequence[GroupView]],
-    as_data: Callable[[Sequence[GroupView]], dict[str, Any]],
-    say: Callable[[str], object],
-) -> None:
-    """Serve the page until Ctrl-C."""
+def serve(title: str, news: Callable[[], dict[str, Any]], say: Callable[[str], object]) -> None:
+    """Serve the page until Ctrl-C, and say its address."""
 
     async def run() -> None:
-        page = Page(title, sample, as_data)
+        page = Page(title, news)
         server = await page.listen()
         say(page.address)
         async with server:

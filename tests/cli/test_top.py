@@ -1,0 +1,372 @@
+"""`aiocoll top` on jobs of `aiocoll run`: ranks that run, block, stop and die; which job; its page, and docs/top.md."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from aiocoll.cli.top.command import Watch
+from aiocoll.cli.top.jobs import job_folder, jobs
+from aiocoll.cli.top.model import GroupView
+from aiocoll.cli.top.web import MOST, Page
+
+from ..pages import code, is_shown, shell
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Job, Launch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix sockets whose users the kernel names")
+
+#: Ranks call allreduces until a file is there; what else they do is in the name of another file, by their number.
+SCRIPT = """
+import asyncio, os, sys, time
+import numpy as np
+import aiocoll
+
+async def main():
+    async with aiocoll.new_group() as pg:
+        x, me = np.ones(256, np.float32), pg.rank()
+        print("ready", os.getpid(), flush=True)
+        try:
+            while not await pg.allreduce(int(me == 0 and os.path.exists("end"))):
+                x[:] = 1
+                await pg.allreduce(x)
+                if os.path.exists(f"block-{me}"):
+                    time.sleep(600)
+                if os.path.exists(f"late-{me}"):
+                    await asyncio.sleep(600)
+        except aiocoll.PeerLostError:
+            await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """Jobs of this test alone are found."""
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    return {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
+
+
+@pytest.fixture
+def running(launch: Launch, env: Mapping[str, str]) -> tuple[Job, dict[int, int]]:
+    """A job of four ranks, and their processes."""
+    job = launch("-n", 4, script=SCRIPT, env=env)
+    found: dict[int, int] = {}
+    while len(found) < 4:
+        line = job.process.stdout.readline()
+        assert line, job.process.stderr.read()
+        if match := re.fullmatch(r"\[(\d)\] ready (\d+)\n", line):
+            found[int(match[1])] = int(match[2])
+    return job, found
+
+
+@pytest.fixture
+def watch(running: tuple[Job, dict[int, int]], env: Mapping[str, str]) -> Iterator[Watch]:
+    (job,) = jobs(env)
+    assert (job.number, job.ranks) == (running[0].process.pid, 4)
+    watch = Watch(job.folder)
+    yield watch
+    watch.close()
+
+
+def until(watch: Watch, true: Callable[[GroupView], bool]) -> GroupView:
+    """Return the group once something is true of it."""
+    end = time.monotonic() + 30
+    while True:
+        groups = watch.sample()
+        if groups and true(groups[0]):
+            return groups[0]
+        assert time.monotonic() < end, groups
+        time.sleep(0.2)
+
+
+def states(group: GroupView) -> dict[int, str]:
+    return {each.rank: each.state for each in group.ranks}
+
+
+def top(folder: Path, env: Mapping[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "aiocoll", "top", *args],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_ranks_that_run_and_the_page(
+    running: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
+) -> None:
+    job, pids = running
+    group = until(watch, lambda group: (group.ops or 0) > 0)
+    assert states(group) == dict.fromkeys(range(4), "ok")
+    assert {each.rank: each.process for each in group.ranks} == pids
+    done = top(launch.path, env, "--once", "--json", str(job.process.pid))
+    assert done.returncode == 0, done.stderr
+    (said,) = json.loads(done.stdout)["groups"]
+    assert (said["name"], said["size"], said["state"]) == ("world:0", 4, "open")
+    assert all(rank["ops"] > 10 and rank["nbytes"] > rank["ops"] for rank in said["ranks"])
+    shown = shell(code("docs/top.md", "Watching a job: `aiocoll top`", language="sh"), launch.path, **env, COLUMNS="80")
+    head = code("docs/top.md", "Watching a job: `aiocoll top`", language="text").splitlines()
+    for line in (head[0], head[1], head[7]):
+        assert is_shown(line.replace("MiB", "…"), shown) or line in shown, shown
+    shell(code("docs/top.md", "For programs", language="sh"), launch.path, **env)
+    program = code("docs/top.md", "For programs")
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=launch.path, capture_output=True, text=True, timeout=60
+    )
+    assert re.fullmatch(r"world:0: rank \d \w+, missing in \d\n", printed.stdout), printed.stderr
+    lines = subprocess.Popen(
+        [sys.executable, "-m", "aiocoll", "top", "--json"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert lines.stdout is not None
+    assert not json.loads(lines.stdout.readline())["over"]
+    (launch.path / "end").touch()
+    assert job.finish().returncode == 0
+    said = [json.loads(line)["over"] for line in lines.communicate(timeout=60)[0].splitlines()]
+    assert said == [False] * (len(said) - 1) + [True]
+    assert lines.returncode == 0
+    assert list(Path(env["XDG_RUNTIME_DIR"], "aiocoll-top").iterdir()) == []
+
+
+def test_a_rank_whose_loop_is_blocked(
+    running: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str], launch: Launch
+) -> None:
+    (launch.path / "block-2").touch()
+    group = until(watch, lambda group: states(group)[2] == "blocked" and group.ranks[0].missing > 0)
+    first = group.ranks[0]
+    assert first.rank == 2
+    assert re.fullmatch(r"its event loop has been blocked for .* s, at .*script\.py:15 in main.*", first.detail)
+    assert first.waited_for is not None
+    assert first.waited_for > 0.5
+    (pending, *_) = group.pending
+    assert (pending.ranks, pending.missing) == ((0, 1, 3), (2,))
+    text = top(launch.path, env, "--once").stdout
+    assert "rank 2 blocked: its event loop has been blocked" in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_something_else_first(running: Any, watch: Watch, launch: Launch) -> None:
+    (launch.path / "late-1").touch()
+    group = until(watch, lambda group: states(group)[1] == "late")
+    assert (group.ranks[0].rank, group.ranks[0].missing, states(group)[0]) == (1, 1, "ok")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_and_goes_on(running: tuple[Job, dict[int, int]], watch: Watch) -> None:
+    _, pids = running
+    until(watch, lambda group: states(group)[3] == "ok")
+    os.kill(pids[3], signal.SIGSTOP)
+    try:
+        group = until(watch, lambda group: states(group)[3] == "stopped")
+        assert f"process {pids[3]} is stopped" in group.ranks[0].detail
+    finally:
+        os.kill(pids[3], signal.SIGCONT)
+    until(watch, lambda group: states(group)[3] == "ok")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed(running: tuple[Job, dict[int, int]], watch: Watch) -> None:
+    job, pids = running
+    until(watch, lambda group: (group.ops or 0) > 0)
+    os.kill(pids[1], signal.SIGKILL)
+    group = until(watch, lambda group: states(group)[1] in ("gone", "lost") and group.state == "revoked")
+    assert group.ranks[0].rank == 1
+    assert "rank 1" in (group.cause or "")
+    assert job.finish().returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_which_job(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> None:
+    nothing = top(tmp_path, env, "--once")
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert nothing.stderr.startswith("aiocoll top: aiocoll run has started no job of this user that still runs here")
+    script = "import os, sys\nprint('ready', flush=True)\nos.read(os.open(sys.argv[1], os.O_RDWR), 1)\n"
+    os.mkfifo(tmp_path / "fifo")
+    both = [launch("-n", 1, script=script, args=[tmp_path / "fifo"], env=env) for _ in range(2)]
+    for job in both:
+        job.read("[0] ready")
+    several = top(tmp_path, env, "--once")
+    assert several.returncode == 2
+    assert "several jobs run here; give the number of one:" in several.stderr
+    first, second = (job.process.pid for job in both)
+    assert all(f"\n  {number}  1 ranks  " in several.stderr for number in (first, second))
+    one = top(tmp_path, env, "--once", str(first))
+    assert (one.returncode, one.stdout) == (0, "no rank has an open group\n")
+    assert "no job 1 of this user runs here; these do:" in top(tmp_path, env, "--once", "1").stderr
+    assert "--once shows it as text" in top(tmp_path, env, str(first)).stderr
+    both[0].process.kill()  # so it removes nothing; the next launcher does
+    both[0].process.wait()
+    assert [job.number for job in jobs(env)] == [second]
+    with job_folder(env, ["a.py"], 3) as folder:
+        assert sorted(os.listdir(os.path.dirname(folder))) == sorted(map(str, (second, os.getpid())))
+        assert [(job.number, job.ranks, job.command) for job in jobs(env)][1:] == [(os.getpid(), 3, "a.py")]
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--once", "--web"], "argument --once: not allowed with argument --web"),
+        (["--json", "--web"], "argument --web: not allowed with argument --json"),
+        (["./nowhere"], "aiocoll top: ./nowhere: [Errno 2] No such file or directory"),
+        (["/"], "aiocoll top: /: other users may enter it; chmod 700 it"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, env: Mapping[str, str], args: list[str], error: str) -> None:
+    done = top(tmp_path, env, *args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert error in done.stderr
+
+
+def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delitem(sys.modules, "aiocoll.cli.top.terminal", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'aiocoll\[top\]'; --once, --json and --web do not"):
+        import aiocoll.cli.top.terminal  # noqa: F401
+
+
+# -- the page
+
+
+async def talk(port: int, request: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of what is answered."""
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    first, *lines = head.decode().split("\r\n")
+    return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+def request(port: int, path: str, *headers: str, host: str | None = None, method: str = "GET") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host or f'127.0.0.1:{port}'}", *headers, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+async def test_who_knows_neither_token_nor_name_gets_nothing() -> None:
+    asked = []
+    page = Page("</script>job", lambda: asked.append(1) or {"groups": []})
+    server = await page.listen()
+    port, token = page.port, page.token
+    assert server.sockets[0].getsockname()[0] == "127.0.0.1"
+    async with server:
+        wrong = [token[:-1], token + "a", "", "ÿ", token.swapcase()]
+        for each in wrong:
+            assert (await talk(port, request(port, f"/?token={each}")))[0] == 403
+            assert (await talk(port, request(port, "/news", f"Authorization: Bearer {each}")))[0] == 403
+        assert (await talk(port, request(port, "/")))[0] == 403
+        assert (await talk(port, request(port, f"/news?token={token}")))[0] == 403, "of news the header counts"
+        for host in ("localhost", f"localhost:{port}", "127.0.0.1", f"127.0.0.1:{port + 1}", f"evil.example:{port}"):
+            assert (await talk(port, request(port, f"/?token={token}", host=host)))[0] == 403
+            assert (await talk(port, request(port, "/news", f"Authorization: Bearer {token}", host=host)))[0] == 403
+        two = request(port, f"/?token={token}", "Host: evil.example")
+        assert (await talk(port, two))[0] == 400
+        assert (await talk(port, request(port, f"/?token={token}", method="POST")))[0] == 405
+        assert (await talk(port, b"hello\r\n\r\n"))[0] == 400
+        assert (await talk(port, request(port, "/", f"X: {'x' * 20_000}")))[0] == 431
+        assert (await talk(port, request(port, f"/other?token={token}")))[0] == 404
+        assert asked == []
+        status, headers, body = await talk(port, request(port, f"/?token={token}"))
+        assert status == 200
+        policy = headers["content-security-policy"]
+        nonce = re.search(r"script-src 'nonce-([\w-]+)'", policy)
+        assert nonce is not None
+        assert policy.startswith("default-src 'none'; ")
+        assert body.lower().count(f'nonce="{nonce[1]}"'.encode()) == 2
+        assert body.count(b"</script>") == 1
+        assert not re.search(rb"https?://|src=|href=", body), "it loads nothing"
+        assert (headers["cache-control"], headers["x-frame-options"]) == ("no-store", "deny")
+        status, headers, body = await talk(port, request(port, "/news", f"Authorization: Bearer {token}"))
+        assert (status, headers["content-type"], json.loads(body)["groups"]) == (200, "application/json", [])
+        await talk(port, request(port, "/news", f"Authorization: Bearer {token}"))
+        assert asked == [1], "news of a second ago serve all"
+
+
+async def test_the_page_has_few_connections_at_a_time() -> None:
+    page = Page("job", dict)
+    async with await page.listen():
+        open_ones = [await asyncio.open_connection("127.0.0.1", page.port) for _ in range(MOST)]
+        for _, writer in open_ones:
+            writer.write(b"GET / ")
+        reader, writer = await asyncio.open_connection("127.0.0.1", page.port)
+        assert await reader.read() == b""
+        for _, each in [*open_ones, (reader, writer)]:
+            each.close()
+            await each.wait_closed()
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(
+    running: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
+) -> None:
+    """In a browser at two widths: it shows the ranks, keeps asking, and is no wider than the window."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    command = [sys.executable, "-m", "aiocoll", "top", "--web"]
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    served = subprocess.Popen(command, env={**os.environ, **path, **env}, stdout=subprocess.PIPE, text=True)
+    try:
+        assert served.stdout is not None
+        address = served.stdout.readline().strip()
+        with playwright.sync_playwright() as browsers:
+            browser = start(browsers)
+            for width in (390, 1280):
+                look(browser, address, width, launch)
+            browser.close()
+    finally:
+        served.send_signal(signal.SIGINT)
+        assert served.wait(20) == 0
+        served.stdout.close()
+
+
+def start(browsers: Any) -> Any:
+    """Return a browser: that of playwright, or the one of the system."""
+    own = "/usr/bin/chromium"
+    try:
+        return browsers.chromium.launch(
+            executable_path=own if os.path.exists(own) else None, args=["--no-sandbox"] if os.geteuid() == 0 else []
+        )
+    except Exception as error:  # its own class is only there with it
+        pytest.skip(f"no browser can be started: {str(error).splitlines()[0]}")
+
+
+def look(browser: Any, address: str, width: int, launch: Launch) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(address)
+    page.locator(".facts", has_text="ops/s").wait_for()
+    assert sorted(page.locator("section >> nth=0 >> table >> nth=0 >> tbody tr td:first-child").all_inner_texts()) == [
+        *("0", "1", "2", "3"),
+    ]
+    first = page.locator("#state").inner_text()
+    page.locator("#state").filter(has_not_text=first).wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator("th", has_text="process").is_visible() == (width > 640)
+    assert said == []
+    late = launch.path / "late-1"
+    if width == 1280:
+        late.touch()
+        page.locator("span.late").wait_for()
+        page.locator("li", has_text="rank 1 missing").first.wait_for()
+        assert page.locator("tbody tr").first.locator("td").first.inner_text() == "1"
+    page.close()

@@ -1,0 +1,234 @@
+"""What `aiocoll top` makes of the answers of ranks: rates, who is waited for, states; and how it is laid out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from aiocoll.cli.top import words
+from aiocoll.cli.top.model import KEPT, GroupView, Model
+from aiocoll.top.viewer import Process, State
+
+Answer = dict[str, Any]
+
+
+def said(rank: int, time: float, size: int = 3, **more: Any) -> Answer:
+    """Return what a rank says that has done nothing."""
+    plain: Answer = {
+        **{"name": "world:0", "id": 7, "rank": rank, "size": size, "host": "here", "remote": [], "state": "open"},
+        **{"cause": None, "time": time, "blocked": None, "lost": [], "left": [], "pending": 0, "oldest": 0.0},
+        **{"in_flight": [], "slow": [], "counted": True, "operations": [], "peers": []},
+    }
+    return {**plain, **more}
+
+
+class Job:
+    """Processes that answer what a test says, and what is made of it."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, Process] = {}
+        self.model = Model()
+
+    def look(self, now: float, *answers: Answer) -> list[GroupView]:
+        for each in answers:
+            process = self.processes.setdefault(each["rank"], Process(100 + each["rank"]))
+            process.state, process.answered, process.groups = State.ANSWERS, now, [each]
+        return self.model.look(self.processes.values(), now)
+
+
+def row(calls: int, nbytes: int, *histogram: tuple[float, int], op: str = "ALLREDUCE") -> tuple[Any, ...]:
+    return op, "ring", "tcp", calls, 0, nbytes, 0.0, list(histogram)
+
+
+def flight(op: str, seconds: float, *missing: int, peer: int | None = None) -> Answer:
+    return {"op": op, "peer": peer, "seconds": seconds, "missing": list(missing), "site": "job.py:3 in main"}
+
+
+def test_rates_are_differences_over_the_time_of_the_rank_itself() -> None:
+    job = Job()
+    (before,) = job.look(1.0, said(0, 50.0, 1, operations=[row(10, 1000, (0.5, 10))]))
+    assert [before.ranks[0].ops, before.ranks[0].nbytes, before.ops, before.kinds] == [None, None, None, ()]
+    new = [row(30, 5000, (0.5, 10), (0.25, 20)), row(4, 0, (1.0, 4), op="BARRIER")]
+    (group,) = job.look(2.0, said(0, 52.0, 1, operations=new))
+    (rank,) = group.ranks
+    assert (rank.ops, rank.nbytes) == (12.0, 2000.0)
+    assert (rank.p50, rank.p99) == (pytest.approx(0.125 * (1 + 12 / 20)), pytest.approx(0.5 * (1 + 3.76 / 4)))
+    assert [(each.op, each.ops, each.nbytes) for each in group.kinds] == [
+        ("ALLREDUCE", 10.0, 2000.0),
+        ("BARRIER", 2.0, 0.0),
+    ]
+    (same,) = (job.model.look(job.processes.values(), 2.5),)
+    assert same[0] == group, "nothing new has been said"
+
+
+def test_a_process_that_starts_again_has_no_rates_yet() -> None:
+    job = Job()
+    job.look(1.0, said(0, 50.0, 1, operations=[row(10, 1000, (0.5, 10))]))
+    job.processes[0] = Process(999)
+    (group,) = job.look(2.0, said(0, 51.0, 1, operations=[row(3, 10, (0.5, 3))]))
+    assert (group.ranks[0].process, group.ranks[0].ops) == (999, None)
+
+
+def test_on_top_is_who_is_waited_for_and_waits_least_itself() -> None:
+    job = Job()
+    job.look(1.0, *(said(rank, 1.0, peers=[]) for rank in range(3)))
+    (group,) = job.look(
+        3.0,
+        said(0, 3.0, peers=[(2, 5, 1.5, 0), (1, 1, 0.1, 0)]),
+        said(1, 3.0, peers=[(2, 5, 1.7, 0)]),
+        said(2, 3.0, peers=[(0, 5, 0.2, 0)]),
+    )
+    assert [each.rank for each in group.ranks] == [2, 0, 1]
+    late, first, second = group.ranks
+    assert (late.waited_for, late.waits) == (pytest.approx(0.8), pytest.approx(0.1))
+    assert (first.waited_for, first.waits) == (pytest.approx(0.05), pytest.approx(0.8))
+    assert (second.waited_for, second.waits) == (pytest.approx(0.025), pytest.approx(0.85))
+
+
+def test_a_wait_that_lasts_counts_while_it_lasts_and_once() -> None:
+    """A rank counts a wait when it is over; so 10 s of it must not be 1000 % of the second in which it ends."""
+    job = Job()
+    job.look(0.0, *(said(rank, 0.0, 2) for rank in range(2)))
+    shares = []
+    for second in range(1, 11):
+        pending = said(0, float(second), 2, pending=1, oldest=float(second), in_flight=[flight("BARRIER", second, 1)])
+        (group,) = job.look(float(second), {**pending, "peers": [(1, 0, 0.0, 1)]}, said(1, float(second), 2))
+        assert (group.ranks[0].rank, group.ranks[0].state, group.ranks[0].missing) == (1, "late", 1)
+        shares.append((group.ranks[0].waited_for, group.ranks[1].waits))
+    assert shares == [(1.0, 1.0)] * 10
+    (group,) = job.look(11.0, said(0, 11.0, 2, peers=[(1, 1, 10.5, 0)]), said(1, 11.0, 2))
+    assert (group.ranks[0].rank, group.ranks[0].waited_for, group.ranks[1].waits) == (1, 0.5, 0.5)
+    (group,) = job.look(12.0, said(0, 12.0, 2, peers=[(1, 2, 11.5, 0)]), said(1, 12.0, 2))
+    assert (group.ranks[0].waited_for, group.ranks[0].state) == (1.0, "ok")
+
+
+def test_several_missing_ranks_are_each_waited_for() -> None:
+    job = Job()
+    job.look(0.0, said(0, 0.0))
+    (group,) = job.look(
+        1.0, said(0, 1.0, in_flight=[flight("BARRIER", 5.0, 1, 2)], peers=[(1, 0, 0.0, 1), (2, 0, 0.0, 1)])
+    )
+    assert [(each.rank, each.waited_for) for each in group.ranks] == [(1, 1.0), (2, 1.0), (0, 0.0)]
+    assert group.ranks[2].waits == 1.0
+
+
+@pytest.mark.parametrize(
+    ("state", "shown", "text"),
+    [
+        (State.GONE, "gone", "process 101 is gone"),
+        (State.STOPPED, "stopped", "process 101 is stopped, no answer for 3 s"),
+        (State.SILENT, "silent", "process 101 lives and does not answer: no answer for 3 s"),
+        (State.CLOSED, "closed", "it has closed the group"),
+    ],
+)
+def test_a_process_that_does_not_answer(state: State, shown: str, text: str) -> None:
+    job = Job()
+    job.look(1.0, *(said(rank, 1.0) for rank in range(3)))
+    job.processes[1].state = state
+    (group,) = job.look(4.0, said(0, 4.0), said(2, 4.0))
+    rank = next(each for each in group.ranks if each.rank == 1)
+    assert (rank.state, rank.detail, rank.ops, rank.pending) == (shown, text, None, 0)
+    assert group.ranks[0].rank == (1 if state != State.CLOSED else 0)
+
+
+def test_what_ranks_say_of_each_other_and_of_themselves() -> None:
+    job = Job()
+    more: Answer = {"slow": [(1, 4.0, "its process is alive (running)")], "remote": [2, 3], "left": [4]}
+    blocked = said(5, 1.0, 7, blocked=(2.0, "a.py:1 in f"))
+    (group,) = job.look(
+        1.0, said(0, 1.0, 7, lost=[(2, "killed", "its process is gone")], **more), said(1, 1.0, 7), blocked
+    )
+    assert {each.rank: (each.state, each.detail) for each in group.ranks} == {
+        0: ("ok", ""),
+        1: ("slow", "it has not answered the others for 4.0 s, its process is alive (running)"),
+        2: ("lost", "killed: its process is gone"),
+        3: ("remote", "on another host"),
+        4: ("left", "it has left the group"),
+        5: ("blocked", "its event loop has been blocked for 2.0 s, at a.py:1 in f"),
+        6: ("unknown", "it has not answered yet"),
+    }
+    assert [each.rank for each in group.ranks[:3]] == [2, 1, 5]
+
+
+def test_a_group_that_failed_and_one_that_is_over() -> None:
+    job = Job()
+    (group,) = job.look(1.0, said(0, 1.0, 1, cause="rank 3 was lost"))
+    assert (group.state, group.cause, group.ranks[0].state) == ("revoked", "rank 3 was lost", "revoked")
+    assert "world:0: 1 ranks, revoked: rank 3 was lost" in words.plain([group], 80)
+    job.processes[0].state = State.CLOSED
+    (group,) = job.model.look(job.processes.values(), 1.0 + KEPT)
+    assert group.state == "closed"
+    assert job.model.look(job.processes.values(), 1.1 + KEPT) == []
+
+
+def test_the_oldest_pending_operations_with_all_who_are_in_them() -> None:
+    job = Job()
+    entries = [flight("BARRIER (sequence 4)", 2.0 - rank / 10, 3) for rank in range(3)]
+    message = flight("SEND", 1.0, peer=2)
+    young = flight("BROADCAST (sequence 5)", 0.1)
+    (group,) = job.look(
+        1.0, *(said(rank, 1.0, 4, in_flight=[each, message, young]) for rank, each in enumerate(entries))
+    )
+    assert [(each.op, each.ranks, each.seconds, each.missing) for each in group.pending] == [
+        ("BARRIER (sequence 4)", (0, 1, 2), 2.0, (3,)),
+        ("SEND", (0, 1, 2), 1.0, ()),
+    ]
+    text = words.plain([group], 80)
+    assert "BARRIER (sequence 4) pending for 2 s on rank 0-2, rank 3 missing, called at job.py:3 in main" in text
+
+
+def full(size: int = 8) -> GroupView:
+    """Return a group with the widest numbers in every column."""
+    job = Job()
+    job.look(0.0, *(said(rank, 0.0, size) for rank in range(size)))
+    answers = [
+        said(
+            *(rank, 1.0, size),
+            operations=[row(99_999, 1023 << 20, (2.0**-15, 9_999), (2.0**-4, 90_000))],
+            peers=[((rank + 1) % size, 9, 0.999, 0)],
+            **{"pending": 12, "oldest": 5.51},
+        )
+        for rank in range(size)
+    ]
+    (group,) = job.look(1.0, *answers)
+    return group
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_text_fits(width: int) -> None:
+    lines = words.plain([full()], width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert ("process" in lines[1].split()) == (width == 120)
+    assert lines[2].split()[:5] == ["0", "ok", "100k", "1023", "MiB"]
+    assert "…" not in "".join(lines)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_table_fits(width: int) -> None:
+    console = pytest.importorskip("rich.console", reason="needs rich")
+    from aiocoll.cli.top import terminal
+
+    recording = console.Console(record=True, width=width, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
+    recording.print(terminal.render("job 7: job.py", [full()], width, 50))
+    recording.file.close()
+    shown = recording.export_text(clear=False)
+    assert "…" not in shown
+    plain = [line.split() for line in words.plain([full()], width).splitlines() if line]
+    assert [line.split() for line in shown.splitlines()[1:] if line.strip()] == plain
+    assert re.search(r'class="[^"]*-r\d+"[^>]*>ok', recording.export_svg().replace("&#160;", " "))
+
+
+def test_the_live_table_leaves_room_for_what_is_wrong() -> None:
+    pytest.importorskip("rich.console", reason="needs rich")
+    from rich.console import Console
+
+    from aiocoll.cli.top import terminal
+
+    with open("/dev/null", "w") as nowhere:
+        console = Console(record=True, width=80, file=nowhere)
+        console.print(terminal.render("job 7", [full(60)], 80, 24))
+        lines = console.export_text().splitlines()
+    assert len(lines) <= 24
+    assert "and 50 more ranks, which are waited for less" in lines

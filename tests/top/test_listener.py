@@ -1,0 +1,323 @@
+"""Ranks in this process that are asked what they do: who may ask, how often, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupOptions, ProcessGroup
+from aiocoll.engine.communicator import Communicator
+from aiocoll.testing import run_ranks, run_virtual
+from aiocoll.top import folder as folders
+from aiocoll.top import listener, words
+from aiocoll.top.viewer import State, Viewer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix sockets whose users the kernel names")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path / ("a long name " * 15) / "top")  # longer than the address of a socket may be
+
+
+def options(folder: str, **more: Any) -> GroupOptions:
+    return GroupOptions(top_dir=folder, **more)
+
+
+def ask(folder: str) -> list[dict[str, Any]]:
+    """Return the groups of this process."""
+    viewer = Viewer(folder, time.monotonic)
+    try:
+        viewer.ask(20)
+        (process,) = viewer.processes.values()
+        assert (process.number, process.state, process.left_out) == (os.getpid(), State.ANSWERS, 0)
+        return sorted(process.groups, key=lambda group: (group["name"], group["rank"]))
+    finally:
+        viewer.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Any]:
+    """A listener that shows one thing, and how often it was asked for it."""
+
+    class Shown:
+        asked = 0
+        told: dict[str, Any] = {"name": "a"}  # noqa: RUF012 - one object
+
+        def shown(self) -> dict[str, Any]:
+            self.asked += 1
+            return self.told
+
+    os.chmod(tmp_path, 0o700)
+    shown = Shown()
+    listener.join(shown, str(tmp_path), time.perf_counter)
+    yield shown
+    listener.leave(shown, str(tmp_path))
+
+
+def connected(path: Path) -> socket.socket:
+    fd = folders.open_folder(str(path))
+    try:
+        connection = folders.connect(fd, os.getpid())
+    finally:
+        os.close(fd)
+    connection.settimeout(20)
+    return connection
+
+
+def answer(connection: socket.socket, reader: words.Reader | None = None) -> dict[str, Any]:
+    reader = reader or words.Reader()
+    while True:
+        data = connection.recv(1 << 16)
+        assert data, "the connection has ended"
+        for each in reader.feed(data):
+            return each
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+async def test_all_groups_of_a_process_are_told_with_their_numbers(
+    folder: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "FRESH", 0.0)
+    told: list[list[dict[str, Any]]] = []
+
+    async def rank(pg: ProcessGroup) -> None:
+        for _ in range(5):
+            await pg.allreduce(np.ones(16, np.float32))
+        part = await pg.split_group(range(size), group_name="part")
+        assert part is not None
+        await part.barrier()
+        await pg.barrier()
+        if pg.rank() == 0:
+            told.append(await asyncio.to_thread(ask, folder))
+        await pg.barrier()
+        await part.shutdown()
+        await pg.barrier()
+        if pg.rank() == 0:
+            told.append(await asyncio.to_thread(ask, folder))
+        await pg.barrier()
+
+    await run_ranks(size, rank, options=options(folder))
+    both, one = told
+    assert [(each["name"], each["rank"], each["size"]) for each in both] == [
+        (name, number, size) for name in ("part", "world:0") for number in range(size)
+    ]
+    assert [each["rank"] for each in one] == list(range(size))
+    for each in both[size:]:
+        (row,) = (row for row in each["operations"] if row[0] == "ALLREDUCE")
+        assert (row[3], row[4], row[5], sum(calls for _, calls in row[7])) == (5, 0, 5 * 64, 5)
+        assert (each["state"], each["cause"], each["lost"], each["left"], each["slow"]) == ("open", None, [], [], [])
+    assert os.listdir(folder) == []
+    assert not [each for each in threading.enumerate() if each.name == "aiocoll top"]
+
+
+async def test_what_is_pending_and_who_is_missing(folder: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 1:
+            while not pg.stats().peers:  # until the others are known to wait
+                told = await asyncio.to_thread(ask, folder)
+                if told[0]["in_flight"] and told[0]["in_flight"][0]["missing"]:
+                    break
+            assert told[0]["pending"] == told[2]["pending"] == 1
+            assert told[1]["pending"] == 0
+            (flight,) = told[2]["in_flight"]
+            assert flight["op"] == "BARRIER (sequence 1)"
+            assert flight["missing"] == [1]
+            assert flight["seconds"] >= 0.25
+            assert flight["site"].startswith(__file__)
+            assert [(row[0], row[3]) for row in told[2]["peers"]] == [(1, 1)]
+        await pg.barrier()
+
+    await run_ranks(3, rank, options=options(folder))
+
+
+async def test_a_group_that_does_not_count_is_told_without_numbers(folder: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        if pg.rank() == 0:
+            (one, _) = await asyncio.to_thread(ask, folder)
+            assert (one["counted"], one["operations"], one["peers"]) == (False, [], [])
+        await pg.barrier()
+
+    await run_ranks(2, rank, options=options(folder, stats=False))
+
+
+async def test_a_folder_that_others_may_enter_is_refused_and_the_group_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.chmod(tmp_path, 0o750)
+
+    async def rank(pg: ProcessGroup) -> float:
+        return await pg.allreduce(1.0)
+
+    with caplog.at_level(logging.WARNING):
+        assert await run_ranks(2, rank, options=options(str(tmp_path))) == [2.0, 2.0]
+    assert f"aiocoll top cannot show it: top_dir='{tmp_path}': other users may enter it; chmod 700 it" in caplog.text
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(PermissionError, match="chmod 700"):
+        Viewer(str(tmp_path), time.monotonic)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+
+    async def rank(pg: ProcessGroup) -> float:
+        return await pg.allreduce(1.0)
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(run_ranks(1, rank, options=options(str(tmp_path / "file" / "top")))) == [1.0]
+    assert "aiocoll top cannot show it" in caplog.text
+
+
+def test_nobody_listens_where_time_is_virtual(tmp_path: Path) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        assert not (tmp_path / "top").exists()
+
+    run_virtual(2, rank, options=options(str(tmp_path / "top")))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_neither_let_in_nor_heard(source: Any, tmp_path: Path) -> None:
+    """The folder keeps him out; and if it did not, he would be hung up on."""
+    path = tmp_path / f"{os.getpid()}.sock"
+    short = Path("/tmp", f"aiocoll-test-{os.getpid()}")
+    os.symlink(tmp_path, short)
+    try:
+        for above in tmp_path.parents:
+            if above != Path("/tmp") and above.is_relative_to("/tmp"):
+                os.chmod(above, 0o711)
+        script = (Path(__file__).parent / "asking.py").read_text()
+
+        def another() -> str:
+            command = [sys.executable, "-c", script, str(short / path.name)]
+            return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/").stdout.strip()
+
+        assert another() == "not let in"
+        os.chmod(tmp_path, 0o711)
+        os.chmod(path, 0o777)
+        assert another() == "hung up"
+        assert source.asked == 0
+    finally:
+        os.chmod(tmp_path, 0o700)
+        short.unlink()
+
+
+def test_a_viewer_that_does_not_read_is_not_waited_for(source: Any, tmp_path: Path) -> None:
+    """What it has not taken is all that waits for it; others are answered meanwhile."""
+    source.told = {"name": "x" * 200_000}
+    with connected(tmp_path) as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for _ in range(20):
+            stuck.send(words.ASK)
+        for _ in range(3):
+            with connected(tmp_path) as other:
+                other.send(words.ASK)
+                assert len(answer(other)["groups"][0]["name"]) == 200_000
+        before = source.asked
+        assert before <= 4
+        reader = words.Reader()
+        assert len(answer(stuck, reader)["groups"][0]["name"]) == 200_000
+
+
+def test_a_viewer_is_heard_four_times_a_second(source: Any, tmp_path: Path) -> None:
+    with connected(tmp_path) as connection:
+        began, answers = time.monotonic(), 0
+        while answers < 4:
+            connection.send(words.ASK * 10)
+            answer(connection)
+            answers += 1
+        assert time.monotonic() - began >= 3 * listener.REST
+    assert source.asked == 4
+
+
+def test_of_many_viewers_that_goes_which_has_been_quiet(source: Any, tmp_path: Path) -> None:
+    viewers = [connected(tmp_path) for _ in range(listener.MOST)]
+    try:
+        for each in viewers:
+            each.send(words.ASK)
+            answer(each)
+        with connected(tmp_path) as another:
+            another.send(words.ASK)
+            answer(another)
+            assert viewers[0].recv(1) == b""
+            viewers[1].send(words.ASK)
+            answer(viewers[1])
+    finally:
+        for each in viewers:
+            each.close()
+
+
+def test_what_does_not_fit_is_counted() -> None:
+    groups = [{"name": str(number), "text": "x" * 50_000} for number in range(9)]
+    data = words.answer(7, [*groups, {"name": "small"}])
+    assert len(data) <= words.MOST + 4
+    reader = words.Reader()
+    assert reader.feed(data[:1000]) == []
+    (said,) = reader.feed(data[1000:])
+    assert (said["process"], said["left_out"]) == (7, 4)
+    assert [each["name"] for each in said["groups"]] == ["0", "1", "2", "3", "4", "small"]
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x01\0\0\0\xc1", b"\x01\0\0\0\x01", b"\x01\0\0\0\x80"])
+def test_what_is_no_answer_is_refused(data: bytes) -> None:
+    with pytest.raises(words.ProtocolError):
+        words.Reader().feed(data)
+
+
+def test_a_source_that_fails_does_not_stop_the_others(source: Any, tmp_path: Path) -> None:
+    class Broken:
+        def shown(self) -> dict[str, Any]:
+            raise KeyError("gone")
+
+    broken = Broken()
+    listener.join(broken, str(tmp_path), time.perf_counter)
+    with connected(tmp_path) as connection:
+        connection.send(words.ASK)
+        assert answer(connection)["groups"] == [{"name": "a"}, {"error": "KeyError: 'gone'"}]
+    listener.leave(broken, str(tmp_path))
+
+
+def test_a_forked_child_has_a_listener_of_its_own(source: Any, tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # what it raises must not run the tests again
+        try:
+            listener.leave(source, str(tmp_path))  # that of its parent
+            there = (tmp_path / f"{os.getppid()}.sock").exists()
+            listener.join(source, str(tmp_path), time.perf_counter)
+            there = there and (tmp_path / f"{os.getpid()}.sock").exists()
+            listener.leave(source, str(tmp_path))
+            os.write(writing, b"well" if there else b"gone")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 10) == b"well"
+    os.close(reading)
+    os.close(writing)
+    assert [path.name for path in tmp_path.glob("*.sock")] == [f"{os.getpid()}.sock"]
+    with connected(tmp_path) as connection:
+        connection.send(words.ASK)
+        assert answer(connection)["process"] == os.getpid()
+
+
+async def test_a_blocked_loop_is_told(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        comm: Communicator = pg._comm
+        monkeypatch.setattr(comm.endpoint.failure_detector, "blocked", lambda: (2.5, "here.py:7 in slow"))
+        (told,) = await asyncio.to_thread(ask, folder)
+        assert told["blocked"] == [2.5, "here.py:7 in slow"]
+
+    await run_ranks(1, rank, options=options(folder))
