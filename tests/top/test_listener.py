@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -193,11 +194,12 @@ def test_nobody_listens_where_time_is_virtual(tmp_path: Path) -> None:
 def test_another_user_is_neither_let_in_nor_heard(source: Any, tmp_path: Path) -> None:
     """The folder keeps him out; and if it did not, he would be hung up on."""
     path = tmp_path / f"{os.getpid()}.sock"
-    short = Path("/tmp", f"aiocoll-test-{os.getpid()}")
+    common = Path(tempfile.gettempdir())
+    short = common / f"aiocoll-test-{os.getpid()}"
     os.symlink(tmp_path, short)
     try:
         for above in tmp_path.parents:
-            if above != Path("/tmp") and above.is_relative_to("/tmp"):
+            if above != common and above.is_relative_to(common):
                 os.chmod(above, 0o711)
         script = (Path(__file__).parent / "asking.py").read_text()
 
