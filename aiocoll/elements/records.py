@@ -6,6 +6,7 @@ as a text: the names, formats and offsets of all fields, byte order and padding 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,9 @@ class Record(DType):
 _BY_DTYPE: WeakValueDictionary[np.dtype[Any], Record] = WeakValueDictionary()
 _BY_CODE: WeakValueDictionary[int, Record] = WeakValueDictionary()
 _BY_NAME: WeakValueDictionary[str, Record] = WeakValueDictionary()
+# Those that were used last stay: a message that is on its way, or is still to be posted, knows only the code.
+_LATEST: OrderedDict[int, Record] = OrderedDict()
+_KEPT = 256
 
 
 def record(dtype: np.dtype[Any]) -> Record | None:
@@ -55,7 +59,7 @@ def record(dtype: np.dtype[Any]) -> Record | None:
     """
     found = _BY_DTYPE.get(dtype)
     if found is not None:
-        return found
+        return _keep(found)
     if dtype.hasobject:
         raise TypeError(
             f"dtype {dtype} refers to objects of this process, which cannot be sent as bytes: use a dtype without "
@@ -71,7 +75,15 @@ def record(dtype: np.dtype[Any]) -> Record | None:
         name = f"{name[: LONGEST_NAME - 13]}... #{code:08x}"
     made = Record(name, code, dtype.itemsize, _UINT8, "record", dtype)
     _BY_DTYPE[dtype] = _BY_CODE[code] = _BY_NAME[name] = made
-    return made
+    return _keep(made)
+
+
+def _keep(used: Record) -> Record:
+    _LATEST[used.code] = used
+    _LATEST.move_to_end(used.code)
+    if len(_LATEST) > _KEPT:
+        _LATEST.popitem(last=False)
+    return used
 
 
 def record_by_code(code: int) -> Record | None:

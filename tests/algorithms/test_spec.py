@@ -1,6 +1,7 @@
 """The table of collectives, held against the programs, against lists of its own, and for what it does not know."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,7 +168,7 @@ def unknown() -> Plan:
 
 
 MEMBER: Any = SimpleNamespace(rank=0, ranks=[0, 1], hosts=(), chunk_nbytes=0)
-TOOLS: Any = SimpleNamespace(rank=0, stream=0, end=None)
+TOOLS: Any = SimpleNamespace(rank=0, stream=0, end=None, after=ExitStack())
 
 READERS: dict[str, Callable[[], object]] = {
     "the table": lambda: spec_of("rotate"),
@@ -176,7 +177,7 @@ READERS: dict[str, Callable[[], object]] = {
     "planning": lambda: Planner(MEMBER, dry=False).plan("rotate", None, (4,)),
     "fusing one": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(),)),
     "fusing several": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(), unknown())),
-    "the way on a device": lambda: way_of(unknown(), [], 0, False),
+    "the way on a device": lambda: way_of(unknown(), False),
     "a device": lambda: carry_out([Native(unknown(), [], PACKED)], TOOLS),
     "a benchmark's sizes": lambda: Benchmark("rotate", 4).count(2),
     "a benchmark's arrays": lambda: Workload(Benchmark("rotate", 4), 0, 2),
