@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict
 from typing import Any, Final
 
+from aiocoll.cli.arguments import add_command
 from aiocoll.cli.top import words
 from aiocoll.cli.top.jobs import Job, jobs
 from aiocoll.cli.top.model import GroupView, Model
@@ -26,8 +27,10 @@ PATIENCE: Final = 0.4
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `top` to the subcommands."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "top",
+        codes={0: "the job has ended, or Ctrl-C has ended this", 2: "wrong arguments, or there is no such job"},
         help="watch the ranks of a running job",
         description="Show once a second what the ranks of a running job on this host do: operations and bytes per "
         "second, how long they take, who is waited for, what is pending, and which ranks are slow or lost. Ctrl-C ends "
