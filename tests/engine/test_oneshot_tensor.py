@@ -252,3 +252,36 @@ async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
             await a_one.wait_revoked()
         for root in (0, 1):
             await finish([call(pg, 1, root) for pg in (b_zero, b_one) for _ in range(SMALL_SLOTS)])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+async def test_in_blocks(world_size: int) -> None:
+    """Many calls are one operation then, of another name; a logical op makes what a rank has itself 0 or 1."""
+    async with jobs(world_size) as (pgs,):
+        root = world_size - 1
+
+        async def block(pg: ProcessGroup) -> None:
+            rank = pg.rank()
+            arrays = {
+                call: [array_of(pg, count) for count in (3, 1)] for call in ("broadcast", "reduce", "scan", "exscan")
+            }
+            logical = [np.full(2, 7 * (rank == 0)) for _ in range(2)]
+            async with pg.coalescing():
+                for position in range(2):
+                    pg.broadcast(arrays["broadcast"][position], root)
+                    pg.reduce(arrays["reduce"][position], root)
+                    pg.scan(arrays["scan"][position])
+                    pg.exscan(arrays["exscan"][position])
+                    pg.scan(logical[position], ReduceOp.LOR)
+            expected = {
+                "broadcast": 2.0**root,
+                "reduce": 2.0**world_size - 1 if rank == root else 2.0**rank,
+                "scan": 2.0 ** (rank + 1) - 1,
+                "exscan": 2.0**rank - 1 if rank else 1.0,
+            }
+            for call, found in arrays.items():
+                assert all((array == expected[call]).all() for array in found), (call, rank, found)
+            assert all((array == 1).all() for array in logical), (rank, logical)
+
+        async with asyncio.timeout(20):
+            await asyncio.gather(*map(block, pgs))

@@ -15,12 +15,12 @@ from ..group.test_collectives import MARGIN, MOVING, REDUCING, Call, everything,
 from ..internals import spied
 from ..pairwise import Case, cover
 from ..ranks import run_ranks
-from ..reductions import DTYPES, OPS, equal, numpy_dtype
+from ..reductions import OPS, WIDE, equal, numpy_dtype
 from .groups import WAYS, Gpus, gpus
 
 SIZES = (1, 2, 3, 4, 7)
 COUNTS = ("0", "1", "p-1", "p+1", "1000")
-SPACE = {"dtype": DTYPES, "count": COUNTS, "root": range(max(SIZES)), "world_size": SIZES}
+SPACE = {"dtype": WIDE, "count": COUNTS, "root": range(max(SIZES)), "world_size": SIZES}
 
 
 class DeviceCall(Call):
@@ -40,7 +40,7 @@ class DeviceCall(Call):
         return self.mine(np.zeros(count, numpy_dtype(self.dtype)))
 
 
-NARROW = tuple(name for name in DTYPES if not hasattr(np, name) and name != "bool")
+NARROW = tuple(name for name in WIDE if not hasattr(np, name) and name != "bool")
 
 
 def pairs() -> Iterator[Case]:
@@ -101,7 +101,7 @@ async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
         staged[operation.comm.rank] += 1
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        for kind, op, dtype in product(REDUCING, OPS, DTYPES):
+        for kind, op, dtype in product(REDUCING, OPS, WIDE):
             case: Case = {"kind": kind, "op": op, "dtype": dtype, "count": "p+1", "root": 0, "world_size": world_size}
             if valid(case):
                 before = staged[pg.rank()]
@@ -116,6 +116,6 @@ async def test_what_nccl_cannot_reduce_is_staged_and_nothing_else(
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDE)
 async def test_full_product(dtype: str, world_size: int, way: str) -> None:
     await run(world_size, way, [case for case in everything(dtype, world_size) if case["count"] in COUNTS])

@@ -39,12 +39,11 @@ class OneShotTensor(OneShot):
         self.be_between(plan.targets, plan.origins)
 
     def _finish(self, inputs: list[NDArray[Any]]) -> None:
-        kernel, array, op = self._plan.kernel, self._array, self.signature.op
-        if not inputs and op != "SCAN":  # whose lowest rank folds its own, which a logical op makes 0 or 1
-            return
-        if kernel is None:
-            np.copyto(array, inputs[0])
-            return
-        if op != "EXSCAN":
-            inputs.insert(self.comm.rank, array)
-        kernel.fold(inputs, array)
+        plan, array = self._plan, self._array
+        if plan.kernel is None:
+            if inputs:
+                np.copyto(array, inputs[0])
+        elif plan.folds:
+            if plan.folds_own:
+                inputs.insert(self.comm.rank, array)
+            plan.kernel.fold(inputs, array)

@@ -34,7 +34,8 @@ class Plan:
 
     Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
     of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
-    `targets` are the ranks that this one sends to, `origins` those it receives from, both in ascending order;
+    `targets` are the ranks that this one sends to, `origins` those it receives from, both in ascending order; `folds`
+    tells whether this rank folds anything, `folds_own` whether what it has itself is among that;
     `executor` carries it out; `op` is how the call that it was made for reduces. Arrays, `count` and the program are in
     elements of `storage`, of `itemsize` bytes; the signature is in elements of the dtype, which have `unit` of them.
     """
@@ -47,6 +48,8 @@ class Plan:
         "dtype",
         "executor",
         "fingerprint",
+        "folds",
+        "folds_own",
         "follow",
         "followers",
         "grants",
@@ -90,6 +93,8 @@ class Plan:
         self.totals = tuple(action.region.count * self.itemsize for action in actions)
         self.targets = tuple(sorted({action.peer for action in actions if action.verb is Verb.SEND}))
         self.origins = tuple(sorted({action.peer for action in actions if action.verb in (Verb.RECV, Verb.COMBINE)}))
+        folds = [action for action in actions if action.verb is Verb.FOLD]
+        self.folds, self.folds_own = bool(folds), any(action.region in action.sources for action in folds)
         self.inbound = {
             action.peer << 16 | action.step: index
             for index, action in enumerate(actions)
