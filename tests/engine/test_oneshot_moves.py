@@ -228,26 +228,32 @@ async def test_sub_groups(call: Call) -> None:
             await finish([call(group, lambda a, b: 4 + a + b, root) for group in groups])
 
 
+#: Of the block between ranks 0 and 1: what rank 0 takes for its length, and rank 1.
+DIFFERENT = [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)]
+
+
 @CALLS
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("counts", [(3, 4), (3, 0), (0, 3), (3, 600), (600, 3), (LARGE, 3), (3, LARGE)])
-async def test_counts_that_differ_are_named(call: Call, counts: tuple[int, int], large: bool) -> None:
-    """Rank 0 has one count for the block between ranks 0 and 1, rank 1 another; of what rank 2 has, some is large."""
-    async with jobs(3) as (pgs,):
-        works = []
-        for pg in pgs:
+async def test_counts_that_differ_are_named(call: Call) -> None:
+    """Of what rank 2 has, some is large."""
 
-            def count(a: int, b: int, mine: int = counts[pg.rank() % 2]) -> int:
-                return mine if {a, b} == {0, 1} else LARGE * large + 1
+    async def differ(counts: tuple[int, int], large: bool) -> None:
+        async with jobs(3) as (pgs,):
+            works = []
+            for pg in pgs:
 
-            works.append(call(pg, count, 0)[0])
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
-        await asyncio.gather(*works, return_exceptions=True)
-        for pg in pgs:
-            with pytest.raises(GroupError) as caught:
-                pg.barrier()
-            assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+                def count(a: int, b: int, mine: int = counts[pg.rank() % 2]) -> int:
+                    return mine if {a, b} == {0, 1} else LARGE * large + 1
+
+                works.append(call(pg, count, 0)[0])
+            async with asyncio.timeout(20):
+                await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
+            await asyncio.gather(*works, return_exceptions=True)
+            for pg in pgs:
+                with pytest.raises(GroupError) as caught:
+                    pg.barrier()
+                assert isinstance(caught.value.__cause__, CollectiveMismatchError), counts
+
+    await asyncio.gather(*(differ(counts, large) for counts in DIFFERENT for large in (False, True)))
 
 
 @CALLS

@@ -416,6 +416,7 @@ async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
 # -- failing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 1])
 async def test_a_rank_that_leaves_before_its_call(leaver: int) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
