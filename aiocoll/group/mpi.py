@@ -34,7 +34,7 @@ class MpiCalls:
     def __init__(
         self, dispatcher: Dispatcher, messages: Messages, reconfigurer: Reconfigurer, lifetime: Lifetime
     ) -> None:
-        self._planning = dispatcher
+        self._dispatcher = dispatcher
         self._messages = messages
         self._reconfigurer = reconfigurer
         self._lifetime = lifetime
@@ -118,7 +118,7 @@ class MpiCalls:
 
         Cost: that of the call, at each start.
         """
-        return make_plan(self._planning, call, args, kwargs)
+        return make_plan(self._dispatcher, call, args, kwargs)
 
     # -- other groups
 
@@ -169,7 +169,7 @@ class MpiCalls:
 
         Cost: nothing is sent.
         """
-        made: CartesianGroup[Self] | None = make_cartesian(self, self._planning.size, dims, periods)
+        made: CartesianGroup[Self] | None = make_cartesian(self, self._dispatcher.size, dims, periods)
         return made
 
 

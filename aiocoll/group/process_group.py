@@ -102,7 +102,7 @@ class ProcessGroup(MpiCalls):
         self.recorder = FlightRecorder(comm, spec.options.dump_dir)
         self.completed_everywhere, self.completed_somewhere = spec.completed
         self._comm, self._rank, self._devices = comm, comm.rank, spec.devices
-        dispatcher = self._dispatcher = Dispatcher(self, comm, spec, dry=origin.dry)
+        dispatcher = Dispatcher(self, comm, spec, dry=origin.dry)
         if origin.dry:
             from aiocoll.group.interceptors.dry_run import DryRun  # few groups are
 
