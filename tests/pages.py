@@ -8,10 +8,13 @@ before it: ``<!-- not run: needs a GPU -->``, with one of the `EXCUSES`. A test 
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,18 +103,25 @@ async def execute(fragment: str, **names: Any) -> dict[str, Any]:
 
 def shell(script: str, folder: Path, **environ: str) -> str:
     """Run commands of a page in `folder`, in the Python of the test; return what they print."""
-    tools = folder / ".tools"
-    tools.mkdir(exist_ok=True)
-    for name, what in (("aiocoll", "-m aiocoll"), ("pytest", "-m pytest"), ("coverage", "-m coverage"), ("python", "")):
-        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} {what} "$@"\n')
-        (tools / name).chmod(0o700)
     # Debug mode is for our own tests: it warns of what is slow.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AIOCOLL_", "PYTHONASYNCIO"))}
-    path = {"PYTHONPATH": str(ROOT), "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    path = {"PYTHONPATH": str(ROOT), "PATH": f"{_tools()}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         ["sh", "-c", script], cwd=folder, env=kept | path | environ, capture_output=True, text=True, timeout=120
     )
     return done.stdout + done.stderr
+
+
+@cache
+def _tools() -> str:
+    """Return a folder of the commands that pages call, made once: a file that somebody writes cannot be run meanwhile."""
+    folder = tempfile.mkdtemp(prefix="aiocoll-tools-")
+    atexit.register(shutil.rmtree, folder)
+    for name, what in (("aiocoll", "-m aiocoll"), ("pytest", "-m pytest"), ("coverage", "-m coverage"), ("python", "")):
+        tool = Path(folder, name)
+        tool.write_text(f'#!/bin/sh\nexec {sys.executable} {what} "$@"\n')
+        tool.chmod(0o700)
+    return folder
 
 
 def is_shown(shown: str, said: str) -> bool:
