@@ -114,7 +114,7 @@ def shell(script: str, folder: Path, **environ: str) -> str:
 
 @cache
 def _tools() -> str:
-    """Return a folder of the commands that pages call, made once: a file that somebody writes cannot be run meanwhile."""
+    """Return a folder of the commands that pages call, made once: no file is run while it is written."""
     folder = tempfile.mkdtemp(prefix="aiocoll-tools-")
     atexit.register(shutil.rmtree, folder)
     for name, what in (("aiocoll", "-m aiocoll"), ("pytest", "-m pytest"), ("coverage", "-m coverage"), ("python", "")):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiocoll.errors import GroupError
+from aiocoll.errors import GroupError, GroupRevokedError
 from aiocoll.log import logger
 from aiocoll.rendezvous.tickets import Meeting, Ticket
 
@@ -44,7 +44,8 @@ class Ranks:
         """Run them; return what they return, in their order, without those that were lost when others had ended.
 
         Raises:
-            What the program raises on a rank: the first error that is not about another rank, if there is one.
+            What the program raises on a rank: the first error that is not about another rank, if there is one, else
+                what their group failed of.
         """
         numbers = range(self._meeting.world_size)
         ranks = {asyncio.create_task(self._fill(number), name=f"aiocoll rank {number}") for number in numbers}
@@ -88,4 +89,6 @@ class Ranks:
 
 
 def _to_blame(errors: list[BaseException]) -> BaseException:
-    return next((error for error in errors if not isinstance(error, GroupError)), errors[0])
+    first = next((error for error in errors if not isinstance(error, GroupError)), errors[0])
+    # Whether a group fails during a call or before the next one is chance: its first failure is told in either case.
+    return first.__cause__ if isinstance(first, GroupRevokedError) and first.__cause__ is not None else first
