@@ -48,14 +48,18 @@ async def shrink(pg: aiocoll.ProcessGroup) -> aiocoll.ProcessGroup:
     return await shrinking
 
 
+def asked(pg: aiocoll.ProcessGroup) -> int:
+    """How often the ranks have told each other for how many newcomers they wait."""
+    return sum(each.calls for each in pg.stats().operations if each.op == "ALLGATHER_OBJECT")
+
+
 async def grow(pg: aiocoll.ProcessGroup, n: int) -> aiocoll.ProcessGroup:
     """Let the group grow, unless this rank dies while it waits for newcomers, or as soon as they have come."""
+    before = asked(pg)
     growing = asyncio.ensure_future(_grow(pg, n))
     if death == "growing":
-        said = "BROADCAST_OBJECT" if pg.rank() else "ALLGATHER_OBJECT"
-        while [work.op for work in pg.pending()] != [said]:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        while not pg.rank() and pg.pending():  # noqa: ASYNC110 - rank 0 asks next who has come
+        # Rank 0 asks the store for newcomers next, the others ask rank 0 who has come.
+        while asked(pg) == before or (pg.rank() and not pg.pending()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         die()
     grown = await growing

@@ -26,16 +26,17 @@ async def test_the_recipe_outlives_a_death_while_it_is_at_work(ranks: Ranks, dea
     host, port = server.start()
     env = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "AIOCOLL_STORE": "launcher", "WORLD_SIZE": "4"}
     deaths = {3: "step", second: death}
-    processes = [
-        ranks.start(PROGRAM, "meets", deaths.get(rank, "never"), env={**env, "RANK": str(rank)}) for rank in range(4)
-    ]
-    newcomers = []
-    if death == "grown":  # it dies after the first of them has come
-        newcomers.append(ranks.start(PROGRAM, "joins", "never", env=env))
-    for rank in (3, second):
-        processes[rank].wait(LIMIT)
-    newcomers += [ranks.start(PROGRAM, "joins", "never", env=env) for _ in range(2 - len(newcomers))]
     try:
+        processes = [
+            ranks.start(PROGRAM, "meets", deaths.get(rank, "never"), env={**env, "RANK": str(rank)})
+            for rank in range(4)
+        ]
+        newcomers = []
+        if death == "grown":  # it dies after the first of them has come
+            newcomers.append(ranks.start(PROGRAM, "joins", "never", env=env))
+        for rank in (3, second):
+            processes[rank].wait(LIMIT)
+        newcomers += [ranks.start(PROGRAM, "joins", "never", env=env) for _ in range(2 - len(newcomers))]
         for rank, process in enumerate([*processes, *newcomers]):
             out, err = process.communicate(timeout=LIMIT)
             assert err == ""
