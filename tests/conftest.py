@@ -43,7 +43,7 @@ _ALONE = (
     "hosts/test_links.py",
     *(
         f"integration/test_{name}.py"
-        for name in ("alive", "bursts", "elastic", "loss", "namespaces", "other_user", "recovery")
+        for name in ("alive", "bursts", "elastic", "loss", "many", "namespaces", "other_user", "recovery")
     ),
 )
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py",
