@@ -26,7 +26,7 @@ import aiocoll
 from aiocoll.testing.frames import keep_all_frames
 from aiocoll.work import COMPILED
 
-from .internals import Limits, set_limits
+from .internals import Limits, replaced, set_limits
 from .ports import free_port
 from .ranks import options
 
@@ -189,6 +189,12 @@ def _open_files() -> dict[str, str]:
     # multiprocessing keeps one pipe for the life of the process, from its first use on.
     found.pop(str(getattr(resource_tracker._resource_tracker, "_fd", None)), None)
     return found
+
+
+@pytest.fixture(autouse=True)
+def _on_no_known_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of this process choose as they do on any machine."""
+    replaced(monkeypatch, processors_file=os.devnull)
 
 
 @pytest.fixture(autouse=True)

@@ -124,6 +124,8 @@ PARTS = {
     "signal_listeners": "aiocoll.dump.signals._listeners",
     "store_resolve": "aiocoll.store.listening.resolve",
     "store_sought": "aiocoll.store.client.resolve",
+    "processors_file": "aiocoll.tuning._PROCESSORS",
+    "yama_scope_file": "aiocoll.transport.shm.process_memory._YAMA_SCOPE",
     # what goes over links and into memory
     "chunk_pointed": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.point",
     "chunk_put": "aiocoll.transport.shm.chunk_queue.ChunkQueueWriter.put",
@@ -136,6 +138,8 @@ PARTS = {
     "memory_arrived": "aiocoll.transport.memory.MemoryLink._arrive",
     "memory_written": "aiocoll.transport.memory.MemoryLink.write",
     "written_by_reference": "aiocoll.transport.shm.references.ReferenceWriter.write",
+    "placed": "aiocoll.transport.shm.references.ReferenceWriter.find",
+    "slot_posted": "aiocoll.transport.shm.slots.SlotWriter.post",
     "message_delivered": "aiocoll.engine.matching.matching.Matching.deliver",
     # operations
     "collective_view": "aiocoll.group.collectives.view",

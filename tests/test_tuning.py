@@ -22,7 +22,7 @@ from aiocoll.store import HashStore
 from aiocoll.testing import run_virtual
 from aiocoll.tuning import default_path, dumps, from_wire, load, to_wire
 
-from .internals import comm_of, plans_of
+from .internals import comm_of, plans_of, replaced
 
 #: So much time to start a message that everything is sent at once, whatever its size.
 DEAR = Machine(1.0, 0.001, 1e-9, 1e-10)
@@ -53,7 +53,7 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert content["date"] == "2026-01-01T12:00:00+00:00"
 
 
-@pytest.mark.parametrize("single_copy", [SingleCopy(), SingleCopy(0, 65536), SingleCopy(math.inf, math.inf)])
+@pytest.mark.parametrize("single_copy", [SingleCopy(), SingleCopy(0, 65536, 7), SingleCopy(*[math.inf] * 3)])
 def test_sizes_of_single_copy_are_read(single_copy: SingleCopy, path: Path) -> None:
     path.write_text(dumps({}, "2026-01-01", single_copy))
     assert load(str(path), {}) == Tuning(single_copy=single_copy)
@@ -62,10 +62,28 @@ def test_sizes_of_single_copy_are_read(single_copy: SingleCopy, path: Path) -> N
     assert from_wire(told, "shm", 2) == Tuning(medium="shm", single_copy=single_copy)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n", SingleCopy()),
+        ("processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\n", SingleCopy(spread=2**19, reduced=2**21)),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", SingleCopy()),
+        (None, SingleCopy()),
+    ],
+)
+def test_defaults_are_of_the_processor(
+    text: str | None, expected: SingleCopy, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processors = tmp_path / "cpuinfo"
+    if text is not None:
+        processors.write_text(text)
+    replaced(monkeypatch, processors_file=str(processors))
+    assert from_wire(None, "shm", 2) == Tuning(medium="shm", single_copy=expected)
+    assert load(write(path), {}) == Tuning(**machines(), single_copy=expected)
+
+
 def test_a_part_of_the_sizes_may_be_missing(path: Path) -> None:
-    assert load(write(path, single_copy={"reduced": 7}), {}) == Tuning(
-        **machines(), single_copy=SingleCopy(SingleCopy().moved, 7)
-    )
+    assert load(write(path, single_copy={"reduced": 7}), {}) == Tuning(**machines(), single_copy=SingleCopy(reduced=7))
 
 
 @pytest.mark.parametrize("sizes", [[], {"sent": 1}, {"moved": -1}, {"moved": "1"}, {"moved": True}, {"reduced": [1]}])
@@ -74,7 +92,7 @@ def test_sizes_that_make_no_sense(sizes: object, path: Path) -> None:
         load(write(path, single_copy=sizes), {})
 
 
-@pytest.mark.parametrize("sizes", [None, [], [1], [1, 2, 3], [1, "2"], [float("nan"), 1]])
+@pytest.mark.parametrize("sizes", [None, [], [1, 2], [1, 2, 3, 4], [1, 2, "3"], [float("nan"), 1, 2]])
 def test_sizes_of_rank_0_that_make_no_sense(sizes: object) -> None:
     with pytest.raises(RendezvousError, match="single_copy"):
         from_wire([*to_wire(Tuning(), 4)[:-1], sizes], "shm", 2)

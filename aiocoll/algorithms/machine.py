@@ -54,15 +54,25 @@ class SingleCopy(NamedTuple):
     """Bytes of a message between processes of one host from which the receiver reads it in the sender's memory.
 
     The kernel does that page by page, at half the speed at which a core copies from memory that both map, to which the
-    sender has to copy first. So it pays for what is large, and only where the receiver does not reduce.
+    sender has to copy first. While it copies, though, the receiver can take what is there. So reading in place pays
+    where the sender has more to do, and for what is larger than the caches.
 
     Attributes:
         moved: of a message that is copied.
+        spread: of one that is copied while its sender has others to copy, too.
         reduced: of one that is reduced into something.
     """
 
     moved: float = 16.0 * 1024 * 1024
+    spread: float = 1024.0 * 1024
     reduced: float = math.inf
+
+    def limit(self, kind: str, size: int, *, reduces: bool) -> float:
+        """Return that of the messages of a collective among `size` ranks."""
+        if reduces:
+            return self.reduced
+        alone = kind == "gather" or (kind == "broadcast" and size == 2)
+        return self.moved if alone else self.spread
 
 
 class Tuning(NamedTuple):

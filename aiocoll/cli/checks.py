@@ -25,7 +25,7 @@ from aiocoll.security.names import part_name, shown
 from aiocoll.security.tls_trouble import clock
 from aiocoll.security.user_ca import read
 from aiocoll.store.address import describe
-from aiocoll.transport.shm.process_memory import can_read
+from aiocoll.transport.shm.process_memory import can_read, yama_scope
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
@@ -214,10 +214,10 @@ def _single_copy() -> CheckResult:
     why, remedy = can_read(), "large arrays of ranks of this host are copied twice; in a container: "
     if why is not None:
         return CheckResult(topic, name, why, f"{remedy}docker run --cap-add SYS_PTRACE", fine=False)
-    scope = _read(_PROC / "sys/kernel/yama/ptrace_scope") or "0"
-    if scope == "0" or os.geteuid() == 0:
+    scope = yama_scope()
+    if scope == 0 or os.geteuid() == 0:
         return CheckResult(topic, name, "process_vm_readv works")
-    if scope == "1":
+    if scope == 1:
         advice = "ranks that no launcher has started copy large arrays twice: sysctl -w kernel.yama.ptrace_scope=0"
         return CheckResult(topic, name, "process_vm_readv works among ranks that one launcher has started", advice)
     advice = "large arrays of ranks of this host are copied twice: sysctl -w kernel.yama.ptrace_scope=1"

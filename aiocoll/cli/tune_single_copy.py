@@ -1,14 +1,15 @@
 """`aiocoll bench --tune`: from which size on ranks of this host better read large arrays in each other's memory.
 
-Two processes send each other messages of several sizes, and reduce arrays of these sizes, both with single copy and
-without, in launches that take turns. Of each size the quickest launch counts; single copy pays from the smallest size
-from which on it is never slower.
+Two processes make three calls whose messages have several sizes, both with single copy and without, in launches that
+take turns: one sends to the other, each to the other one, and both reduce. Of each size the quickest launch counts;
+single copy pays from the smallest size from which on it is never slower.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +26,7 @@ from aiocoll.testing import run_processes
 from aiocoll.transport.shared_memory import LEAST_BY_REFERENCE
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.tuning import dumps
+from aiocoll.work import Work
 
 __all__ = ["SIZES", "measure_single_copy", "paying", "use"]
 
@@ -34,8 +36,8 @@ SIZES = tuple(LEAST_BY_REFERENCE << 2 * step for step in range(5))
 _NBYTES, _TIMES = 64 << 20, 4
 _HUNG = 60.0
 
-#: Seconds by size: to exchange an array, and to reduce one.
-_Seconds = dict[int, tuple[float, float]]
+#: Seconds by size, of each call in the order of the fields of `SingleCopy`.
+_Seconds = dict[int, list[float]]
 
 
 async def measure_single_copy(launches: int) -> SingleCopy | None:
@@ -48,7 +50,7 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
         return None
     found: dict[bool, list[_Seconds]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        always = _write(Path(folder), SingleCopy(0, 0))
+        always = _write(Path(folder), SingleCopy(0, 0, 0))
         for number, single_copy in enumerate([True, False] * launches, 1):
             progress.show(f"launch {number} of {2 * launches}: single copy")
             try:
@@ -58,29 +60,32 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
             ranks = await run_processes(2, use, options=options, timeout=_HUNG, loop="uvloop")
             found[single_copy].append({size: _slowest(ranks, size) for size in SIZES})
     with_, without = (_quickest(found[each]) for each in (True, False))
-    moved, reduced = (paying({size: with_[size][what] / without[size][what] for size in SIZES}) for what in range(2))
-    return SingleCopy(moved, reduced)
+    calls = range(len(SingleCopy._fields))
+    return SingleCopy(*(paying({size: with_[size][call] / without[size][call] for size in SIZES}) for call in calls))
 
 
 async def use(pg: ProcessGroup) -> _Seconds:
-    """Exchange and reduce arrays of all sizes; return the lower quartiles."""
+    """Send, exchange and reduce arrays whose messages have all sizes; return the lower quartiles."""
     found = {}
-    peer = 1 - pg.rank()
     for size in SIZES:
-        ours, theirs = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
-        exchanges, reductions = [], []
-        for _ in range(max(_TIMES, _NBYTES // size // len(SIZES))):
-            await pg.barrier()
-            start = perf_counter()
-            sent = pg.send(ours, peer)
-            await pg.recv(theirs, peer)
-            await sent
-            middle = perf_counter()
-            await pg.reduce(ours, 0)
-            exchanges.append(middle - start)
-            reductions.append(perf_counter() - middle)
-        found[size] = _quartile(exchanges), _quartile(reductions)
+        ours, both = np.zeros(size // 4, np.float32), np.zeros(size // 2, np.float32)
+        calls: list[Callable[[], Work[Any]]] = [
+            partial(pg.broadcast, ours, 0),
+            partial(pg.allgather_into_tensor, both, ours),
+            partial(pg.allreduce, both),
+        ]
+        found[size] = [await _lower_quartile(pg, call, max(_TIMES, _NBYTES // size // len(SIZES))) for call in calls]
     return found
+
+
+async def _lower_quartile(pg: ProcessGroup, call: Callable[[], Work[Any]], times: int) -> float:
+    seconds = []
+    for _ in range(times):
+        await pg.barrier()
+        start = perf_counter()
+        await call()
+        seconds.append(perf_counter() - start)
+    return sorted(seconds)[times // 4]
 
 
 def paying(ratios: Mapping[int, float]) -> float:
@@ -100,13 +105,9 @@ def _write(folder: Path, single_copy: SingleCopy) -> str:
     return str(path)
 
 
-def _slowest(ranks: Sequence[Any], size: int) -> tuple[float, float]:
-    return max(rank[size][0] for rank in ranks), max(rank[size][1] for rank in ranks)
+def _slowest(ranks: Sequence[_Seconds], size: int) -> list[float]:
+    return list(map(max, *(rank[size] for rank in ranks)))
 
 
 def _quickest(launches: Sequence[_Seconds]) -> _Seconds:
-    return {size: (min(each[size][0] for each in launches), min(each[size][1] for each in launches)) for size in SIZES}
-
-
-def _quartile(times: list[float]) -> float:
-    return sorted(times)[len(times) // 4]
+    return {size: [min(found) for found in zip(*(each[size] for each in launches), strict=True)] for size in SIZES}

@@ -20,8 +20,8 @@ CALLED_OFF = b"off:"
 ENDED = "ended"
 
 #: Types of the fields of a card: host, event loop, unix socket, address of the store, whose ticket it has, process
-#: (namespace, pid, start), host and port of TCP, bytes of a piece in shared memory.
-_CARD = [str, str, str, str, str, int, int, int, str, int, int]
+#: (namespace, pid, start), host and port of TCP, bytes of a piece in shared memory, whether it reads others' memory.
+_CARD = [str, str, str, str, str, int, int, int, str, int, int, bool]
 
 
 class CardCache:
@@ -64,6 +64,7 @@ def _decoded(rank: int, data: bytes) -> Card:
             *card["process"],
             *tcp,
             card["piece"],
+            card.get("reads", False),
         )
         if list(map(type, told)) == _CARD:
             return dict(card)

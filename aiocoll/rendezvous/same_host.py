@@ -7,6 +7,7 @@ sockets, and only the loopback is sure not to leave the host.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from itertools import count
 
@@ -16,7 +17,7 @@ from aiocoll.rendezvous.launchers import common_parent
 from aiocoll.security.tls import is_encrypted
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
-from aiocoll.transport.shm.process_memory import permit
+from aiocoll.transport.shm.process_memory import permit, yama_scope
 from aiocoll.transport.stream.route import find_route
 from aiocoll.transport.stream.transport import StreamTransport
 
@@ -40,9 +41,11 @@ def encryption_at(rank: int, store: str, options: GroupOptions) -> str:
 
 def single_copy(options: GroupOptions, env: Mapping[str, str]) -> bool:
     """Return whether the ranks of this host may read each other's memory; let those do it that the launcher started."""
-    if options.single_copy and (launcher := common_parent(env)) is not None:
+    if not options.single_copy:
+        return False
+    if (launcher := common_parent(env)) is not None:
         permit(launcher)
-    return options.single_copy
+    return yama_scope() < (1 if launcher is None else 2) or os.geteuid() == 0
 
 
 async def tell_hosts_apart(store: Store, stream: StreamTransport, *, trusted: bool) -> Card:

@@ -145,6 +145,25 @@ class SharedMemoryLink(Link, Protocol):
     def chunk(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
         """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
 
+    def read(self, segment: int, address: int, nbytes: int, into: memoryview | None) -> memoryview:
+        """Read memory of the peer.
+
+        Args:
+            segment: where it lies, as the peer's `place_of` has returned it.
+            address: the same.
+            nbytes: how much, at least one byte, at most `SEGMENT`.
+            into: where to read it; by default where it lies, if both map that, or into scratch memory.
+
+        Returns:
+            What has been read; without `into`, until the next call.
+
+        Raises:
+            OSError: it is not there, or the kernel gives no leave.
+        """
+
+    def fail(self, error: Exception) -> None:
+        """Close the link and tell the sink why, as if reading had failed."""
+
     def reclaim(self) -> bool:
         """Free the next chunks as long as they are of groups that are over; whether there were any."""
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from aiocoll.transport.frame import SEGMENT
 
 __all__ = [
+    "IN_PLACE",
     "LEAST_BY_REFERENCE",
     "MIDDLE_SLOTS",
     "MOST_BY_REFERENCE",
@@ -43,6 +44,10 @@ LEAST_BY_REFERENCE = 64 * 1024
 MOST_BY_REFERENCE = 4 * SEGMENT
 
 
+#: In place of its length: a slot says where the bytes are, not which.
+IN_PLACE: Final = (1 << 24) - 1
+
+
 class SlotWriter(Protocol):
     """The slots in which this rank posts."""
 
@@ -57,6 +62,15 @@ class SlotWriter(Protocol):
             length: its bytes, for a reader that has to compare them, too.
         """
 
+    def is_read(self, slot: int) -> bool:
+        """Whether the peer has given back the slot."""
+
+    def pieces(self) -> int:
+        """Return how many pieces the peer has read of what posts point to."""
+
+    def void(self, slot: int) -> None:
+        """Tell the peer that what a post points to may change from now on."""
+
 
 class SlotReader(Protocol):
     """The slots in which the peer posts: what `view` returns may be read after `look` and until `free`."""
@@ -67,11 +81,20 @@ class SlotReader(Protocol):
     def look(self, slot: int, identity: int) -> int:
         """Return the tag of what was posted for an operation in its slot; -1 if nothing was."""
 
+    def is_unread(self, slot: int) -> bool:
+        """Whether something was posted there that was not read: what `look` finds may have been read before."""
+
     def length(self, slot: int) -> int:
         """Return the bytes that whoever posted says are there."""
 
     def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """Return the first `count` elements in a slot, where they lie."""
+
+    def is_void(self, slot: int) -> bool:
+        """Whether what the post points to may have changed since."""
+
+    def has_read(self) -> None:
+        """Tell the peer that a piece has been read of what a post points to: that the slot will soon be free."""
 
     def free(self, slot: int) -> None:
         """Give the slot back, once for each post."""

@@ -99,7 +99,7 @@ async def rank(number: int, scenario: dict[str, Any], port: int, say: Callable[[
     async with group as pg:
         if single_copy:
             comm = comm_of(pg)
-            comm.tuning = comm.tuning._replace(single_copy=SingleCopy(0, 0))
+            comm.tuning = comm.tuning._replace(single_copy=SingleCopy(0, 0, 0))
         for _ in range(scenario["rounds"]):
             await call(pg, root, count)
         if number == scenario["victim"]:

@@ -451,9 +451,8 @@ SCOPES = {
 @pytest.mark.parametrize("user", [0, 1000])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_single_copy_under_yama(scope: str, user: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sys/kernel/yama").mkdir(parents=True)
-    (tmp_path / "sys/kernel/yama/ptrace_scope").write_text(f"{scope}\n")
-    replaced(monkeypatch, proc_folder=tmp_path)
+    (tmp_path / "ptrace_scope").write_text(f"{scope}\n")
+    replaced(monkeypatch, yama_scope_file=str(tmp_path / "ptrace_scope"))
     monkeypatch.setattr(os, "geteuid", lambda: user)
     finding = found("single copy")
     value, remedy = SCOPES["0" if user == 0 else scope]

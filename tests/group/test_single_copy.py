@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from aiocoll import GroupError, GroupOptions, ProcessGroup
 from aiocoll.engine.links.flow_control import LINK_WINDOW
 from aiocoll.testing import run_processes, run_ranks
+from aiocoll.transport.shared_memory import IN_PLACE
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
+from aiocoll.transport.shm.slots import SlotWriter
 
 from ..internals import channels_of, spied, unasked
 from ..pairwise import Case, cover
@@ -37,20 +40,24 @@ def options(tmp_path: Path) -> GroupOptions:
 
 def tuning(folder: Path) -> str:
     path = folder / "tuning.json"
-    sizes = {"moved": 0, "reduced": 0}
+    sizes = {"moved": 0, "spread": 0, "reduced": 0}
     path.write_text(json.dumps({"format": "aiocoll tuning", "version": 1, "media": {}, "single_copy": sizes}))
     return str(path)
 
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Where the payloads lay of frames that were not copied."""
+    """Where what was not copied lay: payloads of frames, and messages that slots point to."""
     seen: list[tuple[int, int]] = []
 
     def see(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
         seen.append(place)
 
-    spied(monkeypatch, written_by_reference=see)
+    def see_post(writer: SlotWriter, slot: int, op: int, tag: int, posted: NDArray[Any], length: int = 0) -> None:
+        if length == IN_PLACE:
+            seen.append((int(posted[0]), int(posted[1])))
+
+    spied(monkeypatch, written_by_reference=see, slot_posted=see_post)
     return seen
 
 

@@ -114,8 +114,12 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "single copy": Subject(
-            ("ReferenceWriter.write", "PeerMemory.read"),
-            (("test_shm_references.py",), ("test_shm_process_memory.py", "-k", "not privileges")),
+            ("ReferenceWriter.write", "PeerMemory.read", "ProgramInPlace._place", "Gathered._read"),
+            (
+                ("test_shm_references.py",),
+                ("test_shm_process_memory.py", "-k", "not privileges"),
+                ("test_program_in_place.py", "-k", "not 7"),
+            ),
         ),
         "redis store": Subject(
             (

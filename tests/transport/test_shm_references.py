@@ -362,4 +362,5 @@ async def test_memory_that_no_process_can_read(monkeypatch: pytest.MonkeyPatch) 
         memory = both.near._references._memory
         assert memory is not None
         monkeypatch.setattr(type(memory), "can_show", lambda self, address: False)
-        assert both.place(array) is None
+        assert both.place(np.frombuffer(bytearray(1000), np.uint8)) is None
+        assert both.place(array[10:20]) is not None  # NumPy's own: nothing has to be tried

@@ -36,6 +36,7 @@ from aiocoll.security.tls import of_this_process
 from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.transport.base import Card, Header, Link
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
+from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.tls_stream import open_tls
@@ -673,11 +674,19 @@ async def test_a_second_connect_to_the_same_peer() -> None:
 async def test_cards() -> None:
     async with started(1, "unix") as (a,), started(1, "tcp") as (b,):
         host, process = address.host_identity(), list(this_process())
-        assert a.card == {"host": host, "unix": a.card["unix"], "tcp": None, "process": process, "piece": 0}
+        assert a.card == {
+            "host": host,
+            "unix": a.card["unix"],
+            "tcp": None,
+            "process": process,
+            "piece": 0,
+            "reads": False,
+        }
         assert a.card["unix"].startswith("@aiocoll-")
         assert (b.card["unix"], b.card["tcp"][0]) == (None, "127.0.0.1")
     async with started(1, "shm") as (c,):
         assert c.card["piece"] == SEGMENT
+        assert c.card["reads"] == (can_read() is None)
 
 
 async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import byte_view
+from aiocoll.engine.operations import places
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.object_exchange import Post
 from aiocoll.engine.operations.pair_slots import largest, slot_of
@@ -16,6 +17,7 @@ from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
+from aiocoll.transport.shared_memory import IN_PLACE
 from aiocoll.work import Work
 
 __all__ = ["Gathered", "Given"]
@@ -37,7 +39,7 @@ class Given(NamedTuple):
 
 
 class Gathered(Post):
-    """Receives a message of any length from every other rank, in frames or a slot; they carry out the plan of a gather.
+    """Receives a message of any length from every other rank; they carry out the plan of a gather.
 
     Args:
         signature: of that plan, without the fields that only the two ends of a message know.
@@ -65,7 +67,7 @@ class Gathered(Post):
     def enter(self) -> None:
         """Copy this rank's own part, and take what has been posted."""
         self.advance()
-        if not self.done and not self.look():
+        if not self.done:
             self.comm.polling.readers[self] = None
 
     def look(self) -> bool:
@@ -91,12 +93,35 @@ class Gathered(Post):
         if tag != comm.id << 32 | self.fingerprint:
             comm.mismatches.disagree(peer, self.id, self.describe())
             return
-        if (length := reader.length(slot)) > most:
+        if (length := reader.length(slot)) == IN_PLACE:
+            if (place := places.find(link, slot)) is not None:
+                self._read(peer, slot, place)
+            return
+        if length > most:
             raise ProtocolError(f"rank {peer} posted {length} bytes to a slot of {most}")
         comm.context.heard = comm.ranks[peer]
         self.deliver(peer, 0, length, byte_view(reader.view(slot, _BYTES, length)), length)
         comm.context.heard = -1
         reader.free(slot)
+
+    def _read(self, peer: int, slot: int, place: places.Place) -> None:
+        """Read a part where it lies, for as long as a callback may take."""
+        ticks = self.comm.runtime.ticks
+        deadline = ticks() + BUDGET
+        room = self._room(peer, place.nbytes)
+        assert room is not None
+        while peer in self._missing:
+            start = self._received.get(peer, 0)
+            stop = min(start + SEGMENT, place.nbytes)
+            if places.read(self, peer, slot, place, start, stop - start, room[start:stop]) is None:
+                return
+            self._received[peer] = stop
+            if stop == place.nbytes:
+                self._missing.discard(peer)
+                self._settle()
+            elif ticks() > deadline:
+                self.put_off()
+                return
 
     def needs(self, peer: int) -> bool:
         """Whether the part of `peer` is missing: what it has posted stays readable after it has left."""
@@ -108,7 +133,7 @@ class Gathered(Post):
         super().fail(error)
 
     def advance(self) -> None:
-        """Copy chunk by chunk, for as long as a callback may take."""
+        """Copy chunk by chunk, for as long as a callback may take; then take what has been posted."""
         source, own = self._source, self._own
         ticks = self.comm.runtime.ticks
         deadline, step = ticks() + BUDGET, max(SEGMENT // source.itemsize, 1)
@@ -120,6 +145,8 @@ class Gathered(Post):
                 self.put_off()
                 return
         self._settle()
+        if not self.done:
+            self.look()
 
     def awaited(self) -> list[int]:
         """Return the ranks from which something has not arrived."""

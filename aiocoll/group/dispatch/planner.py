@@ -18,6 +18,7 @@ from aiocoll.engine.operations.oneshot_tensor import OneShotTensor
 from aiocoll.engine.operations.pair_slots import fits
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.engine.operations.program_in_place import ProgramInPlace
 from aiocoll.engine.operations.program_with_slots import ProgramWithSlots
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
 from aiocoll.engine.operations.signature import Signature
@@ -41,6 +42,9 @@ _NAMES: dict[type, str] = {OneShot: "oneshot", OneShotBlocks: "oneshot", OneShot
 _IN_BLOCKS = ("allgather", "reduce_scatter")
 #: Collectives of one tensor in which not all ranks need all others', and the algorithm of one step that says whose.
 _DIRECT = {"broadcast": "linear", "reduce": "linear", "scan": "fold", "exscan": "fold"}
+#: Collectives of large messages that processes read in each other's memory, and the algorithm for it: each rank reads
+#: straight from those that have something for it, so nothing has to be passed on.
+_IN_PLACE = {"allreduce": "ring", "reduce_scatter": "ring", "allgather": "direct", "broadcast": "linear"}
 
 
 class Planner:
@@ -127,7 +131,10 @@ class Planner:
             tuning=self._comm.tuning,
             hosts=self._comm.hosts,
         )
-        if made is None or made.prescale is None:
+        in_place = self._reads(kind, nbytes, sizes, made)
+        if in_place:
+            algorithm = _IN_PLACE[kind]
+        elif made is None or made.prescale is None:
             shared = self._shares(kind, algorithm, nbytes, sizes, made)
             if shared is not None:
                 steps: tuple[Action, ...] = ()
@@ -139,7 +146,9 @@ class Planner:
                 tuple(each * unit for each in size) if isinstance(size, tuple) else size * unit for size in sizes
             )
         program = self._program(kind, algorithm, sizes, root, made)
-        executor = self._moves(program, dtype) if spec_of(kind).private else ProgramExecutor
+        executor: Executor = ProgramInPlace if in_place else ProgramExecutor
+        if spec_of(kind).private:
+            executor = self._moves(kind, program, dtype)
         return Plan(signature, program, dtype, made, executor)
 
     def counting_plan(self, signature: Signature) -> Plan:
@@ -182,11 +191,29 @@ class Planner:
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
         return ShmRing if few and not made.ordered and pieces < MOST_PIECES else None
 
-    def _moves(self, program: Program, dtype: DType | None) -> Executor:
+    def _reads(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> bool:
+        """Whether all messages of a call are so large that they are read where they lie."""
+        comm = self._comm
+        if not comm.chunk_nbytes or self._size == 1 or kind not in _IN_PLACE or (made and made.ordered):
+            return False
+        if kind == "allreduce":
+            nbytes //= self._size
+        elif kind != "broadcast":
+            nbytes = nbytes // max(sum(sizes[0]), 1) * min(sizes[0])
+        limit = comm.tuning.single_copy.limit(kind, self._size, reduces=made is not None)
+        return not self._fits(nbytes) and nbytes >= limit and comm.all_read
+
+    def _moves(self, kind: str, program: Program, dtype: DType | None) -> Executor:
         """Return the executor of a program in which only the two ends of a message know its count."""
         comm, itemsize = self._comm, 1 if dtype is None else dtype.storage.itemsize
-        small = {fits(comm, action.region.count * itemsize) for action in program.actions if action.peer >= 0}
-        if not comm.chunk_nbytes or True not in small:
+        blocks = [action.region.count * itemsize for action in program.actions if action.peer >= 0]
+        if not comm.chunk_nbytes:
+            return ProgramExecutor
+        small = {fits(comm, nbytes) for nbytes in blocks}
+        limit = comm.tuning.single_copy.limit(kind, self._size, reduces=False)
+        if False in small and max(blocks) >= limit:
+            return ProgramInPlace
+        if True not in small:
             return ProgramExecutor
         return ProgramWithSlots if False in small else OneShotMoves
 

@@ -48,6 +48,8 @@ class Direction(NamedTuple):
     """Word: how often something was posted to the slots."""
     freed: int
     """Words, one per slot: posts its reader is done with."""
+    pieces: int
+    """Word: how often its reader has read a piece of what posts point to."""
     ring: int
     data: int
     data_nbytes: int
@@ -99,6 +101,7 @@ class LinkLayout:
             posts=word + 40,
             chunks_taken=word + 48,
             freed=word + 64,
+            pieces=word + 224,
             ring=start,
             data=data,
             data_nbytes=segments * SEGMENT,

@@ -239,6 +239,10 @@ class ShmLink:
             self._runtime.call_soon(self._refuse, error)
         return found
 
+    def read(self, segment: int, address: int, nbytes: int, into: memoryview | None) -> memoryview:
+        """Read memory of the peer; by default where it lies, or into scratch memory, until the next call."""
+        return self._reference_reader.read(segment, address, nbytes, into)
+
     def divert(self) -> None:
         """Nothing to do: payloads arrive whole."""
 

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["OwnMemory", "PeerMemory", "address_of", "can_read", "peer_memory", "permit"]
+__all__ = ["OwnMemory", "PeerMemory", "address_of", "can_read", "peer_memory", "permit", "yama_scope"]
 
 _WORD = 8
 _PR_SET_PTRACER = 0x59616D61
+_YAMA_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 
 
 class _IoVec(ctypes.Structure):
@@ -130,6 +131,18 @@ def permit(pid: int) -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+def yama_scope() -> int:
+    """Return whom Yama lets read a process, besides root.
+
+    0 (and without Yama): all processes of its user; 1: its parents, and whom it permits; 2 and above: nobody.
+    """
+    try:
+        with open(_YAMA_SCOPE) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
 
 
 def can_read() -> str | None:

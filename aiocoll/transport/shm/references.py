@@ -45,9 +45,16 @@ class InPlace:
         self._random_bytes = random_bytes
 
     @cached_property
+    def is_wanted(self) -> bool:
+        """Whether peers may, and as far as this process can tell alone, can read its memory."""
+        return self._random_bytes is not None and can_read() is None
+
+    @cached_property
     def memory(self) -> OwnMemory | None:
         """That of its process; None if peers shall not, or cannot, read it."""
-        return None if self._random_bytes is None or can_read() is not None else OwnMemory(self._random_bytes)
+        if self._random_bytes is None or not self.is_wanted:
+            return None
+        return OwnMemory(self._random_bytes)
 
     @cached_property
     def scratch(self) -> memoryview:
@@ -110,7 +117,7 @@ class ReferenceWriter:
         if not attach or self._memory is None:
             return None
         address = address_of(payload)
-        return (0, address) if self._memory.can_show(address) else None
+        return (0, address) if _is_numpys(payload.obj) or self._memory.can_show(address) else None
 
     def write(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
         """Write a frame whose payload is at `place`; False if the ring is full."""
@@ -143,6 +150,19 @@ class ReferenceWriter:
 
 class UnreadableError(ConnectionResetError):
     """The memory that a frame points to cannot be read: its process is gone, or withdrew leave."""
+
+
+def _is_numpys(memory: object) -> bool:
+    """Whether NumPy has allocated it, so that the kernel can show it."""
+    while isinstance(memory, np.ndarray):
+        if memory.base is None:
+            return bool(memory.flags.owndata)
+        memory = memory.base
+    return False
+
+
+def _unreadable(error: OSError) -> UnreadableError:
+    return UnreadableError(error.errno, f"cannot read the memory of its process: {error}")
 
 
 class _Receiver(Link, Protocol):
@@ -197,7 +217,7 @@ class ReferenceReader:
                 self._read(segment, entry[ADDRESS] + moved, into)
             except OSError as error:
                 if not entry[VOID]:
-                    raise UnreadableError(error.errno, f"cannot read the memory of its process: {error}") from None
+                    raise _unreadable(error) from None
             if entry[VOID]:
                 link.sink.withdrawn(link, header)
                 break
@@ -210,12 +230,27 @@ class ReferenceReader:
         self._moved = 0
         return True
 
+    def read(self, segment: int, address: int, nbytes: int, into: memoryview | None) -> memoryview:
+        """As `SharedMemoryLink.read`."""
+        try:
+            if into is None and segment:
+                return self._in_segment(segment, address, nbytes)
+            if into is None:
+                into = self._own.scratch[:nbytes]
+            self._read(segment, address, into)
+        except OSError as error:
+            raise _unreadable(error) from None
+        return into
+
+    def _in_segment(self, segment: int, address: int, nbytes: int) -> memoryview:
+        found = self._sharing.read(segment, address, _BYTE, nbytes)
+        if found is None:
+            raise OSError(errno.EFAULT, "it is in no segment that its rank has shared")
+        return found.data
+
     def _read(self, segment: int, address: int, into: memoryview) -> None:
         if segment:
-            found = self._sharing.read(segment, address, _BYTE, into.nbytes)
-            if found is None:
-                raise OSError(errno.EFAULT, "it is in no segment that its rank has shared")
-            into[:] = found.data
+            into[:] = self._in_segment(segment, address, into.nbytes)
         elif self._memory is None:
             raise OSError(errno.EPERM, "this process has no leave to read it")
         else:

@@ -66,6 +66,11 @@ class Sharing:
         """Bytes of the largest chunk; the largest slot holds a quarter of it. 0 if there is no shared memory."""
         return 0 if self.trouble is not None else self._layout.directions[0].chunk_nbytes
 
+    @property
+    def reads(self) -> bool:
+        """Whether this rank and its peers may read each other's memory, as far as it can tell before they try."""
+        return self.trouble is None and self.in_place.is_wanted
+
     async def propose(self, sock: socket.socket) -> Pair | None:
         """Offer memory to the rank that has been dialled; None if the socket has to do."""
         doorbell = self._hold()

@@ -30,6 +30,8 @@ _HEAD = 24
 #: Bits of word 2 that count how often the slot has been used.
 _TIMES = 40
 _USED = (1 << _TIMES) - 1
+#: The first word of the bytes, and what is there once they are void; no address space has so many segments.
+_FIRST, _VOID = _HEAD // 8, (1 << 64) - 1
 _INLINE_NBYTES = LINE - _HEAD
 #: Views of slots that are kept: a program has few call sites.
 _VIEWS = 256
@@ -47,15 +49,16 @@ def _places(direction: Direction) -> tuple[list[int], list[int]]:
 class _SlotEnd:
     """What both ends know: where the slots are."""
 
-    __slots__ = ("_freed", "_lines", "_memory", "_order", "_posts", "_starts", "_views", "_words")
+    __slots__ = ("_freed", "_full", "_lines", "_memory", "_order", "_pieces", "_posts", "_starts", "_views", "_words")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
         self._words = memory.cast("Q")
-        self._order = fences.order
+        self._order, self._full = fences
         self._lines, self._starts = _places(direction)
         self._freed = direction.freed
         self._posts = direction.posts
+        self._pieces = direction.pieces
         self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
 
     def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -111,6 +114,19 @@ class SlotWriter(_SlotEnd):
         words[self._posts] = self._total = self._total + 1
         return True
 
+    def is_read(self, slot: int) -> bool:
+        """Whether the peer has given back the slot."""
+        return bool(self._words[self._freed + slot] == self._posted[slot])
+
+    def pieces(self) -> int:
+        """Return how many pieces the peer has read of what posts point to."""
+        return self._words[self._pieces]
+
+    def void(self, slot: int) -> None:
+        """Tell the peer that what a post points to may change from now on."""
+        self._words[self._lines[slot] + _FIRST] = _VOID
+        self._full()
+
     def _reserve(self, slot: int) -> bool:
         start = self._starts[slot]
         end = start + (self._direction.small_nbytes if slot < SMALL_SLOTS else self._direction.middle_nbytes)
@@ -148,9 +164,26 @@ class SlotReader(_SlotEnd):
             self._order()
         return tag
 
+    def is_unread(self, slot: int) -> bool:
+        """Whether something was posted there that was not read: what `look` finds may have been read before."""
+        unread = self._words[self._lines[slot] + 2] & _USED != self._words[self._freed + slot]
+        if self._order is not None:
+            self._order()
+        return unread
+
     def length(self, slot: int) -> int:
         """Return the bytes that whoever posted says are there."""
         return self._words[self._lines[slot] + 2] >> _TIMES
+
+    def is_void(self, slot: int) -> bool:
+        """Whether what the post points to may have changed since."""
+        if self._order is not None:
+            self._order()
+        return self._words[self._lines[slot] + _FIRST] == _VOID
+
+    def has_read(self) -> None:
+        """Tell the peer that a piece has been read of what a post points to: that the slot will soon be free."""
+        self._words[self._pieces] += 1
 
     def free(self, slot: int) -> None:
         """Give the slot back, once for each post."""

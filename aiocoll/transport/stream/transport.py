@@ -147,6 +147,7 @@ class StreamTransport:
             "tcp": tcp,
             "process": list(self._process),
             "piece": self._links.sharing.chunk_nbytes,
+            "reads": self._links.sharing.reads,
         }
 
     async def listen(self) -> Card:

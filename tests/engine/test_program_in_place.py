@@ -1,0 +1,395 @@
+"""Collectives of large messages that slots point to: what they fall back to, and how they end before their time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupError,
+    GroupOptions,
+    GroupRevokedError,
+    ProcessGroup,
+    ReduceOp,
+    new_group,
+)
+from aiocoll.algorithms.machine import SingleCopy
+from aiocoll.engine.operations.program_in_place import ProgramInPlace
+from aiocoll.engine.operations.shm_ring import ShmRing
+from aiocoll.store import HashStore
+from aiocoll.testing import run_processes, run_ranks
+from aiocoll.transport.frame import SEGMENT
+from aiocoll.transport.shared_memory import IN_PLACE
+from aiocoll.transport.shm.process_memory import can_read
+from aiocoll.transport.shm.slots import SlotWriter
+
+from ..internals import comm_of, plans_of, replaced, wrapped
+
+pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
+
+SHM = GroupOptions(transport="shm")
+#: Elements of float64 of the largest block that goes to a slot, and of some pieces.
+FITS, LARGE = 8192, 5 * SEGMENT // 8 + 3
+SIZES = [2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)]
+
+Call = Callable[[ProcessGroup, int], Awaitable[None]]
+
+
+async def allreduce(pg: ProcessGroup, count: int) -> None:
+    tensor = np.arange(count, dtype=np.float64) + pg.rank()
+    await pg.allreduce(tensor)
+    p = pg.size()
+    assert (tensor == p * np.arange(count) + p * (p - 1) / 2).all()
+
+
+async def broadcast(pg: ProcessGroup, count: int) -> None:
+    root = pg.size() - 1
+    tensor = np.arange(count, dtype=np.float64) + pg.rank()
+    await pg.broadcast(tensor, root)
+    assert (tensor == np.arange(count) + root).all()
+
+
+async def allgather(pg: ProcessGroup, count: int) -> None:
+    outputs = [np.empty(count + rank) for rank in range(pg.size())]
+    await pg.allgather(outputs, np.full(count + pg.rank(), pg.rank() + 0.5))
+    assert all((each == rank + 0.5).all() for rank, each in enumerate(outputs))
+
+
+async def reduce_scatter(pg: ProcessGroup, count: int) -> None:
+    inputs = [np.full(count + block, pg.rank() + block, np.float64) for block in range(pg.size())]
+    output = np.empty(count + pg.rank())
+    await pg.reduce_scatter(output, inputs)
+    p = pg.size()
+    assert (output == p * (p - 1) / 2 + p * pg.rank()).all()
+
+
+async def gather(pg: ProcessGroup, count: int) -> None:
+    for outputs in ([np.empty(count + rank) for rank in range(pg.size())], None):
+        found = await pg.gather(outputs if pg.rank() == 0 else None, np.full(count + pg.rank(), pg.rank() + 0.5), 0)
+        assert found is None or [each.size for each in found] == [count + rank for rank in range(pg.size())]
+        assert all((each == rank + 0.5).all() for rank, each in enumerate(found or ()))
+
+
+async def scatter(pg: ProcessGroup, count: int) -> None:
+    root = pg.size() - 1
+    inputs = [np.full(count + rank, rank + 0.5) for rank in range(pg.size())] if pg.rank() == root else None
+    output = np.empty(count + pg.rank())
+    await pg.scatter(output, inputs, root)
+    assert (output == pg.rank() + 0.5).all()
+
+
+async def alltoall(pg: ProcessGroup, count: int) -> None:
+    rank, p = pg.rank(), pg.size()
+    outputs = [np.empty(count + peer) for peer in range(p)]
+    await pg.alltoall(outputs, [np.full(count + rank, rank * p + peer, np.float64) for peer in range(p)])
+    assert all((each == peer * p + rank).all() for peer, each in enumerate(outputs))
+
+
+CALLS: dict[str, Call] = {
+    call.__name__: call for call in (allreduce, broadcast, allgather, reduce_scatter, gather, scatter, alltoall)
+}
+
+
+def always(pg: ProcessGroup) -> None:
+    """Single copy pays for whatever is no small operation."""
+    comm = comm_of(pg)
+    comm.tuning = comm.tuning._replace(single_copy=SingleCopy(0, 0, 0))
+
+
+def executors(pg: ProcessGroup) -> set[Any]:
+    return {plan.executor for plan, _ in plans_of(pg)}
+
+
+@pytest.mark.parametrize("count", [7 * FITS, LARGE])
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("kind", CALLS)
+async def test_results(kind: str, world_size: int, count: int) -> None:
+    """Of plain calls, keyed ones and sub-groups, several at a time."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        always(pg)
+        for _ in range(2):
+            await CALLS[kind](pg, count)
+        assert ProgramInPlace in executors(pg)
+        await asyncio.gather(*(CALLS[kind](pg, count) for _ in range(3)))
+        part = await pg.split_group([0, 1])
+        if part is not None:
+            always(part)
+            await CALLS[kind](part, count)
+            assert ProgramInPlace in executors(part)
+
+    await run_ranks(world_size, rank, options=SHM)
+
+
+async def test_results_of_processes() -> None:
+    assert await run_processes(3, _in_a_process, options=SHM) == [{ProgramInPlace}] * 3
+
+
+async def _in_a_process(pg: ProcessGroup) -> set[Any]:
+    always(pg)
+    for call in CALLS.values():
+        for count in (7 * FITS, LARGE):
+            await call(pg, count)
+    return executors(pg)
+
+
+@pytest.mark.parametrize("shift", range(3))
+@pytest.mark.parametrize("world_size", SIZES)
+async def test_messages_of_some_ranks_are_small(world_size: int, shift: int) -> None:
+    sizes = [0, 1, FITS, FITS + 1, LARGE, FITS - 1, 3 * FITS][:world_size]
+    counts = [*sizes[shift % world_size :], *sizes[: shift % world_size]]
+
+    async def rank(pg: ProcessGroup) -> None:
+        always(pg)
+        rank, root = pg.rank(), world_size - 1
+        mine = np.full(counts[rank], rank + 0.5)
+        for outputs in ([np.empty(count) for count in counts], None):
+            found = await pg.gather(outputs if rank == root else None, mine, root)
+            assert [each.size for each in found or ()] == (counts if rank == root else [])
+            assert all((each == peer + 0.5).all() for peer, each in enumerate(found or ()))
+        output = np.empty(counts[rank])
+        await pg.scatter(output, [np.full(count, count / 2) for count in counts] if rank == root else None, root)
+        assert (output == counts[rank] / 2).all()
+        received = [np.empty(count) for count in counts]
+        await pg.alltoall(received, [np.full(counts[rank], peer + 0.5) for peer in range(world_size)])
+        assert all((each == rank + 0.5).all() for each in received)
+
+    await run_ranks(world_size, rank, options=SHM)
+
+
+@pytest.mark.parametrize("taken", ["always", "at times"])
+@pytest.mark.parametrize("kind", CALLS)
+async def test_without_a_slot_frames_go(kind: str, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the slot of the operation is not free yet."""
+    calls = 0
+
+    def post(original: Callable[..., bool], writer: SlotWriter, *args: Any) -> bool:
+        nonlocal calls
+        calls += args[-1] == IN_PLACE
+        return not (args[-1] == IN_PLACE and (taken == "always" or calls % 3)) and original(writer, *args)
+
+    async def rank(pg: ProcessGroup) -> None:
+        always(pg)
+        for _ in range(3):
+            await CALLS[kind](pg, LARGE)
+
+    wrapped(monkeypatch, slot_posted=post)
+    await run_ranks(3, rank, options=SHM)
+    assert calls
+
+
+@pytest.mark.parametrize("kind", CALLS)
+async def test_memory_that_cannot_be_shown_goes_in_frames(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        always(pg)
+        for _ in range(2):
+            await CALLS[kind](pg, LARGE)
+
+    replaced(monkeypatch, placed=lambda *_, **__: None)
+    await run_ranks(3, rank, options=SHM)
+
+
+async def test_elements_that_do_not_fill_a_piece() -> None:
+    """Structures of 24 bytes, and pairs of 12: a piece that is reduced has whole ones."""
+    three = np.dtype([("a", "f8"), ("b", "f8"), ("c", "i8")])
+    pair = np.dtype([("value", "f8"), ("index", "i4")])
+
+    async def rank(pg: ProcessGroup) -> None:
+        always(pg)
+        tensor = np.zeros(LARGE, three)
+        tensor["c"] = np.arange(LARGE) + pg.rank()
+        await pg.broadcast(tensor, 1)
+        assert (tensor["c"] == np.arange(LARGE) + 1).all()
+        pairs = np.zeros(LARGE, pair)
+        pairs["value"], pairs["index"] = np.arange(LARGE) % 7 - pg.rank(), pg.rank()
+        await pg.allreduce(pairs, ReduceOp.MINLOC)
+        assert (pairs["value"] == np.arange(LARGE) % 7 - 2).all()
+        assert (pairs["index"] == 2).all()
+        assert {ProgramInPlace} <= executors(pg)
+
+    await run_ranks(3, rank, options=SHM)
+
+
+@pytest.mark.parametrize(
+    "op", [ReduceOp.AVG, ReduceOp.PREMUL_SUM(0.5), ReduceOp.custom(lambda a, b, out: np.maximum(a, b, out=out))]
+)
+async def test_other_ops(op: ReduceOp) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        always(pg)
+        tensor = np.full(LARGE, pg.rank() + 1.0)
+        await pg.allreduce(tensor, op)
+        assert (tensor == (2 if op == ReduceOp.AVG else 3)).all()
+
+    await run_ranks(3, rank, options=SHM)
+
+
+# -- who decides
+
+
+@pytest.mark.parametrize("forbidding", [None, 0, 1])
+async def test_all_ranks_decide_alike(forbidding: int | None) -> None:
+    """Where one rank does not want it, none takes a program that pays only if all do."""
+
+    async def rank(number: int) -> None:
+        given = GroupOptions(transport="shm", single_copy=number != forbidding)
+        async with new_group(store=store, rank=number, world_size=2, options=given) as pg:
+            always(pg)
+            await allreduce(pg, LARGE)
+            assert executors(pg) == {ShmRing if forbidding is not None else ProgramInPlace}
+
+    store = HashStore()
+    async with asyncio.TaskGroup() as ranks:
+        for number in range(2):
+            ranks.create_task(rank(number))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduces", "size", "limit"),
+    [
+        ("broadcast", False, 2, 1),
+        ("gather", False, 7, 1),
+        ("broadcast", False, 3, 2),
+        ("scatter", False, 2, 2),
+        ("allgather", False, 2, 2),
+        ("alltoall", False, 4, 2),
+        ("allreduce", True, 2, 3),
+        ("reduce_scatter", True, 4, 3),
+    ],
+)
+def test_limits(kind: str, reduces: bool, size: int, limit: int) -> None:
+    assert SingleCopy(1, 2, 3).limit(kind, size, reduces=reduces) == limit
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "scatter", "alltoall"])
+async def test_below_the_limit_nothing_is_pointed_to(kind: str) -> None:
+    async def rank(pg: ProcessGroup, limit: int) -> bool:
+        comm = comm_of(pg)
+        comm.tuning = comm.tuning._replace(single_copy=SingleCopy(math.inf, limit, limit))
+        await CALLS[kind](pg, 9 * FITS)
+        return ProgramInPlace in executors(pg)
+
+    nbytes = 3 * FITS * 8 if kind == "allreduce" else 9 * FITS * 8
+    assert await run_ranks(3, rank, nbytes, options=SHM) == [True] * 3
+    assert await run_ranks(3, rank, nbytes + 17, options=SHM) == [False] * 3
+
+
+# -- ends before the end
+
+PATTERN = -7.0
+
+
+@pytest.mark.parametrize("kind", CALLS)
+async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(kind: str) -> None:
+    """Rank 0 aborts, and overwrites what it has given, at every moment of a call."""
+    count = 64 * SEGMENT // 8
+    outcomes = set()
+
+    async def rank(pg: ProcessGroup, turns: int) -> None:
+        always(pg)
+        given = np.full(2 * count, pg.rank() + 1.0)
+        taken = np.zeros(2 * count)
+        await pg.barrier()
+        halves, blocks = [given[:count], given[count:]], [taken[:count], taken[count:]]
+        call = {
+            "allreduce": lambda: pg.allreduce(given),
+            "broadcast": lambda: pg.broadcast(given, 0),
+            "allgather": lambda: pg.allgather(blocks, halves[0]),
+            "reduce_scatter": lambda: pg.reduce_scatter_tensor(blocks[0], given),
+            "gather": lambda: pg.gather(None, halves[0], 1),
+            "scatter": lambda: pg.scatter(blocks[0], halves if pg.rank() == 0 else None, 0),
+            "alltoall": lambda: pg.alltoall(blocks, halves),
+        }[kind]
+        try:
+            work: Any = call()
+            if pg.rank() == 0:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                pg.abort("enough")
+            found = await work
+            outcomes.add("done")
+            if pg.rank() == 1:
+                got = found if kind == "gather" else [given, taken]
+                assert not any(PATTERN in each for each in got)
+        except GroupError:
+            outcomes.add("failed")
+        finally:
+            if pg.rank() == 0:
+                given.fill(PATTERN)
+
+    for turns in (0, 1, 2, 3, 5, 8, 13, 40):
+        await run_ranks(2, rank, turns, options=SHM)
+    assert "failed" in outcomes
+
+
+async def test_a_timeout_names_who_has_not_read() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        always(pg)
+        await CALLS["allreduce"](pg, LARGE)
+        if pg.rank() == 0:
+            with pytest.raises(CollectiveTimeoutError, match="it waits for rank 1"):
+                await pg.scatter(np.empty(LARGE), [np.empty(LARGE)] * 2, 0, timeout=0.2)
+        else:
+            await pg.wait_revoked()
+
+    await run_ranks(2, rank, options=SHM)
+
+
+MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], Any]]] = {
+    "longer": (
+        lambda pg: pg.allreduce(np.zeros(LARGE)),
+        lambda pg: pg.allreduce(np.zeros(LARGE + 1)),
+    ),
+    "small": (lambda pg: pg.allreduce(np.zeros(LARGE)), lambda pg: pg.allreduce(np.zeros(1))),
+    "middle": (lambda pg: pg.allreduce(np.zeros(LARGE)), lambda pg: pg.allreduce(np.zeros(1000))),
+    "dtype": (
+        lambda pg: pg.allreduce(np.zeros(LARGE)),
+        lambda pg: pg.allreduce(np.zeros(LARGE, np.int64)),
+    ),
+    "root": (lambda pg: pg.broadcast(np.zeros(LARGE), 0), lambda pg: pg.broadcast(np.zeros(LARGE), 1)),
+    "kind": (lambda pg: pg.broadcast(np.zeros(LARGE), 0), lambda pg: pg.allreduce(np.zeros(LARGE))),
+    "barrier": (lambda pg: pg.broadcast(np.zeros(LARGE), 0), lambda pg: pg.barrier()),
+    "block": (
+        lambda pg: pg.scatter(np.zeros(LARGE), [np.zeros(LARGE)] * 2, 0),
+        lambda pg: pg.scatter(np.zeros(LARGE - 1), None, 0),
+    ),
+    "small block": (
+        lambda pg: pg.scatter(np.zeros(LARGE), [np.zeros(LARGE)] * 2, 0),
+        lambda pg: pg.scatter(np.zeros(1), None, 0),
+    ),
+    "large block": (
+        lambda pg: pg.scatter(np.zeros(1), [np.zeros(1)] * 2, 0),
+        lambda pg: pg.scatter(np.zeros(LARGE), None, 0),
+    ),
+    "middle block": (
+        lambda pg: pg.scatter(np.zeros(LARGE), [np.zeros(LARGE)] * 2, 0),
+        lambda pg: pg.scatter(np.zeros(1000), None, 0),
+    ),
+    "objects": (lambda pg: pg.allgather_into_tensor(np.zeros(2 * LARGE), np.zeros(LARGE)),
+                lambda pg: pg.allgather_object(None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+async def test_calls_that_do_not_match(name: str) -> None:
+    """All find out, within a second, but for those that were done before."""
+
+    async def rank(pg: ProcessGroup, swapped: bool) -> None:
+        always(pg)
+        await allreduce(pg, LARGE)
+        with suppress(CollectiveMismatchError):
+            async with asyncio.timeout(1):
+                await MISMATCHES[name][pg.rank() ^ swapped](pg)
+                await pg.wait_revoked()
+        with pytest.raises(GroupRevokedError, match="Collectives differ"):
+            await pg.barrier()
+
+    for swapped in (False,) if "block" in name else (False, True):  # only the root has blocks to scatter
+        await run_ranks(2, rank, swapped, options=SHM)
