@@ -63,7 +63,6 @@ LIMITS = {
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),
     "ring_budget": ("aiocoll.engine.operations.shm_ring.BUDGET",),
-    "stream_grace": ("aiocoll.transport.stream.transport._GRACE",),
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
     "watchdog_round": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),
     # stores

@@ -28,6 +28,7 @@ from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial import SILENT, Dial
 from aiocoll.transport.stream.dial_address import DialAddress
 from aiocoll.transport.stream.link_table import Key, LinkTable
+from aiocoll.transport.stream.patience import Patience
 
 __all__ = ["Dialler"]
 
@@ -148,9 +149,11 @@ class Dialler:
             if self._closed:
                 break
             dial.begins(now)
+            patience = Patience(self._runtime, min(left, self._handshake_timeout), lambda: dial.interrupt(time()))
             try:
-                async with asyncio.timeout(min(left, self._handshake_timeout)) as dial.limit:
+                async with asyncio.timeout(dial.left(now, self._connect_timeout, impatient=False)) as dial.limit:
                     if promised := self._crossing.promised(key):
+                        dial.answered()
                         await asyncio.wait([promised])
                     else:
                         return await self._attempt(dial, key, adopt)
@@ -172,6 +175,8 @@ class Dialler:
                     async with asyncio.timeout(None) as dial.limit:
                         await self._runtime.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
+            finally:
+                patience.cancel()
             if self._links.has(key):
                 return None
         if self._closed:

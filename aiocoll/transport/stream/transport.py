@@ -33,14 +33,12 @@ from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial_address import DialAddress, DialAddresses
 from aiocoll.transport.stream.dialler import Dialler
 from aiocoll.transport.stream.link_table import Key, LinkTable
+from aiocoll.transport.stream.patience import Patience
 from aiocoll.transport.stream.plain_stream import open_plain
 from aiocoll.transport.stream.probe import answer
 
 __all__ = ["StreamTransport"]
 
-#: Seconds granted after a handshake's deadline. If our own loop was blocked past the deadline, the peer's message waits
-#: in the socket: one turn of the loop finds it, so a blocked rank does not call a good peer silent.
-_GRACE = 0.05
 #: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
 _TRY_AGAIN = 0.01
 #: Seconds between two warnings of refused certificates: anybody can show one.
@@ -112,8 +110,8 @@ class StreamTransport:
         self._unix: str | None = None
         self._tcp: tuple[str, int] | None = None
         self._listeners = address.Listeners(runtime, self._greet)
-        # Handshakes that others have begun with us, each with the timer that ends it; those ended early;
-        self._serving: dict[asyncio.Task[bool], asyncio.TimerHandle] = {}
+        # Handshakes that others have begun with us, each with what ends it; those ended early;
+        self._serving: dict[asyncio.Task[bool], Patience] = {}
         self._evicted: set[asyncio.Task[bool]] = set()
         # ... and those among them in which nothing has been proven. Then, what else goes on.
         self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
@@ -284,7 +282,7 @@ class StreamTransport:
                 sock.close()
                 return
         task = self._runtime.create_task(self._serve(sock), f"aiocoll-accept-{self.rank}")
-        self._serving[task] = self._runtime.call_later(self._handshake_timeout, self._expire, task)
+        self._serving[task] = Patience(self._runtime, self._handshake_timeout, task.cancel)
         self._unproven.admit(task)
         task.add_done_callback(partial(self._served, sock))
 
@@ -293,12 +291,9 @@ class StreamTransport:
         self._evicted.add(task)
         task.cancel()
 
-    def _expire(self, task: asyncio.Task[bool]) -> None:
-        self._serving[task] = self._runtime.call_later(_GRACE, task.cancel)
-
     def _served(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
-        if timer := self._serving.pop(task, None):
-            timer.cancel()
+        if patience := self._serving.pop(task, None):
+            patience.cancel()
         self._evicted.discard(task)
         self._unproven.release(task)
         error = None if task.cancelled() else task.exception()
