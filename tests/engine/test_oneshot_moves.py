@@ -200,6 +200,20 @@ async def test_a_slot_in_use_is_no_reason_to_wait(call: Call, count: int, slots:
         assert first.pending() == last.pending() == []
 
 
+@pytest.mark.parametrize("unsized", [False, True])
+async def test_a_slot_that_was_read_is_used_again(unsized: bool) -> None:
+    """By a rank whose peer carries out a program with larger blocks, or knows no lengths."""
+    async with jobs(3) as (pgs,):
+        before = posts(pgs[1], 0)
+        for _ in range(SMALL_SLOTS + 3):
+            if unsized:
+                calls = [(pg.gather(None, block(3, pg.rank(), 0), 0), lambda: None) for pg in pgs]
+            else:
+                calls = [alltoall(pg, lambda a, b: 3 if 1 in (a, b) else LARGE, 0) for pg in pgs]
+            await finish(calls)
+        assert posts(pgs[1], 0) - before == SMALL_SLOTS + 3
+
+
 @CALLS
 @pytest.mark.parametrize("root", [0, 1])
 async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
