@@ -32,7 +32,7 @@ PER_THREAD = 2
 INVALID_HANDLE = "invalid resource handle"
 INVALID_VALUE = "invalid argument"
 #: Seconds after which a stalled query comes back all the same, so that a test in which nothing ends it fails.
-STALLED = 5.0
+STALLED = 60.0
 #: Seconds that a query takes.
 MOMENT = 1e-6
 
@@ -68,6 +68,7 @@ class FakeCuda:
         contexts: of each device that has a context, the call that has made it, and the thread it was made in.
         stalls: a query of what is not done does not come back before it is: the kernel holds the driver up.
         stalled: the threads whose queries were held up.
+        overdue: those of them whose queries nothing has ended.
         blocked: where threads wait, for the end to let them go.
         disturbed: the calls, and their threads, by which captures of other threads were made invalid.
     """
@@ -82,6 +83,7 @@ class FakeCuda:
         self.contexts: dict[int, str] = {}
         self.stalls = False
         self.stalled: list[str] = []
+        self.overdue: list[str] = []
         self.blocked = Blocked()
         self._devices = [FakeDevice(device) for device in range(devices)]
         self._lock = threading.Lock()
@@ -288,6 +290,8 @@ class FakeCuda:
                 self.stalled.append(threading.current_thread().name)
             # As the real one it lets go of the GIL, which here the kernel needs to go on.
             self.blocked.wait(mark.passed, STALLED if self.stalls else MOMENT)
+            if self.stalls and not (mark.passed.is_set() or self.blocked.over):
+                self.overdue.append(threading.current_thread().name)
         return mark.done("event_done")
 
     def event_synchronize(self, event: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from time import monotonic
 
 import numpy as np
 import pytest
@@ -28,10 +27,8 @@ async def test_a_rank_that_dies_while_queries_stall() -> None:
         work = pg.allreduce(ones(pg, gpu))
         if gate is None:
             await until(lambda: len(gpu.cuda.stalled) == 2)
-            began = monotonic()
             hub(pg).cut(0, 1)
             await fails(pg, work, "rank 1", PeerLostError)
-            assert monotonic() - began < 1.0
         else:
             await fails(pg, work, "rank 0", PeerLostError)
             gate.open()
@@ -39,6 +36,7 @@ async def test_a_rank_that_dies_while_queries_stall() -> None:
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
     assert {name.rpartition("-")[0] for name in gpu.cuda.stalled} == {"aiocoll-launch"}
+    assert not gpu.cuda.overdue
 
 
 async def test_who_waits_for_the_order_of_a_stream_is_told_though_the_launcher_is_stuck() -> None:
@@ -53,7 +51,7 @@ async def test_who_waits_for_the_order_of_a_stream_is_told_though_the_launcher_i
         assert await ordered[0] is not None
         pg.abort("enough")
         with pytest.raises(GroupError, match="enough"):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(20):
                 await ordered[1]
         gate.open()
 
