@@ -17,6 +17,7 @@ from aiocoll.engine.operations.signature import Signature, description
 
 from ..internals import comm_of
 from ..ranks import LINKS, over, run_ranks
+from ..steady import run_steadily
 
 Record = Callable[[ProcessGroup], object]
 
@@ -121,10 +122,10 @@ async def refused(pg: ProcessGroup, most: Record, one: Record, odd: int, text: s
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKS)
 @pytest.mark.parametrize("name", CASES)
-async def test_ranks_that_record_other_calls(name: str, transport: str) -> None:
+def test_ranks_that_record_other_calls(name: str, transport: str) -> None:
     most, one, text = CASES[name]
     for world_size, odd in ((2, 1), (3, 0)):
-        await run_ranks(world_size, refused, most, one, odd, text, transport=transport)
+        run_steadily(run_ranks(world_size, refused, most, one, odd, text, transport=transport))
 
 
 @pytest.mark.ranks(3)

@@ -16,6 +16,7 @@ from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import over
+from ..steady import run_steadily
 from .test_oneshot import COUNTS, jobs, overwrite_what_is_freed, posts
 
 #: Starts a call of so many elements with a root, which scans do not have; its work, and a check of what it has left.
@@ -200,8 +201,12 @@ PAIRS: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], A
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("late", [0, 1])
-async def test_calls_that_differ_are_found_within_a_second(pair: str, late: int) -> None:
+def test_calls_that_differ_are_found_within_a_second(pair: str, late: int) -> None:
     """Whoever calls first, and on both ranks, whose calls may be over."""
+    run_steadily(calls_differ(pair, late))
+
+
+async def calls_differ(pair: str, late: int) -> None:
     async with jobs(2) as (pgs,):
         works: list[Work[Any]] = []
         for rank in (1 - late, late):
