@@ -33,13 +33,21 @@ async def hang(pg: ProcessGroup, steps: int, absent: int) -> int:
     if pg.rank() == absent:
         line = sys._getframe().f_lineno - 2
         pending = pg.recv(np.zeros(3), 0, tag=5)
+        await pg.send_object("waits", 0)
         await pg.wait_revoked()
         assert pending.exception() is not None
         return line
+    if pg.rank() == 0:  # its time is up when all are where they are to be
+        for peer in range(1, pg.size()):
+            await pg.recv_object(peer)
+    work = pg.barrier(timeout=0.6 if pg.rank() == 0 else 60)
+    line = sys._getframe().f_lineno - 1
+    if pg.rank() != 0:
+        await pg.send_object("waits", 0)
     try:
-        await pg.barrier(timeout=0.6)
+        await work
     except CollectiveTimeoutError:
-        return sys._getframe().f_lineno - 2
+        return line
     raise AssertionError("the barrier was passed")
 
 
