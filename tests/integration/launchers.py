@@ -100,7 +100,7 @@ def run(command: list[str], env: Mapping[str, str]) -> Ended:
         finally:
             process.kill()
     ended = Ended(process.returncode, sorted(out.splitlines()), err)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT
     while left := left_behind():  # a launcher need not wait for those it has killed
         assert time.monotonic() < deadline, (left, ended)
         time.sleep(_LOOK)
