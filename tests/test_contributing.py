@@ -88,6 +88,20 @@ def test_an_example_is_made_and_run(example: str, copy: Path) -> None:
     run(f".venv/bin/python -m ruff format --no-cache --diff {python}", copy)
 
 
+@pytest.mark.slow
+def test_the_types_of_every_example_are_right(copy: Path) -> None:
+    """In the whole package, as `make check` looks; one after the other, which takes the time of one."""
+    before = {path: path.read_bytes() for path in copy.rglob("*.py")}
+    for example in EXAMPLES:
+        write({block.file: block.code for block in of(example) if block.file is not None}, copy)
+        for block in of(example):
+            if block.language == "diff":
+                apply(block.code, copy)
+        run(".venv/bin/python -m mypy", copy)
+        for path in {copy / name for name in touched(example)}:
+            path.write_bytes(before[path]) if path in before else path.unlink()
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_takes_as_few_files_as_it_says(example: str) -> None:
     assert len([path for path in touched(example) if path.startswith("aiocoll/")]) == EXAMPLES[example]

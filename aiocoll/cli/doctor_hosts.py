@@ -189,7 +189,7 @@ class _Visitor:
             hosts.name,
             hosts.key,
             # Whether two are on one host does not matter here: between hosts it is TCP or nothing.
-            transport="tcp" if options.transport == "auto" else options.transport,
+            transport=options.transport if options.transport in ("unix", "shm") else "tcp",
             host_id=options.host_id,
             connect_timeout=_DIAL,
             open_stream=self._open_stream,
