@@ -150,6 +150,7 @@ PARTS = {
     "object_dumped": "aiocoll.group.objects.dumps",
     "object_reading": "aiocoll.group.objects.reading",
     "one_shot_looked": "aiocoll.engine.operations.oneshot.OneShot.look",
+    "probe_layout": "aiocoll.engine.matching.probe.record_by_code",
     "probe_dtype": "aiocoll.engine.matching.probe.array_dtype",
     "receive_entered": "aiocoll.engine.matching.posted.PostedReceive.enter",
     "sparse_dense_pays": "aiocoll.group.sparse_reduce.dense_pays",

@@ -10,22 +10,23 @@ from aiocoll.distributed.ranks import global_rank_of, rank_of, sender_of
 from aiocoll.distributed.world import Group, absent, inside, member_of
 from aiocoll.group.messages import Recv, Send, all_of
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.typing import Array
+from aiocoll.typing import Array, Sparse
 from aiocoll.work import Work
 
 __all__ = ["P2POp", "Requests", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
+M = TypeVar("M", bound=Array | Sparse)
 A = TypeVar("A", bound=Array)
 A_co = TypeVar("A_co", bound=Array, covariant=True)
 
 
 def isend(
-    tensor: A, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
-) -> Work[A]:
+    tensor: M, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
+) -> Work[M]:
     """Send `tensor` to another rank; done when its memory may be reused: `ProcessGroup.send`.
 
     Args:
-        tensor: an array; the result.
+        tensor: an array, dense or sparse; the result.
         dst: global rank that receives it.
         group: None is the default group.
         tag: a number from 0 to 2**30 - 1; the receive must have the same.
@@ -39,12 +40,12 @@ send = isend
 
 
 def irecv(
-    tensor: A, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
-) -> Work[A]:
+    tensor: M, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+) -> Work[M]:
     """Receive into `tensor`: `ProcessGroup.recv`, or `recv_anysource` if no source is given.
 
     Args:
-        tensor: an array of the length and dtype of the message; the result.
+        tensor: an array of the length and dtype of the message, or a sparse one of its shape; the result.
         src: global rank of the sender; None receives from any rank.
         group: None is the default group.
         tag: that of the send.
@@ -55,12 +56,12 @@ def irecv(
 
 
 def recv(
-    tensor: Array, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+    tensor: Array | Sparse, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work[int]:
     """Receive into `tensor`, as `irecv` does; the result is the sender's global rank, or -1 outside of the group.
 
     Args:
-        tensor: an array of the length and dtype of the message.
+        tensor: an array of the length and dtype of the message, or a sparse one of its shape.
         src: global rank of the sender; None receives from any rank.
         group: None is the default group.
         tag: that of the send.
@@ -73,7 +74,7 @@ def recv(
     return changed(work, lambda _: sender_of(pg, work))
 
 
-def _receive(pg: ProcessGroup, tensor: A, src: int | None, tag: int, group_src: int | None) -> Work[A]:
+def _receive(pg: ProcessGroup, tensor: M, src: int | None, tag: int, group_src: int | None) -> Work[M]:
     if src is None and group_src is None:
         return pg.recv_anysource(tensor, tag)
     return pg.recv(tensor, rank_of(pg, "src", src, group_src), tag)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from aiocoll.elements.dtypes import DType, from_float32, to_float32
 
-__all__ = ["Entries", "coalesced", "gathered", "merged", "pack", "scattered", "unpack"]
+__all__ = ["Entries", "checked", "coalesced", "gathered", "merged", "pack", "scattered", "unpack"]
 
 Array = NDArray[Any]
 
@@ -52,6 +52,14 @@ def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
     with np.errstate(all="ignore"):
         sums = np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype)
     return Entries(places[starts], _down(sums, dtype))
+
+
+def checked(entries: Entries, size: int) -> Entries:
+    """Return entries that another rank has sent, if they can be those of an array with `size` indices."""
+    places = entries.places
+    if len(places) and not (places[0] >= 0 and places[-1] < size and (places[1:] > places[:-1]).all()):
+        raise ValueError(f"entries came whose indices do not ascend from 0 to {size - 1}: their sender is broken")
+    return entries
 
 
 def merged(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], None] | None = None) -> Entries:

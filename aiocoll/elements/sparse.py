@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import view
 from aiocoll.elements.dtypes import DType, of_numpy
-from aiocoll.elements.entries import Entries, coalesced
+from aiocoll.elements.entries import Entries, checked, coalesced, unpack
 
-__all__ = ["SparseArray", "empty_entries", "fresh_like", "is_sparse", "sparse_array"]
+__all__ = ["SparseArray", "empty_entries", "entries_of", "fresh_like", "is_sparse", "sparse_array"]
 
 Array = NDArray[Any]
 _INT32 = np.iinfo(np.int32).max
@@ -36,6 +36,7 @@ class SparseArray(NamedTuple):
         dtype: of its elements.
         size: number of possible entries: the product of the sparse dimensions.
         width: elements per entry: the product of the dense ones.
+        stored: number of entries, those at one index counted each.
         effort: how many numbers `read` reads.
         read: returns its entries, one per index; may run in a thread. Raises ValueError for indices out of range.
         build: converts entries to the library's format; may run in a thread. It returns a function that stores them in
@@ -47,6 +48,7 @@ class SparseArray(NamedTuple):
     dtype: DType
     size: int
     width: int
+    stored: int
     effort: int
     read: Callable[[], Entries]
     build: Callable[[Entries], Callable[[], Any]]
@@ -84,6 +86,15 @@ def empty_entries(array: SparseArray) -> Entries:
     return Entries(np.empty(0, np.int32 if array.size <= _INT32 else np.int64), values)
 
 
+def entries_of(array: SparseArray, packed: Array) -> Entries:
+    """Return the entries that another rank has packed, of an array like `array`; they share no memory with `packed`.
+
+    Raises:
+        ValueError: they cannot be such entries.
+    """
+    return checked(unpack(packed, None, empty_entries(array)), array.size)
+
+
 def fresh_like(obj: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
     """Return a sparse array without entries, of the library, format and dtype of `obj`."""
     torch = sys.modules.get("torch")
@@ -118,7 +129,7 @@ def _of_coo(obj: Any, name: str) -> SparseArray:
 
         return put
 
-    return _described(shape, len(shape), dtype, obj.nnz, read, build, name)
+    return _described(shape, len(shape), dtype, obj.nnz, 0, read, build, name)
 
 
 def _of_compressed(obj: Any, name: str) -> SparseArray:
@@ -150,7 +161,7 @@ def _of_compressed(obj: Any, name: str) -> SparseArray:
 
         return put
 
-    return _described(obj.shape, len(obj.shape), dtype, obj.nnz + rows, read, build, name)
+    return _described(obj.shape, len(obj.shape), dtype, obj.nnz, rows, read, build, name)
 
 
 def _scipy_dtype(obj: Any, name: str) -> DType:
@@ -200,7 +211,7 @@ def _of_torch_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
 
         return put
 
-    return _described(shape, sparse_dim, flat.dtype, len(values), read, build, name)
+    return _described(shape, sparse_dim, flat.dtype, len(values), 0, read, build, name)
 
 
 def _of_torch_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
@@ -225,7 +236,7 @@ def _of_torch_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
         )
         return lambda: made
 
-    return _described(shape, 2, flat.dtype, len(values) + shape[0], read, build, name)
+    return _described(shape, 2, flat.dtype, len(values), shape[0], read, build, name)
 
 
 def _to_torch(torch: Any, values: Array, dtype: Any) -> Any:
@@ -242,7 +253,8 @@ def _described(
     shape: tuple[int, ...],
     sparse_dim: int,
     dtype: DType,
-    effort: int,
+    stored: int,
+    rows: int,
     read: Callable[[], Entries],
     build: Callable[[Entries], Callable[[], Any]],
     name: str,
@@ -250,7 +262,9 @@ def _described(
     size, width = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
     if size > np.iinfo(np.int64).max:
         raise ValueError(f"{name} has shape {shape}: {size} possible entries do not fit in 64-bit indices")
-    return SparseArray(tuple(shape), sparse_dim, dtype, size, width, effort * max(width, 1), read, build)
+    return SparseArray(
+        tuple(shape), sparse_dim, dtype, size, width, stored, (stored + rows) * max(width, 1), read, build
+    )
 
 
 def _places(coords: Sequence[Array], shape: Sequence[int], name: str, count: int = 0) -> Array:

@@ -32,8 +32,8 @@ SHIFT: Final = 24
 TRIFLE: Final = 2.0**-SHIFT
 #: Signatures whose kind is known; more than a program uses at a time.
 KNOWN: Final = 256
-#: A sparse array is as large as its entries, which only the operation itself counts.
-SPARSE: Final = "ALLREDUCE_SPARSE"
+#: How calls on sparse arrays end: these are as large as their entries, which only the operation itself counts.
+SPARSE: Final = "_SPARSE"
 #: Seconds over which waits are also counted by themselves.
 MINUTE: Final = 60
 
@@ -142,7 +142,7 @@ class Counters:
         call = id(signature), entry[PEER]
         kind = self._messages.get(call)
         if kind is None:
-            kind = Kind(signature, signature.nbytes(operation.work._shape) or 0, self._row(operation))
+            kind = Kind(signature, _nbytes(operation), self._row(operation))
             if len(self._messages) >= KNOWN:
                 self._messages.clear()
             self._messages[call] = kind
@@ -171,8 +171,7 @@ class Counters:
     def learn(self, operation: Operation) -> Kind:
         """Return the row of a collective, and keep it for those with the same signature, if it is that of all."""
         signature = operation.signature
-        nbytes = 0 if signature.op == SPARSE else signature.nbytes(operation.work._shape) or 0
-        kind = Kind(signature, nbytes, self._row(operation))
+        kind = Kind(signature, _nbytes(operation), self._row(operation))
         # Of what consists of several operations, or runs on a device, the algorithm may differ from call to call; of
         # what has no counts, the size.
         fixed = signature.debug is None and signature.members is None
@@ -202,3 +201,9 @@ class Counters:
             self._is_known = True
             self._transport = operation.carriers() or self._transport
         return self._transport
+
+
+def _nbytes(operation: Operation) -> int:
+    """Return the bytes of the elements of an operation, as far as they are known."""
+    signature = operation.signature
+    return 0 if signature.op.endswith(SPARSE) else signature.nbytes(operation.work._shape) or 0

@@ -21,9 +21,11 @@ from aiocoll.engine.matching.probe import Envelope, PostedProbe, envelope_of
 from aiocoll.engine.matching.to_self import MessageToSelf
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
+from aiocoll.group.collectives import check_sparse
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import PROC_NULL, Dispatcher, Timeout
 from aiocoll.group.objects import Objects
+from aiocoll.loading import loading
 from aiocoll.runtime import BUDGET
 from aiocoll.typing import Array
 from aiocoll.work import Work
@@ -77,11 +79,19 @@ class Messages:
     def send(self, tensor: Any, dst: int, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a send."""
         dst = self._dispatcher.check_rank(dst, "dst", null=True)
-        return self._send(dst, tag, view(tensor, writable=False), timeout)
+        try:
+            buffer = view(tensor, writable=False)
+        except TypeError as error:
+            return self._send_sparse(error, tensor, dst, tag, timeout)
+        return self._send(dst, tag, buffer, timeout)
 
     def recv(self, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a receive from rank `src`, which is checked; from any rank if it is None."""
-        return self._recv(view(tensor), src, tag, timeout)
+        try:
+            buffer = view(tensor)
+        except TypeError as error:
+            return self._recv_sparse(error, tensor, src, tag, timeout)
+        return self._recv(buffer, src, tag, timeout)
 
     def batch(self, operations: Sequence[Send[Any] | Recv[Any]], timeout: Timeout) -> Work[list[Any]]:
         """Start several sends and receives together."""
@@ -257,6 +267,30 @@ class Messages:
         if src == PROC_NULL:
             return self._nobody("RECV", ("src", src, tag), buffer.result, timeout)
         return self._dispatcher.begin(self.recv_call(buffer, src, tag, timeout))
+
+    def _send_sparse(self, error: TypeError, tensor: Any, dst: int, tag: int, timeout: Timeout) -> Work[Any]:
+        """Start a send of something that is no dense array, as `error` says: of a sparse one."""
+        check_sparse(error, tensor)
+        with loading("sparse arrays"):
+            from aiocoll.group.sparse_messages import send_sparse
+
+        call = send_sparse(self._dispatcher, tensor, dst, tag, self._limit(tag, timeout), LONGEST)
+        return self._unless_nobody(call, timeout)
+
+    def _recv_sparse(self, error: TypeError, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
+        """Start a receive into something that is no dense array, as `error` says: into a sparse one."""
+        check_sparse(error, tensor)
+        with loading("sparse arrays"):
+            from aiocoll.group.sparse_messages import recv_sparse
+
+        return self._unless_nobody(recv_sparse(self._dispatcher, tensor, src, tag, self._limit(tag, timeout)), timeout)
+
+    def _unless_nobody(self, call: Call, timeout: Timeout) -> Work[Any]:
+        """Start a message, unless its other rank is `PROC_NULL`."""
+        assert call.ends is not None
+        if call.ends[1] == PROC_NULL:
+            return self._nobody(call.op, call.ends, call.result, timeout)
+        return self._dispatcher.begin(call)
 
     def _asked(self, source: int | None, tag: int) -> Envelope:
         """Check what a probe asks for; return the message that there is in a dry run, and of `PROC_NULL`."""

@@ -43,6 +43,8 @@ A = TypeVar("A", bound=Array)
 N = TypeVar("N", bound=Array | Number)
 #: The same of calls that take sparse arrays, too.
 S = TypeVar("S", bound=Array | Number | Sparse)
+#: What a message carries.
+M = TypeVar("M", bound=Array | Sparse)
 T = TypeVar("T")
 D = TypeVar("D", bound=np.generic)
 
@@ -753,8 +755,10 @@ class ProcessGroup(MpiCalls):
 
     # -- messages between two ranks
 
-    def send(self, tensor: A, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[A]:
+    def send(self, tensor: M, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
         """Send `tensor` to rank `dst`; done when the memory may be reused, not when it has been received.
+
+        Of a sparse array (as in `allreduce`) only the entries travel, and are received in one of its shape and dtype.
 
         Args:
             tensor: an array of any shape, of less than 4 GiB.
@@ -770,15 +774,16 @@ class ProcessGroup(MpiCalls):
             ValueError: `dst` is no rank of the group, `tag` is out of range, or `tensor` is too long.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: one message of n bytes.
+        Cost: one message of n bytes. Sparse: 4 or 8 bytes per entry, and its value.
         """
         return self._messages.send(tensor, dst, tag, timeout)
 
-    def recv(self, tensor: A, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[A]:
+    def recv(self, tensor: M, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
         """Receive a message of rank `src` in `tensor`.
 
         Args:
-            tensor: an array of the number of elements and the dtype of the message.
+            tensor: an array of the number of elements and the dtype of the message; or a sparse one of its shape and
+                dtype, whose entries are replaced, as in `broadcast`.
             src: a rank of the group, which may be this one; or `PROC_NULL`, to receive nothing.
             tag: that of the send.
             timeout: seconds; None is the group's.
@@ -795,11 +800,11 @@ class ProcessGroup(MpiCalls):
         """
         return self._messages.recv(tensor, self._check_rank(src, "src", null=True), tag, timeout)
 
-    def recv_anysource(self, tensor: A, tag: int = 0, *, timeout: Timeout = None) -> Work[A]:
+    def recv_anysource(self, tensor: M, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
         """Receive the next message of any rank in `tensor`; `work.source_rank()` tells whose it was.
 
         Args:
-            tensor: an array of the number of elements and the dtype of the message.
+            tensor: an array of the number of elements and the dtype of the message; or a sparse one, as for `recv`.
             tag: that of the send.
             timeout: seconds; None is the group's.
 
@@ -894,7 +899,7 @@ class ProcessGroup(MpiCalls):
             message of a structured dtype, of dates or of texts is an array of its bytes.
 
         Raises:
-            TypeError, ValueError: `tag` is wrong.
+            TypeError, ValueError: `tag` is wrong; or the next message is a sparse array, which stays for `recv`.
             GroupError: the group is closed or fails, see `ProcessGroup`.
 
         Cost: one message each.

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.elements.entries import pack, unpack
-from aiocoll.elements.sparse import SparseArray, empty_entries, fresh_like, sparse_array
+from aiocoll.elements.entries import pack
+from aiocoll.elements.sparse import SparseArray, entries_of, fresh_like, sparse_array
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.plan import Plan
@@ -117,7 +117,7 @@ class _Broadcast(SparseSteps):
             self._work_on("build", len(self._block) // 8, self._build, lambda: self.succeed(self._finish()))
 
     def _build(self) -> None:
-        self._finish = self._array.build(unpack(self._block, None, empty_entries(self._array)))
+        self._finish = self._array.build(entries_of(self._array, self._block))
 
 
 class _Gather(SparseSteps):
@@ -152,4 +152,4 @@ class _Gather(SparseSteps):
         head = 8 * len(self._array.shape)
         shape = tuple(block[:head].copy().view(np.int64).tolist())
         array = sparse_array(fresh_like(self._tensor, self._array.sparse_dim, shape))
-        return array.build(unpack(block[head:], None, empty_entries(array)))()
+        return array.build(entries_of(array, block[head:]))()

@@ -21,7 +21,7 @@ from aiocoll import (
     Send,
 )
 
-from ..internals import comm_of, failing
+from ..internals import comm_of, failing, replaced
 from ..ranks import TRANSPORTS, over, run_ranks, until
 
 MIB = 1024 * 1024
@@ -298,3 +298,20 @@ async def test_a_dtype_that_numpy_lacks_fails_the_probe_alone(
             await pg.probe()
     assert (await pg.probe()).dtype == x.dtype
     assert (await pg.recv(np.zeros(4), 0) == x).all()
+
+
+@pytest.mark.ranks(2)
+async def test_a_layout_that_this_process_does_not_know_is_bytes(
+    pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here both ranks are of one process, which is made to forget."""
+    replaced(monkeypatch, probe_layout=lambda _: None)
+    x = np.array([(1, 2.5)] * 3, [("a", "<i4"), ("b", "<f8")])
+    if pg.rank() == 0:
+        await pg.send(x, 1)
+    else:
+        envelope = await pg.probe(0)
+        assert (envelope.dtype, envelope.count) == (np.uint8, 36)
+        y = np.zeros_like(x)
+        await pg.recv(y, 0)
+        assert (x == y).all()

@@ -52,6 +52,10 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("_Encoder.put", "_Decoder._list", "_join_array"),
             (("test_roundtrip.py", "-k", "not 65537 and not 32769"), ("test_refusals.py",), ("codec/test_reading.py",)),
         ),
+        "sparse messages": Subject(
+            ("_LateSend._is_read",),
+            (("test_sparse_messages.py",),),
+        ),
         "relay": Subject(
             ("ShmRing.look",),
             (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from aiocoll.elements.dtypes import by_code
-from aiocoll.elements.records import LAYOUT
-from aiocoll.engine.matching.outbound import OBJECT
+from aiocoll.engine.matching.outbound import OBJECT, is_opaque
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.plan import EAGER_WINDOW
@@ -147,4 +146,4 @@ class InboundMessage:
 
 def _itemsize(code: int) -> int:
     """Return the bytes of an element of a message, 1 if unknown; `ValueError` if there is no such dtype."""
-    return 1 if code == OBJECT or code & LAYOUT else by_code(code).itemsize
+    return 1 if code == OBJECT or is_opaque(code) else by_code(code).itemsize

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Protocol, TypeVar
 
 from aiocoll.engine.matching.inbound import InboundMessage, Receive, Source
-from aiocoll.engine.matching.outbound import OutboundMessage, begun
+from aiocoll.engine.matching.outbound import OutboundMessage, begun, is_sparse
 from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.matching.probe import PostedProbe
 from aiocoll.engine.matching.to_self import Loopback
@@ -160,6 +160,9 @@ class Matching:
         """Wait for the oldest unmatched message with `tag` and take it, complete; None after the group was closed.
 
         A cancelled wait takes nothing.
+
+        Raises:
+            TypeError: it is a sparse array, which stays.
         """
         runtime = self.group.runtime
         # Yield before the first message of a turn: a wait that is always cancelled quickly must succeed eventually.
@@ -170,6 +173,11 @@ class Matching:
             if self._closed:
                 return None
             arrival = next(iter(self._waiting.get(tag, ())), None)
+            if arrival is not None and is_sparse(arrival.code):
+                raise TypeError(
+                    f"the next message with tag {tag}, of rank {arrival.peer}, is a sparse array, which only a receive "
+                    f"can take: await pg.recv(array, {arrival.peer}, {tag}), with a sparse array of its dtype and shape"
+                )
             if arrival is not None and arrival.complete:
                 self._take(arrival)
                 self.forget(arrival)

@@ -14,10 +14,22 @@ from aiocoll.engine.operations.operation_log import STARTED
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.work import Work
 
-__all__ = ["OBJECT", "Content", "OutboundMessage", "Sends", "begun", "message_signature"]
+__all__ = [
+    "OBJECT",
+    "SPARSE",
+    "Content",
+    "OutboundMessage",
+    "Sends",
+    "begun",
+    "is_opaque",
+    "is_sparse",
+    "message_signature",
+]
 
 #: The dtype code of a message that is a serialised object.
 OBJECT = 255
+#: The highest bit of the code of a sparse array, whose other bits depend on its dtype and shape.
+SPARSE = 1 << 30
 
 
 class Content(NamedTuple):
@@ -25,7 +37,7 @@ class Content(NamedTuple):
 
     Attributes:
         code: of the dtype.
-        data: the caller's memory; None where an object is received, which allocates its own.
+        data: the caller's memory; None where an object or a sparse array is received, which allocates its own.
         read: for a receive of an object: decodes it.
     """
 
@@ -92,6 +104,10 @@ class OutboundMessage(Operation):
         else:
             begun(self)
 
+    def read_from(self, view: memoryview) -> None:
+        """Send these bytes, of which no more than the length was known before."""
+        self._view = view
+
     def asked(self) -> None:
         """Its receiver accepts all of it."""
         self.comm.channels[self.peer].grant(self)
@@ -116,10 +132,22 @@ def begun(operation: Operation) -> None:
         operation.entry[STARTED] = operation.comm.stamp()
 
 
+def is_sparse(code: int) -> bool:
+    """Whether a message is a sparse array."""
+    return code >> 30 == 1
+
+
+def is_opaque(code: int) -> bool:
+    """Whether its code does not tell what a message is: of a sparse array, or of elements with a layout."""
+    return code >> 30 != 0
+
+
 @lru_cache(maxsize=256)  # most messages are alike; making a signature costs 5 times as much
 def message_signature(op: str, code: int, nbytes: int) -> Signature:
     """Return the signature of a message; `code` is that of its dtype."""
     if code == OBJECT:
         return Signature(op, "object", (), None, None)
+    if is_sparse(code):
+        return Signature(f"{op}_SPARSE", "sparse", (), None, None)
     dtype = by_code(code)
     return Signature(op, dtype.name, (nbytes // dtype.itemsize,), None, None)

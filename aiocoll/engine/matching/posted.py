@@ -6,9 +6,8 @@ import asyncio
 from typing import Any, Protocol
 
 from aiocoll.codec.limits import MAX_BYTES
-from aiocoll.elements.records import LAYOUT
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
-from aiocoll.engine.matching.outbound import OBJECT, Content, begun, message_signature
+from aiocoll.engine.matching.outbound import OBJECT, Content, begun, is_opaque, message_signature
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.operation_log import PEER
@@ -100,14 +99,14 @@ class PostedReceive(Receive):
         """Become the receiver of `arrival`."""
         self.claim(arrival)
         arrival.posted = self
-        if self.view is None and arrival.code == OBJECT:
+        if arrival.code == self.code == OBJECT:
             if arrival.total > MAX_BYTES:
                 self._refuse(arrival)
                 return
             self.view = memoryview(bytearray(arrival.total))
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
             arrival.discard = True
-            if arrival.code & LAYOUT:  # only its sender can describe it
+            if is_opaque(arrival.code):  # only its sender can describe it
                 self.comm.mismatches.disagree(arrival.peer, arrival.op, self.describe())
                 return
             number = arrival.op & 0xFFFFFFFF
@@ -135,6 +134,10 @@ class PostedReceive(Receive):
         if self.peer is None:
             self.entry[PEER] = self.arrival.peer
         self._receives.forget(self.arrival)
+        self.finish()
+
+    def finish(self) -> None:
+        """End successfully, after decoding an object."""
         if self._read is None or self.view is None:
             self.succeed(self.work._value)
         else:

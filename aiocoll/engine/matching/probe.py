@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from aiocoll.elements.dtypes import array_dtype, by_code
+from aiocoll.elements.records import record_by_code
 from aiocoll.engine.matching.inbound import InboundMessage
-from aiocoll.engine.matching.outbound import OBJECT, Content
+from aiocoll.engine.matching.outbound import OBJECT, Content, is_opaque, is_sparse
 from aiocoll.engine.matching.posted import PostedReceive, Receives
 from aiocoll.engine.operations.operation_log import PEER
 from aiocoll.errors import BackendUnavailableError
@@ -25,25 +26,34 @@ class Envelope:
     Attributes:
         source: rank that sent it.
         tag: its tag.
-        nbytes: its length in bytes; of an object, when it is written.
-        dtype: of its elements, as NumPy has it; None of an object.
+        nbytes: its length in bytes; of an object or a sparse array, when it is written.
+        dtype: of its elements, as NumPy has it; None of an object or a sparse array. Of a structured dtype (and dates,
+            texts, plain bytes) that no array of this process has, uint8.
+        sparse: it is a sparse array.
     """
 
     source: int
     tag: int
     nbytes: int
     dtype: np.dtype[Any] | None
+    sparse: bool = False
 
     @property
     def count(self) -> int:
-        """The number of elements; 1 of an object."""
+        """The number of elements; 1 of an object or a sparse array."""
         return 1 if self.dtype is None else self.nbytes // self.dtype.itemsize
 
 
 def envelope_of(arrival: InboundMessage) -> Envelope:
     """Return what a message is."""
-    dtype = None if arrival.code == OBJECT else array_dtype(by_code(arrival.code))
-    return Envelope(arrival.peer, arrival.tag, arrival.total, dtype)
+    code, sparse = arrival.code, is_sparse(arrival.code)
+    if code == OBJECT or sparse:
+        dtype = None
+    elif is_opaque(code) and record_by_code(code) is None:
+        dtype = np.dtype(np.uint8)
+    else:
+        dtype = array_dtype(by_code(code))
+    return Envelope(arrival.peer, arrival.tag, arrival.total, dtype, sparse)
 
 
 class Probes(Receives, Protocol):

@@ -12,7 +12,7 @@ from aiocoll.errors import CollectiveMismatchError
 __all__ = ["called", "differences", "mismatch", "named", "opposed"]
 
 #: The two ends of a point-to-point message: their names differ by nature.
-HALVES = {"SEND", "RECV"}
+HALVES = {"SEND", "RECV"}, {"SEND_SPARSE", "RECV_SPARSE"}
 #: Members of a flush that a message names: of those that differ, and of a whole list.
 NAMED = 3
 
@@ -27,7 +27,7 @@ def differences(one: Description, two: Description) -> list[str]:
     if len(marks) == 1 and None not in marks:
         return []  # they compare by themselves
     fields = [field for field in AGREED if one.get(field) != two.get(field)]
-    if {one["op"], two["op"]} == HALVES:
+    if {one["op"], two["op"]} in HALVES:
         fields.remove("op")
     if not fields and contradict(one, two):
         fields.append("counts")

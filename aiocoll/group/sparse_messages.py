@@ -1,0 +1,233 @@
+"""Sends and receives of sparse arrays: only their entries travel, each with its place.
+
+The code of such a message is a hash of the dtype and shape. Its payload is the number of entries, then the entries, and
+zeros in place of those that were added up with others: a large array is announced, with the most bytes that it may
+take, before it is read, so that no later message overtakes it. It is read, and made, in a thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiocoll.elements.entries import Entries, pack
+from aiocoll.elements.sparse import SparseArray, empty_entries, entries_of, sparse_array
+from aiocoll.engine.matching.inbound import InboundMessage
+from aiocoll.engine.matching.outbound import SPARSE, Content, OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
+from aiocoll.engine.matching.to_self import MessageToSelf
+from aiocoll.engine.operations.base import Announced
+from aiocoll.engine.operations.offload import in_thread
+from aiocoll.engine.operations.signature import Signature
+from aiocoll.errors import ProtocolError
+from aiocoll.group import sparse_reduce
+from aiocoll.group.dispatch.call import Call
+from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.transport.frame import EAGER, FrameKind
+from aiocoll.work import Work
+
+__all__ = ["recv_sparse", "send_sparse"]
+
+_COUNT = np.dtype(np.int64)
+
+
+def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: float, longest: int) -> Call:
+    """Return the call of a send of a sparse array to rank `dst`; see `ProcessGroup.send`."""
+    array = sparse_array(tensor)
+    total = _most(array, min(array.stored, array.size))
+    if total > longest:
+        raise ValueError(f"tensor has {total} bytes; a message holds at most {longest}: send it in parts")
+    signature, matching = _signature("SEND_SPARSE", array), dispatcher.comm.matching
+    code, to_self = _code(signature), dst == dispatcher.rank
+    packed = _pack(array.read()) if array.effort <= sparse_reduce.INLINE else None
+
+    def make(_: int, work: Work[Any]) -> OutboundMessage:
+        view = _to_come(total) if packed is None else packed.data
+        message: OutboundMessage
+        if packed is not None:
+            kind = MessageToSelf if to_self else OutboundMessage
+            message = kind(matching, dst, tag, Content(code, view), work)
+        else:
+            late = _LateToSelf if to_self else _LateSend
+            message = late(matching, dst, tag, Content(code, view), work)
+            message.task = lambda: _pack(array.read(), total)
+        message.signature = signature
+        work._shape = array.shape
+        return message
+
+    ends = ("dst", dst, tag)
+    return Call("SEND_SPARSE", make, limit, shape=array.shape, result=tensor, nbytes=total, ends=ends)
+
+
+def recv_sparse(dispatcher: Dispatcher, tensor: Any, src: int | None, tag: int, limit: float) -> Call:
+    """Return the call of a receive of a sparse array, from rank `src` or from any; see `ProcessGroup.recv`."""
+    array, matching = sparse_array(tensor), dispatcher.comm.matching
+    signature = _signature("RECV_SPARSE", array)
+
+    def make(_: int, work: Work[Any]) -> PostedReceive:
+        receive = _SparseReceive(matching, src, tag, Content(_code(signature), None), work)
+        receive.signature, receive.array = signature, array
+        return receive
+
+    op = "RECV_SPARSE" if src is not None else "RECV_ANYSOURCE_SPARSE"
+    return Call(op, make, limit, shape=array.shape, result=tensor, ends=("src", src, tag))
+
+
+def _signature(op: str, array: SparseArray) -> Signature:
+    dense = len(array.shape) - array.sparse_dim
+    dims = f"none over {array.sparse_dim} sparse and {dense} dense dimensions"
+    return Signature(op, array.dtype.name, array.shape, None, dims)
+
+
+def _code(signature: Signature) -> int:
+    return SPARSE | crc32(repr(signature[1:5]).encode()) % SPARSE
+
+
+def _most(array: SparseArray, count: int) -> int:
+    """Return the bytes of a message with that many entries."""
+    like = empty_entries(array)
+    return _COUNT.itemsize + count * (like.places.itemsize + like.values.itemsize * math.prod(like.values.shape[1:]))
+
+
+def _pack(entries: Entries, total: int | None = None) -> NDArray[np.uint8]:
+    """Return the payload of a message, of `total` bytes or as many as it needs."""
+    body = pack(entries)
+    used = _COUNT.itemsize + len(body)
+    payload = np.empty(used if total is None else total, np.uint8)
+    payload[: _COUNT.itemsize].view(_COUNT)[0] = len(entries.places)
+    payload[_COUNT.itemsize : used] = body
+    payload[used:] = 0
+    return payload
+
+
+def _to_come(nbytes: int) -> memoryview:
+    """Return a view of `nbytes` bytes, all of them the same byte, in place of memory that is not written yet."""
+    return np.broadcast_to(np.uint8(0), nbytes).data
+
+
+class _LateSend(OutboundMessage):
+    """A send that is announced, and read meanwhile in a thread.
+
+    Attributes:
+        task: reads it, and returns the payload.
+    """
+
+    task: Callable[[], NDArray[np.uint8]]
+
+    def enter(self) -> None:
+        """Announce it, and read it."""
+        self._sends.outgoing[self.peer, self.id] = self
+        self._message = Announced(self, 0, self._view, 0)
+        self.comm.channels[self.peer].kick(self._message)
+        in_thread(self, self._read, self._is_read)
+
+    def succeed(self, result: Any) -> None:
+        """End successfully."""
+        super().succeed(result)
+        # It may have been sent before the receiver has answered its announcement.
+        self.comm.channels[self.peer].drop(self)
+
+    def _read(self) -> None:
+        self._payload = self.task()
+
+    def _is_read(self) -> None:
+        self._message.view = self._payload.data
+        self._message.limit = self._message.total
+        self.comm.channels[self.peer].kick(self._message)
+
+
+class _LateToSelf(MessageToSelf):
+    """The same to this rank itself.
+
+    Attributes:
+        task: reads it, and returns the payload.
+    """
+
+    task: Callable[[], NDArray[np.uint8]]
+
+    def enter(self) -> None:
+        """Announce it, and read it."""
+        self._sends.outgoing[self.peer, self.id] = self
+        self._is_asked = self._is_there = False
+        self._deliver(FrameKind.READY, EAGER, 0)
+        in_thread(self, self._read, self._is_read)
+
+    def asked(self) -> None:
+        """A receive has matched it."""
+        self._is_asked = True
+        if self._is_there:
+            super().asked()
+
+    def _read(self) -> None:
+        self._payload = self.task()
+
+    def _is_read(self) -> None:
+        self.read_from(self._payload.data)
+        self._is_there = True
+        if self._is_asked:
+            super().asked()
+
+
+class _SparseReceive(PostedReceive):
+    """A receive of a sparse array, which gets new entries.
+
+    Attributes:
+        array: the sparse array.
+    """
+
+    array: SparseArray
+    _finish: Callable[[], Any]
+
+    def match(self, arrival: InboundMessage) -> None:
+        """Become the receiver of `arrival`, as soon as there is memory for it."""
+        total, most = arrival.total, _most(self.array, self.array.size)
+        if arrival.code != self.code:
+            super().match(arrival)
+        elif not _COUNT.itemsize <= total <= most:
+            self.comm.broke(
+                self, ProtocolError(f"rank {arrival.peer} sent {total} bytes of an array of at most {most}")
+            )
+        elif total <= 8 * sparse_reduce.INLINE:
+            self.put_in(memoryview(bytearray(total)))
+            super().match(arrival)
+        else:
+            self.claim(arrival)
+            in_thread(self, lambda: self._make_room(total), lambda: super(_SparseReceive, self).match(arrival))
+
+    def needs(self, peer: int) -> bool:
+        """Whether only `peer` could complete it: no rank once the message is here."""
+        is_here = self.arrival is not None and self.arrival.complete
+        return not is_here and super().needs(peer)
+
+    def finish(self) -> None:
+        """Store the entries."""
+        assert self.view is not None
+        if len(self.view) <= 8 * sparse_reduce.INLINE:
+            try:
+                self._build()
+            except ValueError as error:
+                self.comm.broke(self, error)
+            else:
+                self._store()
+        else:
+            in_thread(self, self._build, self._store)
+
+    def _make_room(self, total: int) -> None:
+        (room,) = sparse_reduce.rooms([total])
+        self.put_in(room.data)
+
+    def _build(self) -> None:
+        packed = np.frombuffer(self.view or b"", np.uint8)
+        count = int(packed[: _COUNT.itemsize].view(_COUNT)[0])
+        end = _most(self.array, count)
+        if count < 0 or end > len(packed):
+            raise ValueError(f"{count} entries came in {len(packed)} bytes: their sender is broken")
+        self._finish = self.array.build(entries_of(self.array, packed[_COUNT.itemsize : end]))
+
+    def _store(self) -> None:
+        self.succeed(self._finish())

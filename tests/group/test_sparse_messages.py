@@ -1,0 +1,267 @@
+"""Sends and receives of sparse arrays."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+
+from aiocoll import PROC_NULL, CollectiveMismatchError, GroupError, ProcessGroup, Recv, Send, process_group
+from aiocoll import distributed as dist
+
+from ..internals import Limits
+from ..ranks import LINKS, over, run_ranks
+
+FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
+SHAPE = (12, 7)
+
+
+def dense(rank: int, dtype: str = "float64") -> Any:
+    x = np.zeros(SHAPE, dtype)
+    x[0] = rank + 1
+    x[1 + rank, 2:] = 10
+    return x
+
+
+def given(rank: int, form: str = "csr_array", dtype: str = "float64") -> Any:
+    return getattr(scipy.sparse, form)(dense(rank, dtype))
+
+
+@pytest.fixture(params=["loop", "thread"])
+def place(request: pytest.FixtureRequest, limits: Limits) -> str:
+    """Force where arrays are read and made."""
+    limits(sparse_inline=-1 if request.param == "thread" else 1 << 30)
+    return str(request.param)
+
+
+@over(*LINKS)
+@pytest.mark.ranks(1, 2, 3, 4, 7)
+async def test_around_a_ring(pg: ProcessGroup, place: str) -> None:
+    """Of one rank, to itself."""
+    rank, size = pg.rank(), pg.size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    for number, form in enumerate(FORMATS):
+        x, y = given(rank, FORMATS[number - 1], "float32"), given(6, form, "float32")
+        sending = pg.send(x, after, tag=number)
+        receiving = pg.recv(y, before, number) if number % 2 else pg.recv_anysource(y, number)
+        assert (sending.op, receiving.op[-7:]) == ("SEND_SPARSE", "_SPARSE")
+        assert await receiving is y
+        assert await sending is x
+        assert receiving.source_rank() == before
+        assert type(y).__name__ == form
+        assert y.has_canonical_format
+        assert np.array_equal(y.toarray(), dense(before, "float32"))
+        assert np.array_equal(x.toarray(), dense(rank, "float32"))
+
+
+@over(*LINKS)
+@pytest.mark.ranks(2)
+async def test_large_ones_keep_their_place_among_others(pg: ProcessGroup) -> None:
+    """The first is read in a thread, and the second could be sent at once."""
+    shape = 2000, 2000
+    large = scipy.sparse.random_array(shape, density=0.05, format="coo", rng=np.random.default_rng(1))
+    for tag, (src, dst) in enumerate(((0, 1), (1, 1))):
+        work = []
+        if pg.rank() == src:
+            work += [pg.send(large, dst, tag), pg.send(np.ones(3), dst, tag), pg.send(given(1), dst, tag)]
+        if pg.rank() == dst:
+            first, second, third = scipy.sparse.coo_array(shape), np.zeros(3), given(0)
+            await pg.recv(first, src, tag)
+            await pg.recv(second, src, tag)
+            await pg.recv(third, src, tag)
+            assert (first != large).nnz == 0
+            assert second.tolist() == [1, 1, 1]
+            assert np.array_equal(third.toarray(), dense(1))
+        await asyncio.gather(*work)
+
+
+@pytest.mark.ranks(2)
+async def test_a_send_is_read_before_it_ends_and_not_on_the_loop(pg: ProcessGroup, limits: Limits) -> None:
+    limits(sparse_inline=-1)
+    x = given(0)
+    if pg.rank() == 0:
+        work = pg.send(x, 1)
+        assert not work.done()
+        await work
+        x.data[:] = 0
+        await pg.send_object("sent", 1, tag=1)
+    else:
+        waiting = pg.recv_object(0, 1)
+        y = given(1)
+        await asyncio.gather(pg.recv(y, 0), waiting)
+        assert np.array_equal(y.toarray(), dense(0))
+
+
+@pytest.mark.ranks(2)
+async def test_entries_at_one_place_are_added_up(pg: ProcessGroup, place: str) -> None:
+    """There are more entries than places."""
+    x = scipy.sparse.coo_array((np.arange(1.0, 7), ([0, 1, 0, 1, 0, 1], [0] * 6)), shape=(2, 2))
+    if pg.rank() == 0:
+        await pg.send(x, 1)
+    else:
+        y = scipy.sparse.csr_array((2, 2))
+        with pytest.raises(TypeError, match=r"pass tensor.tocsr\(\)"):
+            pg.recv(scipy.sparse.lil_array((2, 2)), 0)
+        await pg.recv(y, 0)
+        assert y.toarray().tolist() == [[9, 0], [12, 0]]
+
+
+@pytest.mark.ranks(2)
+async def test_nothing_stored_and_nobody(pg: ProcessGroup, place: str) -> None:
+    x = scipy.sparse.coo_array((3, 3)) if pg.rank() == 0 else scipy.sparse.coo_array(np.eye(3))
+    if pg.rank() == 0:
+        await pg.send(x, 1)
+    else:
+        await pg.recv(x, 0)
+    assert x.nnz == 0
+    assert await pg.send(x, PROC_NULL) is x
+    y = given(0)
+    work = pg.recv(y, PROC_NULL)
+    assert await work is y
+    assert work.source_rank() == PROC_NULL
+    assert np.array_equal(y.toarray(), dense(0))
+
+
+@pytest.mark.ranks(2)
+async def test_probed_planned_in_blocks_and_by_other_names(pg: ProcessGroup, place: str) -> None:
+    rank = pg.rank()
+    x, y = given(rank), given(rank)
+    plan = pg.plan(pg.send, x, 1) if rank == 0 else pg.plan(pg.recv, x, 0)
+    for turn in range(3):
+        if rank == 0:
+            x.data[:] = turn
+        await plan.start()
+        assert (x.data == turn).all()
+    if rank == 0:
+        await pg.send(y, 1, 3)
+    else:
+        envelope = await pg.probe(0, 3)
+        assert (envelope.source, envelope.tag, envelope.dtype, envelope.count) == (0, 3, None, 1)
+        assert envelope.sparse
+        with pytest.raises(TypeError, match=r"rank 0, is a sparse array, .* await pg.recv\(array, 0, 3\)"):
+            await anext(pg.incoming(3))
+        await pg.recv(y, envelope.source, envelope.tag)
+    assert np.array_equal(y.toarray(), dense(0))
+    async with pg.coalescing():
+        y = given(rank + 2)
+        work: Any = pg.send(y, 1) if rank == 0 else pg.recv(y, 0)
+    assert await work is y
+    assert np.array_equal(y.toarray(), dense(2))
+    with process_group(pg):
+        assert await (dist.isend(x, 1) if rank == 0 else dist.irecv(y, 0)) is (x if rank == 0 else y)
+        if rank == 0:
+            await dist.send(x, 1)
+        else:
+            assert await dist.recv(y) == 0
+    sent = sum(row.nbytes for row in pg.stats().operations if row.op.endswith("_SPARSE"))
+    assert sent == 0
+
+
+async def settled(pg: ProcessGroup, work: Any) -> None:
+    """Wait until what is wrong is found: a send may be done before that."""
+    await work
+    await pg.barrier()
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "dtype": (lambda: given(1, dtype="float32"), r"following: dtype. .*float32"),
+    "shape": (lambda: scipy.sparse.csr_array((7, 12)), r"following: counts, shape. .*\[7, 12\]"),
+    "dense": (lambda: dense(1), r"following: op, .*SEND_SPARSE\(.* called RECV\("),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+async def test_disagreement(other: str) -> None:
+    make, text = OTHERS[other]
+
+    async def rank(pg: ProcessGroup) -> None:
+        work = pg.send(given(0), 1) if pg.rank() == 0 else pg.recv(make(), 0)
+        with pytest.raises(GroupError, match=text):
+            await settled(pg, work)
+        await pg.drain()
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("kind", ["dense", "object"])
+async def test_another_message_is_no_sparse_array(kind: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank():
+            work: Any = pg.recv(given(0), 0)
+        else:
+            work = pg.send(dense(0), 1) if kind == "dense" else pg.send_object({}, 1)
+        with pytest.raises(CollectiveMismatchError, match="RECV_SPARSE"):
+            await settled(pg, work)
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.ranks(2)
+async def test_refusals(pg: ProcessGroup) -> None:
+    x, peer = given(0), 1 - pg.rank()
+    for batch in ([Send(x, peer)], [Recv(x, peer)]):  # type: ignore[type-var]
+        with pytest.raises(
+            TypeError, match=r"operations\[0\]\.tensor must be a dense array, not a csr_array: .*send and recv"
+        ):
+            pg.batch(batch)
+    with pytest.raises(TypeError, match=r"tensor must be .*, not list"):
+        pg.send([1], peer)
+    wrong = scipy.sparse.coo_array(np.eye(2))
+    wrong.coords = (np.array([0, 5]), np.array([0, 1]))
+    with pytest.raises(ValueError, match="tensor has indices in dimension 0 outside of 0 to 1"):
+        pg.send(wrong, peer)
+    huge = scipy.sparse.coo_array(np.eye(2))
+    huge.data = np.broadcast_to(np.float64(1), 1 << 29)
+    huge.coords = tuple(np.broadcast_to(np.int32(0), 1 << 29) for _ in range(2))
+    huge._shape = (1 << 15, 1 << 15)
+    with pytest.raises(ValueError, match="a message holds at most 4294967295: send it in parts"):
+        pg.send(huge, peer)
+
+
+async def test_entries_that_cannot_be_read_end_the_group(limits: Limits) -> None:
+    """It has been announced when that is found."""
+    limits(sparse_inline=-1)
+
+    async def rank(pg: ProcessGroup) -> None:
+        wrong = scipy.sparse.coo_array(np.eye(2))
+        wrong.coords = (np.array([0, 5]), np.array([0, 1]))
+        with pytest.raises(GroupError):
+            await (pg.recv(scipy.sparse.coo_array((2, 2)), 0) if pg.rank() else pg.send(wrong, 1))
+
+    await run_ranks(2, rank)
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.ranks(2)
+async def test_torch(pg: ProcessGroup, place: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: sparse tensors of torch are not tested")
+    rank = pg.rank()
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for layout in ("coo", "hybrid", "csr"):
+            if layout == "csr" and dtype != torch.float32:
+                continue
+            parts = []
+            for each in range(2):
+                x = torch.zeros(4, 3, dtype=dtype)
+                x[each], x[3, 0] = each + 1, 2
+                parts.append(x)
+            mine = parts[rank]
+            x = (
+                mine.to_sparse_csr()
+                if layout == "csr"
+                else mine.to_sparse(1)
+                if layout == "hybrid"
+                else mine.to_sparse()
+            )
+            if rank == 0:
+                await pg.send(x, 1)
+            else:
+                y = await pg.recv(x, 0)
+                assert (y is x) == (layout != "csr")
+                assert torch.equal(y.to_dense(), parts[0])
+    with pytest.raises(TypeError, match=r"operations\[0\]\.tensor"):
+        pg.batch([Send(torch.eye(2).to_sparse(), 1 - rank)])
