@@ -52,10 +52,6 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("_Encoder.put", "_Decoder._list", "_join_array"),
             (("test_roundtrip.py", "-k", "not 65537 and not 32769"), ("test_refusals.py",), ("codec/test_reading.py",)),
         ),
-        "sparse messages": Subject(
-            ("_LateSend._is_read",),
-            (("test_sparse_messages.py",),),
-        ),
         "relay": Subject(
             ("ShmRing.look",),
             (
@@ -142,6 +138,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "tickets": Subject(("Meeting.ticket", "Part._keep"), (("test_tickets.py", "test_parts.py"),)),
         "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),
         "blocking": Subject(("LoopThread.call",), (("test_blocking.py",),)),
+        "sparse messages": Subject(("_LateSend._is_read",), (("test_sparse_messages.py",),)),
     }
 )
 #: Of the last ones there are faults by hand only.
@@ -155,6 +152,7 @@ BY_HAND = (
     "tickets",
     "tls",
     "blocking",
+    "sparse messages",
 )
 
 
