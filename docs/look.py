@@ -1,43 +1,32 @@
-"""Pictures of pages of the site, at two widths, light and dark: `python docs/look.py build/docs FOLDER [PAGE ...]`.
+"""Pictures of pages of the site, at two widths, light and dark: `python -m docs.look build/docs FOLDER PAGE ...`.
 
-Needs Playwright and Chromium. Names every page that is wider than its window, which only code and tables may be, each
-inside a box of its own that scrolls.
+Needs Chromium. Without a page it only names every one that is wider than its window, which code and tables may be, each
+inside a box of its own that scrolls; `tests/test_site.py` looks for these, too.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
-
-WIDTHS = {"phone": 390, "desk": 1280}
-#: What sticks out to the right of the window, and no box around it scrolls.
-OUTSIDE = """() => [...document.querySelectorAll("article *")].filter(each => {
-    if (each.getBoundingClientRect().right <= innerWidth + 1) return false
-    for (let box = each; box; box = box.parentElement)
-        if (["auto", "scroll", "hidden"].includes(getComputedStyle(box).overflowX)) return false
-    return true
-}).map(each => each.tagName + " " + each.textContent.slice(0, 60))"""
+from tests.browser import SCHEMES, WIDTHS, browser
 
 
 def main(site: Path, folder: Path, pages: list[str]) -> None:
     """Look at the pages that are named, or at all for what sticks out."""
     folder.mkdir(parents=True, exist_ok=True)
     found = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if "_modules" not in path.parts)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+    with tempfile.TemporaryDirectory() as kept, browser(Path(kept)) as opened:
         for name, width in WIDTHS.items():
-            for scheme in ("light", "dark"):
-                page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-                for each in pages or found:
-                    page.goto((site / each).resolve().as_uri())
-                    for what in page.evaluate(OUTSIDE) if scheme == "light" else []:
-                        print(f"{each} at {width}: {what}")
-                    if pages:
-                        page.screenshot(path=folder / f"{each.replace('/', '-')[:-5]}-{name}-{scheme}.png")
-                page.close()
-        browser.close()
+            for scheme in SCHEMES if pages else SCHEMES[:1]:
+                with opened.page(width, scheme) as page:
+                    for each in pages or found:
+                        page.open((site / each).resolve().as_uri())
+                        for what in page.outside("article"):
+                            print(f"{each} at {width}: {what}")
+                        if pages:
+                            page.picture(folder / f"{each.replace('/', '-')[:-5]}-{name}-{scheme}.png")
 
 
 if __name__ == "__main__":

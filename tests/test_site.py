@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from .browser import MISSING, SCHEMES, WIDTHS, browser, executable
 from .public_names import OPERATORS, RECORD
 
 pytest.importorskip("sphinx", reason="sphinx is not installed: pip install -e '.[docs]'")
@@ -28,6 +29,29 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 #: What the pages include or name.
 TAKEN = ("docs", "examples", "bench", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+
+#: How light the paper is, from 0 to 1, and of each piece of text how it contrasts with it, as WCAG 2 defines that.
+COLOURS = """(() => {
+    const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number)
+    const light = ([r, g, b]) => [r, g, b].map(each => each / 255)
+        .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0)
+    const behind = (node) => {
+        for (; node; node = node.parentElement) {
+            const colour = numbers(getComputedStyle(node).backgroundColor)
+            if (colour.length < 4 || colour[3] == 1) return colour
+        }
+        return [255, 255, 255]
+    }
+    const names = ["p", "li", "td", "code", "a", "h2"].map(each => "article " + each).join()
+    const texts = [...document.querySelectorAll(names)]
+        .filter(each => each.innerText.trim() && each.checkVisibility())
+        .map(each => {
+            const [one, two] = [light(numbers(getComputedStyle(each).color)), light(behind(each))].sort((a, b) => b - a)
+            return [each.innerText.slice(0, 60), (one + 0.05) / (two + 0.05)]
+        })
+    return {paper: light(behind(document.querySelector("article"))), texts}
+})()"""
 
 
 def build(tree: Path) -> str:
@@ -138,6 +162,34 @@ def test_names_of_pages_are_links(tree: Path) -> None:
     page = (tree / "build/architecture.html").read_text()
     assert re.search(r'<a [^>]*href="wire.html"[^>]*><code[^>]*><span class="pre">docs/wire.md<', page)
     assert re.search(r'href="project/CONTRIBUTING.html"', (tree / "build/index.html").read_text())
+
+
+@pytest.mark.skipif(executable() is None, reason=MISSING)
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_the_pages_in_a_browser(tree: Path, tmp_path: Path, width: int) -> None:
+    """Each fits the window, says nothing, and loads nothing from elsewhere; light and dark they are readable."""
+    site = tree / "build"
+    pages = [path for path in site.rglob("*.html") if "_modules" not in path.parts]
+    assert len(pages) > 40
+    papers = {}
+    with browser(tmp_path / "browser") as opened:
+        with opened.page(width) as page:
+            for path in pages:
+                page.open(path.as_uri())
+                assert page.outside("article") == [], path.name
+            assert page.said() == []
+            assert [each for each in page.asked() if not each.startswith(("file:", "data:"))] == []
+        for scheme in SCHEMES:
+            with opened.page(width, scheme) as page:
+                for name in ("guide.html", "reference/group.html"):
+                    page.open((site / name).as_uri())
+                    found = page.eval(COLOURS)
+                    faint = [text for text, contrast in found["texts"] if contrast < 4.5]
+                    assert len(found["texts"]) > 50
+                    assert faint == [], scheme
+                    papers[scheme] = found["paper"]
+    assert papers["light"] > 0.9
+    assert papers["dark"] < 0.1
 
 
 def test_a_page_outside_of_the_tree_fails_the_build(tree: Path) -> None:

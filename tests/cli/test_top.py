@@ -21,6 +21,8 @@ from aiocoll.cli.top.jobs import job_folder, jobs
 from aiocoll.cli.top.model import GroupView
 from aiocoll.cli.top.web import MOST, Page
 
+from ..browser import MISSING, SCHEMES, WIDTHS, browser, executable
+from ..browser import Page as BrowserPage
 from ..pages import code, is_shown, shell
 
 if TYPE_CHECKING:
@@ -314,59 +316,47 @@ async def test_the_page_has_few_connections_at_a_time() -> None:
             await each.wait_closed()
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(executable() is None, reason=MISSING)
 def test_the_page_in_a_browser(
     running: tuple[Job, dict[int, int]], env: Mapping[str, str], launch: Launch, tmp_path: Path
 ) -> None:
-    """In a browser at two widths: it shows the ranks, keeps asking, and is no wider than the window."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    """At two widths: it shows the ranks, keeps asking, loads nothing else, and is no wider than the window."""
     command = [sys.executable, "-m", "aiocoll", "top", "--web"]
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
     served = subprocess.Popen(command, env={**os.environ, **path, **env}, stdout=subprocess.PIPE, text=True)
     try:
         assert served.stdout is not None
         address = served.stdout.readline().strip()
-        with playwright.sync_playwright() as browsers:
-            browser = start(browsers)
-            for width in (390, 1280):
-                look(browser, address, width, launch)
-            browser.close()
+        with browser(tmp_path / "browser") as opened:
+            for scheme, width in zip(SCHEMES, WIDTHS.values(), strict=True):
+                with opened.page(width, scheme) as page:
+                    look(page, address, width)
+                    if scheme == "dark":
+                        find_the_late_one(page, launch)
+                    if folder := os.environ.get("PICTURES"):
+                        page.picture(Path(folder) / f"top-{width}-{scheme}.png")
     finally:
         served.send_signal(signal.SIGINT)
         assert served.wait(20) == 0
         served.stdout.close()
 
 
-def start(browsers: Any) -> Any:
-    """Return a browser: that of playwright, or the one of the system."""
-    own = "/usr/bin/chromium"
-    try:
-        return browsers.chromium.launch(
-            executable_path=own if os.path.exists(own) else None, args=["--no-sandbox"] if os.geteuid() == 0 else []
-        )
-    except Exception as error:  # its own class is only there with it
-        pytest.skip(f"no browser can be started: {str(error).splitlines()[0]}")
+def look(page: BrowserPage, address: str, width: int) -> None:
+    page.open(address)
+    page.until("document.querySelector('.facts')?.innerText.includes('ops/s')")
+    assert sorted(page.texts("section:first-child .scroll:nth-of-type(1) tbody td:first-child")) == ["0", "1", "2", "3"]
+    (first,) = page.texts("#state")
+    page.until(f"document.querySelector('#state').innerText != {first!r}")
+    assert page.eval("document.documentElement.scrollWidth") == width
+    assert page.outside() == []
+    assert ("process" in page.texts("th")) == (width > 640)
+    assert page.said() == []
+    origin = address.partition("?")[0]
+    assert set(page.asked()) == {address, f"{origin}news"}
 
 
-def look(browser: Any, address: str, width: int, launch: Launch) -> None:
-    page = browser.new_page(viewport={"width": width, "height": 800})
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.goto(address)
-    page.locator(".facts", has_text="ops/s").wait_for()
-    assert sorted(page.locator("section >> nth=0 >> table >> nth=0 >> tbody tr td:first-child").all_inner_texts()) == [
-        *("0", "1", "2", "3"),
-    ]
-    first = page.locator("#state").inner_text()
-    page.locator("#state").filter(has_not_text=first).wait_for()
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.locator("th", has_text="process").is_visible() == (width > 640)
-    assert said == []
-    late = launch.path / "late-1"
-    if width == 1280:
-        late.touch()
-        page.locator("span.late").wait_for()
-        page.locator("li", has_text="rank 1 missing").first.wait_for()
-        assert page.locator("tbody tr").first.locator("td").first.inner_text() == "1"
-    page.close()
+def find_the_late_one(page: BrowserPage, launch: Launch) -> None:
+    (launch.path / "late-1").touch()
+    page.until("document.querySelector('span.late')")
+    page.until("document.querySelector('li')?.innerText.includes('rank 1 missing')")
+    assert page.texts("tbody tr:first-child td:first-child")[0] == "1"

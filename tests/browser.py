@@ -1,0 +1,222 @@
+"""Pages in a headless Chromium, told what to do over its debugging pipe: no port, and nothing but loopback and files.
+
+See the DevTools protocol: a message is JSON and a zero byte, on file descriptors 3 and 4 of the browser.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MISSING", "SCHEMES", "WIDTHS", "Page", "browser", "executable"]
+
+WIDTHS = {"phone": 390, "desk": 1280}
+SCHEMES = ("light", "dark")
+#: Why tests are skipped without one.
+MISSING = "no Chromium is on the PATH (apt-get install chromium): pages are not looked at in a browser"
+#: Seconds in which a browser must answer, or show what is waited for.
+PATIENCE = 60.0
+#: Becomes the browser: the ends of two pipes become its descriptors 3 and 4.
+_EXEC = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3]]
+for number, end in zip((3, 4), ends):
+    os.dup2(end, number)
+    os.close(end)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+_FLAGS = (
+    "--headless=new",
+    "--remote-debugging-pipe",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--no-default-browser-check",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
+#: Answers when an expression has become true, which is looked at whenever the page changes or has been loaded.
+_UNTIL = """new Promise(done => {
+    const look = () => { if (%s) { observer.disconnect(); done(true) } }
+    const observer = new MutationObserver(look)
+    observer.observe(document, {subtree: true, childList: true, characterData: true, attributes: true})
+    document.addEventListener("readystatechange", look)
+    look()
+})"""
+#: What sticks out to the right of the window, and no box around it scrolls.
+_OUTSIDE = """[...document.querySelectorAll("%s *")].filter(each => {
+    if (each.getBoundingClientRect().right <= innerWidth + 1) return false
+    for (let box = each; box; box = box.parentElement)
+        if (["auto", "scroll", "hidden", "clip"].includes(getComputedStyle(box).overflowX)) return false
+    return true
+}).map(each => each.tagName + " " + each.textContent.trim().slice(0, 60))"""
+
+
+def executable() -> str | None:
+    """Return the browser of this machine; None if there is none."""
+    return shutil.which("chromium") or shutil.which("google-chrome")
+
+
+class _Pipe:
+    """What is said to the browser and what it says."""
+
+    def __init__(self, out: int, into: int) -> None:
+        self._out, self._in = out, into
+        self._read = b""
+        self._number = 0
+        #: What nobody has asked for, by session.
+        self.events: list[dict[str, Any]] = []
+
+    def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        """Have a command carried out, and return the answer."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        text = json.dumps(message if session is None else {**message, "sessionId": session})
+        _write(self._out, text.encode() + b"\0")
+        end = time.monotonic() + PATIENCE
+        while True:
+            answer = self._next(end, method)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                result: dict[str, Any] = answer["result"]
+                return result
+            self.events.append(answer)
+
+    def _next(self, end: float, what: str) -> dict[str, Any]:
+        while b"\0" not in self._read:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"{what}: nothing has come for {PATIENCE:.0f} s"
+            got = os.read(self._in, 1 << 20)
+            assert got, f"{what}: the browser has ended"
+            self._read += got
+        text, _, self._read = self._read.partition(b"\0")
+        message: dict[str, Any] = json.loads(text)
+        return message
+
+
+class Page:
+    """One page, in a window of its own."""
+
+    def __init__(self, pipe: _Pipe, width: int, scheme: str) -> None:
+        self._pipe = pipe
+        self._target = pipe.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = pipe.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self._call(f"{domain}.enable")
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def _call(self, method: str, **params: Any) -> dict[str, Any]:
+        return self._pipe.call(method, self._session, **params)
+
+    def open(self, address: str) -> None:
+        """Show an address, completely."""
+        answer = self._call("Page.navigate", url=address)
+        assert "errorText" not in answer, f"{address}: {answer['errorText']}"
+        self.until("document.readyState == 'complete'")
+
+    def eval(self, expression: str) -> Any:
+        """Return the value of an expression of JavaScript, or of what it promises."""
+        answer = self._call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def until(self, expression: str) -> None:
+        """Wait until an expression is true."""
+        assert self.eval(_UNTIL % expression) is True
+
+    def texts(self, selector: str) -> list[str]:
+        """Return the texts of all elements that a selector finds, and that are shown."""
+        found: list[str] = self.eval(
+            f"[...document.querySelectorAll({json.dumps(selector)})].filter(each => each.checkVisibility())"
+            ".map(each => each.innerText.trim())"
+        )
+        return found
+
+    def outside(self, part: str = "body") -> list[str]:
+        """Return what is to the right of the window, where nobody finds it, of a part of the page."""
+        found: list[str] = self.eval(_OUTSIDE % part)
+        return found
+
+    def said(self) -> list[str]:
+        """Return errors, and what the page has printed."""
+        mine = [each for each in self._pipe.events if each.get("sessionId") == self._session]
+        kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+        return [json.dumps(each["params"]) for each in mine if each["method"] in kinds]
+
+    def asked(self) -> list[str]:
+        """Return the addresses of all that has been loaded."""
+        mine = [each for each in self._pipe.events if each.get("sessionId") == self._session]
+        return [each["params"]["request"]["url"] for each in mine if each["method"] == "Network.requestWillBeSent"]
+
+    def picture(self, path: Path) -> None:
+        """Store what is in the window."""
+        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
+
+    def close(self) -> None:
+        """Close it."""
+        self._pipe.call("Target.closeTarget", targetId=self._target)
+
+
+class Browser:
+    """A browser."""
+
+    def __init__(self, pipe: _Pipe) -> None:
+        self._pipe = pipe
+
+    @contextmanager
+    def page(self, width: int, scheme: str = "light") -> Iterator[Page]:
+        """Open a page of that width, for somebody who likes light or dark ones."""
+        page = Page(self._pipe, width, scheme)
+        yield page
+        page.close()
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Browser]:
+    """Start the browser of this machine, which keeps what it has in a new folder; end it."""
+    program = executable()
+    assert program is not None, MISSING
+    theirs_in, ours_out = os.pipe()
+    ours_in, theirs_out = os.pipe()
+    flags = [*_FLAGS, f"--user-data-dir={folder}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    command = [sys.executable, "-c", _EXEC, str(theirs_in), str(theirs_out), program, *flags, "about:blank"]
+    try:
+        with subprocess.Popen(
+            command, pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, env={**os.environ, "HOME": str(folder)},
+        ) as process:  # fmt: skip
+            os.close(theirs_in)
+            os.close(theirs_out)
+            theirs_in = theirs_out = -1
+            pipe = _Pipe(ours_out, ours_in)
+            try:
+                yield Browser(pipe)
+                pipe.call("Browser.close")
+            except BaseException:
+                process.kill()
+                raise
+    finally:
+        for end in (ours_in, ours_out, theirs_in, theirs_out):
+            with suppress(OSError):
+                os.close(end)
+
+
+def _write(end: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(end, data) :]
