@@ -97,6 +97,8 @@ class Job:
         self._stream: StreamTransport | None = None
         self._joining: Endpoint | None = None
         self._members = self._made = 0
+        #: How often ranks have met on the store, this time included.
+        self._generation = 1
         self._heeding: asyncio.Task[None] | None = None
         store_handle.hold()
         self._names: dict[str, int] = {}
@@ -229,7 +231,8 @@ class Job:
         """Return why the ranks have not met in so many seconds."""
         trouble = self._store.trouble
         if self._exchange is not None and (missing := await self._exchange.missing()):
-            return f"rank {self.rank} waited {seconds:g} s for {not_come(missing, self.world_size, trouble)}"
+            who = not_come(missing, self.world_size, trouble, self._generation - 1)
+            return f"rank {self.rank} waited {seconds:g} s for {who}"
         why = trouble or not_connected(self._joining, self._stream)
         return f"rank {self.rank} of {self.world_size} did not meet the others within {seconds:g} s: {why}"
 
@@ -255,7 +258,7 @@ class Job:
                 self._store_handle.reopen()
 
     async def _meet_once(self) -> None:
-        generation = await claim(self._store, self.rank, self.world_size)
+        generation = self._generation = await claim(self._store, self.rank, self.world_size)
         tuning = await self._tune() if self.rank == 0 else None
         store = PrefixStore(f"aiocoll/{generation}", self._store)
         exchange = self._exchange = Exchange(store, self.rank, self.world_size, self._timeout)

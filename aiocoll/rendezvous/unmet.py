@@ -11,11 +11,21 @@ from aiocoll.transport.stream.transport import StreamTransport
 __all__ = ["not_come", "not_connected"]
 
 
-def not_come(missing: Sequence[int], world_size: int, drawback: str | None) -> str:
-    """Name the ranks that have published nothing in the store; `drawback` is why some may not reach it."""
+def not_come(missing: Sequence[int], world_size: int, drawback: str | None, before: int) -> str:
+    """Name the ranks that have published nothing in the store.
+
+    Args:
+        missing: the ranks.
+        world_size: how many there should be.
+        drawback: why some may not reach the store.
+        before: how often ranks have met on it.
+    """
     who = ", ".join(map(str, missing))
     because = f" ({drawback})" if drawback else ""
-    return f"rank(s) {who} of {world_size}: are they running with the same master address?{because}"
+    hint = "are they running with the same master address?"
+    if before:
+        hint = "ranks have met on this store before: to come in the place of a lost one, pass join=True"
+    return f"rank(s) {who} of {world_size}: {hint}{because}"
 
 
 def not_connected(endpoint: Endpoint | None, transport: StreamTransport | None) -> str:

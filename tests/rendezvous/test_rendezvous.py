@@ -267,6 +267,22 @@ async def test_waiting_for_a_rank_is_warned_of(caplog: pytest.LogCaptureFixture)
     await store.aclose()
 
 
+async def test_a_process_in_the_place_of_a_lost_one_is_told_of_join() -> None:
+    """The store assigns it a rank of a second meeting, to which nobody else comes."""
+    store = HashStore()
+
+    async def rank(_: int) -> None:
+        async with new_group(store=store, world_size=2):
+            pass
+
+    await together(2, rank)
+    with pytest.raises(
+        RendezvousError, match=r"for rank\(s\) 1 of 2: ranks have met on this store before: .* pass join=True"
+    ):
+        await new_group(store=store, world_size=2, timeout=0.1)
+    await store.aclose()
+
+
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
 @pytest.mark.parametrize("backwards", [False, True])
 async def test_world_sizes_that_differ_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
