@@ -22,6 +22,10 @@ _FORMAT = "write pairs of device and backend, such as 'cpu:aio,cuda:nccl'"
 _factories: dict[str, Callable[..., Any]] = {}
 
 
+#: What programs for torch.distributed name; they need nothing in its place.
+_OF_TORCH = {"gloo", "mpi", "ucc"}
+
+
 class Backend(str):
     """The name of an existing backend, in lower case: ``Backend("AIO") == "aio" == Backend.AIO``.
 
@@ -58,7 +62,8 @@ class Backend(str):
             raise TypeError(f"backend must be a str, not {type(name).__name__}")
         lower = name.lower()
         if lower != cls.UNDEFINED and lower not in cls.backend_list:
-            raise ValueError(f"backend={name!r} is not known: use {', '.join(cls.backend_list)}, or register it")
+            hint = ", or leave it out: that one is torch's" if lower in _OF_TORCH else ", or register it"
+            raise ValueError(f"backend={name!r} is not known: use {', '.join(cls.backend_list)}{hint}")
         return super().__new__(cls, lower)
 
     @classmethod

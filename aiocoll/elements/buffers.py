@@ -372,7 +372,7 @@ def _not_an_array(obj: Any, name: str) -> TypeError:
     if scipy is not None and scipy.issparse(obj):
         return TypeError(
             f"{name} must be a dense array, not a {type(obj).__name__}: sparse ones are for allreduce, reduce, "
-            "broadcast, allgather, gather, send and recv"
+            "broadcast, allgather and gather, and for send and recv outside of a batch"
         )
     hint = f"; pass {name}.to_numpy()" if hasattr(obj, "to_numpy") else ""
     return TypeError(f"{name} must be {_ACCEPTED}, not {type(obj).__name__}{hint}")
