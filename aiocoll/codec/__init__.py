@@ -8,7 +8,7 @@ with a *tag*, an empty extension value whose code names the kind:
     timedelta(days=1)    [tag 19, 1, 0, 0]
 
 No user value is ever a tag, so a list needs none, and no kind is wrapped in the bytes of another: decoding copies a
-byte once or twice, however deep it lies. Types are exact or refused: a subclass (OrderedDict, IntEnum, a named tuple)
+byte once or twice, however deep it lies. Types are exact or refused: a subclass (Counter, IntEnum, a named tuple)
 would come back as its base. An object that can be reached in two ways arrives as two objects.
 
 Received bytes are not trusted. A header may claim `PIECE` elements, or `HASHED_PIECE` keys (longer containers are sent

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgpack
 
+from aiocoll.codec import tensors
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.codec.records import (
     CODES,
@@ -27,6 +28,7 @@ from aiocoll.codec.records import (
     RECORDS_BY_CODE,
     SEQUENCES,
     SET,
+    RecordType,
     check_keys,
 )
 from aiocoll.errors import SerializationError
@@ -35,6 +37,9 @@ __all__ = ["loads", "reading"]
 
 #: Bytes read in one step.
 _STEP = 1 << 10
+#: What the tag of a list may say.
+_RECORDS = {**RECORDS_BY_CODE, tensors.TENSOR: RecordType(tensors.TENSOR, (str, list, bytes), tuple, tensors.join)}
+_CODES = {*CODES, tensors.TENSOR}
 #: Characters of another error's message that are quoted; it may contain a key of many megabytes.
 _SHOWN = 200
 
@@ -148,7 +153,7 @@ class _Decoder:
             raise SerializationError("not a valid object: a tag in the wrong place")
 
     def _tag(self, code: int, data: bytes) -> _Tag:
-        if data or code not in CODES:
+        if data or code not in _CODES:
             raise SerializationError(f"extension value of unknown type {code} with {len(data)} bytes")
         self._open.append(_Tag(code))
         return self._open[-1]
@@ -175,7 +180,7 @@ class _Decoder:
             return sequence(items)
         if code == PICKLE:
             return self._unpickle(items)
-        fields, join = RECORDS_BY_CODE[code].fields, RECORDS_BY_CODE[code].join
+        fields, join = _RECORDS[code].fields, _RECORDS[code].join
         if len(items) != len(fields) or not all(map(isinstance, items, fields)):
             raise SerializationError(f"extension type {code} with the wrong fields")
         return join(*items)

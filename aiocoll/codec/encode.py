@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 import msgpack
 import numpy as np
 
+from aiocoll.codec import tensors
 from aiocoll.codec.limits import MAX_BYTES, MAX_DEPTH
 from aiocoll.codec.records import (
     ARRAY,
@@ -20,6 +22,7 @@ from aiocoll.codec.records import (
     IN_PIECES,
     LIST,
     MAX_BIN,
+    ORDERED,
     PICKLE,
     PIECE,
     PIECE_CODE,
@@ -40,10 +43,11 @@ __all__ = ["dumps"]
 def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> bytes:
     """Return `obj` as bytes that `loads` turns into an equal object of exactly the same types.
 
-    Supported: None, bool, int of any size, float, complex, str, bytes, bytearray; list, tuple, dict, set, frozenset of
-    these; range, slice; datetime, date, time, timedelta, timezone, ZoneInfo; Decimal, Fraction, UUID; NumPy arrays
-    and scalars of every dtype, including ml_dtypes', except objects, structures and times without a unit. Arrays
-    arrive in C order; of two C types with the same width, such as long and long long, NumPy's default arrives.
+    Supported: None, bool, int of any size, float, complex, str, bytes, bytearray; list, tuple, dict, OrderedDict, set,
+    frozenset of these; range, slice; datetime, date, time, timedelta, timezone, ZoneInfo; Decimal, Fraction, UUID;
+    NumPy arrays and scalars of every dtype, including ml_dtypes', except objects, structures and times without a unit;
+    dense tensors of torch on the CPU, without gradients. Arrays arrive in C order; of two C types with the same width,
+    such as long and long long, NumPy's default arrives.
 
     Args:
         obj: what to send.
@@ -93,6 +97,9 @@ class _Encoder:
             self._put_sequence(code, obj if kind is list else list(obj), depth)
         elif kind is dict:
             self._put_dict(obj, depth)
+        elif kind is OrderedDict:
+            self._head(ORDERED, 1)
+            self._put_in(obj, depth)
         elif record := RECORDS.get(kind):
             self._head(record.code, len(record.fields))
             for field in record.split(obj):
@@ -102,6 +109,10 @@ class _Encoder:
         elif isinstance(obj, np.generic) and (dtype := dtype_text(obj.dtype)):
             self._head(SCALAR, 2)
             self._emit(self._pack(dtype) + self._pack(np.asarray(obj).tobytes()))
+        elif (parts := tensors.split(obj)) is not None:
+            self._begin_array(tensors.TENSOR, *parts)
+            if parts.nbytes:
+                self._emit(tensors.content(obj))
         elif self._allow_pickle:
             self._put_pickle(obj)
         else:
@@ -181,6 +192,11 @@ class _Encoder:
             self._head(PIECE_CODE, 1)
             self._put_map(part, depth)
 
+    def _put_in(self, items: OrderedDict[Any, Any], depth: int) -> None:
+        if depth + 1 == MAX_DEPTH:
+            raise RefusedError(f"containers are nested deeper than {MAX_DEPTH}; does one contain itself?")
+        self._put_dict(items, depth + 1)
+
     def _put_map(self, items: dict[Any, Any], depth: int) -> None:
         plain = PLAIN.issuperset(map(type, items)) and PLAIN.issuperset(map(type, items.values()))
         if plain and (packed := self._try_pack(items)) is not None:
@@ -200,12 +216,15 @@ class _Encoder:
                 raise
 
     def _put_array(self, dtype: str, array: np.ndarray[Any, Any]) -> None:
-        self._head(ARRAY, 3)
-        self._reserve(array.nbytes)  # before the copy that a strided array needs
-        self._size -= array.nbytes
-        self._emit(self._pack(dtype) + self._pack(array.shape) + struct.pack(">BI", 0xC6, array.nbytes))
+        self._begin_array(ARRAY, dtype, array.shape, array.nbytes)
         if array.nbytes:
             self._emit(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def _begin_array(self, code: int, dtype: str, shape: Sequence[int], nbytes: int) -> None:
+        self._head(code, 3)
+        self._reserve(nbytes)  # before the copy that a strided array needs
+        self._size -= nbytes
+        self._emit(self._pack(dtype) + self._pack(shape) + struct.pack(">BI", 0xC6, nbytes))
 
     def _put_pickle(self, obj: Any) -> None:
         try:
@@ -232,6 +251,12 @@ def _why_not(obj: Any) -> str:
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return f"{name} is a named tuple and would arrive as a tuple: send tuple(x) or x._asdict()"
     for base in type(obj).__mro__:
-        if base in PLAIN or base is dict or base in SEQUENCE_CODES or base in RECORDS or base is np.ndarray:
+        if (
+            base in PLAIN
+            or base in (dict, OrderedDict)
+            or base in SEQUENCE_CODES
+            or base in RECORDS
+            or base is np.ndarray
+        ):
             return f"{name} is a subclass of {base.__name__} and would arrive as one: convert it first"
     return f"{name} is not supported: convert it to builtins or NumPy arrays, or set allow_pickle=True on every rank"

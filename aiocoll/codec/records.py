@@ -6,6 +6,7 @@ import datetime as dt
 import re
 import sys
 import zoneinfo
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -27,6 +28,7 @@ __all__ = [
     "IN_PIECES",
     "LIST",
     "MAX_BIN",
+    "ORDERED",
     "PICKLE",
     "PIECE",
     "PIECE_CODE",
@@ -73,6 +75,8 @@ SEQUENCES: Mapping[int, Callable[[Iterable[Any]], Any]] = {
 SEQUENCE_CODES: Mapping[Any, int] = {kind: code for code, kind in SEQUENCES.items()}
 #: A dict with more than `HASHED_PIECE` keys; a shorter one is msgpack's own.
 DICT = 9
+#: An OrderedDict: its items, as a dict.
+ORDERED = 26
 #: Tag of a piece of a long container: its elements, or one dict.
 PIECE_CODE = 63
 #: Added to the code of a long container: it holds pieces.
@@ -197,6 +201,7 @@ RECORDS_BY_CODE: Mapping[int, RecordType] = {
     ARRAY: RecordType(ARRAY, (str, list, bytes), tuple, _join_array),
     SCALAR: RecordType(SCALAR, (str, bytes), tuple, _join_scalar),
     BIG_INT: RecordType(BIG_INT, (bytes,), tuple, lambda b: int.from_bytes(b, "big", signed=True)),
+    ORDERED: RecordType(ORDERED, (dict,), tuple, OrderedDict),
 }
 CODES = frozenset(
     {*SEQUENCES, *(code | IN_PIECES for code in (*SEQUENCES, DICT)), *RECORDS_BY_CODE, PICKLE, PIECE_CODE}

@@ -1,0 +1,71 @@
+"""Tensors of torch in objects: as plain tensors on the CPU, in C order. It does not import torch."""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from aiocoll.codec.records import RefusedError
+from aiocoll.errors import SerializationError
+
+__all__ = ["TENSOR", "Parts", "content", "join", "split"]
+
+#: Tag of a tensor: dtype, shape, bytes.
+TENSOR = 25
+#: The highest number of dimensions that torch has.
+_MAX_NDIM = 64
+_NAMES = frozenset(
+    {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
+     "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "complex64", "complex128"}
+)  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """What a tensor is sent as."""
+
+    dtype: str
+    shape: list[int]
+    nbytes: int
+
+
+def split(obj: Any) -> Parts | None:
+    """Return how a tensor is sent; None of anything else.
+
+    Raises:
+        RefusedError: it would not arrive as it is.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(obj, torch.Tensor):
+        return None
+    kind, dtype = type(obj), str(obj.dtype).removeprefix("torch.")
+    if kind is not torch.Tensor:
+        raise RefusedError(f"{kind.__module__}.{kind.__qualname__} would arrive as a torch.Tensor: send x.detach()")
+    if not obj.is_cpu or obj.layout is not torch.strided or dtype not in _NAMES:
+        raise RefusedError(f"a torch tensor of {dtype}, {obj.layout} on {obj.device}: send a dense one on the CPU")
+    return Parts(dtype, list(obj.shape), obj.numel() * obj.element_size())
+
+
+def content(obj: Any) -> memoryview:
+    """Return the bytes of a tensor, in C order."""
+    torch = sys.modules["torch"]
+    plain = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    array: np.ndarray[Any, Any] = plain.view(torch.uint8).numpy()
+    return array.data
+
+
+def join(dtype: str, shape: list[Any], data: bytes) -> Any:
+    """Return a new tensor."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        raise SerializationError("an object with a torch tensor came: import torch to receive it")
+    if dtype not in _NAMES or (kind := getattr(torch, dtype, None)) is None:
+        raise SerializationError(f"{dtype!r:.60} is not the dtype of a tensor")
+    good = len(shape) <= _MAX_NDIM and all(type(n) is int and 0 <= n <= sys.maxsize for n in shape)
+    if not good or prod(shape) * kind.itemsize != len(data):
+        raise SerializationError(f"a tensor of shape {shape!r:.80} and dtype {dtype} does not have {len(data)} bytes")
+    if not data:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(data), dtype=kind).reshape(shape)
