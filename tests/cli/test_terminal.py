@@ -286,3 +286,21 @@ async def test_what_fails_to_look_shows_nothing_and_harms_nothing(monkeypatch: p
     monkeypatch.setattr(sys, "stderr", Terminal())
     async with Progress().watching(look):
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("command", ["bench -n 1 --min 4 --max 4 --json", "doctor --json", "doctor"])
+def test_whoever_reads_may_have_enough(command: str) -> None:
+    """As in `aiocoll bench --json | head -1`: no traceback, and no failure."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "aiocoll", *command.split()],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")

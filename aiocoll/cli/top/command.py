@@ -96,10 +96,9 @@ def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return 2
     try:
         return _show(args, title, watch)
+    except BrokenPipeError:
+        raise  # as in `aiocoll top --json | head`
     except (AiocollError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # as in `aiocoll top --json | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         print(f"aiocoll top: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
