@@ -54,6 +54,7 @@ LIMITS = {
     "compared_size": ("aiocoll.engine.operations.verify.Compared.LIMIT",),
     "exchanged_size": ("aiocoll.engine.operations.object_exchange.ObjectExchange.LIMIT",),
     "received_size": ("aiocoll.engine.matching.posted.MAX_BYTES",),
+    "metrics_names": ("aiocoll.metrics.watched.MOST",),
     "sparse_inline": ("aiocoll.group.sparse_reduce.INLINE",),
     # failure
     "blocked_after": ("aiocoll.engine.failure.watchdog.BLOCKED_AFTER",),

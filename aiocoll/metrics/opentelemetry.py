@@ -5,8 +5,8 @@
 
 Attributes of metrics: ``aiocoll.group`` and ``aiocoll.rank``; ``aiocoll.op``, ``aiocoll.algorithm``,
 ``aiocoll.transport`` and ``aiocoll.outcome`` of operations, of which there are few; ``aiocoll.peer`` is the number of a
-rank. None has a key, a sequence number or an address; spans have the first two. **Names of groups are the program's**:
-one that makes groups without end gives them few names.
+rank. None has a key, a sequence number or an address; spans have the first two. Of names of groups there are 100 at
+most: a program that makes groups without end lets them share names, ``add(pg, name="workers")``.
 """
 
 from __future__ import annotations
@@ -58,19 +58,21 @@ class GroupMeter:
         gauge("aiocoll.operations.oldest", [self._observe(_oldest)], "s", "Seconds for which the oldest has been.")
         gauge("aiocoll.missing", [self._observe(_missing)], "{collective}", "Collectives in which a peer is missing.")
 
-    def add(self, pg: ProcessGroup) -> None:
+    def add(self, pg: ProcessGroup, *, name: str | None = None) -> None:
         """Export the numbers of a group until this rank closes it.
 
         Args:
             pg: the group.
+            name: the name to export it under, in place of its own. A program that makes groups for ever lets those that
+                follow each other share one; their counters begin at 0 again.
 
         Raises:
-            TypeError: it is none.
+            TypeError: `pg` is no group, or `name` no text.
             RuntimeError: it was made with ``GroupOptions(stats=False)``.
             GroupClosedError: this rank has closed it.
-            ValueError: another group of that name is exported here, on the same rank.
+            ValueError: another group of that name is exported here, on the same rank; or there have been 100 names.
         """
-        self._watched.add(pg)
+        self._watched.add(pg, name)
         if self._tracer is not None and pg not in self._hooks:
             self._hooks[pg] = pg.add_hook(_Spans(self._tracer, pg._comm.runtime.wall))
 

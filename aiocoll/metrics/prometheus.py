@@ -6,8 +6,8 @@
 Who serves the registry, and where, is the program's business. A scrape may come in any thread.
 
 Labels: `group` and `rank`; `op`, `algorithm`, `transport` and `outcome` of operations, of which there are few; `peer`
-is the number of a rank. No label has a key, a sequence number or an address. **Names of groups are the program's**: one
-that makes groups without end gives them few names.
+is the number of a rank. No label has a key, a sequence number or an address. Of names of groups there are 100 at most:
+a program that makes groups without end lets them share names, ``add(pg, name="workers")``.
 """
 
 from __future__ import annotations
@@ -52,19 +52,21 @@ class GroupCollector:
         self._registry: Any = REGISTRY if registry is None else registry
         self._registry.register(self)
 
-    def add(self, pg: ProcessGroup) -> None:
+    def add(self, pg: ProcessGroup, *, name: str | None = None) -> None:
         """Export the numbers of a group until this rank closes it.
 
         Args:
             pg: the group.
+            name: the name to export it under, in place of its own. A program that makes groups for ever lets those that
+                follow each other share one; their counters begin at 0 again.
 
         Raises:
-            TypeError: it is none.
+            TypeError: `pg` is no group, or `name` no text.
             RuntimeError: it was made with ``GroupOptions(stats=False)``.
             GroupClosedError: this rank has closed it.
-            ValueError: another group of that name is exported here, on the same rank.
+            ValueError: another group of that name is exported here, on the same rank; or there have been 100 names.
         """
-        self._watched.add(pg)
+        self._watched.add(pg, name)
 
     def remove(self, pg: ProcessGroup) -> None:
         """Export the numbers of a group no more.

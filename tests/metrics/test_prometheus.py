@@ -25,6 +25,8 @@ from aiocoll import (
 from aiocoll.metrics.prometheus import GroupCollector
 from aiocoll.testing import run_ranks, run_virtual
 
+from ..internals import Limits
+
 Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -180,3 +182,35 @@ def test_it_says_what_to_install(name: str, package: str, extra: str, monkeypatc
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(BackendUnavailableError, match=rf"pip install 'aiocoll\[{extra}\]'"):
         importlib.import_module(f"aiocoll.metrics.{name}")
+
+
+async def test_groups_that_follow_each_other_share_a_name(limits: Limits) -> None:
+    """And the names are bounded: a group per step, of a name that is new each time, is refused."""
+    limits(metrics_names=3)
+    collector = GroupCollector(prometheus_client.CollectorRegistry())
+
+    async def rank(pg: ProcessGroup) -> None:
+        for _ in range(5):
+            async with await pg.split(0, 0) as part:
+                collector.add(part, name="part")
+                collector.add(part)  # it is there already
+                await part.allreduce(1)
+                assert found() == {"part"}
+        assert found() == set()
+        collector.add(pg)
+        first, second = await pg.split(0, 0), await pg.split(0, 0)
+        collector.add(first)
+        with pytest.raises(ValueError, match=r"groups of 3 names .* one more: .* add\(pg, name='workers'\)"):
+            collector.add(second)
+        with pytest.raises(ValueError, match="rank 0 of a group 'world:0' is exported here already"):
+            collector.add(second, name="world:0")
+        with pytest.raises(TypeError, match="name must be a str or None, not int"):
+            collector.add(second, name=1)
+        collector.add(second, name="part")
+        assert len(found()) == 3
+
+    def found() -> set[str]:
+        return {sample.labels["group"] for family in collector.collect() for sample in family.samples}
+
+    await run_ranks(1, rank)
+    collector.close()
