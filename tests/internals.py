@@ -91,6 +91,7 @@ LIMITS = {
     "device_parting": ("aiocoll.group.cuda.communicator.PARTING",),
     "device_patience": ("aiocoll.group.cuda.matching.PATIENCE",),
     "device_release": ("aiocoll.group.cuda.device_state.RELEASE",),
+    "slot_patience": ("aiocoll.group.cuda.slots.PATIENCE",),
     "staging_kept": ("aiocoll.gpu.staging.KEPT",),
     # commands and testing
     "doctor_dial": ("aiocoll.cli.doctor_hosts._DIAL",),

@@ -1,15 +1,16 @@
 """CUDA devices and NCCL for collectives on CUDA arrays. Loaded by the first call on such an array.
 
-api          the functions of CUDA and NCCL that are used, as two protocols of plain integers
-cupy_api     both of them by CuPy: the only module that imports it
-driver       some calls of CUDA without CuPy
-ctypes_cuda  all calls of CUDA without CuPy, over the driver
-ctypes_nccl  NCCL without CuPy, over the library that torch brings
-provider     where CUDA and NCCL come from: CuPy, or a test
-device       a device as a loop uses it: calls from the loop run on the device, and the loop is told when they end
-launcher     the one thread of a device that starts work there
-waiter       the thread that waits for the calls on one stream
-events       a pool of events of one device
-staging      a pool of page-locked host memory
-turns        calls on a device that several ranks take part in, one at a time
+api           the functions of CUDA and NCCL that are used, as two protocols of plain integers
+cupy_api      both of them by CuPy: the only module that imports it
+driver        some calls of CUDA without CuPy
+ctypes_cuda   all calls of CUDA without CuPy, over the driver
+ctypes_nccl   NCCL without CuPy, over the library that torch brings
+provider      where CUDA and NCCL come from: CuPy, or a test
+device        a device as a loop uses it: calls from the loop run on the device, and the loop is told when they end
+launch_order  the order in which groups put calls of NCCL on a device
+launcher      the one thread of a device that starts work there
+waiter        the thread that waits for the calls on one stream
+events        a pool of events of one device
+staging       a pool of page-locked host memory
+turns         calls on a device that several ranks take part in, one at a time
 """

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from aiocoll.gpu.api import Cuda, DeviceError
 from aiocoll.gpu.driver import CAPTURES
 from aiocoll.gpu.events import Events
+from aiocoll.gpu.launch_order import LaunchOrder
 from aiocoll.gpu.launcher import Launched, LaunchThread
 from aiocoll.gpu.staging import Staging
 from aiocoll.gpu.turns import Turns
@@ -37,7 +38,8 @@ class Device:
         cuda: the runtime.
         ordinal: number of the device.
         staging: its page-locked blocks.
-        turns: the order in which communicators are made on it.
+        turns: groups that may become the first one on it, one at a time.
+        order: the order of NCCL's calls there.
     """
 
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
@@ -51,6 +53,11 @@ class Device:
         self._launcher = LaunchThread(cuda, ordinal)
         self.staging = Staging(cuda, self._launcher.put)
         self.turns = Turns()
+        self.order = LaunchOrder()
+        #: The stream of NCCL's calls, and how many groups use it; each group has a lock around changes.
+        self._common: int | None = None
+        self._users = 0
+        self._lock = threading.Lock()
 
     @staticmethod
     def of(cuda: Cuda, ordinal: int) -> Device:
@@ -94,6 +101,30 @@ class Device:
             raise
         self._waiters[stream] = waiter
         return stream
+
+    def common_stream(self) -> int:
+        """Return the stream of NCCL's calls: those of all groups come one after the other, as NCCL wants them.
+
+        Who has called this calls `leave_common_stream` in the end.
+
+        Raises:
+            DeviceError: CUDA refuses.
+        """
+        with self._lock:
+            if self._common is None:
+                self._common = self.stream()
+            self._users += 1
+            return self._common
+
+    async def leave_common_stream(self, seconds: float) -> bool:
+        """If no other group uses the stream of NCCL's calls, destroy it; see `close_stream`."""
+        with self._lock:
+            self._users -= 1
+            stream = self._common
+            if self._users or stream is None:
+                return True
+            self._common = None
+        return await self.close_stream(stream, seconds)
 
     def launch(
         self,

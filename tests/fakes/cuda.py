@@ -23,6 +23,7 @@ from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.gpu.api import DeviceError
 
 from .memory import HOST, BadAddressError, FakeMemory
+from .occupancy import Room
 from .streams import Blocked, FakeDevice, FakeStream, Gate, Mark
 
 #: Streams that nobody makes: the default one of the thread's device, by both its names, and the one of each thread.
@@ -71,6 +72,7 @@ class FakeCuda:
         overdue: those of them whose queries nothing has ended.
         blocked: where threads wait, for the end to let them go.
         disturbed: the calls, and their threads, by which captures of other threads were made invalid.
+        rooms: what NCCL's kernels wait for on each device.
     """
 
     def __init__(self, devices: int = 1) -> None:
@@ -85,6 +87,7 @@ class FakeCuda:
         self.stalled: list[str] = []
         self.overdue: list[str] = []
         self.blocked = Blocked()
+        self.rooms = [Room() for _ in range(devices)]
         self._devices = [FakeDevice(device) for device in range(devices)]
         self._lock = threading.Lock()
         self._thread = _Thread()

@@ -1,9 +1,10 @@
 """An NCCL without devices, for tests: ranks are threads of one process, and collectives are NumPy on a fake CUDA.
 
-As in the real one, a call is put on a stream and ends at once; there it occupies the stream until the kernels of all
-ranks are there. The n-th collective of one rank belongs to the n-th of every other rank: if they are not the same, or
-somebody does not come, all wait until they abort. `send` and `recv` wait for each other, unless they are called in one
-group. Aborted calls count as done, and have spoiled what they were to write.
+As in the real one, a call is put on a stream and ends at once; there it occupies the stream, and the device, until the
+kernels of all ranks are there: kernels of other communicators wait for it. The n-th collective of one rank belongs to
+the n-th of every other rank: if they are not the same, or somebody does not come, all wait until they abort. `send`
+and `recv` wait for each other, unless they are called in one group. Aborted calls count as done, and have spoiled what
+they were to write.
 """
 
 from __future__ import annotations
@@ -245,6 +246,7 @@ class FakeCommunicator:
                 call.ended.set()
             self._over.set()
             self._leave()
+        self.nccl.cuda.rooms[self.device].changed()
 
     def destroy(self) -> None:
         """End the communicator; all ranks of a host have to, and nothing may be in flight."""
@@ -340,6 +342,14 @@ class FakeCommunicator:
 
     def _run(self, calls: list[FakeCall], number: int) -> None:
         """Be the kernel."""
+        room = self.nccl.cuda.rooms[self.device]
+        room.enter(self, lambda: self.aborted, self.nccl.cuda.blocked)
+        try:
+            self._take_part(calls, number)
+        finally:
+            room.leave()
+
+    def _take_part(self, calls: list[FakeCall], number: int) -> None:
         with self._world.lock:
             for call in () if self.aborted else calls:
                 if call.peer is None:

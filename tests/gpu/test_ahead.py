@@ -64,6 +64,8 @@ async def test_a_loop_launches_at_the_call_and_its_first_pass_waits(world_size: 
         await pg.barrier()
         calls.clear()
         await pg.barrier()
+        launcher = gpu.engine(pg.rank())._launcher
+        await until(lambda: not launcher._unfinished)  # of the second, whose end it has told
         works = [pg.allreduce(tensor) for _ in range(5)]
         # All are on the device, though no rank has heard of any other one.
         assert calls.count("all_reduce") >= 5
@@ -391,7 +393,7 @@ async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
         assert state is not None
         begun: list[int] = []
         program_of(pg).through = program_of(pg).started + 1
-        state.hold(state.number([0])[0], lambda: begun.append(1), native=True)
+        state.hold(state.number([0], True)[0], lambda _: begun.append(1), True)
         assert not begun
         await pg.allreduce(tensor)
         assert begun
@@ -460,6 +462,7 @@ class Said:
             lambda rank, start, hashes: self.said.append(("compare", rank, start, len(hashes))),
             asyncio.get_running_loop().call_later,
             can_stage=True,
+            is_shared=False,
         )
 
     def call(self) -> int:
@@ -472,7 +475,7 @@ class Said:
             def number(self) -> int:
                 return 1
 
-            def proceed(self) -> None:
+            def proceed(self, staged: bool) -> None:
                 pass
 
         self.order.add(Called(), is_numbered=False)  # type: ignore[arg-type]

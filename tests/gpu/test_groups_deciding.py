@@ -163,7 +163,7 @@ async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> Non
         assert part is not None
         await part.shutdown()
         for identity in (comm_of(part).id, 7):
-            endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True})
+            endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True, "shares": False})
         await until(lambda: unmade_groups(pg))
         assert list(unmade_groups(pg)) == [7]
         endpoint.registry.early.disown(7, 1 - pg.rank())
@@ -306,7 +306,7 @@ async def test_turns_that_are_late_are_not_taken() -> None:
         await pg.allreduce(tensor)
         await until(lambda: is_native(pg))
         member.endpoint.control.tell(
-            1 - rank, {"t": "device", "g": member.id, **({"ready": True} if rank else {"turn": True})}
+            1 - rank, {"t": "device", "g": member.id, **({"ready": True, "shares": False} if rank else {"turn": True})}
         )
         await pg.allreduce(tensor)
         await pg.barrier()
@@ -329,12 +329,12 @@ CARD = {"nccl": 22809, "why": "", "bus": "", "unfinished": False, "float8": Fals
         (1, {"card": {**CARD, "nccl": "2"}}),
         (1, {"card": {**CARD, "ahead": 1}}),
         (0, {"card": CARD}),
-        (0, {"ready": True}),
+        (0, {"ready": True, "shares": False}),
         (1, {"turn": True}),
-        (1, {"number": 1, "decision": [False, "", b"", False, False, False]}),
-        (0, {"number": "1", "decision": [False, "", b"", False, False, False]}),
-        (0, {"number": 1, "decision": [False, "", b"", False, False]}),
-        (0, {"number": 1, "decision": [True, "", "", False, False, False]}),
+        (1, {"number": 1, "decision": [False, "", b"", False, False, False, False]}),
+        (0, {"number": "1", "decision": [False, "", b"", False, False, False, False]}),
+        (0, {"number": 1, "decision": [False, "", b"", False, False, False]}),
+        (0, {"number": 1, "decision": [True, "", "", False, False, False, False]}),
         (1, {"called": -1, "hash": 1, "seq": 1}),
         (1, {"called": 1, "hash": "", "seq": 1}),
         (0, {"pace": "on", "number": 5, "through": 1, "upto": 1}),
@@ -416,7 +416,9 @@ async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_
         if pg.rank() == 0:
             await until(lambda: len(made) == 2)
             identity = Split(comm_of(pg).id, 0, None, (0, 1)).identity()
-            endpoint.registry.early.keep_message(identity, 2, {"t": "device", "g": identity, "ready": True})
+            endpoint.registry.early.keep_message(
+                identity, 2, {"t": "device", "g": identity, "ready": True, "shares": False}
+            )
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
         made.append(pg.rank())

@@ -231,14 +231,21 @@ _DEVICE: dict[str, Check] = {
         card=fields(nccl=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL, float8=_BOOL, ahead=_BOOL)
     ),
     "turn": _of_device(turn=_TRUE),
-    "ready": _of_device(ready=_TRUE),
-    "decision": _of_device(number=integer(_U63), decision=row(_BOOL, _TEXT, data(UNIQUE_ID), _BOOL, _BOOL, _BOOL)),
+    "ready": _of_device(ready=_TRUE, shares=_BOOL),
+    "decision": _of_device(
+        number=integer(_U63), decision=row(_BOOL, _TEXT, data(UNIQUE_ID), _BOOL, _BOOL, _BOOL, _BOOL)
+    ),
     "match": _of_device(match=maybe(_MATCH), batches=listed(row(group_rank, integer(_U32), integer(_U16)), 2)),
     "begin": _of_device(number=integer(_U63), begin=listed(_MATCH)),
     "called": _of_device(called=_COUNT, hash=integer(_U64), seq=integer(_U63)),
     "confirmed": _of_device(confirmed=_COUNT),
-    "pace": _of_device(number=integer(_U63), pace=one_of("ahead", "halt", "through"), through=_COUNT, upto=_COUNT),
+    "pace": _of_device(
+        number=integer(_U63), pace=one_of("ahead", "halt", "through", "placed"), through=_COUNT, upto=_COUNT
+    ),
     "halted": _of_device(halted=_COUNT),
+    "crowded": _of_device(crowded=_TRUE),
+    "shared": _of_device(shared=integer(_U63)),
+    "slot": fields({"clock": _COUNT, "at": _COUNT}, t=_TEXT, g=_GROUP, slot=integer(_U63)),
     "compare": _of_device(compare=listed(integer(_U64)), position=_COUNT),
     "differs": _of_device(differs=_DESCRIPTION, position=_COUNT),
 }

@@ -147,9 +147,9 @@ class Agreed(Compared):
         assert self.work.seq is not None
         return self.work.seq
 
-    def proceed(self) -> None:
-        """Start: all calls before it have started."""
-        self.begin(False)
+    def proceed(self, staged: bool) -> None:
+        """Start, through the host if `staged`: all calls before it have started."""
+        self.begin(staged)
 
     def confirmed(self) -> None:
         """All ranks have called it."""

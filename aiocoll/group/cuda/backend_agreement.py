@@ -94,12 +94,12 @@ class BackendAgreement:
                 self._turn = self._device.turns.take(self._begun)
         elif "ready" in message:
             if not self._is_decided and peer == self._asked:
-                self._go_on()
+                self._is_ready(bool(message["shares"]))
         else:
             number, decision = index(message["number"]), read_decision(message["decision"])
             self._settle()
-            if not decision.native:
-                self.made()
+            if not decision.native or decision.shared:
+                self.made()  # or will be in the order that all groups on the devices have
             self._follow(number, decision)
 
     def missed(self, message: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class BackendAgreement:
     def _begun(self) -> None:
         """This rank has its turn."""
         self._settled = asyncio.get_running_loop().create_future()
-        self._tell(0, {"ready": True})
+        self._tell(0, {"ready": True, "shares": self._device.order.is_used})
 
     def _settle(self) -> None:
         self._is_decided = True
@@ -187,6 +187,12 @@ class BackendAgreement:
         else:
             self._decision = self._decision._replace(unique_id=named.result())
             self._go_on()
+
+    def _is_ready(self, crowded: bool) -> None:
+        """A rank has its turn; other groups use its device, or not."""
+        assert self._decision is not None
+        self._decision = self._decision._replace(shared=self._decision.shared or crowded)
+        self._go_on()
 
     def _go_on(self) -> None:
         """Ask for the next turn; if there is none, let all make the communicator."""

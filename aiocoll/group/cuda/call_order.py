@@ -28,25 +28,29 @@ class CallOrder:
 
     Args:
         comm: this rank's part in the group.
-        number: as rank 0, assigns the next number on every rank.
-        hold: calls something when everything with a lower number has been called.
+        number: as rank 0, assigns the next number on every rank; told whether it is a call of NCCL.
+        hold: calls something when everything with a lower number has been called; see `DeviceState.hold`.
         moved: called when calls have started.
         can_stage: calls that wait too long for their place may be staged.
+        is_shared: other groups use the device of a rank.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        number: Callable[[], dict[int, int]],
-        hold: Callable[[int, Callable[[], None]], None],
+        number: Callable[[bool], dict[int, int]],
+        hold: Callable[[int, Callable[[bool], None], bool], None],
         moved: Callable[[], None],
         *,
         can_stage: bool,
+        is_shared: bool,
     ) -> None:
         self._comm = comm
         self._number = number
         self._hold = hold
         self.program = ProgramOrder(self._report, comm.call_soon, moved)
+        if is_shared:
+            self.program.through = 0
         self._pacing: Pacing | None = None
         if comm.rank == 0:
             self._pacing = Pacing(
@@ -57,11 +61,16 @@ class CallOrder:
                 self._compare,
                 comm.call_later,
                 can_stage=can_stage,
+                is_shared=is_shared,
             )
 
     def place(self, begin: Callable[[bool], None]) -> None:
         """As rank 0, give something its place among all calls; see `Pacing.place`."""
         self._as_rank_0().place(begin)
+
+    def share(self, tell: Callable[[], None]) -> None:
+        """As rank 0, let no rank launch ahead any more; see `Pacing.share`."""
+        self._as_rank_0().share(tell)
 
     def needs(self, peer: int, position: int) -> bool:
         """Whether a call that is not confirmed needs a rank, which is leaving."""
@@ -127,8 +136,9 @@ class CallOrder:
     def _obey(self, number: int, pace: str, through: int, confirmed: int) -> None:
         """Do what rank 0 says, in the order of numbers."""
 
-        def obey() -> None:
+        def obey(staged: bool) -> None:
             program = self.program
+            program.is_staged = staged
             if pace == "halt":
                 program.through = program.started
                 self._halted(program.started)
@@ -136,7 +146,7 @@ class CallOrder:
                 program.through = None if pace == "ahead" else through
             program.confirm(confirmed)
 
-        self._hold(number, obey)
+        self._hold(number, obey, pace == "placed")
 
     def _halted(self, position: int) -> None:
         if self._pacing is None:
@@ -158,7 +168,7 @@ class CallOrder:
         self.program.confirm(position)
 
     def _pace(self, pace: str, through: int, confirmed: int) -> None:
-        numbers = self._number()
+        numbers = self._number(pace == "placed")
         for rank in self._comm.others:
             self._tell(rank, {"number": numbers[rank], "pace": pace, "through": through, "upto": confirmed})
         self._obey(numbers[0], pace, through, confirmed)

@@ -40,6 +40,7 @@ class Decision(NamedTuple):
         refused: not at all, until the reason has changed.
         float8: NCCL and all devices can reduce float8.
         ahead: calls are launched before they are compared.
+        shared: the device of a rank is used by other groups, too.
     """
 
     native: bool
@@ -48,6 +49,7 @@ class Decision(NamedTuple):
     refused: bool = False
     float8: bool = False
     ahead: bool = False
+    shared: bool = False
 
     @property
     def way(self) -> str:
@@ -109,8 +111,10 @@ def read_decision(given: Any) -> Decision:
         TypeError, ValueError: it is not a decision.
     """
     native, why, unique_id, *rest = given
-    refused, float8, ahead = (_checked(each, bool) for each in rest)
-    return Decision(_checked(native, bool), _checked(why, str), _checked(unique_id, bytes), refused, float8, ahead)
+    refused, float8, ahead, shared = (_checked(each, bool) for each in rest)
+    return Decision(
+        _checked(native, bool), _checked(why, str), _checked(unique_id, bytes), refused, float8, ahead, shared
+    )
 
 
 def _checked(given: Any, kind: type[T]) -> T:

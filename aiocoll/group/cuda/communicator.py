@@ -55,7 +55,7 @@ class DeviceCommunicator:
         broken: called with an asynchronous error.
 
     Attributes:
-        stream: the stream of its calls.
+        stream: the stream of its calls, and of those of all groups on the device.
         is_begun: NCCL has made it.
     """
 
@@ -68,7 +68,7 @@ class DeviceCommunicator:
         made: Callable[[], None],
         broken: Callable[[BaseException], None],
     ) -> None:
-        self.stream = device.stream()
+        self.stream = device.common_stream()
         self._group = comm
         self._device = device
         self._nccl = nccl

@@ -27,6 +27,7 @@ from aiocoll.group.cuda.call_order import CallOrder
 from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.communicator import DeviceCommunicator
 from aiocoll.group.cuda.native_messages import NativeMessages
+from aiocoll.group.cuda.slots import Slots
 from aiocoll.log import logger
 
 __all__ = ["Collective", "DeviceState", "hashed"]
@@ -86,6 +87,7 @@ class DeviceState:
         decision: whether NCCL is used; None before all ranks have been called with CUDA arrays.
         communicator: this rank's end of it, if NCCL is used.
         order: the order of calls that are launched before they are compared; None if they are compared first.
+        slots: the order of NCCL's calls among those of other groups; None without NCCL.
         messages: messages between two ranks that NCCL carries.
     """
 
@@ -100,20 +102,22 @@ class DeviceState:
         self.decision: Decision | None = None
         self.communicator: DeviceCommunicator | None = None
         self.order: CallOrder | None = None
+        self.slots: Slots | None = None
         self._forced = forced
         self._ahead = ahead
         self._signatures: dict[Plan, Signature] = {}
         self._described: dict[tuple[Plan | Signature, tuple[int, ...]], bytes] = {}
         self._terms: dict[tuple[Plan, tuple[int, ...]], bytes] = {}
-        #: Calls, and messages about their order, that wait for the decision.
+        #: Calls, verdicts, and messages about the order, that wait for the decision.
         self._undecided: list[Collective] = []
+        self._verdicts: list[tuple[Collective, int, bool]] = []
         self._early: list[tuple[int, dict[str, Any]]] = []
         self.messages = NativeMessages(self)
         #: As rank 0: complete calls that have no number yet; the last number of each rank.
         self._complete: list[Collective] = []
         self._numbered = [0] * len(comm.ranks)
         #: What starts the numbered calls, and whether that is NCCL's part; and the next number.
-        self._held: dict[int, tuple[Callable[[], None], bool]] = {}
+        self._held: dict[int, tuple[Callable[[bool], None], bool]] = {}
         self._next = 1
         comm.on_revoked.append(self.end)
         comm.on_departed.append(self._departed)
@@ -200,7 +204,7 @@ class DeviceState:
                 self._pronounce(operation, False)
 
     def _pronounce(self, operation: Collective, staged: bool) -> None:
-        operation.pronounce(self._number_all(), staged)
+        operation.pronounce(self._number_all(not staged and operation.is_native()), staged)
 
     def place(self, begin: Callable[[bool], None]) -> None:
         """As rank 0, let NCCL's part of something have its place; `begin` is told whether it has to be staged."""
@@ -209,21 +213,35 @@ class DeviceState:
         else:
             self.order.place(begin)
 
-    def _number_all(self) -> dict[int, int]:
-        return self.number(range(len(self.comm.ranks)))
+    def _number_all(self, native: bool = False) -> dict[int, int]:
+        return self.number(range(len(self.comm.ranks)), native)
 
-    def number(self, ranks: Iterable[int]) -> dict[int, int]:
-        """As rank 0, assign the next number on each of some ranks."""
+    def number(self, ranks: Iterable[int], native: bool) -> dict[int, int]:
+        """As rank 0, assign the next number on each of some ranks, to what NCCL carries out if `native`."""
         for rank in ranks:
             self._numbered[rank] += 1
-        return {rank: self._numbered[rank] for rank in ranks}
+        numbers = {rank: self._numbered[rank] for rank in ranks}
+        if native and self.slots is not None and self.slots.is_given:
+            self.slots.open(numbers)
+        return numbers
 
     def decided(self, operation: Collective, number: int, staged: bool) -> None:
         """Record a verdict, and start the call when it is its turn."""
-        self.hold(number, partial(self._begin, operation, staged), native=not staged and operation.is_native())
+        if self.decision is None:  # which comes on another way
+            self._verdicts.append((operation, number, staged))
+            return
+        native = not staged and operation.is_native()
+        self.hold(number, lambda instead: self._begin(operation, staged or instead), native)
 
-    def hold(self, number: int, begin: Callable[[], None], *, native: bool = False) -> None:
-        """Start what has this number when everything before it has started; if it is `native`, of all calls."""
+    def hold(self, number: int, begin: Callable[[bool], None], native: bool) -> None:
+        """Start what has this number when everything before it has started; if it is `native`, in its place.
+
+        Args:
+            number: on this rank.
+            begin: starts it; with True if it is native and must be staged instead.
+            native: NCCL carries it out: all calls in the order of the program that are before it must have started, and
+                calls of other groups on the device.
+        """
         self._held[number] = begin, native
         self._start_held()
 
@@ -232,9 +250,13 @@ class DeviceState:
             begin, native = turn
             if native and self.order is not None and not self.order.program.is_caught_up:
                 return
+            in_slot = native and self.slots is not None and self.slots.is_shared
+            staged = self.slots.turn(self._next) if in_slot and self.slots is not None else False
+            if staged is None:
+                return
             del self._held[self._next]
             self._next += 1
-            begin()
+            begin(staged)
 
     def _begin(self, operation: Collective, staged: bool) -> None:
         decision = self.decision
@@ -250,13 +272,17 @@ class DeviceState:
             self._agreement.missed(message)
         elif "match" in message or "begin" in message:
             self.messages.handle(peer, message)
-        elif CallOrder.is_meant(message):
-            if self.order is not None:
-                self.order.handle(peer, message)
-            elif self.decision is None:
+        elif CallOrder.is_meant(message) or Slots.is_meant(message):
+            if self.decision is None:
                 keep_message(self._early, peer, message)
-            else:
+            elif self.slots is None:
+                raise ValueError("this group does not use NCCL")
+            elif Slots.is_meant(message):
+                self.slots.handle(peer, message)
+            elif self.order is None:
                 raise ValueError("the calls of this group are compared before they are launched")
+            else:
+                self.order.handle(peer, message)
         else:
             self._agreement.handle(peer, message)
 
@@ -266,10 +292,14 @@ class DeviceState:
         self.messages.departed(rank)
         if self.order is not None:
             self.order.departed()
+        if self.slots is not None:
+            self.slots.departed(rank)
+
+    # -- the decision
 
     def _decided(self, number: int, decision: Decision) -> None:
         """Record the backend decision, which has the first number."""
-        self.hold(number, partial(self._follow, decision))
+        self.hold(number, lambda _: self._follow(decision), False)
 
     def _follow(self, decision: Decision) -> None:
         """Carry out rank 0's decision."""
@@ -283,18 +313,10 @@ class DeviceState:
             extra=self.comm.log_extra,
         )
         if decision.native:
-            assert self.nccl is not None
-            try:
-                self.communicator = DeviceCommunicator(
-                    self.comm, self.device, self.nccl, decision.unique_id, self._agreement.made, self.broken
-                )
-            except DeviceError as error:
-                self.broken(error)
-                return
-            if decision.ahead:
-                self.order = CallOrder(
-                    self.comm, self._number_all, self.hold, self._start_held, can_stage=not self._forced
-                )
+            self._use_nccl(decision)
+        verdicts, self._verdicts = self._verdicts, []
+        for verdict in verdicts:
+            self.decided(*verdict)
         early, self._early = self._early, []
         for peer, message in early:
             self.comm.endpoint.attempt(self.comm.ranks[peer], self._handle_message, peer, message)
@@ -302,6 +324,48 @@ class DeviceState:
         for call in undecided:
             self.enter(call)
         self._begin_complete()
+
+    def _use_nccl(self, decision: Decision) -> None:
+        can_stage = not self._forced
+        if decision.ahead:
+            self.order = CallOrder(
+                self.comm,
+                self._number_all,
+                self.hold,
+                self._start_held,
+                can_stage=can_stage,
+                is_shared=decision.shared,
+            )
+        lane = self.device.order.join(self.comm.id, self._crowded)
+        self.slots = Slots(
+            self.comm, lane, self._number_all, self.hold, self._gather, self._start_held, can_stage=can_stage
+        )
+        if decision.shared:
+            self.slots.share()
+            self.slots.make(partial(self._make, decision))
+        else:
+            self._make(decision)
+
+    def _gather(self, then: Callable[[], None]) -> None:
+        """As rank 0, call `then` when what any rank has launched ahead will be on all of them."""
+        if self.order is None:
+            then()
+        else:
+            self.order.share(then)
+
+    def _crowded(self) -> None:
+        if self.slots is not None and not self._is_over:
+            self.slots.crowded()
+
+    def _make(self, decision: Decision) -> None:
+        """Make the communicator."""
+        assert self.nccl is not None
+        try:
+            self.communicator = DeviceCommunicator(
+                self.comm, self.device, self.nccl, decision.unique_id, self._agreement.made, self.broken
+            )
+        except DeviceError as error:
+            self.broken(error)
 
     # -- failing
 
@@ -357,9 +421,12 @@ class DeviceState:
         self._held.clear()
         self._complete.clear()
         self._undecided.clear()
+        self._verdicts.clear()
         self.messages.end()
         if self.order is not None:
             self.order.end()
+        if self.slots is not None:
+            self.slots.end()
         if self.communicator is not None:
             self.communicator.abort()
 
@@ -373,7 +440,7 @@ class DeviceState:
         """Release the device resources of the group, which has ended."""
         ends = [self.device.close_stream(self.stream, RELEASE)]
         if self.communicator is not None:
-            ends.append(self.device.close_stream(self.communicator.stream, RELEASE))
+            ends.append(self.device.leave_common_stream(RELEASE))
         await asyncio.gather(*ends)
 
 

@@ -49,14 +49,14 @@ class Turns(Protocol):
     def communicator(self) -> DeviceCommunicator | None:
         """This rank's end of NCCL's communicator, if there is one."""
 
-    def number(self, ranks: Iterable[int]) -> dict[int, int]:
-        """As rank 0, assign the next number on each of some ranks."""
+    def number(self, ranks: Iterable[int], native: bool) -> dict[int, int]:
+        """As rank 0, assign the next number on each of some ranks, to what NCCL carries out if `native`."""
 
     def place(self, begin: Callable[[bool], None]) -> None:
         """As rank 0, let NCCL's part of something have its place; `begin` is told whether it has to be staged."""
 
-    def hold(self, number: int, begin: Callable[[], None], *, native: bool = False) -> None:
-        """Start what has this number when everything before it has started; if it is `native`, of all calls."""
+    def hold(self, number: int, begin: Callable[[bool], None], native: bool) -> None:
+        """Start what has this number when everything before it has started; if it is `native`, in its place."""
 
 
 class End(Protocol):
@@ -113,7 +113,7 @@ class NativeMessages:
         self.batch = (0, 1)
         self._device_state = state
         self._batches = 0
-        #: Receives that are matched and have not started.
+        #: Receives that are matched and have no number yet.
         self._matched: dict[tuple[int, int], ReceiveEnd] = {}
         self._matching = BatchMatching(
             lambda matches: state.place(partial(self._number, matches)), state.comm.call_later
@@ -144,7 +144,7 @@ class NativeMessages:
         self._tell(Match(src, rank, number), [MessageBatch(src, *theirs), MessageBatch(rank, *receive.batch)])
 
     def is_held(self, src: int, number: int) -> bool:
-        """Whether a message is matched and has not started."""
+        """Whether a message is matched and rank 0 has not let it begin."""
         return (src, number) in self._matched
 
     def departed(self, rank: int) -> None:
@@ -187,7 +187,9 @@ class NativeMessages:
             raise ValueError("only rank 0 lets messages begin")
         number, begin = index(message["number"]), [self._read(match) for match in message["begin"]]
         if number:
-            self._device_state.hold(number, lambda: self._begin(begin), native=True)
+            receives = [self._matched.pop((src, own), None) for src, _, own in begin]
+            pairs = list(zip(begin, receives, strict=True))
+            self._device_state.hold(number, lambda staged: self._begin(pairs, staged), True)
         else:
             self._give_back(begin)
 
@@ -215,7 +217,7 @@ class NativeMessages:
         for match in matches:
             for rank in match[1:2] if staged else match[:2]:
                 own.setdefault(rank, []).append(match)
-        numbers = dict.fromkeys(own, 0) if staged else state.number(own)
+        numbers = dict.fromkeys(own, 0) if staged else state.number(own, True)
         for rank, begin in own.items():
             message = {"t": DEVICE, "g": comm.id, "number": numbers[rank], "begin": begin}
             if rank == 0:
@@ -230,18 +232,18 @@ class NativeMessages:
         for src, _, number in matches:
             self._matched.pop((src, number)).stage()
 
-    def _begin(self, matches: Sequence[Match]) -> None:
-        """Enqueue messages; the other ends do so, too."""
+    def _begin(self, pairs: Sequence[tuple[Match, ReceiveEnd | None]], staged: bool) -> None:
+        """Enqueue messages, with the receives of this rank; the other ends do so, too."""
         state, comm = self._device_state, self._device_state.comm
-        rank = comm.rank
         sends: list[SendEnd] = []
         receives: list[ReceiveEnd] = []
-        for src, dst, number in matches:
-            if src == rank:
-                if (send := comm.matching.outgoing.get((dst, number))) is not None:
-                    sends.append(send)  # type: ignore[arg-type]
-            elif (receive := self._matched.pop((src, number), None)) is not None and not receive.done:
+        for (src, dst, number), receive in pairs:
+            if receive is not None and staged:
+                receive.stage()  # which asks its sender
+            elif receive is not None and not receive.done:
                 receives.append(receive)
+            elif src == comm.rank and not staged and (send := comm.matching.outgoing.get((dst, number))) is not None:
+                sends.append(send)  # type: ignore[arg-type]
         if not sends and not receives:
             return
         operations: list[End] = [*sends, *receives]

@@ -10,6 +10,9 @@ has to be placed, and calls go on as they are confirmed. After a while without a
 
 A program may let a rank come to position 8 only when the other thing is done: then that is staged, which needs no
 order.
+
+If other groups use the device of a rank, none launches ahead any more: once all have come to one place, they share
+their devices (`aiocoll.group.cuda.slots`), and "through" becomes "placed": a call of NCCL that waits for its slot.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ class Pacing:
         size: number of ranks.
         order: rank 0's own calls.
         confirm: tells all ranks, this one included, that a position is confirmed.
-        pace: tells all ranks, in the order of all numbers, "ahead", "halt", or "through" a position; with that goes
-            the confirmed one.
+        pace: tells all ranks, in the order of all numbers, "ahead", "halt", or "through" or "placed" with a position;
+            with that goes the confirmed one.
         compare: asks a rank which of some hashes, from a position on, are not its own.
         call_later: calls after so many seconds.
         can_stage: what waits too long may be staged.
+        is_shared: other groups use the device of a rank.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Pacing:
         call_later: Callable[[float, Callable[[], None]], TimerHandle],
         *,
         can_stage: bool,
+        is_shared: bool,
     ) -> None:
         self._size = size
         self._order = order
@@ -65,7 +70,10 @@ class Pacing:
         #: Of each other rank: reported positions and hashes that this rank has not come to; the last equal position.
         self._reports: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in range(1, size)}
         self._equal = dict.fromkeys(range(1, size), 0)
-        self._state = AHEAD
+        self._state = PACED if is_shared else AHEAD
+        self._is_shared = is_shared
+        #: What tells all ranks to share, once they are at one place.
+        self._shares: Callable[[], None] | None = None
         self._halted: dict[int, int] = {}
         self._confirmed = self._through = self._placed_at = 0
         self._queue: deque[Callable[[bool], None]] = deque()
@@ -114,6 +122,15 @@ class Pacing:
         self._queue.append(begin)
         if self._can_stage and self._timer is None:
             self._timer = self._call_later(PATIENCE, self._stage)
+        self._halt()
+
+    def share(self, tell: Callable[[], None]) -> None:
+        """Let no rank launch ahead any more; call `tell` when they have come to one place."""
+        self._shares = tell
+        self._halt()
+        self._place_all()
+
+    def _halt(self) -> None:
         if self._state == AHEAD:
             self._state = HALTING
             self._halted.clear()
@@ -131,6 +148,7 @@ class Pacing:
         """A rank has left: NCCL can do nothing more in this group."""
         self._is_short = True
         self._stage()
+        self._place_all()
 
     def has_called(self, rank: int, position: int) -> bool:
         """Whether a rank, another one, is known to have made the call at a position."""
@@ -155,13 +173,14 @@ class Pacing:
         else:
             self._let_through(position)
         self._place_all()
-        if self._state == PACED and not self._queue and position - self._placed_at >= CALM:
+        is_calm = not (self._queue or self._shares or self._is_shared) and position - self._placed_at >= CALM
+        if self._state == PACED and is_calm:
             self._state = AHEAD
             self._pace("ahead", 0, position)
 
     def _let_through(self, position: int) -> None:
         self._through = position
-        self._pace("through", position, self._confirmed)
+        self._pace("placed" if self._is_shared else "through", position, self._confirmed)
 
     def _place_all(self) -> None:
         while self._queue and self._is_even:
@@ -169,6 +188,9 @@ class Pacing:
             self._queue.popleft()(False)
         if not self._queue:
             self._stop_waiting()
+        if self._shares is not None and (self._is_even or self._is_short):
+            tell, self._shares, self._is_shared = self._shares, None, True
+            tell()
 
     def _stage(self) -> None:
         self._stop_waiting()

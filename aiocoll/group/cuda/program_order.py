@@ -35,8 +35,8 @@ class OrderedCall(Protocol):
     def number(self) -> int:
         """Return its number among all calls of the group, on arrays of the host, too."""
 
-    def proceed(self) -> None:
-        """Start: all calls before it have started."""
+    def proceed(self, staged: bool) -> None:
+        """Start, through the host if `staged`: all calls before it have started."""
 
     def confirmed(self) -> None:
         """All ranks have called it."""
@@ -76,6 +76,7 @@ class ProgramOrder:
         started: last position at which, as at all before it, the call has started.
         confirmed: last position at which all ranks have called the same.
         through: last position that may start; None: any.
+        is_staged: what starts now goes through the host.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class ProgramOrder:
         self._moved = moved
         self.called = self.started = self.confirmed = self._reported = 0
         self.through: int | None = None
+        self.is_staged = False
         self._entries: deque[Entry] = deque()
         self._waiting: deque[Entry] = deque()
         self._known: set[tuple[bytes, bytes]] = set()
@@ -150,7 +152,7 @@ class ProgramOrder:
             entry = self._waiting.popleft()
             self.started = entry.position
             if not entry.is_numbered:
-                entry.call.proceed()
+                entry.call.proceed(self.is_staged)
         if self.started > before:
             self._moved()
 

@@ -1,0 +1,209 @@
+"""The order in which groups put their calls of NCCL on one device.
+
+A call of NCCL occupies its device until all ranks of its group have launched it, and a device may have no room for the
+call of another group beside it. So any two calls must come in the same order on all devices that have both, and no
+circle may form of several groups. While one group has the device for itself, its own order is enough. Else each call
+gets a time, which only the ranks of its group agree on (Skeen's algorithm: K. P. Birman, T. A. Joseph, "Reliable
+communication in the presence of failures", ACM TOCS 5 (1), 1987):
+
+    each rank of the group    proposes a time, later than any its device has seen ->
+    rank 0 of the group                                            the latest of them is the time of the call ->
+    each device               begins its calls by time, once no other one can get an earlier time
+
+Until a call has its time, what its device has proposed is the least it can be. Times that are equal are told apart by
+the groups' ids. No time is proposed before every rank has called, and while another group on the device may launch
+without: so a proposal never waits for a program, and the first group on a device has to stop that first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from functools import partial
+
+__all__ = ["Lane", "LaunchOrder"]
+
+
+class LaunchOrder:
+    """The groups on one device; those of several loops and threads may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clock = 0
+        self._lanes: list[Lane] = []
+        self._entries: list[_Entry] = []
+        #: Proposals to be made once all groups are shared.
+        self._wanted: list[tuple[_Entry, Callable[[int], None]]] = []
+        #: The entry that begins at the moment.
+        self._beginning: _Entry | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any group is on the device."""
+        return bool(self._lanes)
+
+    def join(self, group: int, crowded: Callable[[], None]) -> Lane:
+        """Add a group.
+
+        Args:
+            group: its id.
+            crowded: called in this loop when another group joins.
+        """
+        lane = Lane(self, group, crowded)
+        with self._lock:
+            others = list(self._lanes)
+            self._lanes.append(lane)
+        for other in others:
+            other.call(other.crowded)
+        return lane
+
+    # -- for lanes
+
+    def changed(self, change: Callable[[], None] = lambda: None) -> None:
+        """Make a change; then make the proposals, and begin the calls, that may be."""
+        with self._lock:
+            change()
+            self._drop_lost()
+            wanted: list[tuple[_Entry, Callable[[int], None]]] = []
+            if all(lane.is_shared for lane in self._lanes):
+                wanted, self._wanted = self._wanted, []
+                for entry, _ in wanted:
+                    self._clock += 1
+                    entry.time = self._clock
+                    self._entries.append(entry)
+        for entry, reply in wanted:
+            entry.lane.call(partial(reply, entry.time))
+        self._begin_next()
+
+    def propose(self, entry: _Entry, reply: Callable[[int], None]) -> None:
+        """Call `reply` with the proposal for an entry; within `changed`."""
+        self._wanted.append((entry, reply))
+
+    def settle(self, entry: _Entry, time: int) -> None:
+        """Give an entry its time, which is not before its proposal; within `changed`."""
+        entry.time = time
+        self._clock = max(self._clock, time)
+
+    def drop(self, entry: _Entry) -> None:
+        """Forget an entry; within `changed`."""
+        self._wanted = [each for each in self._wanted if each[0] is not entry]
+        self._entries = [each for each in self._entries if each is not entry]
+
+    def remove(self, lane: Lane) -> None:
+        """Forget a lane and its entries; within `changed`."""
+        self._lanes = [each for each in self._lanes if each is not lane]
+        self._wanted = [each for each in self._wanted if each[0].lane is not lane]
+        self._entries = [each for each in self._entries if each.lane is not lane]
+
+    def _drop_lost(self) -> None:
+        """Forget lanes whose loop was closed: they would never change."""
+        for lane in [each for each in self._lanes if each.loop.is_closed()]:
+            self.remove(lane)
+
+    def _begin_next(self) -> None:
+        while True:
+            with self._lock:
+                if self._beginning is not None and not self._beginning.lane.loop.is_closed():
+                    return
+                self._drop_lost()
+                first = min(self._entries, key=_Entry.place, default=None)
+                if first is None or first.begin is None:
+                    return
+                self._beginning = first
+            if first.lane.is_here():
+                self._begin(first)
+            elif first.lane.call(partial(self._begin_there, first)):
+                return
+
+    def _begin_there(self, entry: _Entry) -> None:
+        self._begin(entry)
+        self._begin_next()
+
+    def _begin(self, entry: _Entry) -> None:
+        """Begin a call, unless its group has left; in its loop."""
+        try:
+            if entry in self._entries and entry.begin is not None:
+                entry.begin()
+        finally:
+            with self._lock:
+                self.drop(entry)
+                self._beginning = None
+
+
+class _Entry:
+    """A call with a proposal, a time, or, with `begin`, its turn as soon as it is the first."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.time = 0
+        self.begin: Callable[[], None] | None = None
+
+    def place(self) -> tuple[int, int]:
+        return self.time, self.lane.group
+
+
+class Lane:
+    """One group on one device; its calls are known by numbers.
+
+    Attributes:
+        group: id of the group.
+        crowded: what to call, in `loop`, when another group joins.
+        loop: the group's.
+        is_shared: from now on each call of the group has a time.
+    """
+
+    def __init__(self, order: LaunchOrder, group: int, crowded: Callable[[], None]) -> None:
+        self.group = group
+        self.crowded = crowded
+        self.loop = asyncio.get_running_loop()
+        self.is_shared = False
+        self._order = order
+        self._entries: dict[int, _Entry] = {}
+
+    def share(self) -> None:
+        """From now on each call of the group has a time; what was launched without is on its stream."""
+        self.is_shared = True
+        self._order.changed()
+
+    def propose(self, number: int, reply: Callable[[int], None]) -> None:
+        """Call `reply` with a proposal for a call, now or when all groups on the device are shared."""
+        entry = self._entries[number] = _Entry(self)
+        self._order.changed(lambda: self._order.propose(entry, reply))
+
+    def settle(self, number: int, time: int) -> None:
+        """Set the time of a call."""
+        entry = self._entries[number]
+        self._order.changed(lambda: self._order.settle(entry, time))
+
+    def begin(self, number: int, begin: Callable[[], None]) -> None:
+        """Call `begin` when it is the turn of a call, whose time is set."""
+        entry = self._entries.pop(number)
+        self._order.changed(lambda: setattr(entry, "begin", begin))
+
+    def withdraw(self, number: int) -> None:
+        """Forget a call."""
+        entry = self._entries.pop(number)
+        self._order.changed(lambda: self._order.drop(entry))
+
+    def leave(self) -> None:
+        """The group has ended."""
+        self._entries.clear()
+        self._order.changed(lambda: self._order.remove(self))
+
+    # -- for the order
+
+    def is_here(self) -> bool:
+        """Whether the group's loop runs in this thread."""
+        return asyncio._get_running_loop() is self.loop
+
+    def call(self, call: Callable[[], object]) -> bool:
+        """Call in the group's loop; return False if that is closed."""
+        if self.is_here():
+            call()
+            return True
+        try:
+            self.loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            return False
+        return True

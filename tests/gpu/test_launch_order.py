@@ -1,0 +1,238 @@
+"""The order of one device: who begins when, whatever the messages take; groups of several loops; groups that end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from itertools import combinations
+
+import pytest
+
+from aiocoll.gpu.launch_order import Lane, LaunchOrder
+
+
+class World:
+    """Devices, and groups of ranks on them; messages take any time, but keep their order between two ranks.
+
+    Attributes:
+        begun: on each device, the groups and numbers of calls, in the order in which they have begun.
+    """
+
+    def __init__(self, seed: int, devices: int) -> None:
+        self._random = random.Random(seed)
+        self.orders = [LaunchOrder() for _ in range(devices)]
+        self.begun: list[list[tuple[int, int]]] = [[] for _ in range(devices)]
+        self._ways: dict[tuple[int, ...], list[Callable[[], object]]] = {}
+
+    def send(self, way: tuple[int, ...], message: Callable[[], object]) -> None:
+        self._ways.setdefault(way, []).append(message)
+
+    def run(self) -> None:
+        while ways := [way for way, messages in self._ways.items() if messages]:
+            self._ways[self._random.choice(ways)].pop(0)()
+
+
+class Calls:
+    """The calls of one group, of whose ranks the first gives out the times."""
+
+    def __init__(self, world: World, group: int, ranks: list[int]) -> None:
+        self.world, self.group, self.ranks = world, group, ranks
+        self.lanes = {rank: world.orders[rank].join(group, lambda: None) for rank in ranks}
+        self._clocks: dict[int, dict[int, int]] = {}
+        self._last = 0
+
+    def call(self, number: int) -> None:
+        self._clocks[number] = {}
+        for rank in self.ranks:
+            self.world.send((self.group, 0, rank), lambda rank=rank: self._asked(rank, number))
+
+    def _asked(self, rank: int, number: int) -> None:
+        self.lanes[rank].propose(
+            number,
+            lambda clock: self.world.send((self.group, rank, 0), lambda: self._proposed(rank, number, clock)),
+        )
+
+    def _proposed(self, rank: int, number: int, clock: int) -> None:
+        clocks = self._clocks[number]
+        clocks[rank] = clock
+        if len(clocks) == len(self.ranks):
+            self._last = time = max(self._last + 1, *clocks.values())
+            for each in self.ranks:
+                self.world.send((self.group, 0, each), lambda each=each: self._stamped(each, number, time))
+
+    def _stamped(self, rank: int, number: int, time: int) -> None:
+        self.lanes[rank].settle(number, time)
+        self.lanes[rank].begin(number, lambda: self.world.begun[rank].append((self.group, number)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_any_two_calls_have_one_order_and_there_is_no_circle(seed: int) -> None:
+    chosen = random.Random(seed)
+    devices = chosen.randint(2, 6)
+    world = World(seed, devices)
+    groups = [
+        Calls(world, number + 1, sorted(chosen.sample(range(devices), chosen.randint(2, devices))))
+        for number in range(5)
+    ]
+    for group in groups:
+        for lane in group.lanes.values():
+            lane.share()
+    made = [(group, number) for group in groups for number in range(10)]
+    for group, number in made:
+        group.call(number)
+    world.run()
+    before: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for rank, begun in enumerate(world.begun):
+        assert sorted(begun) == sorted((group.group, number) for group, number in made if rank in group.ranks)
+        for one, two in combinations(begun, 2):
+            before.setdefault(two, set()).add(one)
+    assert not [(one, two) for two, ones in before.items() for one in ones if two in before.get(one, ())]
+    # No circle: time and again there is a call before which there is none.
+    left = {(group.group, number) for group, number in made}
+    while left:
+        first = {each for each in left if not before.get(each, set()) & left}
+        assert first
+        left -= first
+
+
+@pytest.fixture
+def loops() -> Iterator[list[asyncio.AbstractEventLoop]]:
+    """Two loops, each in a thread of its own."""
+    made = [asyncio.new_event_loop() for _ in range(2)]
+    threads = [threading.Thread(target=loop.run_forever) for loop in made]
+    for thread in threads:
+        thread.start()
+    yield made
+    for loop, thread in zip(made, threads, strict=True):
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(10)
+            loop.close()
+
+
+def there(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> object:
+    """Return what `call` returns in a loop."""
+
+    async def body() -> object:
+        return call()
+
+    return asyncio.run_coroutine_threadsafe(body(), loop).result(10)
+
+
+def ended(loop: asyncio.AbstractEventLoop) -> None:
+    """Stop and close a loop."""
+    loop.call_soon_threadsafe(loop.stop)
+    while loop.is_running():
+        pass
+    loop.close()
+
+
+def lane_of(order: LaunchOrder, loop: asyncio.AbstractEventLoop, group: int) -> Lane:
+    lane = there(loop, lambda: order.join(group, lambda: None))
+    assert isinstance(lane, Lane)
+    there(loop, lane.share)
+    return lane
+
+
+def proposed(lane: Lane, number: int) -> list[int]:
+    """Let a lane propose a time in its loop, and return it, once it is there."""
+    found: list[int] = []
+    lane.loop.call_soon_threadsafe(lane.propose, number, found.append)
+    there(lane.loop, lambda: None)
+    return found
+
+
+def test_groups_of_several_loops_begin_in_theirs(loops: list[asyncio.AbstractEventLoop]) -> None:
+    order = LaunchOrder()
+    one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
+    begun: list[tuple[int, asyncio.AbstractEventLoop]] = []
+    assert (proposed(one, 1), proposed(two, 1)) == ([1], [2])
+    done = threading.Event()
+
+    def begin(number: int) -> None:
+        begun.append((number, asyncio.get_running_loop()))
+        if number == 2:
+            done.set()
+
+    there(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begin(2))))
+    assert not begun  # the other one could become earlier
+    there(loops[0], lambda: (one.settle(1, 2), one.begin(1, lambda: begin(1))))
+    assert done.wait(10)
+    assert begun == [(1, loops[0]), (2, loops[1])]
+
+
+def test_a_proposal_waits_for_a_group_that_is_not_shared(loops: list[asyncio.AbstractEventLoop]) -> None:
+    order = LaunchOrder()
+    told: list[int] = []
+    first = there(loops[0], lambda: order.join(1, lambda: told.append(1)))
+    assert isinstance(first, Lane)
+    assert order.is_used
+    second = lane_of(order, loops[1], 2)
+    there(loops[0], lambda: None)
+    assert told == [1]
+    found = proposed(second, 1)
+    assert not found
+    there(loops[0], first.share)
+    there(loops[1], lambda: None)
+    assert found == [1]
+    there(loops[1], lambda: second.withdraw(1))
+    there(loops[0], first.leave)
+    there(loops[1], second.leave)
+    assert not order.is_used
+
+
+def test_a_group_whose_loop_is_closed_holds_up_no_other(loops: list[asyncio.AbstractEventLoop]) -> None:
+    order = LaunchOrder()
+    lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
+    assert (proposed(lost, 1), proposed(other, 1)) == ([1], [2])
+    begun: list[int] = []
+    ended(loops[0])
+    there(loops[1], lambda: (other.settle(1, 2), other.begin(1, lambda: begun.append(1))))
+    assert begun == [1]
+    assert not lost.call(lambda: None)
+
+
+def test_a_loop_that_is_closed_before_its_turn(loops: list[asyncio.AbstractEventLoop]) -> None:
+    """It is told of it, but does not come to it any more."""
+    order = LaunchOrder()
+    lost, other = (lane_of(order, loop, group) for group, loop in enumerate(loops))
+    assert (proposed(lost, 1), proposed(other, 1)) == ([1], [2])
+    begun: list[int] = []
+    go_on = threading.Event()
+
+    def stuck() -> None:
+        assert go_on.wait(10)
+        loops[0].stop()
+
+    loops[0].call_soon_threadsafe(stuck)
+    lost.settle(1, 1)
+    lost.begin(1, lambda: begun.append(0))  # in this thread: it is told in the other one
+    there(loops[1], lambda: (other.settle(1, 2), other.begin(1, lambda: begun.append(1))))
+    assert not begun
+    go_on.set()
+    while loops[0].is_running():
+        pass
+    loops[0].close()
+    there(loops[1], other.share)
+    assert begun in ([1], [0, 1])
+
+
+async def test_a_group_that_leaves_while_it_is_its_turn() -> None:
+    order = LaunchOrder()
+    one, two = order.join(1, lambda: None), order.join(2, lambda: None)
+    begun: list[int] = []
+    for lane in (one, two):
+        lane.share()
+        lane.propose(1, lambda clock: None)
+    two.settle(1, 5)
+    two.begin(1, lambda: begun.append(2))
+    two.propose(2, lambda clock: begun.append(clock))
+    assert begun == [6]
+    one.settle(1, 1)
+    one.begin(1, one.leave)
+    assert begun == [6, 2]
+    two.settle(2, 6)
+    two.leave()
+    assert begun == [6, 2]

@@ -1,0 +1,290 @@
+"""Groups that overlap, in flight together, in another order on each rank: devices have room for one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, ProcessGroup, Recv, Send
+from aiocoll.engine.operations.plan import EAGER_WINDOW
+
+from ..internals import Limits, comm_of, dispatcher_of, nccl_end, set_nccl_only
+from ..ranks import run_ranks, until
+from .groups import Gpus, gpus, host, is_native
+
+LARGE = EAGER_WINDOW // 8 + 1
+ROUNDS = 5
+
+
+async def mesh(pg: ProcessGroup, rows: int, columns: int) -> tuple[ProcessGroup, ProcessGroup]:
+    """Return the row and the column of this rank."""
+    row = await pg.split_group([[r * columns + c for c in range(columns)] for r in range(rows)], group_name="row")
+    column = await pg.split_group([[r * columns + c for r in range(rows)] for c in range(columns)], group_name="column")
+    assert row is not None
+    assert column is not None
+    return row, column
+
+
+def state_of(pg: ProcessGroup) -> Any:
+    return dispatcher_of(pg).device_state
+
+
+@contextmanager
+def only_nccl(gpu: Gpus) -> Iterator[None]:
+    """Let nothing be staged in this block."""
+    before = gpu.cuda.calls["copy_to_host"]
+    yield
+    assert gpu.cuda.calls["copy_to_host"] == before
+
+
+@pytest.mark.parametrize("verify", ["behind", "before"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 2), (2, 2), (2, 3)])
+async def test_rows_and_columns_in_another_order_on_each_rank(
+    rows: int, columns: int, verify: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the first has it, a device waits for the second, and around in a circle."""
+    limits(slot_patience=60.0)
+    monkeypatch.setenv("AIOCOLL_VERIFY", verify)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        row, column = await mesh(pg, rows, columns)
+        turned = sum(divmod(rank, columns)) % 2
+        for number in range(ROUNDS):
+            tensors = {group: gpu.tensor(np.full(3, rank), rank) for group in (row, column)}
+            works = [
+                group.allreduce(tensors[group], key=f"{number} {key}" if key else None)
+                for group in ((row, column) if turned else (column, row))
+                for key in ("", "a", "b")[: 1 + 2 * (number > 2)]
+            ]
+            await asyncio.gather(*(work.join() for work in works))
+            for group, tensor in tensors.items():
+                total = sum(group.global_ranks) * group.size() ** (len(works) // 2 - 1)
+                assert host(tensor).tolist() == [total] * 3
+        assert is_native(row)
+        assert is_native(column)
+
+    with gpus(rows * columns) as gpu, only_nccl(gpu):
+        await run_ranks(rows * columns, body, gpu)
+
+
+async def test_all_kinds_of_calls_of_three_groups(limits: Limits) -> None:
+    """Of the world as well, with messages, batches and blocks; a rank of each group calls one after the other."""
+    limits(slot_patience=60.0)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        groups = [pg, *await mesh(pg, 2, 2)]
+
+        async def calls(group: ProcessGroup) -> None:
+            own, size = group.rank(), group.size()
+            members = group.global_ranks
+            for number in range(ROUNDS):
+                tensor = gpu.tensor(np.full(2, rank), rank)
+                await group.allreduce(tensor)
+                assert host(tensor).tolist() == [sum(members)] * 2
+                out, into = gpu.tensor(np.full(LARGE, rank), rank), gpu.tensor(np.zeros(LARGE, int), rank)
+                await group.batch([Send(out, (own + 1) % size), Recv(into, (own - 1) % size)])
+                assert set(host(into)) == {members[own - 1]}
+                async with group.coalescing():
+                    group.allreduce(one := gpu.tensor(np.ones(2), rank))
+                    group.broadcast(two := gpu.tensor(np.full(2, rank), rank), number % size)
+                assert (host(one).tolist(), host(two).tolist()) == ([size] * 2, [members[number % size]] * 2)
+
+        first = rank % 3
+        await asyncio.gather(*(calls(group) for group in groups[first:] + groups[:first]))
+
+    with gpus(4) as gpu:
+        await run_ranks(4, body, gpu)
+
+
+async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(limits: Limits) -> None:
+    limits(slot_patience=60.0)
+
+    async def body(pg: ProcessGroup, gpu: Gpus, calls: list[str]) -> None:
+        rank = pg.rank()
+        tensor = gpu.tensor(np.ones(3), rank)
+        for _ in range(3):
+            await pg.allreduce(tensor)
+        calls.clear()
+        await pg.barrier()
+        work = pg.allreduce(tensor)
+        assert "all_reduce" in calls
+        await work
+        other = await pg.split_group([[0, 1]], group_name="other")
+        assert (other is None) == (rank == 2)
+        if other is not None:
+            await other.allreduce(gpu.tensor(np.ones(3), rank))
+            assert is_native(other)
+        await until(lambda: state_of(pg).slots.is_shared)
+        assert host(tensor).tolist() == [3.0**4] * 3
+        await pg.allreduce(tensor)
+        assert host(tensor).tolist() == [3.0**5] * 3
+
+    with gpus(3) as gpu, only_nccl(gpu):
+        await run_ranks(3, body, gpu, gpu.calls())
+
+
+@pytest.mark.parametrize("forced", [False, True])
+async def test_what_was_launched_ahead_holds_up_no_group_for_long(forced: bool) -> None:
+    """Rank 1 makes a call of the first group, which rank 0 has launched, only when that of the other one is done."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        tensor = gpu.tensor(np.ones(3), rank)
+        for _ in range(3):
+            await pg.allreduce(tensor)
+        other = await pg.split_group([[0, 1]], group_name="other")
+        assert other is not None
+        another = gpu.tensor(np.ones(3), rank)
+        await pg.barrier()
+        if rank == 0:
+            work = pg.allreduce(tensor)
+            await until(lambda: nccl_end(pg).in_flight)
+        if forced:
+            set_nccl_only(other, True)
+        waits = other.allreduce(another)
+        if forced:
+            await asyncio.sleep(0.05)
+            assert not waits.done()
+        else:
+            await waits
+            assert gpu.cuda.calls["copy_to_host"]
+        if rank == 1:
+            work = pg.allreduce(tensor)
+        await work
+        await waits
+        assert host(another).tolist() == [2.0] * 3
+        assert host(tensor).tolist() == [2.0**4] * 3
+        await until(lambda: is_native(other))
+        with only_nccl(gpu):
+            await other.allreduce(another)
+        assert host(another).tolist() == [4.0] * 3
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_messages_that_wait_for_a_slot_are_staged(limits: Limits) -> None:
+    """So are calls with keys, and those of groups that compare all calls first."""
+    limits(slot_patience=0.0)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        groups = [pg, await pg.split_group([[0, 1]], group_name="other")]
+        for group in groups:
+            assert group is not None
+            await group.allreduce(gpu.tensor(np.ones(1), rank))
+        for _ in range(ROUNDS):
+            for group in groups:
+                assert group is not None
+                large = gpu.tensor(np.full(LARGE, rank), rank)
+                tensors = [gpu.tensor(np.ones(2), rank) for _ in range(2)]
+                await asyncio.gather(
+                    (group.recv(large, 0) if rank else group.send(large, 1)).join(),
+                    group.allreduce(tensors[0]).join(),
+                    group.allreduce(tensors[1], key="key").join(),
+                )
+                assert set(host(large)) == {0}
+                assert [host(each).tolist() for each in tensors] == [[2.0] * 2] * 2
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("failing", ["row", "column"])
+async def test_a_group_that_fails_holds_up_no_other(failing: str, limits: Limits) -> None:
+    limits(slot_patience=60.0)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        row, column = await mesh(pg, 2, 2)
+        fails, goes_on = (row, column) if failing == "row" else (column, row)
+        for group in (row, column):
+            await group.allreduce(gpu.tensor(np.ones(3), rank))
+        await pg.barrier()
+        lost = [fails.allreduce(gpu.tensor(np.ones(3), rank)) for _ in range(5)] if rank else []
+        works = [goes_on.allreduce(gpu.tensor(np.ones(3), rank)) for _ in range(5)]
+        if rank == 0:
+            fails.abort("enough")
+        await asyncio.gather(*(work.join() for work in works))
+        if 0 in fails.global_ranks:
+            assert isinstance(await fails.wait_revoked(), GroupError)
+        for work in lost:
+            await asyncio.wait([work.get_future()])
+            assert work.is_success() == (0 not in fails.global_ranks)
+        await goes_on.allreduce(tensor := gpu.tensor(np.ones(3), rank))
+        assert host(tensor).tolist() == [2.0] * 3
+
+    with gpus(4) as gpu:
+        await run_ranks(4, body, gpu)
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+async def test_a_group_of_which_a_rank_has_left_holds_up_no_other(leaver: int, limits: Limits) -> None:
+    """It has launched ahead, and cannot be brought to one place any more."""
+    limits(device_parting=0.02)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        first = await pg.split_group([[0, 1, 2]], group_name="first")
+        other = await pg.split_group([[0, 1, 2]], group_name="other")
+        assert first is not None
+        assert other is not None
+        for _ in range(3):
+            await first.allreduce(gpu.tensor(np.ones(3), rank))
+        await pg.barrier()
+        if rank == leaver:
+            await first.shutdown()
+        else:
+            await until(lambda: comm_of(first).left)
+        await pg.barrier()
+        for _ in range(3):
+            await other.allreduce(tensor := gpu.tensor(np.ones(3), rank))
+            assert host(tensor).tolist() == [3.0] * 3
+        await until(lambda: is_native(other))
+        if rank != leaver:
+            ends = [each for each in range(3) if each != leaver]
+            large = gpu.tensor(np.full(LARGE, rank), rank)
+            await (first.send(large, ends[1]) if rank == ends[0] else first.recv(large, ends[0]))
+            assert set(host(large)) == {ends[0]}
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+async def test_messages_that_have_no_time_when_rank_0_leaves_are_staged(limits: Limits) -> None:
+    """Rank 0 has numbered a message between others, and leaves before both have proposed a time."""
+    limits(slot_patience=60.0, device_parting=0.02)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        first = await pg.split_group([[0, 1, 2]], group_name="first")
+        held = await pg.split_group([[0, 1, 2]], group_name="held")
+        assert first is not None
+        assert held is not None
+        for group in (first, held):
+            for _ in range(3):
+                await group.allreduce(gpu.tensor(np.ones(1), rank))
+        await until(lambda: state_of(first).slots.is_shared)
+        await pg.barrier()
+        state_of(first).slots._lane.is_shared = rank == 0  # so nothing is proposed
+        await pg.barrier()
+        large = gpu.tensor(np.full(LARGE, rank), rank)
+        work = None if rank == 0 else held.send(large, 2) if rank == 1 else held.recv(large, 1)
+        if rank == 0:
+            await until(lambda: state_of(held).slots._row)
+            await held.shutdown()
+        else:
+            assert work is not None
+            await work
+            assert set(host(large)) == {1}
+            state_of(first).slots._lane.share()
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
