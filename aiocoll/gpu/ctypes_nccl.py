@@ -1,8 +1,8 @@
 """NCCL by ctypes, over the libnccl that torch or a package of NVIDIA has brought.
 
-Its communicators are non-blocking: a call that has to wait for other ranks returns at once, and this module asks every
-millisecond whether it has been done. So no thread is inside NCCL while it waits, and a communicator can be aborted
-then, as NCCL wants it. Signatures and numbers are those of nccl.h.
+Its communicators are non-blocking: a call that has to wait for other ranks returns at once, and this module asks again
+and again whether it has been done, at last every millisecond. So no thread is inside NCCL while it waits, and a
+communicator can be aborted then, as NCCL wants it. Signatures and numbers are those of nccl.h.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ _SUCCESS, _INVALID_ARGUMENT, _IN_PROGRESS = 0, 4, 7
 _MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
 #: What NCCL takes for a value that was not given.
 _UNSET = -(1 << 31)
-#: Seconds between two questions whether a call has been done.
+#: Questions whether a call has been done that are asked at once: to launch a kernel takes some of them.
+_AT_ONCE = 64
+#: Seconds between any later two.
 _ASK_EVERY = 0.001
 _OLDEST = 21800
 
@@ -222,9 +224,11 @@ class CtypesCommunicator:
         Raises:
             DeviceError: it has failed, or was aborted.
         """
+        asked = 0
         while status == _IN_PROGRESS:
             status = self._status(name)
-            if status == _IN_PROGRESS:
+            asked += 1
+            if status == _IN_PROGRESS and asked > _AT_ONCE:
                 self._over.wait(_ASK_EVERY)
         self._nccl.check(name, status)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from aiocoll.gpu.api import DeviceError
 
@@ -56,6 +57,8 @@ class FakeNccl:
         init_hangs: `init` does not come back.
         abort_hangs: `abort` does not come back, and ends nothing.
         hooks: what is told each call by its name as it begins; it may wait or raise.
+        crashes: ends of communicators that a thread was in a call of, or that had ended: the real one then goes on with
+            freed memory, which may end the process.
     """
 
     #: Worlds that form, by unique id.
@@ -65,6 +68,7 @@ class FakeNccl:
     def __init__(self, cuda: FakeCuda, version: int = 22809) -> None:
         self.cuda = cuda
         self.complaints: list[str] = []
+        self.crashes: list[str] = []
         self.init_hangs = False
         self.abort_hangs = False
         self.hooks: list[Callable[[str], object]] = []
@@ -170,7 +174,7 @@ class FakeNccl:
 class FakeCommunicator:
     """One rank's end, as `aiocoll.gpu.api.NcclCommunicator` wants it.
 
-    All but `abort` and `async_error` must come one after the other: the real one is not for several threads at a time.
+    All calls must come one after the other: the real one is not for several threads at a time.
     """
 
     def __init__(self, nccl: FakeNccl, world: _World, rank: int) -> None:
@@ -229,12 +233,15 @@ class FakeCommunicator:
 
     def async_error(self) -> str | None:
         """Return what has failed on the way, and None if all is well."""
-        self._check("async_error")
-        return self._error
+        with self._alone("async_error"):
+            self._check("async_error")
+            self.nccl.begin("async_error")
+            return self._error
 
     def abort(self) -> None:
         """Give up all that is in flight: it counts as done, with undefined results; may be called from any thread."""
         self.nccl.begin("abort")
+        self._check_end("abort")
         if self.nccl.abort_hangs:
             self.nccl.cuda.blocked.wait(threading.Event())
             return
@@ -251,6 +258,7 @@ class FakeCommunicator:
     def destroy(self) -> None:
         """End the communicator; all ranks of a host have to, and nothing may be in flight."""
         self.nccl.begin("destroy")
+        self._check_end("destroy")
         self._check("destroy")
         with self._world.lock:
             if self._in_flight:
@@ -267,8 +275,22 @@ class FakeCommunicator:
             for member in members:
                 member._over.set()
 
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        if not self._inside.acquire(blocking=False):
+            raise DeviceError(call, "called while another thread calls it: it is not for several at a time")
+        try:
+            yield
+        finally:
+            self._inside.release()
+
+    def _check_end(self, call: str) -> None:
+        if self._inside.locked():
+            self.nccl.crashes.append(f"{call} of rank {self.rank} while a thread is in another call")
+
     def _check(self, call: str) -> None:
         if self.aborted or self.destroyed:
+            self.nccl.crashes.append(f"{call} of rank {self.rank} after its end")
             raise DeviceError(call, f"the communicator was {'aborted' if self.aborted else 'destroyed'}")
 
     def _call(
@@ -286,14 +308,10 @@ class FakeCommunicator:
         peer: int | None = None,
     ) -> None:
         """Check a call that reads and writes so many elements, and start it."""
-        if not self._inside.acquire(blocking=False):
-            raise DeviceError(name, "called while another thread calls it: it is not for several at a time")
-        try:
+        with self._alone(name):
             self.nccl.begin(name)
             self._check(name)
             self._checked(name, source, read, target, written, dtype, stream, op, root, peer)
-        finally:
-            self._inside.release()
 
     def _checked(
         self,

@@ -90,6 +90,7 @@ def gpus(devices: int, way: str = "nccl") -> Iterator[Gpus]:
         assert close_devices(10.0), "a thread of a device is stuck"
         join_threads()
     assert made.nccl.complaints == []
+    assert made.nccl.crashes == []
 
 
 def join_threads() -> None:

@@ -185,3 +185,66 @@ async def test_groups_that_end_at_once_do_not_wait_for_each_other(
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
     assert "has not ended" not in caplog.text
+
+
+async def test_no_abort_comes_while_a_thread_is_in_a_call(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+    """A call that does not return keeps the communicator, and holds up neither the loop nor other groups."""
+    limits(device_aborting=0.02)
+    calling, go_on = threading.Event(), threading.Event()
+
+    def stuck(call: str) -> None:
+        if call == "broadcast":
+            calling.set()
+            assert go_on.wait(10)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        end: Any = nccl_end(pg)
+        work = pg.broadcast(ones(pg, gpu), 0)
+        await until(calling.is_set)
+        pg.abort("enough")
+        await fails(pg, work, "enough")
+        await until(lambda: "or not come back from a call of it" in caplog.text)
+        assert not end.aborted
+        go_on.set()
+        await until(lambda: end.aborted)
+
+    with gpus(1) as gpu:
+        gpu.nccl.hooks.append(stuck)
+        await run_ranks(1, body, gpu)
+
+
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Limits) -> None:
+    """The question is in the launcher, or on its way there."""
+    limits(device_ask_every=0.001)
+    asking, go_on = threading.Event(), threading.Event()
+
+    def slow(call: str) -> None:
+        if call == "async_error":
+            asking.set()
+            assert go_on.wait(10)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        made: Any = nccl_end(pg)
+        gate = gpu.gate(0)
+        work = called(pg, gpu)
+        await until(asking.is_set)
+        gate.open()
+        if end == "abort":
+            pg.abort("enough")
+            await fails(pg, work, "enough")
+        else:
+            await work
+        shut = asyncio.ensure_future(pg.shutdown())
+        await asyncio.sleep(0.01)
+        assert not made.aborted
+        assert not made.destroyed
+        go_on.set()
+        await shut
+        await until(lambda: made.aborted or made.destroyed)
+
+    with gpus(1) as gpu:
+        gpu.nccl.hooks.append(slow)
+        await run_ranks(1, body, gpu)

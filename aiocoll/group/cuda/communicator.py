@@ -1,7 +1,8 @@
 """This rank's end of a group's NCCL communicator, from its creation to its end.
 
-NCCL's calls may block until all ranks have made them, so only the launcher of the device makes them. A started creation
-ends by itself, or when the communicator is aborted: that may block too, and is done in a separate thread.
+NCCL's calls may block until all ranks have made them, so the launcher of the device makes those that may. The end of a
+communicator may block, too, and is made in a thread of its own; but never while another thread is in a call of this
+communicator, which would go on with freed memory. A call that does not return keeps it: it is left behind.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ _CONNECT = "NCCL_RUNTIME_CONNECT"
 ASK_EVERY = 0.25
 #: Seconds that closing ranks wait for each other, at most: then the communicator is aborted.
 PARTING = 5.0
-#: Seconds that the launcher has to finish the calls it is making, before the communicator is aborted anyway.
-FINISHING = 0.5
 #: Seconds after which an abort that does not return is abandoned.
 ABORTING = 10.0
 #: Calls in flight up to which the loop launches the next one: far less than a stream takes before it blocks.
@@ -75,7 +74,7 @@ class DeviceCommunicator:
         self._made = made
         self._broken = broken
         self._lock = threading.Lock()
-        #: Held while the launcher makes calls.
+        #: Held by who is in a call of the communicator.
         self._calling = threading.Lock()
         self._end: NcclCommunicator | None = None
         self.is_begun = False
@@ -152,7 +151,11 @@ class DeviceCommunicator:
         self._timer = self._group.call_later(ASK_EVERY, self._ask)
         if not self._asking and self._end is not None:
             self._asking = True
-            self._device.run(self._end.async_error).add_done_callback(self._answered)
+            self._device.run(self._ask_nccl).add_done_callback(self._answered)
+
+    def _ask_nccl(self) -> str | None:
+        with self._calling:
+            return None if self._end is None or self._over else self._end.async_error()
 
     def _answered(self, asked: asyncio.Future[str | None]) -> None:
         self._asking = False
@@ -187,13 +190,10 @@ class DeviceCommunicator:
             self.abort()
             return
         self._stop()
-        with self._lock:
-            end, self._end = self._end, None
-        if end is not None:
-            with contextlib.suppress(TimeoutError, DeviceError):
-                async with asyncio.timeout(PARTING):
-                    # Not in the launcher: it waits for other ranks, whose launchers may be ending another group.
-                    await self._device.run_in_thread(end.destroy)
+        with contextlib.suppress(TimeoutError, DeviceError):
+            async with asyncio.timeout(PARTING):
+                # Not in the launcher: it waits for other ranks, whose launchers may be ending another group.
+                await self._device.run_in_thread(self._destroy)
 
     async def _parted(self) -> bool:
         """Wait until all ranks are about to end it; return whether they are."""
@@ -210,15 +210,19 @@ class DeviceCommunicator:
             self._timer.cancel()
             self._timer = None
 
+    def _taken(self) -> NcclCommunicator | None:
+        """Return NCCL's end, once, when no thread is in a call of it; there will be no other call."""
+        with self._calling, self._lock:
+            end, self._end = self._end, None
+        return end
+
+    def _destroy(self) -> None:
+        if (end := self._taken()) is not None:
+            end.destroy()
+
     def _give_up(self) -> None:
         """Abort, once; may block."""
-        # Not within a group of calls, which would continue with freed memory; but a call may be stuck.
-        finished = self._calling.acquire(timeout=FINISHING)
-        with self._lock:
-            end, self._end = self._end, None
-        if finished:
-            self._calling.release()
-        if end is not None:
+        if (end := self._taken()) is not None:
             try:
                 end.abort()
             except DeviceError as error:
@@ -232,8 +236,8 @@ class DeviceCommunicator:
 
     def _tell_stuck(self) -> None:
         logger.warning(
-            "group %r, rank %d: NCCL has not aborted the communicator within %g s; a thread and the memory of what was "
-            "in flight are left behind",
+            "group %r, rank %d: NCCL has not aborted the communicator within %g s, or not come back from a call of it; "
+            "a thread and the memory of what was in flight are left behind",
             self._group.name,
             self._group.rank,
             ABORTING,
