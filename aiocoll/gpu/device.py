@@ -157,8 +157,9 @@ class Device:
             raise ValueError(f"stream {stream:#x} is closed, or is not one of CUDA device {self.ordinal}")
         loop = asyncio.get_running_loop()
         launched = Launched(self._events, waiter, stream, call, keep, done, loop)
-        if not (at_once and self._launcher.attempt(launched.launch_here)):
-            self._launcher.put(launched.launch)
+        start = partial(self._launcher.put, launched.launch)
+        if waiter.admit(start) and not (at_once and self._launcher.attempt(launched.launch_here)):
+            start()
         return launched
 
     def mark(self, stream: int) -> int:

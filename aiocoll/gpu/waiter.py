@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
@@ -24,6 +24,10 @@ from aiocoll.gpu.api import Cuda, DeviceError
 from aiocoll.gpu.launcher import Launched
 
 __all__ = ["CompletionThread"]
+
+#: Calls on a stream that have not ended; later ones are not launched yet. A launch blocks, and the thread with it, when
+#: a stream has some thousand entries, of which a call has a few.
+AT_MOST = 64
 
 #: Ended calls that one callback in a loop reports: some microseconds each, so that other callbacks run in between.
 AT_ONCE = 16
@@ -57,8 +61,20 @@ class CompletionThread:
         # that loop is to call keeps them: with it they go.
         self._left: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._ended: Callable[[], object] | None = None
+        #: How many calls were admitted and have not ended; what starts later ones.
+        self._admitted = 0
+        self._held: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"aiocoll-wait-{ordinal}", daemon=True)
         self._thread.start()
+
+    def admit(self, start: Callable[[], None]) -> bool:
+        """Return whether a call may be launched now; else `start` is called when enough earlier ones have ended."""
+        with self._lock:
+            if self._held or self._admitted >= AT_MOST:
+                self._held.append(start)
+                return False
+            self._admitted += 1
+            return True
 
     def put(self, launched: Launched, *, look: bool) -> None:
         """Tell the loop of `launched` when it has ended; as soon as it is on the stream.
@@ -138,7 +154,7 @@ class CompletionThread:
         """Sleep until there is a call to wait for; return False if there will be none."""
         with self._lock:
             while not (self._is_awake and self._calls):
-                if self._ended is not None:
+                if self._ended is not None and not self._admitted:
                     return False
                 self._is_awake = False
                 self._wake.wait()
@@ -165,7 +181,9 @@ class CompletionThread:
             return True
 
     def _deliver(self, batch: deque[Launched]) -> None:
-        """Report the ended calls to the loops that made them, one callback per loop."""
+        """Report the ended calls to the loops that made them, one callback per loop; let later ones start."""
+        for start in self._released(len(batch)):
+            start()
         while batch:
             loop = batch[0].loop
             mine = deque(launched for launched in batch if launched.loop is loop)
@@ -175,3 +193,14 @@ class CompletionThread:
             except RuntimeError:  # it is closed
                 while mine:
                     mine.popleft().drop()
+
+    def _released(self, ended: int) -> Sequence[Callable[[], None]]:
+        """Count calls that have ended; return what starts those that may be launched instead."""
+        with self._lock:
+            self._admitted -= ended
+            starts = [self._held.popleft() for _ in range(min(len(self._held), AT_MOST - self._admitted))]
+            self._admitted += len(starts)
+            if self._ended is not None:
+                self._is_awake = True
+                self._wake.notify()
+        return starts

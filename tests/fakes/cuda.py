@@ -70,6 +70,7 @@ class FakeCuda:
         stalls: a query of what is not done does not come back before it is: the kernel holds the driver up.
         stalled: the threads whose queries were held up.
         overdue: those of them whose queries nothing has ended.
+        full: the threads that had to wait for room in a stream.
         blocked: where threads wait, for the end to let them go.
         disturbed: the calls, and their threads, by which captures of other threads were made invalid.
         rooms: what NCCL's kernels wait for on each device.
@@ -86,6 +87,7 @@ class FakeCuda:
         self.stalls = False
         self.stalled: list[str] = []
         self.overdue: list[str] = []
+        self.full: list[str] = []
         self.blocked = Blocked()
         self.rooms = [Room() for _ in range(devices)]
         self._devices = [FakeDevice(device) for device in range(devices)]
@@ -230,7 +232,7 @@ class FakeCuda:
     def stream_create(self) -> int:
         """Return a new stream of the thread's device that does not wait for the default stream."""
         device = self._begin("stream_create")
-        stream = FakeStream(device, self.blocked)
+        stream = FakeStream(device, self.blocked, self.full)
         with self._lock:
             handle = next(self._handles)
             self._streams[handle] = stream
@@ -445,7 +447,7 @@ class FakeCuda:
             key = (found.ordinal, threading.get_ident() if stream == PER_THREAD else 0)
             with self._lock:
                 if key not in self._implicit:
-                    self._implicit[key] = FakeStream(found, self.blocked)
+                    self._implicit[key] = FakeStream(found, self.blocked, self.full)
                 return self._implicit[key]
         made = self._streams.get(stream)
         if made is None:

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 from aiocoll.gpu.api import DeviceError
 
+#: Entries of a stream for which there is room; who puts more waits until one is done.
+ROOM = 1024
+
 
 class Blocked:
     """All threads that wait for something, so that they can be let go at the end."""
@@ -101,12 +104,14 @@ class FakeStream:
     Args:
         device: whose stream.
         blocked: where its thread waits.
+        full: gets the name of each thread that has to wait since there is no room for more.
     """
 
-    def __init__(self, device: FakeDevice, blocked: Blocked) -> None:
+    def __init__(self, device: FakeDevice, blocked: Blocked, full: list[str]) -> None:
         self.device = device
         self.capturing = False
         self._blocked = blocked
+        self._full = full
         self._lock = threading.Lock()
         self._items: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
@@ -119,6 +124,9 @@ class FakeStream:
     def put(self, item: Callable[[], None]) -> None:
         """Let `item` be called when all before it is done."""
         with self._lock:
+            if len(self._items) >= ROOM and not self._over:
+                self._full.append(threading.current_thread().name)
+                self._wake.wait_for(lambda: len(self._items) < ROOM or self._over)
             if self._over:
                 return
             self._items.append(item)
@@ -126,20 +134,20 @@ class FakeStream:
                 name = f"fake-cuda-{self.device.ordinal}"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
-            self._wake.notify()
+            self._wake.notify_all()
 
     def step(self, steps: int | None) -> None:
         """Do `steps` items more, and then stop; None: go on without end."""
         with self._lock:
             self._steps = None if steps is None else (self._steps or 0) + steps
-            self._wake.notify()
+            self._wake.notify_all()
 
     def close(self) -> None:
         """Take nothing any more; what is there still ends."""
         with self._lock:
             self._over = True
             self._steps = None
-            self._wake.notify()
+            self._wake.notify_all()
 
     def join(self, seconds: float) -> None:
         """Wait for the thread of a closed stream."""
@@ -163,6 +171,8 @@ class FakeStream:
             if self._steps is not None:
                 self._steps -= 1
             self._is_busy = True
+            if len(self._items) >= ROOM:
+                self._wake.notify_all()
             return self._items.popleft()
 
     def _is_idle(self) -> bool:

@@ -22,6 +22,7 @@ def faked(devices: int = 2) -> Iterator[FakeCuda]:
     """Give a fake CUDA; at the end let go all that waits there, and end the devices that used it."""
     with FakeCuda(devices) as cuda:
         yield cuda
+    assert cuda.full == []
     assert close_devices()
     for thread in threading.enumerate():
         if thread.name.startswith("aiocoll-"):  # of devices that a test has closed before they could end

@@ -367,13 +367,13 @@ async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(cuda: Fa
     stream = device.stream()
     loop = Counting(asyncio.get_running_loop())
     batch = Batch(cuda, device, stream)
-    calls = [begin(device, stream, call) for call in [batch, *[nothing] * 99]]
-    await batch.waited_for(100)
+    calls = [begin(device, stream, call) for call in [batch, *[nothing] * 59]]
+    await batch.waited_for(60)
     for launched, _ in calls:
         launched.loop = loop  # type: ignore[assignment]
     batch.open()
     await asyncio.gather(*(ended for _, ended in calls))
-    assert (loop.told, loop.turns) == (1, 6)
+    assert (loop.told, loop.turns) == (1, 3)
 
 
 @pytest.mark.parametrize("by", ["thread", "launcher"])
@@ -388,7 +388,7 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeC
         told.append(0)
         while waiter._is_awake:
             time.sleep(0)
-        device.launch(stream, nothing, None, lambda error: told.append(100))
+        device.launch(stream, nothing, None, lambda error: told.append(60))
         more.append(begin(device, stream)[1])
         # What tells of it comes in the loop's queue before the rest does.
         if by == "launcher":
@@ -399,13 +399,13 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeC
             assert ran.wait(10)
 
     device.launch(stream, batch, None, first)
-    for number in range(1, 100):
+    for number in range(1, 60):
         device.launch(stream, nothing, None, lambda error, number=number: told.append(number))
-    await batch.waited_for(100)
+    await batch.waited_for(60)
     batch.open()
     await until(lambda: more)
     await more[0]
-    assert told == list(range(101))
+    assert told == list(range(61))
 
 
 async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) -> None:

@@ -243,19 +243,19 @@ def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: D
 
     async def main() -> None:
         device.launch(stream, batch, None, lambda error: loop.stop())
-        for _ in range(99):
+        for _ in range(59):
             begin(device, stream, keep=kept.new())
-        await batch.waited_for(100)
+        await batch.waited_for(60)
 
     loop.run_until_complete(main())
     batch.open()
     loop.run_forever()
-    assert 0 < len(kept.gone) < 99
+    assert 0 < len(kept.gone) < 59
     loop.close()
     waiter = waiter_of(device, stream)
     assert device.close(10)  # its thread may have had a batch in its hands
     gc.collect()
-    assert len(kept.gone) == 99
+    assert len(kept.gone) == 59
     assert not waiter._left
     assert cuda.live()["events"] == 0
 
@@ -421,6 +421,7 @@ async def test_closing_a_device_is_bounded(cuda: FakeCuda, device: Device) -> No
     streams = [device.stream(), device.stream()]
     held = Gated(cuda, streams[0])
     _, ended = begin(device, streams[0], held)
+    hold_up(device)
     assert not close_devices(0.02)
     with pytest.raises(ValueError, match="is closed"):
         begin(device, streams[0])

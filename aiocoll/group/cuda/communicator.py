@@ -36,8 +36,6 @@ ASK_EVERY = 0.25
 PARTING = 5.0
 #: Seconds after which an abort that does not return is abandoned.
 ABORTING = 10.0
-#: Calls in flight up to which the loop launches the next one: far less than a stream takes before it blocks.
-INLINE = 64
 #: Kinds of calls of which it is remembered that NCCL has connected the ranks for them.
 KEPT = 256
 
@@ -110,7 +108,7 @@ class DeviceCommunicator:
         others: Sequence[int] = (),
         kind: Hashable = None,
     ) -> Launched:
-        """Enqueue calls on its stream: here, if they have been before and few calls are in flight.
+        """Enqueue calls on its stream: here, if they have been before and the launcher has nothing to do.
 
         Args:
             marks: positions of streams that the calls, and `others`, wait for.
@@ -135,11 +133,10 @@ class DeviceCommunicator:
             self._in_flight -= 1
             done(error)
 
-        at_once = self._in_flight < INLINE and kind in self._connected
         self._in_flight += 1
         if self._timer is None:
             self._timer = self._group.call_later(ASK_EVERY, self._ask)
-        return self._device.launch(self.stream, call, keep, ended, at_once=at_once)
+        return self._device.launch(self.stream, call, keep, ended, at_once=kind in self._connected)
 
     # -- while something is in flight
 
