@@ -2,7 +2,7 @@
 
     {"format": "aiocoll tuning", "version": 1, "machine": "its host name", "date": "when it was measured",
      "media": {"tcp": {"alpha": 3.1e-05, "overhead": 9e-06, "beta": 4.2e-10, "gamma": 5e-11}, "unix": ...},
-     "single_copy": {"moved": 16777216, "spread": 1048576, "reduced": null}}
+     "single_copy": {"moved": 4194304, "spread": 524288, "reduced": null}}
 
 What is missing has its defaults, which do well without a file; those of single copy are the processor's. A size of null
 is never reached.
@@ -31,7 +31,7 @@ _HINT = "write it anew with `aiocoll bench --tune`"
 #: Where Linux tells which processor this is, and from which sizes on single copy pays on those where it was measured to
 #: pay earlier than the defaults say (`bench/RESULTS.md`): they copy more slowly, compared to what the kernel does.
 _PROCESSORS = "/proc/cpuinfo"
-_SINGLE_COPY = {b"GenuineIntel": SingleCopy(spread=512.0 * 1024, reduced=2048.0 * 1024)}
+_SINGLE_COPY = {b"GenuineIntel": SingleCopy(reduced=2.0 * 1024 * 1024)}
 
 
 class _OtherVersionError(Exception):

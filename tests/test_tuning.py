@@ -66,7 +66,7 @@ def test_sizes_of_single_copy_are_read(single_copy: SingleCopy, path: Path) -> N
     ("text", "expected"),
     [
         ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\n", SingleCopy()),
-        ("processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\n", SingleCopy(spread=2**19, reduced=2**21)),
+        ("processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\n", SingleCopy(reduced=2**21)),
         ("processor\t: 0\nBogoMIPS\t: 50.00\n", SingleCopy()),
         (None, SingleCopy()),
     ],

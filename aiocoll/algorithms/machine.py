@@ -63,8 +63,8 @@ class SingleCopy(NamedTuple):
         reduced: of one that is reduced into something.
     """
 
-    moved: float = 16.0 * 1024 * 1024
-    spread: float = 1024.0 * 1024
+    moved: float = 4.0 * 1024 * 1024
+    spread: float = 512.0 * 1024
     reduced: float = math.inf
 
     def limit(self, kind: str, size: int, *, reduces: bool) -> float:

@@ -151,7 +151,7 @@ class SharedMemoryLink(Link, Protocol):
         Args:
             segment: where it lies, as the peer's `place_of` has returned it.
             address: the same.
-            nbytes: how much, at least one byte, at most `SEGMENT`.
+            nbytes: how much, at least one byte, at most `MOST_BY_REFERENCE`; at most `SEGMENT` without `into`.
             into: where to read it; by default where it lies, if both map that, or into scratch memory.
 
         Returns:

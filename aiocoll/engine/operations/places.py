@@ -72,7 +72,7 @@ def read(
         slot: in which the post is.
         place: what the post says.
         start: where they begin in the message.
-        nbytes: how many, at most `SEGMENT`.
+        nbytes: how many, at most `MOST_BY_REFERENCE`.
         into: where to read them; scratch memory, until the next call, by default.
 
     Returns:

@@ -24,7 +24,7 @@ from aiocoll.engine.operations.program_with_slots import ProgramWithSlots
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import SharedMemoryLink
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.transport.shared_memory import IN_PLACE, SMALL_SLOTS
+from aiocoll.transport.shared_memory import IN_PLACE, MOST_BY_REFERENCE, SMALL_SLOTS
 from aiocoll.work import Work
 
 __all__ = ["ProgramInPlace"]
@@ -71,8 +71,8 @@ class ProgramInPlace(ProgramWithSlots):
         ]
         self._unposted: list[int] = []
         self._posted: dict[int, _Posted] = {}
-        # Bytes of a piece: whole elements, where they are reduced.
-        self._most = SEGMENT // plan.itemsize * plan.itemsize if self.reduces else SEGMENT
+        # Bytes of a piece: where they are reduced, whole elements that stay in the cache.
+        self._most = SEGMENT // plan.itemsize * plan.itemsize if self.reduces else MOST_BY_REFERENCE
 
     def enter(self) -> None:
         """Start every action that waits for nothing, and read what has been posted."""

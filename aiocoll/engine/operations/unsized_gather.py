@@ -17,7 +17,7 @@ from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.transport.shared_memory import IN_PLACE
+from aiocoll.transport.shared_memory import IN_PLACE, MOST_BY_REFERENCE
 from aiocoll.work import Work
 
 __all__ = ["Gathered", "Given"]
@@ -112,7 +112,7 @@ class Gathered(Post):
         assert room is not None
         while peer in self._missing:
             start = self._received.get(peer, 0)
-            stop = min(start + SEGMENT, place.nbytes)
+            stop = min(start + MOST_BY_REFERENCE, place.nbytes)
             if places.read(self, peer, slot, place, start, stop - start, room[start:stop]) is None:
                 return
             self._received[peer] = stop
