@@ -24,6 +24,9 @@ __all__ = ["ProgramExecutor"]
 #: Fewest elements reduced in one call, so that call overhead does not exceed the arithmetic.
 FOLD_FLOOR = 2048
 
+#: Bytes copied in one call: what is not reduced need not stay in the cache.
+COPIED = 4 * SEGMENT
+
 # Plain values: an enum member costs more to look up than to compare.
 _SEND, _RECV, _COMBINE, _COPY, _SCALE = Verb.SEND, Verb.RECV, Verb.COMBINE, Verb.COPY, Verb.SCALE
 _NOTHING = memoryview(b"")
@@ -305,7 +308,8 @@ class ProgramExecutor(Operation):
         follow = plan.follow[index]
         limit = min([self._moved[i] for i in follow]) if follow else total
         itemsize, sources = plan.itemsize, action.sources
-        count = min((limit - moved) // itemsize, max(SEGMENT // itemsize // len(sources), FOLD_FLOOR))
+        most = COPIED if action.verb is _COPY else SEGMENT // len(sources)
+        count = min((limit - moved) // itemsize, max(most // itemsize, FOLD_FLOOR))
         if not count and total:
             return False
         first = moved // itemsize

@@ -228,7 +228,7 @@ class ProgramInPlace(ProgramWithSlots):
         context.heard = self.comm.ranks[peer]
         self._progress(index, nbytes)
         context.heard = -1
-        if self._local and not self.done:
+        if self._local and not self._put_off and not self.done:
             self.advance()
 
     # -- the end
