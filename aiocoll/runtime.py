@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-__all__ = ["BUDGET", "Runtime", "random_bytes", "running_loop"]
+__all__ = ["BUDGET", "Runtime", "random_bytes", "refuse_trio", "running_loop"]
 
 #: Longest time one callback moves or reduces data before it puts the rest off, in seconds: with what a last piece
 #: takes on top, no callback holds the loop for a millisecond.
@@ -123,8 +123,15 @@ def running_loop() -> asyncio.AbstractEventLoop:
     """
     loop = asyncio._get_running_loop()
     if loop is None:
-        raise RuntimeError(_TRIO if _in_trio() else _NO_LOOP)
+        refuse_trio()
+        raise RuntimeError(_NO_LOOP)
     return loop
+
+
+def refuse_trio() -> None:
+    """Say what to do where trio runs, before anything else is found to be missing: `RuntimeError`."""
+    if _in_trio():
+        raise RuntimeError(_TRIO)
 
 
 def _in_trio() -> bool:

@@ -20,7 +20,7 @@ from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
 from aiocoll.rendezvous.where import DEFAULT, Place, find_where, nowhere
-from aiocoll.runtime import running_loop
+from aiocoll.runtime import refuse_trio, running_loop
 from aiocoll.store import Store
 
 __all__ = ["new_group"]
@@ -76,6 +76,7 @@ class new_group:
         join: bool = False,
         options: GroupOptions | None = None,
     ) -> None:
+        refuse_trio()
         if init_method is not None and store is not None:
             raise ValueError("init_method and store exclude each other: give one of them")
         self._devices = BackendConfig(backend).get_device_backend_map()

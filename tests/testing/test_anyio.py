@@ -148,6 +148,7 @@ def ways(path: Path) -> dict[str, Callable[[], Awaitable[Any]]]:
         "new_group": lambda: entered(aiocoll.new_group(**HERE)),  # type: ignore[arg-type]
         "elastic": lambda: first(aiocoll.elastic(**HERE)),  # type: ignore[arg-type]
         "init_process_group": lambda: dist.init_process_group(**HERE),  # type: ignore[arg-type]
+        "a group of nobody knows which ranks": lambda: entered(aiocoll.new_group()),
         "a dry run": lambda: dist.init_process_group("fake", rank=0, world_size=4),
     }
 
