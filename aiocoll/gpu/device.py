@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from numpy.typing import NDArray
+
 from aiocoll.gpu.api import Cuda, DeviceError
+from aiocoll.gpu.bounce import Bounce
 from aiocoll.gpu.driver import CAPTURES
 from aiocoll.gpu.events import Events
 from aiocoll.gpu.launch_order import LaunchOrder
@@ -51,7 +55,10 @@ class Device:
         self._waiters: dict[int, CompletionThread] = {}
         self._closing: dict[int, CompletionThread] = {}
         self._launcher = LaunchThread(cuda, ordinal)
-        self.staging = Staging(cuda, self._launcher.put)
+        self.staging = Staging(cuda, self._when_idle)
+        self._bounce: Bounce | None = None
+        #: What is called in the launcher when no call of NCCL is on the device.
+        self._waiting: deque[Callable[[], None]] = deque()
         self.turns = Turns()
         self.order = LaunchOrder()
         #: The stream of NCCL's calls, and how many groups use it; each group has a lock around changes.
@@ -93,7 +100,7 @@ class Device:
             DeviceError: CUDA refuses.
         """
         self._check()
-        waiter = CompletionThread(self.cuda, self.ordinal, self._launcher.is_wanted)
+        waiter = CompletionThread(self.cuda, self.ordinal, self._launcher.is_wanted, self._idle)
         try:
             stream = self._events.on_device(self.cuda.stream_create)
         except BaseException:
@@ -125,6 +132,51 @@ class Device:
                 return True
             self._common = None
         return await self.close_stream(stream, seconds)
+
+    def prepare(self) -> None:
+        """Lock the memory that is needed while calls of NCCL are on the device; in the launcher.
+
+        Raises:
+            DeviceError: no memory is left that could be locked.
+        """
+        if self._bounce is None:
+            self._bounce = Bounce(self.cuda)
+
+    def page_locked(self, nbytes: int) -> NDArray[Any] | None:
+        """Return a block of `staging`; None if to lock one would wait for calls of NCCL. In the launcher.
+
+        Raises:
+            DeviceError: no memory is left that could be locked.
+        """
+        found = self.staging.find(nbytes)
+        if found is None and self._is_occupied():
+            self._when_idle(lambda: self.staging.give(self.staging.take(nbytes)))  # for the next one
+            return None
+        return self.staging.take(nbytes) if found is None else found
+
+    def copy(self, pairs: Sequence[tuple[NDArray[Any], int]], *, to_host: bool) -> asyncio.Future[None]:
+        """Copy between ordinary memory of the host and addresses on the device; return a future of the end."""
+        bounce = self._bounce
+        assert bounce is not None
+        return self.run_in_thread(partial(bounce.copy, pairs, to_host=to_host))
+
+    def _is_occupied(self) -> bool:
+        """Whether calls of NCCL are on the device, or may be; in the launcher, so no other comes meanwhile."""
+        waiter = None if self._common is None else self._waiters.get(self._common)
+        return waiter is not None and not waiter.is_idle
+
+    def _when_idle(self, call: Callable[[], None]) -> None:
+        self._waiting.append(call)
+        self._launcher.put(self._call_waiting)
+
+    def _idle(self) -> None:
+        if self._waiting:
+            self._launcher.put(self._call_waiting)
+
+    def _call_waiting(self) -> None:
+        while self._waiting and not self._is_occupied():
+            with suppress(DeviceError):  # of memory, which is not needed yet
+                self._waiting.popleft()()
 
     def launch(
         self,
@@ -278,9 +330,12 @@ class Device:
             return False
         with suppress(DeviceError):
             self._events.on_device(self._give_back)
+        self._bounce = None
         return True
 
     def _give_back(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()()
         while self._closing:
             self.cuda.stream_destroy(self._closing.popitem()[0])
         self._events.destroy()

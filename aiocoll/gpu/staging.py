@@ -23,7 +23,7 @@ class Staging:
 
     Args:
         cuda: the runtime.
-        elsewhere: calls a function in a thread that may block: freeing a block waits for the device.
+        elsewhere: calls a function in a thread that may block, when it will not: freeing a block waits for the device.
     """
 
     def __init__(self, cuda: Cuda, elsewhere: Callable[[Callable[[], None]], object]) -> None:
@@ -46,13 +46,17 @@ class Staging:
         Raises:
             DeviceError: no memory is left that could be locked.
         """
-        step = max(SMALLEST, 1 << (nbytes - 1).bit_length() >> 3)
-        size = max(-(-nbytes // step), 1) * step
+        found = self.find(nbytes)
+        return self._cuda.pinned(_size(nbytes)) if found is None else found
+
+    def find(self, nbytes: int) -> NDArray[Any] | None:
+        """Return a free block like `take`; None if there is none."""
+        size = _size(nbytes)
         with self._lock:
             if free := self._free.get(size):
                 self._kept -= size
                 return free.pop()
-        return self._cuda.pinned(size)
+        return None
 
     def give(self, block: NDArray[Any]) -> None:
         """Return a block to the pool; neither host nor device may use it any more."""
@@ -78,3 +82,9 @@ class Staging:
             freed, self._free = self._free, {}
             self._kept = 0
         self._elsewhere(freed.clear)
+
+
+def _size(nbytes: int) -> int:
+    """Return how many bytes a block for `nbytes` has."""
+    step = max(SMALLEST, 1 << (nbytes - 1).bit_length() >> 3)
+    return max(-(-nbytes // step), 1) * step

@@ -43,15 +43,17 @@ class CompletionThread:
         cuda: the runtime.
         ordinal: of the device.
         is_wanted: whether the launcher has something else to do.
+        idle: called in any thread when all calls have ended.
 
     Raises:
         RuntimeError: no more threads can be started.
     """
 
-    def __init__(self, cuda: Cuda, ordinal: int, is_wanted: Callable[[], bool]) -> None:
+    def __init__(self, cuda: Cuda, ordinal: int, is_wanted: Callable[[], bool], idle: Callable[[], None]) -> None:
         self._cuda = cuda
         self._ordinal = ordinal
         self._is_wanted = is_wanted
+        self._idle = idle
         # The launcher puts them in, and wakes the thread, which takes them out.
         self._calls: deque[Launched] = deque()
         self._lock = threading.Lock()
@@ -66,6 +68,11 @@ class CompletionThread:
         self._held: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"aiocoll-wait-{ordinal}", daemon=True)
         self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all calls have ended."""
+        return not self._admitted
 
     def admit(self, start: Callable[[], None]) -> bool:
         """Return whether a call may be launched now; else `start` is called when enough earlier ones have ended."""
@@ -184,6 +191,8 @@ class CompletionThread:
         """Report the ended calls to the loops that made them, one callback per loop; let later ones start."""
         for start in self._released(len(batch)):
             start()
+        if self.is_idle:
+            self._idle()
         while batch:
             loop = batch[0].loop
             mine = deque(launched for launched in batch if launched.loop is loop)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,7 @@ class FakeCuda:
         stalled: the threads whose queries were held up.
         overdue: those of them whose queries nothing has ended.
         full: the threads that had to wait for room in a stream.
+        held_up: the threads that have locked or freed memory while kernels of NCCL ran, whose end that waits for.
         blocked: where threads wait, for the end to let them go.
         disturbed: the calls, and their threads, by which captures of other threads were made invalid.
         rooms: what NCCL's kernels wait for on each device.
@@ -88,6 +90,7 @@ class FakeCuda:
         self.stalled: list[str] = []
         self.overdue: list[str] = []
         self.full: list[str] = []
+        self.held_up: list[str] = []
         self.blocked = Blocked()
         self.rooms = [Room() for _ in range(devices)]
         self._devices = [FakeDevice(device) for device in range(devices)]
@@ -320,7 +323,11 @@ class FakeCuda:
         """Return `nbytes` of page-locked host memory as uint8, which is freed with the last reference."""
         self._begin("pinned")
         self._unsafe("pinned")
-        return self.memory.new(nbytes, HOST)
+        if self.rooms[self._thread.device].wait_until_free(self.blocked):
+            self.held_up.append(threading.current_thread().name)
+        made = self.memory.new(nbytes, HOST)
+        weakref.finalize(made, self._freed, self._thread.device).atexit = False
+        return made
 
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy from the device to pinned memory, in the order of `stream`."""
@@ -403,6 +410,10 @@ class FakeCuda:
             self.memory.at(target[0], nbytes, target[1])[:] = self.memory.at(source[0], nbytes, source[1])
 
         self._open(stream, call).kernel(work, self.latency)
+
+    def _freed(self, device: int) -> None:
+        if self.rooms[device].owner is not None:
+            self.held_up.append(threading.current_thread().name)
 
     def _unsafe(self, call: str) -> None:
         """Make captures of other threads invalid, as each call does that is not safe while they last."""

@@ -38,6 +38,18 @@ class Room:
                 self._waiting.append(changed)
             blocked.wait(changed)
 
+    def wait_until_free(self, blocked: Blocked) -> bool:
+        """Wait until no kernel of NCCL runs; return whether one did."""
+        waited = False
+        while True:
+            with self._lock:
+                if self.owner is None or blocked.over:
+                    return waited
+                waited = True
+                changed = threading.Event()
+                self._waiting.append(changed)
+            blocked.wait(changed)
+
     def leave(self) -> None:
         """A kernel has ended."""
         with self._lock:

@@ -17,6 +17,7 @@ carries out the same plan there, and outputs are copied back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgpack
@@ -296,7 +297,8 @@ class Agreed(Compared):
             self.ended(None, error)
             return
         assert self._staged is not None
-        self._flies(self._staged.copy_out((), self._ends()[1], self._ended), last=True)
+        self._flying = True
+        self._staged.copy_out((), self._ends()[1], partial(self._flies, last=True), self._ended)
 
     def _ended(self, error: DeviceError | None) -> None:
         """The device has finished."""

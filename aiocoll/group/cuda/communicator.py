@@ -88,6 +88,7 @@ class DeviceCommunicator:
             # Else NCCL connects ranks in the first call of each algorithm, which then waits for all ranks.
             os.environ.setdefault(_CONNECT, "0")
             try:
+                device.prepare()
                 end = nccl.init(size, unique_id, rank)
             except DeviceError as error:
                 self._failure = error.with_traceback(None)

@@ -270,7 +270,8 @@ class DeviceRecv(PostedReceive, _OneEnd):
         if self._by_nccl:
             self._end()
         else:
-            self._flies(self._staged.copy_out(self.taken_marks(), (0,), self._copied))
+            self._flying = True
+            self._staged.copy_out(self.taken_marks(), (0,), self._flies, self._copied)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`; if the group ends on this rank, nothing starts because of it."""

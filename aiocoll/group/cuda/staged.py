@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -44,9 +45,12 @@ class Staged:
         self._originals = originals
         self._storage = storage
         self._block: NDArray[Any] | None = None
+        self._is_locked = True
 
     def allocate(self) -> None:
-        """Allocate the memory; new memory may take milliseconds, so not in the loop.
+        """Allocate the memory; to lock it may take milliseconds, so in the launcher.
+
+        It is ordinary memory where that would wait for NCCL's calls.
 
         Raises:
             DeviceError: no memory could be locked.
@@ -55,7 +59,9 @@ class Staged:
         for each in self._originals:
             starts.append(nbytes)
             nbytes += 0 if each is None else -(-each.nbytes // _ALIGN) * _ALIGN
-        block = self._block = self._device.staging.take(nbytes)
+        block = self._block = self._device.page_locked(nbytes)
+        if block is None:
+            self._is_locked, block = False, np.empty(nbytes, np.uint8)
         self.arrays = [
             None if each is None else block[start : start + each.nbytes].view(self._storage)
             for start, each in zip(starts, self._originals, strict=True)
@@ -68,23 +74,67 @@ class Staged:
         def call() -> None:
             device.after(marks, stream)
             self.allocate()
-            for copy, original in self._pairs(positions):
+            for copy, original in self._pairs(positions) if self._is_locked else ():
                 device.cuda.copy_to_host(copy.ctypes.data, original.ptr, original.nbytes, stream)
 
-        return device.launch(stream, call, self, done)
+        def ended(error: DeviceError | None) -> None:
+            if error is not None or self._is_locked:
+                done(error)
+            else:
+                self._copy(positions, True, done)
 
-    def copy_out(self, marks: Sequence[int], positions: Collection[int], done: Done) -> Launched:
-        """Copy arrays back to the device, and from there to the caller's elements."""
+        return device.launch(stream, call, self, ended)
+
+    def copy_out(
+        self, marks: Sequence[int], positions: Collection[int], flies: Callable[[Launched], None], done: Done
+    ) -> None:
+        """Copy arrays back to the device, after `marks`, and from there to the caller's elements.
+
+        Args:
+            marks: positions of the caller's streams.
+            positions: of the arrays.
+            flies: called with the last call, when that is launched.
+            done: called at its end, or when something before has failed.
+        """
         device, stream = self._device, self._stream
+        pairs = self._pairs(positions)
 
-        def call() -> None:
-            device.after(marks, stream)
-            pairs = self._pairs(positions)
-            for copy, original in pairs:
-                device.cuda.copy_to_device(original.ptr, copy.ctypes.data, original.nbytes, stream)
-            put_back([original for _, original in pairs], stream)
+        def last(marks: Sequence[int] = ()) -> None:
+            def call() -> None:
+                device.after(marks, stream)
+                for copy, original in pairs if self._is_locked else ():
+                    device.cuda.copy_to_device(original.ptr, copy.ctypes.data, original.nbytes, stream)
+                put_back([original for _, original in pairs], stream)
 
-        return device.launch(stream, call, self, done)
+            flies(device.launch(stream, call, self, done))
+
+        def copied(error: DeviceError | None) -> None:
+            if error is None:
+                last()
+            else:
+                done(error)
+
+        def waited(error: DeviceError | None) -> None:
+            if error is None:
+                self._copy(positions, False, copied)
+            else:
+                done(error)
+
+        if self._is_locked:
+            last(marks)
+        elif marks:
+            device.launch(stream, lambda: device.after(marks, stream), self, waited)
+        else:
+            waited(None)
+
+    def _copy(self, positions: Collection[int], to_host: bool, done: Done) -> None:
+        """Copy between ordinary memory and the device."""
+
+        def copied(copying: asyncio.Future[None]) -> None:
+            done(copying.exception())  # type: ignore[arg-type]
+
+        pairs = [(copy, original.ptr) for copy, original in self._pairs(positions)]
+        self._device.copy(pairs, to_host=to_host).add_done_callback(copied)
 
     def bytes_of(self, position: int) -> memoryview:
         """Return the bytes of a copy."""

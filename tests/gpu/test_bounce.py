@@ -1,0 +1,165 @@
+"""Staged calls while NCCL's are on the device: no thread locks memory then, or frees it, which waits for their end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, ProcessGroup, ReduceOp
+from aiocoll.gpu import bounce
+from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.bounce import Bounce
+from aiocoll.gpu.device import Device
+
+from ..fakes.arrays import FakeArray
+from ..internals import Limits, dispatcher_of, nccl_end
+from ..ranks import run_ranks, until
+from .devices import faked
+from .groups import Gpus, gpus, host
+
+COUNTS = (1, 1000, 300_000)
+
+
+async def busy(pg: ProcessGroup, gpu: Gpus) -> Any:
+    """Let a call of rank 0 be on its device until rank 1 makes it, too; return the work, or None on rank 1."""
+    tensor = gpu.tensor(np.ones(3), pg.rank())
+    for _ in range(3):
+        await pg.allreduce(tensor)
+    await pg.barrier()
+    if pg.rank():
+        return None
+    work = pg.allreduce(tensor)
+    await until(lambda: nccl_end(pg).in_flight)
+    return work
+
+
+async def end(pg: ProcessGroup, gpu: Gpus, work: Any) -> None:
+    """Let it end."""
+    await (pg.allreduce(gpu.tensor(np.ones(3), 1)) if work is None else work)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_messages_and_calls_go_through_ordinary_memory(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounce, "NBYTES", 1 << 19)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        work = await busy(pg, gpu)
+        values = np.arange(count) + rank
+        tensor, bits = gpu.tensor(values, rank), gpu.tensor(values, rank)
+        await (pg.recv(tensor, 1) if rank == 0 else pg.send(tensor, 0))
+        assert (host(tensor) == np.arange(count) + 1).all()
+        await (pg.send(tensor, 1) if rank == 0 else pg.recv(tensor, 0))
+        reduced = pg.allreduce(bits, ReduceOp.BOR, key="bits")
+        await reduced.on_stream()
+        await reduced
+        assert (host(bits) == (np.arange(count) | np.arange(count) + 1)).all()
+        await end(pg, gpu, work)
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+        assert gpu.cuda.live()["pinned"] >= bounce.NBYTES
+
+
+async def test_what_was_missing_is_locked_when_the_device_is_idle(limits: Limits) -> None:
+    """And what is beyond the limit is freed then."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        device = gpu.engine(rank)
+        tensor = gpu.tensor(np.full(COUNTS[1], 1 << rank), rank)
+        work = await busy(pg, gpu)
+        before = device.staging.kept
+        await pg.allreduce(tensor, ReduceOp.BOR, key="bits")
+        if rank == 0:
+            assert device.staging.kept == before
+            await pg.send_object("nothing is locked yet", 1)
+        else:
+            await pg.recv_object(0)
+        await end(pg, gpu, work)
+        await until(lambda: device.staging.kept > before)
+        await pg.barrier()
+        limits(staging_kept=0)
+        work = await busy(pg, gpu)
+        await pg.allreduce(tensor, ReduceOp.BOR, key="bits")
+        assert device.staging.kept == 0
+        if rank == 0:
+            assert gpu.cuda.live()["pinned"] > 2 * bounce.NBYTES
+            await pg.send_object("it is not freed yet", 1)
+        else:
+            await pg.recv_object(0)
+        await end(pg, gpu, work)
+        await until(lambda: gpu.cuda.live()["pinned"] == 2 * bounce.NBYTES)
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("call", ["copy_to_host", "copy_to_device", "stream_create"])
+async def test_a_copy_that_fails_ends_the_group(call: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await busy(pg, gpu)
+        if rank == 0:
+            gpu.cuda.fail_next(call, "no")
+        large = gpu.tensor(np.zeros(COUNTS[2]), rank)
+        sends = (call == "copy_to_device") == bool(rank)
+        work = pg.send(large, 1 - rank) if sends else pg.recv(large, 1 - rank)
+        work.add_done_callback(lambda work: work.exception())
+        assert isinstance(await pg.wait_revoked(), GroupError)
+        assert call in str(await pg.wait_revoked())
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@pytest.mark.parametrize("failing", ["stream_wait", "event_record"])
+async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await busy(pg, gpu)
+        small = gpu.tensor(np.zeros(3), rank)
+        if rank == 0:
+            work = pg.recv(small, 1)
+            await gpu.engine(0).run(lambda: None)  # it has its memory
+            gpu.cuda.fail_next(failing, "no")
+            await pg.send_object("now", 1, tag=1)
+        else:
+            await pg.recv_object(0, tag=1)
+            work = pg.send(small, 0)
+        work.add_done_callback(lambda work: work.exception())
+        assert failing in str(await pg.wait_revoked())
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounce, "NBYTES", 100)
+    with faked(1) as cuda:
+        device = Device.of(cuda, 0)
+        block = await device.run(lambda: Bounce(cuda))
+        source = FakeArray(cuda, np.arange(123.0))
+        target = FakeArray(cuda, np.zeros(123))
+        between = np.zeros(123)
+        await device.run(lambda: block.copy([(between, source.ptr)], to_host=True))
+        assert (between == np.arange(123)).all()
+        await device.run(lambda: block.copy([(between, target.ptr)], to_host=False))
+        assert (target.numpy() == np.arange(123)).all()
+        live = cuda.live()
+        cuda.fail_next("copy_to_host", "no")
+        with pytest.raises(DeviceError, match="no"):
+            await device.run(lambda: block.copy([(between, source.ptr)], to_host=True))
+        assert cuda.live() == live
+
+
+async def test_a_device_without_nccl_needs_none() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await asyncio.gather(*(pg.allreduce(gpu.tensor(np.ones(3), pg.rank())).join() for _ in range(9)))
+        assert dispatcher_of(pg).device_state.device._bounce is None  # type: ignore[union-attr]
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
