@@ -66,13 +66,16 @@ class Children:
             reported: from now on, stall reports and expiry refer to it in place of the parent.
         """
         parent = self._parent
+        #: The child until its end: it would keep itself, and its arrays, by what its work reports to.
+        running: list[Operation] = []
 
         def report(result: Any, error: BaseException | None) -> None:
-            self._running.pop(child, None)
+            self._running.pop(running.pop(), None)
             if not parent.done:
                 ended(result, error)
 
         child = make(KEYED | hash62(name), ChildWork(parent.work, report))
+        running.append(child)
         child.parent = parent
         self.algorithm = child.algorithm()
         speaker, silent = (child, parent) if reported else (parent, child)

@@ -145,6 +145,7 @@ class Staged:
     def give_back(self) -> None:
         """Release the memory; neither device nor host uses it any more."""
         block, self._block = self._block, None
+        self.arrays = []
         if block is not None:
             self._device.staging.give(block)
 
