@@ -187,7 +187,8 @@ class Lane:
         self._order.changed(lambda: self._order.drop(entry))
 
     def leave(self) -> None:
-        """The group has ended."""
+        """The group has ended: it has nothing to stop."""
+        self.is_shared = True
         self._entries.clear()
         self._order.changed(lambda: self._order.remove(self))
 

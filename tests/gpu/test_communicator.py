@@ -227,6 +227,8 @@ async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Li
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
+        await gpu.engine(0).run(lambda: None)
+        gpu.nccl.hooks.append(slow)
         made: Any = nccl_end(pg)
         gate = gpu.gate(0)
         work = called(pg, gpu)
@@ -246,5 +248,4 @@ async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Li
         await until(lambda: made.aborted or made.destroyed)
 
     with gpus(1) as gpu:
-        gpu.nccl.hooks.append(slow)
         await run_ranks(1, body, gpu)

@@ -236,3 +236,45 @@ async def test_a_group_that_leaves_while_it_is_its_turn() -> None:
     two.settle(2, 6)
     two.leave()
     assert begun == [6, 2]
+
+
+def test_a_turn_of_a_group_that_has_left_meanwhile(loops: list[asyncio.AbstractEventLoop]) -> None:
+    order = LaunchOrder()
+    one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
+    assert (proposed(one, 1), proposed(two, 1)) == ([1], [2])
+    begun: list[int] = []
+    held, go_on = threading.Event(), threading.Event()
+    loops[0].call_soon_threadsafe(lambda: (held.set(), go_on.wait(10)))
+    assert held.wait(10)
+    one.settle(1, 1)
+    one.begin(1, lambda: begun.append(1))
+    one.leave()
+    there(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begun.append(2))))
+    assert not begun  # that of the first one is on its way
+    go_on.set()
+    there(loops[0], lambda: None)
+    there(loops[1], lambda: None)
+    assert begun == [2]
+
+
+def test_a_loop_that_closes_as_it_is_told(loops: list[asyncio.AbstractEventLoop]) -> None:
+    class Closing:
+        closed = False
+
+        def is_closed(self) -> bool:
+            return self.closed
+
+        def call_soon_threadsafe(self, call: object) -> None:
+            self.closed = True
+            raise RuntimeError("Event loop is closed")
+
+    order = LaunchOrder()
+    one, two = (lane_of(order, loop, group) for group, loop in enumerate(loops))
+    assert (proposed(one, 1), proposed(two, 1)) == ([1], [2])
+    one.loop = Closing()  # type: ignore[assignment]
+    begun: list[int] = []
+    there(loops[1], lambda: (two.settle(1, 2), two.begin(1, lambda: begun.append(2))))
+    one.settle(1, 1)
+    one.begin(1, lambda: begun.append(1))
+    there(loops[1], lambda: None)
+    assert begun == [2]

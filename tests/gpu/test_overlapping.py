@@ -12,6 +12,7 @@ import pytest
 
 from aiocoll import GroupError, ProcessGroup, Recv, Send
 from aiocoll.engine.operations.plan import EAGER_WINDOW
+from aiocoll.group.cuda import slots as slots_module
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end, set_nccl_only
 from ..ranks import run_ranks, until
@@ -288,3 +289,57 @@ async def test_messages_that_have_no_time_when_rank_0_leaves_are_staged(limits: 
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
+
+
+@pytest.mark.parametrize("way", ["nccl", "staged"])
+@pytest.mark.parametrize(
+    ("sender", "note"),
+    [
+        (1, {"shared": 9}),
+        (1, {"slot": 9}),
+        (1, {"slot": 9, "at": 9}),
+        (0, {"slot": 9, "at": 9}),
+        (0, {"slot": 5, "at": 9}),
+        (1, {"slot": 9, "clock": 9}),
+        (1, {"slot": 5, "clock": 0}),
+        (0, {"slot": 5, "clock": 9}),
+        (0, {"slot": 5}),
+        (0, {"crowded": True}),
+    ],
+    ids=str,
+)
+async def test_notes_that_make_no_sense_end_the_link(sender: int, note: dict[str, Any], way: str) -> None:
+    """Slot 5 is one that has been asked for, and, at rank 1, has a time."""
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, comm = pg.rank(), comm_of(pg)
+        await pg.allreduce(gpu.tensor(np.ones(3), rank))
+        if (slots := state_of(pg).slots) is not None:
+            slots._times[5] = None if rank == 0 else 3
+            slots._numbered[1] = 5
+            slots._asked[1, 5] = slots_module._Slot({1: 5})
+        await pg.barrier()
+        if rank == sender:
+            comm.channels[1 - rank].send_control({"t": "device", "g": comm.id, **note})
+        assert isinstance(await pg.wait_revoked(), GroupError)
+
+    with gpus(2, way) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+async def test_answers_that_are_late_are_no_news(limits: Limits) -> None:
+    """A proposal comes when the call has been staged."""
+    limits(slot_patience=60.0)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        await pg.allreduce(gpu.tensor(np.ones(3), rank))
+        slots = state_of(pg).slots
+        if rank == 0:
+            slots._numbered[1] = 100
+            slots._proposed(1, 99, 7)
+            slots._answer(99, 7)
+        await pg.allreduce(gpu.tensor(np.ones(3), rank))
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)

@@ -336,9 +336,14 @@ class DeviceState:
                 can_stage=can_stage,
                 is_shared=decision.shared,
             )
-        lane = self.device.order.join(self.comm.id, self._crowded)
         self.slots = Slots(
-            self.comm, lane, self._number_all, self.hold, self._gather, self._start_held, can_stage=can_stage
+            self.comm,
+            self.device.order,
+            self._number_all,
+            self.hold,
+            self._gather,
+            self._start_held,
+            can_stage=can_stage,
         )
         if decision.shared:
             self.slots.share()
@@ -352,10 +357,6 @@ class DeviceState:
             then()
         else:
             self.order.share(then)
-
-    def _crowded(self) -> None:
-        if self.slots is not None and not self._is_over:
-            self.slots.crowded()
 
     def _make(self, decision: Decision) -> None:
         """Make the communicator."""

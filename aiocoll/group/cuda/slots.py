@@ -22,7 +22,7 @@ from typing import Any
 
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.messages import DEVICE
-from aiocoll.gpu.launch_order import Lane
+from aiocoll.gpu.launch_order import LaunchOrder
 
 __all__ = ["INITIAL", "Slots"]
 
@@ -53,7 +53,7 @@ class Slots:
 
     Args:
         comm: this rank's part in the group.
-        lane: the group on the device of this rank.
+        order: that of the device of this rank.
         number: as rank 0, assigns the next number on every rank.
         hold: calls something when everything with a lower number has been called; see `DeviceState.hold`.
         gather: as rank 0, calls something when what any rank has launched without a slot will be on all of them.
@@ -68,7 +68,7 @@ class Slots:
     def __init__(
         self,
         comm: Communicator,
-        lane: Lane,
+        order: LaunchOrder,
         number: Callable[[], dict[int, int]],
         hold: Callable[[int, Callable[[bool], None], bool], None],
         gather: Callable[[Callable[[], None]], None],
@@ -78,7 +78,7 @@ class Slots:
     ) -> None:
         self.is_shared = self.is_given = False
         self._comm = comm
-        self._lane = lane
+        self._lane = order.join(comm.id, self._crowded)
         self._number = number
         self._hold = hold
         self._gather = gather
@@ -102,7 +102,7 @@ class Slots:
         self.is_shared = self.is_given = True
         self._lane.share()
 
-    def crowded(self) -> None:
+    def _crowded(self) -> None:
         """The device has calls of another group."""
         if not self._lane.is_shared:
             self._tell(0, {"crowded": True})
