@@ -120,12 +120,17 @@ async def test_a_copy_that_fails_ends_the_group(call: str) -> None:
 async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
+
+        def refuse(call: str) -> None:
+            if call == failing and gpu.cuda.current() == 0:
+                raise DeviceError(call, "no", fatal=False)
+
         await busy(pg, gpu)
         small = gpu.tensor(np.zeros(3), rank)
         if rank == 0:
             work = pg.recv(small, 1)
             await gpu.engine(0).run(lambda: None)  # it has its memory
-            gpu.cuda.fail_next(failing, "no")
+            gpu.cuda.hooks.append(refuse)
             await pg.send_object("now", 1, tag=1)
         else:
             await pg.recv_object(0, tag=1)
