@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from contextlib import ExitStack
@@ -25,6 +26,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
             try:
                 for port in range(first, first + count):
                     stack.enter_context(socket.socket(family)).bind((host, port))
-            except OSError:
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
                 continue
         return first

@@ -275,7 +275,7 @@ async def overwriting(pg: ProcessGroup, rounds: int) -> int:
     return seen
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 async def test_what_has_been_sent_may_be_overwritten_at_once(world_size: int, tmp_path: Path) -> None:
     options = GroupOptions(transport="shm", tuning=tuning(tmp_path))
     assert await run_processes(world_size, overwriting, 5, options=options) == [0] * world_size

@@ -164,6 +164,7 @@ def attempt(child: Shown, before: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @root_only
 def test_without_privileges_only_those_of_the_same_user_may() -> None:
     with shown() as of_root, shown(SHOW) as of_nobody, shown(DROP) as hidden:
