@@ -48,9 +48,10 @@ def test_ranks_train_a_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workers_find_the_weights_with_a_server(tmp_path: Path) -> None:
     write(files(SERVER), tmp_path)
-    first, last = commands(SERVER)
+    first, second, third = commands(SERVER)
     assert shell(first, tmp_path) == code(SERVER, "The program", language="text")
-    assert code(SERVER, "A worker that dies", language="text") in shell(last, tmp_path)
+    assert code(SERVER, "A worker that dies", language="text") in shell(second, tmp_path)
+    assert shell(third, tmp_path) == code(SERVER, "Sparse gradients", language="text")
 
 
 @pytest.mark.slow
