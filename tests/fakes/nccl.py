@@ -10,6 +10,7 @@ they were to write.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -32,6 +33,9 @@ class _World:
         self.size = size
         self.lock = threading.Lock()
         self.members: dict[int, FakeCommunicator] = {}
+        # By the name of a call: the ranks that have made it, and what is set when all have.
+        self.connecting: defaultdict[str, set[int]] = defaultdict(set)
+        self.connected: defaultdict[str, threading.Event] = defaultdict(threading.Event)
         # Set when all are there.
         self.complete = threading.Event()
         self.refused: str | None = None
@@ -59,6 +63,7 @@ class FakeNccl:
         hooks: what is told each call by its name as it begins; it may wait or raise.
         crashes: ends of communicators that a thread was in a call of, or that had ended: the real one then goes on with
             freed memory, which may end the process.
+        connecting: the threads that were held up in a first call.
     """
 
     #: Worlds that form, by unique id.
@@ -69,6 +74,7 @@ class FakeNccl:
         self.cuda = cuda
         self.complaints: list[str] = []
         self.crashes: list[str] = []
+        self.connecting: list[str] = []
         self.init_hangs = False
         self.abort_hangs = False
         self.hooks: list[Callable[[str], object]] = []
@@ -182,6 +188,8 @@ class FakeCommunicator:
         self.rank = rank
         self.device = nccl.cuda.current()
         self.bus_id = nccl.cuda.bus_id(self.device)
+        #: It connects with other ranks in the first call of each kind.
+        self.connects = os.environ.get("NCCL_RUNTIME_CONNECT") != "0"
         self.aborted = False
         self.destroyed = False
         self._world = world
@@ -284,6 +292,19 @@ class FakeCommunicator:
         finally:
             self._inside.release()
 
+    def _connect(self, name: str) -> None:
+        """Wait in the first call of a kind until all ranks have made one, unless the communicator was made so."""
+        if not self.connects or name in ("send", "recv"):
+            return
+        with self._world.lock:
+            there, connected = self._world.connecting[name], self._world.connected[name]
+            there.add(self.rank)
+            if len(there) == self._world.size:
+                connected.set()
+        if not connected.is_set():
+            self.nccl.connecting.append(threading.current_thread().name)
+            self.nccl.cuda.blocked.wait(connected)
+
     def _check_end(self, call: str) -> None:
         if self._inside.locked():
             self.nccl.crashes.append(f"{call} of rank {self.rank} while a thread is in another call")
@@ -311,6 +332,7 @@ class FakeCommunicator:
         with self._alone(name):
             self.nccl.begin(name)
             self._check(name)
+            self._connect(name)
             self._checked(name, source, read, target, written, dtype, stream, op, root, peer)
 
     def _checked(

@@ -14,7 +14,7 @@ from aiocoll.group.cuda.communicator import DeviceCommunicator
 
 from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus
+from .groups import Gpus, gpus, host
 from .test_groups import allreduced
 from .test_groups_failing import called, fails, ones
 
@@ -249,3 +249,25 @@ async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Li
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
+
+
+@pytest.mark.parametrize("connect", [None, "1"])
+async def test_first_calls_that_block_hold_up_no_loop(connect: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a user says otherwise, ranks are connected with the communicator, and no call blocks."""
+    if connect is None:
+        monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_RUNTIME_CONNECT", connect)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        for number in range(3):
+            await pg.allreduce(one := ones(pg, gpu))
+            await pg.broadcast(two := gpu.tensor(np.full(3, rank), rank), number)
+            await pg.allreduce(ones(pg, gpu), key=f"{number}")
+            assert (host(one).tolist(), host(two).tolist()) == ([3] * 3, [number] * 3)
+
+    with gpus(3) as gpu:
+        await run_ranks(3, body, gpu)
+    assert bool(gpu.nccl.connecting) == (connect == "1")
+    assert {name.rpartition("-")[0] for name in gpu.nccl.connecting} <= {"aiocoll-launch"}
