@@ -15,12 +15,13 @@ from aiocoll import ProcessGroup
 from aiocoll.elements.dtypes import by_name
 from aiocoll.gpu.device import Device, close_devices
 from aiocoll.gpu.events import Events
-from aiocoll.gpu.provider import provide
+from aiocoll.gpu.provider import provide, runtime
 
 from ..fakes.cuda import FakeCuda, Gate
 from ..fakes.nccl import FakeNccl
 from ..internals import dispatcher_of
 from ..lookalikes import Torch
+from .adapted import adapted
 
 #: How CUDA arrays go: by NCCL, or through the host.
 WAYS = ("nccl", "staged")
@@ -69,7 +70,7 @@ class Gpus:
 
     def engine(self, device: int) -> Device:
         """Return what the groups share."""
-        return Device.of(self.cuda, device)
+        return Device.of(runtime()[0], device)
 
 
 @contextmanager
@@ -80,7 +81,8 @@ def gpus(devices: int, way: str = "nccl") -> Iterator[Gpus]:
     made = Gpus(cuda)
     sys.modules["torch"] = made.torch  # type: ignore[assignment]
     try:
-        with cuda, provide(cuda, made.nccl if way == "nccl" else None):
+        used, nccl = adapted(cuda, made.nccl)
+        with cuda, provide(used, nccl if way == "nccl" else None):
             yield made
     finally:
         if before is None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
+from tests.gpu.adapted import ADAPTER, ADAPTERS
+
 ROOT = Path(__file__).parents[2]
 #: Seconds that processes which hang have to write the stacks of their threads.
 LAST_WORDS = 3.0
@@ -109,6 +111,22 @@ class _Maker(NamedTuple):
                 {} if kind == "torch" else EAGER,
             )
 
+    def adapters(self) -> Iterator[Step]:
+        """What has run by the default adapter, by each other one; on the fake device, that has none, by each."""
+        for adapter in ADAPTERS if self.fake else ADAPTERS[1:]:
+            by = {ADAPTER: adapter}
+            kind = self.kinds[-1]
+            needs = ("nccl", "ml_dtypes", kind)
+            yield Step(f"alone {kind} by {adapter}", 45, ("-m", "tests.gpu.on_device.alone", kind), needs, None, by)
+            for how in ("sum", "killed", "aborted"):
+                yield self.two(f"{how} by {adapter}", "ours", how, **by)
+            for step in self.tests("streams", 50, f"streams by {adapter}"):
+                if step.name.endswith(kind):
+                    yield step._replace(environment={**step.environment, **by})
+            if self.fake:  # of a real one there are not enough
+                words = self.pytest("tests/gpu/test_overlapping.py", "-k", "rows or kinds or first_group or fails")
+                yield Step(f"overlapping by {adapter}", 50, words, PYTEST, None, by)
+
     def bench(self) -> Step:
         words = ("bench/gpu.py", "--quick", *(["--fake"] if self.fake else []))
         output = ("--output", f"{self.folder}/RESULTS-gpu.md")
@@ -134,6 +152,7 @@ def steps(fake: bool, folder: Path, plugins: Sequence[str]) -> list[Step]:
         *(step for size in (4, 8) if not fake for step in make.tests("processes", 60, f"staged {size}", str(size))),
         *make.tests("loop", 50),
         *make.tests("calls", 60),
+        *make.adapters(),
         make.bench(),
     ]
     return [step._replace(limit=step.limit * SLOW) for step in found] if fake else found

@@ -75,6 +75,7 @@ _KINDS = {
     "CUdevice": ctypes.c_int,
     "CUdevice_attribute": ctypes.c_int,
     "CUdeviceptr": ctypes.c_uint64,
+    "CUcontext": ctypes.c_uint64,
     "CUstream": ctypes.c_uint64,
     "CUevent": ctypes.c_uint64,
     "cudaStream_t": ctypes.c_uint64,

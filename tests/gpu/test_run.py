@@ -16,6 +16,7 @@ from aiocoll.testing.skips import _gpus
 
 from . import found as things
 from . import run as module
+from .adapted import ADAPTER, ADAPTERS
 from .on_device import two
 from .run import Run
 from .steps import ROOT, Ended, Step, carry_out, end, steps
@@ -134,12 +135,27 @@ def test_the_order_of_the_steps() -> None:
              for kind in kinds]  # fmt: skip
     pair = ["raw", "ours", "killed", "aborted", "exit with RAS", "exit with RAS unclosed"]
     two_ranks = [f"two ranks {kind}" for kind in kinds]
-    assert names == ["signatures", "alone cupy", "alone torch", *pair, *two_ranks, *tests, "bench"]
+    by = [f"{name} by ctypes" for name in ("alone torch", "sum", "killed", "aborted", "streams")]
+    by[-1] += " torch"
+    assert names == ["signatures", "alone cupy", "alone torch", *pair, *two_ranks, *tests, *by, "bench"]
     assert max(step.limit for step in found) <= 60
     for step in found:
         assert ("torch" in step.name) == ("torch" in step.needs)
         assert "CUDA_MODULE_LOADING" not in step.environment or "torch" not in step.name
         assert ("plugin" in step.words) == ("pytest" in step.words)
+
+
+def test_each_adapter_has_its_steps_on_the_fake() -> None:
+    found = steps(fake=True, folder=Path("there"), plugins=[])
+    for adapter in ADAPTERS:
+        names = [step.name for step in found if step.environment.get(ADAPTER) == adapter]
+        assert names == [
+            f"{name} by {adapter}{more}"
+            for name, more in (
+                ("alone fake", ""), ("sum", ""), ("killed", ""), ("aborted", ""), ("streams", " fake"),
+                ("overlapping", ""),
+            )
+        ]  # fmt: skip
 
 
 def test_what_is_missing_is_no_pass(run: Run) -> None:

@@ -26,8 +26,8 @@ import pytest
 from aiocoll import GroupError, PeerLostError, ProcessGroup, new_group
 from aiocoll.gpu.provider import provide, runtime
 
-from ...fakes.cuda import FakeCuda
 from ...internals import dispatcher_of
+from ..adapted import adapted
 from .far_nccl import FarNccl
 from .two import Posing
 from .worlds import Fake, World, world
@@ -48,8 +48,7 @@ def placed(kind: str, rank: int) -> Iterator[World]:
     with world(kind, stuck=True) as made:  # perhaps: NCCL may not give back what is aborted
         cuda, nccl = runtime()
         if isinstance(made, Fake):
-            assert isinstance(cuda, FakeCuda)
-            nccl = FarNccl(cuda)  # type: ignore[assignment]
+            cuda, nccl = adapted(made.gpu.cuda, FarNccl(made.gpu.cuda))
         assert nccl is not None, "there is no NCCL"
         with provide(Posing(cuda, rank), nccl):  # type: ignore[arg-type]
             yield made

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from aiocoll import BackendUnavailableError
 from aiocoll.gpu.device import close_devices
-from aiocoll.gpu.provider import provide, runtime
+from aiocoll.gpu.provider import by_ctypes, provide, runtime
 from aiocoll.testing.skips import _gpus
 
 from ...reductions import DTYPES, numpy_dtype
+from ..adapted import ADAPTER
 from ..groups import Gpus, gpus, host, join_threads
 
 #: What arrays are made of.
@@ -359,7 +360,7 @@ def world(kind: str, way: str = "nccl", devices: int = 1, *, stuck: bool = False
         with gpus(devices, way) as gpu:
             yield Fake(gpu, devices)
         return
-    cuda, nccl = runtime()
+    cuda, nccl = by_ctypes()[:2] if os.environ.get(ADAPTER) == "ctypes" else runtime()
     made = Real(kind)
     try:
         with provide(cuda, nccl if way == "nccl" else None, "NCCL is missing" if nccl is None else "it was left out"):

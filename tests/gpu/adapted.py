@@ -1,0 +1,323 @@
+"""Both adapters on the fakes: a libcuda and a libnccl that are called by C, and a CuPy, each with a fake behind it.
+
+The libnccl plays non-blocking communicators: its calls return unfinished, and who asks is told so once more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.ctypes_cuda import CtypesCuda
+from aiocoll.gpu.ctypes_nccl import Config, CtypesNccl
+from aiocoll.gpu.driver import Driver
+
+from ..fakes.cuda import FakeCuda
+from . import stub_cupy
+from .stub_driver import CONTEXT, Pointer, put
+from .stub_libraries import CUDA_H, NCCL_H, kinds
+
+#: The variable that says by which adapter devices are called, and what it may be; not set: by none, or the default.
+ADAPTER = "GPU_ADAPTER"
+ADAPTERS = ("cupy", "ctypes")
+
+#: Functions of cuda.h that `Driver` calls.
+DRIVER_H = {
+    "cuInit": "unsigned int Flags",
+    "cuEventQuery": "CUevent hEvent",
+    "cuDeviceGet": "CUdevice *device, int ordinal",
+    "cuDevicePrimaryCtxGetState": "CUdevice dev, unsigned int *flags, int *active",
+    "cuDevicePrimaryCtxRetain": "CUcontext *pctx, CUdevice dev",
+    "cuCtxSetCurrent": "CUdeviceptr ctx",
+    "cuPointerGetAttribute": "void **data, int attribute, CUdeviceptr ptr",
+    "cuThreadExchangeStreamCaptureMode": "CUstreamCaptureMode *mode",
+    "cuGetErrorName": "int error, const char **pStr",
+}
+SUCCESS, REFUSED, NOT_READY, FAILED = 0, 1, 600, 719
+IN_PROGRESS, NCCL_FAILED, NCCL_REFUSED = 7, 1, 4
+_MAJOR = 75
+_WIDE = ctypes.c_uint64
+_NAME = ctypes.create_string_buffer(b"CUDA_ERROR_OF_A_FAKE")
+
+
+def _library(
+    headers: dict[str, str], functions: dict[str, Callable[..., int | None]], refused: int, failed: int
+) -> Any:
+    """Return a library of functions that C calls; what they raise becomes a status."""
+
+    def function(name: str) -> Any:
+        call = functions[name]
+
+        def called(*args: Any) -> int:
+            try:
+                return call(*args) or SUCCESS
+            except DeviceError as error:
+                return error.status or (failed if error.fatal else refused)
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, *kinds(headers[name]))(called)
+
+    return SimpleNamespace(**{name: function(name) for name in headers})
+
+
+def libcuda(cuda: FakeCuda) -> Any:
+    """Return a libcuda."""
+    locked: dict[int, Any] = {}
+
+    def lock(where: Pointer, nbytes: int, flags: int) -> None:
+        made = cuda.pinned(nbytes)
+        locked[made.ctypes.data] = made
+        put(where, made.ctypes.data, _WIDE)
+
+    functions: dict[str, Callable[..., int | None]] = {
+        "cuInit": lambda flags: None,
+        "cuEventQuery": lambda event: SUCCESS if cuda.event_done(event) else NOT_READY,
+        "cuDeviceGet": put,
+        "cuDevicePrimaryCtxGetState": lambda device, flags, active: put(active, cuda.has_context(device)),
+        "cuDevicePrimaryCtxRetain": lambda where, device: put(where, CONTEXT + device, _WIDE),
+        "cuCtxSetCurrent": lambda context: cuda.use(context - CONTEXT),
+        "cuPointerGetAttribute": lambda where, attribute, address: put(where, cuda.device_of(address)),
+        "cuThreadExchangeStreamCaptureMode": lambda where: cuda.relax(),
+        "cuGetErrorName": lambda status, where: put(where, ctypes.addressof(_NAME), _WIDE),
+        "cuDriverGetVersion": lambda where: put(where, cuda.version()),
+        "cuDeviceGetCount": lambda where: put(where, cuda.device_count()),
+        "cuDeviceGetPCIBusId": lambda where, size, device: _write(where, cuda.bus_id(device).encode()),
+        "cuDeviceGetAttribute": lambda where, which, device: put(where, cuda.capability(device)[which - _MAJOR]),
+        "cuCtxGetDevice": lambda where: put(where, cuda.current()),
+        "cuStreamCreate": lambda where, flags: put(where, cuda.stream_create(), _WIDE),
+        "cuStreamDestroy_v2": cuda.stream_destroy,
+        "cuStreamIsCapturing": lambda stream, where: put(where, cuda.is_capturing(stream)),
+        "cuStreamWaitEvent": lambda stream, event, flags: cuda.stream_wait(stream, event),
+        "cuEventCreate": lambda where, flags: put(where, cuda.event_create(), _WIDE),
+        "cuEventDestroy_v2": cuda.event_destroy,
+        "cuEventRecord": cuda.event_record,
+        "cuEventSynchronize": cuda.event_synchronize,
+        "cuMemHostAlloc": lock,
+        "cuMemFreeHost": lambda address: locked.pop(address) is None,
+        "cuMemcpyDtoHAsync_v2": cuda.copy_to_host,
+        "cuMemcpyHtoDAsync_v2": cuda.copy_to_device,
+        "cuMemcpyDtoDAsync_v2": cuda.copy,
+        "cuMemAllocAsync": lambda where, nbytes, stream: put(where, cuda.scratch(nbytes, stream), _WIDE),
+        "cuMemFreeAsync": cuda.scratch_free,
+    }
+    return _library({**DRIVER_H, **CUDA_H}, functions, REFUSED, FAILED)
+
+
+def _write(where: Pointer, text: bytes) -> None:
+    ctypes.memmove(where.value or 0, text + b"\0", len(text) + 1)
+
+
+class _End:
+    """One rank's end: what it is doing in a thread, and how often it says that it has not done it yet."""
+
+    def __init__(self) -> None:
+        self.made: Any = None
+        self.thread: threading.Thread | None = None
+        self.failed = False
+        self.unfinished = 0
+
+    def begin(self, call: Callable[[], object]) -> int:
+        def there() -> None:
+            try:
+                call()
+            except DeviceError:
+                self.failed = True
+
+        self.thread = threading.Thread(target=there, daemon=True, name="fake-nccl")
+        self.thread.start()
+        return IN_PROGRESS
+
+    def status(self) -> int:
+        if self.unfinished or (self.thread is not None and self.thread.is_alive()):
+            self.unfinished = max(0, self.unfinished - 1)
+            return IN_PROGRESS
+        return NCCL_FAILED if self.failed or (self.made is not None and self.made.async_error()) else SUCCESS
+
+
+def libnccl(cuda: FakeCuda, nccl: Any) -> Any:
+    """Return a libnccl; the fakes may be of another process' peer, see `FarNccl`."""
+    ends: dict[int, _End] = {}
+    handles = itertools.count(0x7F00_0000_0000, 0x100)
+
+    def init(where: Pointer, size: int, identity: Any, rank: int, config: Pointer) -> int:
+        assert Config.from_address(config.value or 0).blocking == 0
+        handle, device, name = next(handles), cuda.current(), bytes(memoryview(identity))
+        end = ends[handle] = _End()
+        put(where, handle, _WIDE)
+
+        def make() -> None:
+            cuda.use(device)
+            end.made = nccl.init(size, name, rank)
+
+        return end.begin(make)
+
+    def call(name: str) -> Callable[..., int]:
+        def called(*args: int) -> int:
+            *first, handle, stream = args
+            getattr(ends[handle].made, name)(*first, stream)
+            ends[handle].unfinished = 1
+            return IN_PROGRESS
+
+        return called
+
+    def finalize(handle: int) -> int:
+        made, ends[handle].made = ends[handle].made, None
+        return ends[handle].begin(made.destroy)
+
+    def abort(handle: int) -> None:
+        if (made := ends.pop(handle).made) is not None:
+            made.abort()
+
+    functions: dict[str, Callable[..., int | None]] = {
+        "ncclGetVersion": lambda where: put(where, nccl.version()),
+        "ncclGetUniqueId": lambda where: ctypes.memmove(where.value or 0, nccl.unique_id(), 128) and None,
+        "ncclCommInitRankConfig": init,
+        "ncclCommGetAsyncError": lambda handle, where: put(where, ends[handle].status()),
+        "ncclCommFinalize": finalize,
+        "ncclCommDestroy": lambda handle: ends.pop(handle) is None,
+        "ncclCommAbort": abort,
+        "ncclAllReduce": call("all_reduce"),
+        "ncclReduce": call("reduce"),
+        "ncclBroadcast": call("broadcast"),
+        "ncclAllGather": call("all_gather"),
+        "ncclReduceScatter": call("reduce_scatter"),
+        "ncclSend": call("send"),
+        "ncclRecv": call("recv"),
+        "ncclGroupStart": lambda: nccl.group_start(),
+        "ncclGroupEnd": lambda: nccl.group_end(),
+    }
+    library = _library(NCCL_H, functions, NCCL_REFUSED, NCCL_FAILED)
+    library.ncclGetErrorString = _Text()
+    return library
+
+
+class _Text:
+    """A function that returns a status in words."""
+
+    def __call__(self, status: int) -> bytes:
+        return b"status %d of a fake" % status
+
+
+class _Cuda(CtypesCuda):
+    """By ctypes, but for factors, which are torch's."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__(libcuda(cuda))
+        self.scale = cuda.scale  # type: ignore[method-assign]
+
+
+class _Played(stub_cupy.Log):
+    """What CuPy's functions do, on the fakes."""
+
+    def __init__(self, cuda: FakeCuda, nccl: Any) -> None:
+        super().__init__()
+        self._functions: dict[str, Callable[..., Any]] = {
+            "runtimeGetVersion": cuda.version,
+            "getDeviceCount": cuda.device_count,
+            "deviceGetPCIBusId": cuda.bus_id,
+            "deviceGetAttribute": lambda which, device: cuda.capability(device)[which - _MAJOR],
+            "getDevice": cuda.current,
+            "streamCreateWithFlags": lambda flags: cuda.stream_create(),
+            "streamDestroy": cuda.stream_destroy,
+            "streamIsCapturing": cuda.is_capturing,
+            "eventCreateWithFlags": lambda flags: cuda.event_create(),
+            "eventDestroy": cuda.event_destroy,
+            "eventRecord": cuda.event_record,
+            "eventSynchronize": cuda.event_synchronize,
+            "streamWaitEvent": cuda.stream_wait,
+            "memcpyAsync": lambda target, source, nbytes, kind, stream: {
+                1: cuda.copy_to_device,
+                2: cuda.copy_to_host,
+                3: cuda.copy,
+            }[kind](target, source, nbytes, stream),
+            "mallocAsync": cuda.scratch,
+            "freeAsync": cuda.scratch_free,
+            "get_version": lambda: nccl.version(),
+            "get_unique_id": lambda: nccl.unique_id(),
+            "groupStart": lambda: nccl.group_start(),
+            "groupEnd": lambda: nccl.group_end(),
+        }
+
+    def call(self, name: str, args: tuple[Any, ...]) -> Any:
+        kind = stub_cupy.NcclError if name.startswith(("get_", "group")) else stub_cupy.CUDARuntimeError
+        with _raised(kind):
+            return self._functions[name](*args)
+
+
+@contextmanager
+def _raised(kind: Callable[[int], Exception]) -> Iterator[None]:
+    """Raise what CuPy does."""
+    try:
+        yield
+    except DeviceError as error:
+        nccl = kind is stub_cupy.NcclError
+        refused, failed = (NCCL_REFUSED, NCCL_FAILED) if nccl else (REFUSED, FAILED)
+        raise kind(error.status or (failed if error.fatal else refused)) from error
+
+
+def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
+    """Return CUDA and NCCL by `aiocoll.gpu.cupy_api`."""
+
+    class Pinned:
+        def __init__(self, size: int) -> None:
+            with _raised(stub_cupy.CUDARuntimeError):
+                self.bytes = cuda.pinned(size)
+
+    class Communicator:
+        def __init__(self, size: int, identity: bytes, rank: int) -> None:
+            with _raised(stub_cupy.NcclError):
+                self._end = nccl.init(size, identity, rank)
+
+        def check_async_error(self) -> None:
+            if self._end.async_error():
+                raise stub_cupy.NcclError(NCCL_FAILED)
+
+    def method(name: str) -> Callable[..., None]:
+        def called(self: Any, *args: Any) -> None:
+            with _raised(stub_cupy.NcclError):
+                getattr(self._end, name)(*args)
+
+        return called
+
+    for name in ("allReduce", "reduce", "broadcast", "allGather", "reduceScatter", "send", "recv", "abort", "destroy"):
+        ours = "".join(f"_{each.lower()}" if each.isupper() else each for each in name)
+        setattr(Communicator, name, method(ours))
+    modules = stub_cupy.stub(_Played(cuda, nccl))
+    where: Any = modules["cupy.cuda"]
+    where.PinnedMemory, where.PinnedMemoryPointer = Pinned, lambda memory, offset: memory.bytes.data
+    where.nccl = modules["cupy.cuda.nccl"]
+    where.nccl.NcclCommunicator = Communicator
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        stub_cupy.forget()
+        from aiocoll.gpu import cupy_api
+
+        cupy_api.load = lambda: Driver(libcuda(cuda))  # type: ignore[attr-defined]
+        made = cupy_api.cuda()
+        made.scale = cuda.scale  # type: ignore[method-assign]
+        return made, cupy_api.nccl()[0]
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+        stub_cupy.forget()
+
+
+def adapted(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
+    """Return both by the adapter that `ADAPTER` names; the fakes themselves if it names none."""
+    name = os.environ.get(ADAPTER)
+    if name is None:
+        return cuda, nccl
+    if name == "cupy":
+        return _cupy(cuda, nccl)
+    return _Cuda(cuda), CtypesNccl(libnccl(cuda, nccl))

@@ -1,0 +1,71 @@
+"""Groups on the fakes by each adapter: by the functions of CuPy, or by those of libcuda and libnccl."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupError, ProcessGroup, ReduceOp
+from aiocoll.gpu.provider import runtime
+
+from ..ranks import run_ranks
+from .adapted import ADAPTER, ADAPTERS
+from .groups import WAYS, Gpus, gpus, host
+from .test_groups_blocks import every_kind
+
+adapters = pytest.mark.parametrize("adapter", ADAPTERS)
+
+
+@adapters
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_kind_of_call(adapter: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADAPTER, adapter)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        assert type(runtime()[0]).__module__ != "tests.fakes.cuda"
+        for _ in range(3):
+            await every_kind(pg, gpu)
+
+    with gpus(3, way) as gpu:
+        await run_ranks(3, body, gpu)
+
+
+@adapters
+async def test_a_group_that_fails_while_calls_are_in_flight(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADAPTER, adapter)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        tensor = gpu.tensor(np.ones(3), rank)
+        for _ in range(3):
+            await pg.allreduce(tensor)
+        works: list[Any] = [pg.allreduce(tensor) for _ in range(5)] if rank else []
+        await asyncio.sleep(0.01)
+        if rank == 0:
+            pg.abort("enough")
+        assert isinstance(await pg.wait_revoked(), GroupError)
+        for work in works:
+            with pytest.raises(GroupError, match="enough"):
+                await work
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
+@adapters
+async def test_a_call_that_is_refused(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADAPTER, adapter)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        tensor = gpu.tensor(np.ones(3), 0)
+        await pg.allreduce(tensor, ReduceOp.MAX)
+        gpu.nccl.fail_next("all_reduce")
+        with pytest.raises(GroupError, match="ncclAllReduce"):
+            await pg.allreduce(tensor)
+        assert host(tensor).tolist() == [1.0] * 3
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
