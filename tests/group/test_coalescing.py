@@ -819,3 +819,14 @@ async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it(pg: Pro
         await block()
     assert all(isinstance(work.exception(), GroupError) for work in works)
     assert not comm_of(pg).pending
+
+
+@pytest.mark.ranks(1, 2)
+async def test_a_list_with_a_key_may_have_many_tensors(pg: ProcessGroup) -> None:
+    """More than is packed in one turn of the loop, by far; the block is over before the next one."""
+    tensors = [np.ones(1000) for _ in range(1000)]
+    async with pg.coalescing():
+        work = pg.allreduce_coalesced(tensors, key="many")
+    assert await work is not None
+    assert all((tensor == pg.size()).all() for tensor in tensors)
+    assert pg.pending() == []

@@ -314,6 +314,20 @@ async def test_coalesced_calls_count_as_what_they_are_fused_to(pg: ProcessGroup)
     assert (whole.calls, pg.barrier().seq) == ([], 1)
 
 
+@pytest.mark.ranks(1, 2)
+async def test_many_coalesced_tensors_are_estimated_at_once_and_left_alone(pg: ProcessGroup) -> None:
+    """More than is packed in one turn of the loop, by far."""
+    tensors = [np.zeros(1000) for _ in range(1000)]
+    with pg.time_estimator() as estimate:
+        work = pg.allreduce_coalesced(tensors)
+    assert sum(each.nbytes for each in estimate.calls) == 8_000_000
+    assert (work.done(), pg.pending()) == (True, [])
+    for tensor in tensors:
+        tensor[:] = 1
+    await asyncio.sleep(0)
+    assert all((tensor == 1).all() for tensor in tensors)
+
+
 @pytest.mark.ranks(2)
 async def test_it_needs_a_group_that_is_there(pg: ProcessGroup) -> None:
     refused: list[BaseException] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from collections.abc import Callable
@@ -138,6 +139,20 @@ async def test_every_start_is_the_call_anew(pg: ProcessGroup) -> None:
             elif call.__name__ == "send" and args[1] != PROC_NULL:
                 assert (await pg.recv(np.zeros(args[0].shape), left, tag) == left + step).all()
             assert check(await work, step), (number, call, step)
+
+
+@pytest.mark.ranks(1, 2)
+async def test_many_tensors_are_left_alone_until_they_are_reduced(pg: ProcessGroup) -> None:
+    """More than is packed in one turn of the loop, by far."""
+    tensors = [np.zeros(1000) for _ in range(1000)]
+    plan = pg.plan(pg.allreduce_coalesced, tensors)
+    assert pg.pending() == []
+    for tensor in tensors:
+        tensor[:] = 1
+    await asyncio.sleep(0)
+    assert all((tensor == 1).all() for tensor in tensors)
+    await plan.start()
+    assert all((tensor == pg.size()).all() for tensor in tensors)
 
 
 @pytest.mark.ranks(2)

@@ -40,7 +40,8 @@ class Packer:
         members: in order.
         start: starts a bucket.
         foreign: an interceptor starts the buckets: from no callback of the engine's, and perhaps so that they leave the
-            outputs as they are; these are filled, too, with what their members hold.
+            outputs as they are; these are filled, too, with what their members hold. It takes calls for as long as its
+            block lasts, and arrays may be changed after it, so nothing is put off.
 
     Attributes:
         ended: called when all members have ended well or by themselves; set before `advance` is called.
@@ -71,7 +72,7 @@ class Packer:
         self._put_off = False
 
     def advance(self) -> None:
-        """Pack and unpack; what does not fit into this callback's time goes on in the next turn."""
+        """Pack and unpack; what does not fit into this callback's time goes on in the next turn, unless `foreign`."""
         if self._working or self.done:
             return
         self._working = True
@@ -81,7 +82,7 @@ class Packer:
             while jobs and not self.done:
                 if next(jobs[0], self) is self:
                     jobs.popleft()
-                if ticks() > deadline:
+                if ticks() > deadline and not self._foreign:
                     break
         except Exception as error:
             self._broke(error)
@@ -113,8 +114,7 @@ class Packer:
         if self.done or not self._jobs:
             lookers.pop(self, None)
             return
-        if not self._foreign:
-            lookers[self] = None
+        lookers[self] = None
         if not self._put_off:
             self._put_off = True
             self.comm.call_soon(self._resume)
