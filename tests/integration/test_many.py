@@ -48,4 +48,4 @@ async def test_sixty_four_ranks_run_every_collective(transport: str) -> None:
         assert (await pg.alltoall_base(np.zeros(size, int), np.full(size, rank))).tolist() == list(range(size))
         assert await pg.allgather_object(rank) == list(range(size))
 
-    await run_ranks(64, rank, transport=transport)
+    await run_ranks(64, rank, transport=transport, timeout=600.0)
