@@ -58,7 +58,11 @@ test-rest: $(VENV)/installed
 	$(PYTEST) -m 'paired and slow and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) -m 'processes and not paired and slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
-test-all: test test-rest
+# Both at once, so that tests are read, and workers started, three times instead of six.
+test-all: $(VENV)/installed
+	$(PYTEST) -m 'not processes and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'paired and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'processes and not paired and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .
