@@ -64,6 +64,7 @@ class FakeNccl:
         crashes: ends of communicators that a thread was in a call of, or that had ended: the real one then goes on with
             freed memory, which may end the process.
         connecting: the threads that were held up in a first call.
+        connects: ranks are connected in first calls, unless a setting says otherwise as the communicator is made.
     """
 
     #: Worlds that form, by unique id.
@@ -75,6 +76,7 @@ class FakeNccl:
         self.complaints: list[str] = []
         self.crashes: list[str] = []
         self.connecting: list[str] = []
+        self.connects = False
         self.init_hangs = False
         self.abort_hangs = False
         self.hooks: list[Callable[[str], object]] = []
@@ -189,7 +191,7 @@ class FakeCommunicator:
         self.device = nccl.cuda.current()
         self.bus_id = nccl.cuda.bus_id(self.device)
         #: It connects with other ranks in the first call of each kind.
-        self.connects = os.environ.get("NCCL_RUNTIME_CONNECT") != "0"
+        self.connects = nccl.connects and os.environ.get("NCCL_RUNTIME_CONNECT") != "0"
         self.aborted = False
         self.destroyed = False
         self._world = world

@@ -39,6 +39,7 @@ class Gpus:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.nccl = FakeNccl(cuda)
+        self.nccl.connects = True
         self.torch = Torch(lambda stream, device, work: cuda.kernel(stream, work, device))
 
     def tensor(self, values: Any, device: int, dtype: str | None = None, margin: int = 0) -> Any:
