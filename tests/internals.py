@@ -63,6 +63,7 @@ LIMITS = {
     "dial_doubt": ("aiocoll.transport.stream.dialler._DOUBT",),
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),
+    "packing_budget": ("aiocoll.engine.fusion.packer.BUDGET",),
     "ring_budget": ("aiocoll.engine.operations.shm_ring.BUDGET",),
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
     "watchdog_round": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),

@@ -79,6 +79,8 @@ def make_plan(dispatcher: Dispatcher, call: Callable[..., Work[Any]], args: Any,
 class _Capture(Recorder):
     """Takes the calls that one call consists of, and starts none."""
 
+    moves_nothing = True
+
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._calls: list[Call] = []

@@ -28,7 +28,7 @@ from aiocoll import (
 )
 from aiocoll.group.plans import PLANNED
 
-from ..internals import comm_of, spied
+from ..internals import Limits, comm_of, spied
 from ..ranks import LINKS, over, run_ranks
 
 
@@ -333,3 +333,21 @@ async def test_a_start_views_nothing(pg: ProcessGroup, monkeypatch: pytest.Monke
     assert viewed == []
     await pg.recv(np.zeros(1), 0)
     await pg.recv(np.zeros(1), 0)
+
+
+@pytest.mark.ranks(2)
+async def test_planning_a_list_reads_and_writes_none_of_its_tensors(pg: ProcessGroup, limits: Limits) -> None:
+    """Even if packing takes longer than a callback may."""
+    limits(packing_budget=-1)
+    x, y = np.zeros(3), np.zeros(2)
+    plan = pg.plan(pg.allreduce_coalesced, [x, y])
+    assert pg.pending() == []
+    x[:], y[:] = 1, 2
+    await pg.barrier()
+    assert (x.tolist(), y.tolist()) == ([1, 1, 1], [2, 2])
+    await plan.start()
+    assert (x.tolist(), y.tolist()) == ([2, 2, 2], [4, 4])
+    with pg.time_estimator() as estimate:
+        pg.allreduce_coalesced([x, y])
+    assert [(call.op, call.nbytes) for call in estimate.calls] == [("ALLREDUCE", 40)]
+    assert pg.pending() == []

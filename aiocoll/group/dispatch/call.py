@@ -67,7 +67,13 @@ class Call(NamedTuple):
 
 
 class Interceptor(Protocol):
-    """Takes calls in place of the engine."""
+    """Takes calls in place of the engine.
+
+    Attributes:
+        moves_nothing: what it takes ends at once, without a look at the arrays.
+    """
+
+    moves_nothing: bool
 
     def take(self, call: Call) -> Work[Any]:
         """Return the work of `call`; called once all its arguments are checked."""
@@ -75,6 +81,8 @@ class Interceptor(Protocol):
 
 class Recorder(ABC):
     """An interceptor that also takes planned calls directly, without the cost of a `Call`."""
+
+    moves_nothing = False
 
     @abstractmethod
     def take(self, call: Call) -> Work[Any]:
@@ -97,6 +105,8 @@ class Recorder(ABC):
 
 class Wrapper(ABC):
     """An interceptor that makes the operations of collectives children of its own."""
+
+    moves_nothing = False
 
     @abstractmethod
     def take(self, call: Call) -> Work[Any]:

@@ -20,6 +20,8 @@ class DryRun:
         dispatcher: of the group.
     """
 
+    moves_nothing = False
+
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 

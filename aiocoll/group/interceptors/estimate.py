@@ -53,6 +53,8 @@ class Estimate:
 class Estimator:
     """Takes the calls of one block, and adds their estimates."""
 
+    moves_nothing = True
+
     def __init__(self, dispatcher: Dispatcher, estimate: Estimate) -> None:
         self._dispatcher = dispatcher
         self._estimate = estimate

@@ -178,6 +178,13 @@ class Flusher:
         recording.members = []
         if not members and not recording.lists:
             return None
+        if outer is not None and outer.moves_nothing:
+            for bucket in layout.buckets:
+                outer.take(self._bucket_call(layout, bucket, [], members, recording.limit, False)._replace(key=key))
+            for member in members:
+                member._finish(member._value)
+            recording.settle(None)
+            return None
         limit = recording.limit if members else self._comm.timeout
         flush: Flush
         identity, seq = d.numbered(key) if outer is None else (0, None)
