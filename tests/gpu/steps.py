@@ -161,9 +161,9 @@ def steps(fake: bool, folder: Path, plugins: Sequence[str]) -> list[Step]:
 def carry_out(step: Step, limit: float, environment: Mapping[str, str], log: Path) -> Ended:
     """Run a step, and write what it says behind what is in `log`; one that hangs leaves the stacks of its threads."""
     start = monotonic()
-    with (
-        log.open("ab") as output,
-        subprocess.Popen(
+    with log.open("ab") as output:
+        where = output.tell()  # before the process moves that on
+        with subprocess.Popen(
             [sys.executable, *step.words],
             cwd=ROOT,
             env={**environment, **step.environment, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
@@ -171,15 +171,13 @@ def carry_out(step: Step, limit: float, environment: Mapping[str, str], log: Pat
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-        ) as process,
-    ):
-        where = output.tell()
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end(process)
+        ) as process:
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                end(process)
     took = round(monotonic() - start, 1)
     said = log.read_bytes()[where:].decode(errors="replace")
     if code is None:
