@@ -24,6 +24,7 @@ from .layers import LAYERS
 from .ranks import run_ranks
 
 PACKAGE = generate.ROOT / "aiocoll"
+FAKES = generate.ROOT / "tests" / "fakes"
 PAGE = (generate.DOCS / "architecture.md").read_text()
 #: The block that begins with the call.
 DRAWING = next(block for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.S | re.M) if "pg.allreduce(x)" in block)
@@ -163,7 +164,7 @@ def test_modules_and_classes_exist() -> None:
     inside = {(page, name) for page, name in names if "." in name and name.split(".")[0] in set().union(*LAYERS)}
     assert {f"{page}: {name}" for page, name in inside if not resolves(name)} == set()
     assert len(inside) > 20
-    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    sources = [path.read_text() for folder in (PACKAGE, FAKES) for path in folder.rglob("*.py")]
     classes = {name: text for text in sources for name in re.findall(r"^class (\w+)", text, re.M)}
     called = {(page, *name.partition(".")[::2]) for page, name in names if re.match("[A-Z][a-z]", name)}
     known = {(page, cls, name) for page, cls, name in called if re.search(rf"\b{name}\b", classes.get(cls, ""))}
