@@ -125,6 +125,7 @@ PARTS = {
     "signal_listeners": "aiocoll.dump.signals._listeners",
     "store_resolve": "aiocoll.store.listening.resolve",
     "store_sought": "aiocoll.store.client.resolve",
+    "process_vm_readv": "aiocoll.transport.shm.process_memory._process_vm_readv",
     "processors_file": "aiocoll.tuning._PROCESSORS",
     "yama_scope_file": "aiocoll.transport.shm.process_memory._YAMA_SCOPE",
     # what goes over links and into memory

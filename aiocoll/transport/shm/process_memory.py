@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import socket
 import struct
@@ -154,6 +155,7 @@ def can_read() -> str | None:
     return None if own.can_show(own.address) else "the kernel refuses process_vm_readv even on this process itself"
 
 
+@functools.cache
 def _process_vm_readv() -> Any:
     try:
         call = ctypes.CDLL(None, use_errno=True).process_vm_readv

@@ -44,7 +44,7 @@ class InPlace:
         self.registered_memory = registered_memory
         self._random_bytes = random_bytes
 
-    @cached_property
+    @property
     def is_wanted(self) -> bool:
         """Whether peers may, and as far as this process can tell alone, can read its memory."""
         return self._random_bytes is not None and can_read() is None

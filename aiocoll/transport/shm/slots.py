@@ -49,12 +49,12 @@ def _places(direction: Direction) -> tuple[list[int], list[int]]:
 class _SlotEnd:
     """What both ends know: where the slots are."""
 
-    __slots__ = ("_freed", "_full", "_lines", "_memory", "_order", "_pieces", "_posts", "_starts", "_views", "_words")
+    __slots__ = ("_freed", "_lines", "_memory", "_order", "_pieces", "_posts", "_starts", "_views", "_words")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
         self._words = memory.cast("Q")
-        self._order, self._full = fences
+        self._order = fences.order
         self._lines, self._starts = _places(direction)
         self._freed = direction.freed
         self._posts = direction.posts
@@ -77,12 +77,13 @@ class _SlotEnd:
 class SlotWriter(_SlotEnd):
     """The writer's end."""
 
-    __slots__ = ("_direction", "_posted", "_ready", "_region", "_total")
+    __slots__ = ("_direction", "_full", "_posted", "_ready", "_region", "_total")
 
     def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
         super().__init__(memoryview(region.memory), direction, fences)
         self._region = region
         self._direction = direction
+        self._full = fences.full
         # Whether the memory of a slot is there.
         self._ready = [False] * SLOTS
         self._posted = [0] * SLOTS
