@@ -744,6 +744,8 @@ async def test_a_wrong_tensor_of_a_list_is_refused_before_anything_is_sent(pg: P
 class Passing:
     """Takes the calls of a group, and starts them as they are."""
 
+    moves_nothing = False
+
     def __init__(self, pg: ProcessGroup) -> None:
         self.pg = pg
         self.ops: list[str] = []
