@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import GroupError, ProcessGroup, Recv, Send
+from aiocoll import GroupError, ProcessGroup, Recv, ReduceOp, Send
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.group.cuda import slots as slots_module
 
@@ -72,6 +73,31 @@ async def test_rows_and_columns_in_another_order_on_each_rank(
 
     with gpus(rows * columns) as gpu, only_nccl(gpu):
         await run_ranks(rows * columns, body, gpu)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_groups_that_are_called_at_random(seed: int, limits: Limits) -> None:
+    """Some far more often than others, so that their times have nothing in common; each rank in an order of its own."""
+    limits(slot_patience=60.0)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        groups = {group: gpu.tensor(np.ones(2), rank) for group in (pg, *await mesh(pg, 2, 2))}
+        often = {group: 2 + 9 * (number == seed % 3) for number, group in enumerate(groups)}
+        for turn in range(3):
+            own = random.Random(f"{seed} {turn} {rank}")
+            calls = [group for group in groups for _ in range(often[group])]
+            own.shuffle(calls)
+            works = []
+            for group in calls:
+                works.append(group.allreduce(groups[group], ReduceOp.MAX))
+                if own.random() < 0.3:
+                    await asyncio.sleep(0)
+            await asyncio.gather(*(work.join() for work in works))
+        assert [host(tensor).tolist() for tensor in groups.values()] == [[1.0] * 2] * 3
+
+    with gpus(4) as gpu, only_nccl(gpu):
+        await run_ranks(4, body, gpu)
 
 
 async def test_all_kinds_of_calls_of_three_groups(limits: Limits) -> None:
