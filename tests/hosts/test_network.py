@@ -16,25 +16,30 @@ from tests.hosts.network import Host, Network
 if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
-#: Sends a datagram that is sure to be answered, by an error: nobody listens. Ends with 0 if the answer came.
+#: Sends datagrams, which are sure to be answered, by an error: nobody listens. Ends with 0 if the answer came.
 PROBE = """
-import socket, sys
+import socket, sys, time
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+end = time.monotonic() + float(sys.argv[2])
 with socket.socket(family, socket.SOCK_DGRAM) as probe:
     probe.settimeout(0.5)
     probe.connect((sys.argv[1], 9))
-    try:
-        probe.send(b"?")
-        probe.recv(1)
-    except ConnectionRefusedError:
-        sys.exit(0)
-    except OSError:
-        sys.exit(1)
+    while time.monotonic() < end:
+        try:
+            probe.send(b"?")
+            probe.recv(1)
+        except ConnectionRefusedError:
+            sys.exit(0)
+        except OSError:
+            pass
+sys.exit(1)
 """
+#: Seconds in which a host answers, however busy this machine is; and those in which one would that could.
+LIMIT, SOON = 20, 0.5
 
 
-def answers(host: Host, address: str) -> bool:
-    return subprocess.run(host.command(sys.executable, "-c", PROBE, address)).returncode == 0
+def answers(host: Host, address: str, seconds: float = LIMIT) -> bool:
+    return subprocess.run(host.command(sys.executable, "-c", PROBE, address, str(seconds))).returncode == 0
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -77,13 +82,13 @@ def test_cables_and_firewalls(network: Callable[[int], Network]) -> None:
     assert answers(one, two.ipv4)
     assert answers(one, two.ipv6)
     net.separate(0, 1)
-    assert not answers(one, two.ipv4)
-    assert not answers(two, one.ipv6)
+    assert not answers(one, two.ipv4, SOON)
+    assert not answers(two, one.ipv6, SOON)
     assert answers(one, three.ipv4)
     net.heal()
     assert answers(one, two.ipv4)
     net.unplug(1)
-    assert not answers(one, two.ipv4)
+    assert not answers(one, two.ipv4, SOON)
     net.plug(1)
     assert answers(one, two.ipv4)
 
@@ -155,7 +160,7 @@ def test_a_cable_loses_what_it_is_to_lose(network: Callable[..., Network]) -> No
     lost, _ = net.shape(loss=1.0)
     assert 50 < lost < 150  # 100 ± 7
     # The other way, because the kernel answers few of so many datagrams.
-    assert not answers(net.hosts[1], net.hosts[0].ipv4)
+    assert not answers(net.hosts[1], net.hosts[0].ipv4, SOON)
     assert sum(net.shape()) > 0
     assert answers(net.hosts[1], net.hosts[0].ipv4)
     assert net.shape() == [0, 0]
@@ -165,10 +170,10 @@ def test_what_does_not_fit_the_queue_of_a_cable_is_lost(network: Callable[..., N
     net = network(2)
     net.shape()
     assert answers(net.hosts[0], net.hosts[1].ipv4)
-    net.shape(rate=1e6, queue=20_000)
+    net.shape(rate=1e5, queue=20_000)
     net.hosts[0].run(sys.executable, "-c", BURST, net.hosts[1].ipv4)
     lost, _ = net.shape()
-    # 1,066 bytes each, of which the cable carries one in 8.5 ms meanwhile.
+    # 1,066 bytes each, of which the cable carries one in 85 ms meanwhile.
     assert 100 < lost <= 200 - 20_000 // 1066
 
 
