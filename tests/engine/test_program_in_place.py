@@ -288,12 +288,14 @@ PATTERN = -7.0
 
 @pytest.mark.parametrize("kind", CALLS)
 async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(kind: str) -> None:
-    """Rank 0 aborts, and overwrites what it has given, at every moment of a call."""
+    """Rank 0 aborts, and overwrites what it has given, at every moment of a call. Other groups of the link go on."""
     count = 64 * SEGMENT // 8
     outcomes = set()
 
     async def rank(pg: ProcessGroup, turns: int) -> None:
         always(pg)
+        other = await pg.split_group([0, 1])
+        assert other is not None
         given = np.full(2 * count, pg.rank() + 1.0)
         taken = np.zeros(2 * count)
         await pg.barrier()
@@ -323,6 +325,7 @@ async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(kind
         finally:
             if pg.rank() == 0:
                 given.fill(PATTERN)
+        await allreduce(other, 1000)
 
     for turns in (0, 1, 2, 3, 5, 8, 13, 40):
         await run_ranks(2, rank, turns, options=SHM)
@@ -334,8 +337,10 @@ async def test_a_timeout_names_who_has_not_read() -> None:
         always(pg)
         await CALLS["allreduce"](pg, LARGE)
         if pg.rank() == 0:
+            work = pg.scatter(np.empty(LARGE), [np.empty(LARGE)] * 2, 0, timeout=0.2)
+            assert [each.awaited() for each in comm_of(pg).operations.values()] == [[1]]
             with pytest.raises(CollectiveTimeoutError, match="it waits for rank 1"):
-                await pg.scatter(np.empty(LARGE), [np.empty(LARGE)] * 2, 0, timeout=0.2)
+                await work
         else:
             await pg.wait_revoked()
 
