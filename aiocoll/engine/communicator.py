@@ -138,12 +138,12 @@ class Communicator:
         self._ended: dict[int, int] = {}
         self._counts: dict[str, int] = {}
 
-    # -- entering
-
     @property
     def all_read(self) -> bool:
         """Whether its ranks read each other's memory, as far as each can tell alone."""
         return all(self.endpoint.cards[rank].get("reads", False) for rank in self.ranks)
+
+    # -- entering
 
     def keyed_id(self, key: str) -> tuple[int, int]:
         """Take the next count of `key`; return the operation id and the count."""

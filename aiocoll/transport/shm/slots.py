@@ -194,14 +194,12 @@ class SlotReader(_SlotEnd):
 
     def unread(self) -> list[tuple[int, int]]:
         """Return id and tag of all that was posted for operations of groups that are not over, and not read yet."""
-        words, lines, freed = self._words, self._lines, self._freed
+        words, lines = self._words, self._lines
         found = []
         for slot in range(SLOTS):
-            if words[lines[slot] + 2] & _USED != words[freed + slot]:
+            if self.is_unread(slot):
                 self.reclaim(slot)
-                if words[lines[slot] + 2] & _USED != words[freed + slot]:
-                    if self._order is not None:
-                        self._order()
+                if self.is_unread(slot):
                     found.append((words[lines[slot]], words[lines[slot] + 1]))
         return found
 
