@@ -28,6 +28,7 @@ MODULES = (
     "aiocoll/engine/operations/composite.py",
     "aiocoll/engine/operations/oneshot.py",
     "aiocoll/engine/operations/oneshot_blocks.py",
+    "aiocoll/engine/operations/oneshot_central.py",
     "aiocoll/engine/operations/oneshot_moves.py",
     "aiocoll/engine/operations/oneshot_tensor.py",
     "aiocoll/engine/operations/pair_slots.py",

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from aiocoll.algorithms.load import (
     Formula,
     Load,
+    central,
     exscan_fold,
     fan_in,
     in_a_row,
@@ -33,8 +34,10 @@ __all__ = ["cost", "predict"]
 _SHARED: Mapping[tuple[str, str], Formula] = MappingProxyType(
     {
         ("allreduce", "oneshot"): oneshot,
+        ("allreduce", "central"): central,
         ("allreduce", "relay"): ring_allreduce,
         ("barrier", "oneshot"): oneshot,
+        ("barrier", "central"): central,
         ("allgather", "oneshot"): shares(once, own_copied=True),
         ("reduce_scatter", "oneshot"): shares(once, reduced=True),
         ("broadcast", "oneshot"): linear_broadcast,

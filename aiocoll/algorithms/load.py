@@ -17,6 +17,7 @@ __all__ = [
     "around",
     "binomial",
     "bruck",
+    "central",
     "circulant_allreduce",
     "dissemination",
     "everybody_folds",
@@ -140,6 +141,12 @@ def oneshot(nbytes: int, world_size: int) -> Load:
     """Each rank copies its tensor to all ranks, and reduces all there are."""
     others = world_size - 1
     return Load(1, others, others, 0, 0, nbytes * (2 * others + 1))
+
+
+def central(nbytes: int, world_size: int) -> Load:
+    """One rank reads the tensors of all others, and copies the result to each."""
+    others = world_size - 1
+    return Load(2, others, others, 0, 0, nbytes * (2 * others + 1))
 
 
 def fan_in(nbytes: int, world_size: int) -> Load:

@@ -24,7 +24,7 @@ COUNTS = [1, 5, 6, 512, 513, 8192]
 
 async def link(pgs: list[ProcessGroup]) -> None:
     """Open all data links."""
-    await asyncio.gather(*(pg.allreduce(np.zeros(1)) for pg in pgs))
+    await asyncio.gather(*(pg.allgather(None, np.zeros(1)) for pg in pgs))
     await until(lambda: all(comm_of(pg).channels[peer].shared for pg in pgs for peer in comm_of(pg).others))
 
 
@@ -85,7 +85,7 @@ def overwrite_what_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotReader, "free", overwriting)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("count", COUNTS)
 async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
@@ -247,7 +247,7 @@ async def test_what_was_posted_for_a_group_that_failed_is_given_back() -> None:
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 17])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 17])
 async def test_nobody_passes_a_barrier_before_all_have_come(world_size: int) -> None:
     async with jobs(world_size) as (pgs,):
         for late in (0, world_size - 1):

@@ -81,15 +81,21 @@ class OneShot(Operation):
         self._outgoing, self._incoming, self._longest = outgoing, incoming, longest
 
     def be_between(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """Set which ranks this one posts to, and which post to it, in ascending order."""
-        self._targets, self._sources = targets, sources
+        """Set which ranks this one posts to, and which post to it, in ascending order; none of these has been seen."""
+        self._targets, self._sources, self._seen = targets, sources, 0
 
     def enter(self) -> None:
         """Post the tensor to all that need it."""
         comm, identity = self.comm, self.id
-        array, blocks = self._array, self._outgoing
         small = self._longest <= comm.small_nbytes
-        block = self._block = identity % SMALL_SLOTS if small else SMALL_SLOTS + identity % MIDDLE_SLOTS
+        self._block = identity % SMALL_SLOTS if small else SMALL_SLOTS + identity % MIDDLE_SLOTS
+        self._post()
+        if not self.done and not self.look():
+            comm.polling.readers[self] = None
+
+    def _post(self) -> None:
+        comm, identity, block = self.comm, self.id, self._block
+        array, blocks = self._array, self._outgoing
         without: list[int] | None = None
         for peer in self._targets:
             channel = comm.channels[peer]
@@ -104,8 +110,6 @@ class OneShot(Operation):
                 without.append(peer)
         if without is not None:
             self._send(without)
-        if not self.done and not self.look():
-            comm.polling.readers[self] = None
 
     def _send(self, peers: list[int]) -> None:
         self._unsent = set(peers)

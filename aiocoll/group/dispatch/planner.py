@@ -13,6 +13,7 @@ from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.oneshot import OneShot
 from aiocoll.engine.operations.oneshot_blocks import OneShotBlocks
+from aiocoll.engine.operations.oneshot_central import OneShotCentral
 from aiocoll.engine.operations.oneshot_moves import OneShotMoves
 from aiocoll.engine.operations.oneshot_tensor import OneShotTensor
 from aiocoll.engine.operations.pair_slots import fits
@@ -30,14 +31,23 @@ Known = tuple[Plan, ReduceOp | None]
 
 #: Ranks up to which the ring of chunk queues, two steps per rank, pays for sizes just too large for one step.
 CIRCLE = 4
-#: Ranks up to which each notifies all others that it has entered a barrier; one notification takes half a microsecond.
-FLAT = 16
+#: Ranks up to which each reduces a small tensor of all; of more, one does it for all, which takes a fraction of the
+#: processor time, and no longer (`bench/RESULTS.md`).
+ALL = 4
+#: Ranks up to which one tells all others that all have entered a barrier; it takes a microsecond and a half for each.
+FLAT = 64
 #: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
 PLANS = 256
 
 _INT64 = by_name("int64")
 #: The algorithms through shared memory, by the names that `algorithms.cost` and records use.
-_NAMES: dict[type, str] = {OneShot: "oneshot", OneShotBlocks: "oneshot", OneShotTensor: "oneshot", ShmRing: "relay"}
+_NAMES: dict[type, str] = {
+    OneShot: "oneshot",
+    OneShotBlocks: "oneshot",
+    OneShotTensor: "oneshot",
+    OneShotCentral: "central",
+    ShmRing: "relay",
+}
 #: Collectives of blocks whose counts all ranks know.
 _IN_BLOCKS = ("allgather", "reduce_scatter")
 #: Collectives of one tensor in which not all ranks need all others', and the algorithm of one step that says whose.
@@ -60,6 +70,7 @@ class Planner:
         self._rank = comm.rank
         self._size = len(comm.ranks)
         self._dry = dry
+        self._whole = OneShot if self._size <= ALL else OneShotCentral
         self._plans: dict[tuple[Any, ...], Known] = {}
 
     def plan(
@@ -178,7 +189,7 @@ class Planner:
         if not piece or self._size == 1:
             return None
         if kind == "barrier":
-            return OneShot if self._size <= FLAT else None
+            return self._whole if self._size <= FLAT else None
         if kind in _IN_BLOCKS and nbytes:
             return OneShotBlocks if self._fits(nbytes // sum(sizes[0]) * max(sizes[0])) else None
         if kind in _DIRECT and nbytes:
@@ -186,7 +197,7 @@ class Planner:
         if kind != "allreduce" or made is None or not nbytes:
             return None
         if made.portable and self._fits(nbytes):
-            return OneShot
+            return self._whole
         few = self._size <= CIRCLE or algorithm == "ring"
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
         return ShmRing if few and not made.ordered and pieces < MOST_PIECES else None

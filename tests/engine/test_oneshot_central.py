@@ -1,0 +1,147 @@
+"""Small reductions of many ranks in shared memory: what goes to rank 0 and back, by slots and in frames."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
+from aiocoll.engine.operations.oneshot_central import OneShotCentral
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
+
+from ..internals import comm_of
+from ..ranks import over
+from .test_oneshot import COUNTS, call, check, fails, jobs, mine, overwrite_what_is_freed, posts
+
+WORLD_SIZES = [5, 7, 17]
+
+
+def fits(pg: ProcessGroup, count: int) -> bool:
+    return count * 8 * (pg.size() - 1) <= comm_of(pg).chunk_nbytes
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+async def test_each_rank_posts_to_rank_0_and_that_one_to_each(world_size: int) -> None:
+    async with jobs(world_size) as (pgs,):
+        ends = [(pg, peer) for pg in pgs for peer in comm_of(pg).others]
+        for count in COUNTS:
+            before = [posts(pg, peer) for pg, peer in ends]
+            calls = [call(pg, count) for pg in pgs]
+            kinds = {type(operation) is OneShotCentral for pg in pgs for operation in comm_of(pg).pending}
+            assert kinds <= {fits(pgs[0], count)}
+            await check(calls, world_size)
+            after = [posts(pg, peer) for pg, peer in ends]
+            assert [new - old for old, new in zip(before, after, strict=True)] == [
+                fits(pg, count) and 0 in (pg.rank(), peer) for pg, peer in ends
+            ]
+
+
+@pytest.mark.ranks(5, 7)
+@over("shm")
+@pytest.mark.parametrize("count", COUNTS)
+async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup, count: int) -> None:
+    calls = [call(pg, count) for _ in range(20)]
+    await check(calls, pg.size())
+
+
+@pytest.mark.parametrize("late", [0, 1, 4])
+@pytest.mark.parametrize(("count", "slots"), [(1, SMALL_SLOTS), (513, MIDDLE_SLOTS)])
+async def test_a_slot_in_use_is_no_reason_to_wait(late: int, count: int, slots: int) -> None:
+    """Late is rank 0, which has to read what frames have brought; or another, for which results lie in frames."""
+    async with jobs(5) as (pgs,):
+        others = [pg for pg in pgs if pg.rank() != late]
+        calls = [call(pg, count) for pg in others for _ in range(3 * slots)]
+        calls += [call(pgs[late], count) for _ in range(3 * slots)]
+        await check(calls, 5)
+        assert [pg.pending() for pg in pgs] == [[]] * 5
+
+
+async def test_results_go_in_frames_where_slots_are_in_use() -> None:
+    """Another group has posted to the same slots, and its peer has not called."""
+    async with jobs(5, "ab") as (a, b):
+        held = [call(a[0])]
+        held += [call(pg) for pg in a[2:]]
+        pending = comm_of(a[0]).pending
+        assert pending, "rank 1 is missing"
+        first = [call(pg) for pg in b]
+        await check(first, 5)
+        held.append(call(a[1]))
+        await check(held, 5)
+
+
+async def test_a_result_that_has_no_room_yet_is_not_reduced_again() -> None:
+    """Rank 0 has sent so much in another group that slots and rings are full; then it needs nobody but who reads."""
+    count = 8192
+    async with jobs(5, "ab") as (a, b):
+        fill = [np.full(count, float(number)) for number in range(MIDDLE_SLOTS + 64)]
+        sent = [b[0].broadcast(each, 0) for each in fill]
+        arrays = [mine(pg, count) for pg in a]
+        works = [pg.allreduce(array, ReduceOp.AVG) for pg, array in reversed([*zip(a, arrays, strict=True)])]
+        # Their slots are free again, and get something else.
+        keys = [str(number) for number in range(16 * MIDDLE_SLOTS)]
+        later = [call(pg, count, key) for pg in b[1:] for key in keys]
+        (operation,) = comm_of(a[0]).pending
+        assert operation.awaited() == []
+        taken = [(pg.broadcast(into := np.empty(count), 0), into, each) for pg in b[1:] for each in fill]
+        for work in works + sent:
+            await work
+        for work, into, each in taken:
+            await work
+            assert (into == each).all()
+        assert all((array == 31 / 5).all() for array in arrays)
+        await check(later + [call(b[0], count, key) for key in keys], 5)
+
+
+@pytest.mark.pure
+async def test_nothing_is_read_after_it_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    overwrite_what_is_freed(monkeypatch)
+    async with jobs(5) as (pgs,):
+        for count in COUNTS:
+            await check([call(pg, count) for pg in pgs], 5)
+
+
+async def test_all_ranks_get_the_same_bits() -> None:
+    """Sums of floats depend on the order, which is that of the ranks."""
+    tenths = [np.array([0.1 * (rank + 1), 1e16, -1e16 if rank else 1.0]) for rank in range(7)]
+    expected = tenths[0].copy()
+    for each in tenths[1:]:
+        expected += each
+    async with jobs(7) as (pgs,):
+        await asyncio.gather(*(pg.allreduce(tenths[pg.rank()], ReduceOp.SUM) for pg in pgs))
+    assert {each.tobytes() for each in tenths} == {expected.tobytes()}
+
+
+async def test_who_is_awaited() -> None:
+    async with jobs(5) as (pgs,):
+        works = [call(pg) for pg in pgs if pg.rank() != 3]
+        awaited = [[operation.awaited() for operation in comm_of(pg).pending] for pg in pgs]
+        assert awaited == [[[3]], [[0]], [[0]], [], [[0]]]
+        await check([*works, call(pgs[3])], 5)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 4])
+async def test_a_call_that_does_not_match_is_found(wrong: int) -> None:
+    async with jobs(5) as (pgs,):
+        works = [pg.allreduce(np.ones(4 if pg.rank() == wrong else 3)) for pg in pgs]
+        for work in works:
+            with pytest.raises(CollectiveMismatchError):
+                await work
+
+
+@pytest.mark.parametrize("gone", [0, 1, 4])
+async def test_a_rank_that_gives_up_ends_the_call_of_all(gone: int) -> None:
+    async with jobs(5) as (pgs,):
+        works = [call(pg)[1] for pg in pgs if pg.rank() != gone]
+        pgs[gone].abort("a test")
+        for work in works:
+            await fails(work)
+
+
+@pytest.mark.ranks(5, 7)
+@over("shm")
+async def test_ranks_leave_as_soon_as_they_are_done(pg: ProcessGroup) -> None:
+    array, work = call(pg)
+    await work
+    assert (array == 2.0 ** pg.size() - 1).all()
