@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -72,6 +73,8 @@ class Launch:
             text=text,
             cwd=self.path,
             env={**kept, "PYTHONPATH": str(Path(__file__).parents[2]), **(env or {})},
+            # Under nohup, it would be told to live on when its terminal is gone.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             **popen,
         )
         self._stack.callback(_end, process)
