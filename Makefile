@@ -40,11 +40,11 @@ demo: $(VENV)/installed
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST = PYTHONASYNCIODEBUG=1 $(VENV)/bin/python -m pytest
-PARALLEL = -n auto --maxprocesses=4 --dist worksteal
+PARALLEL = -n 3 --dist worksteal
 PAIRS = -n 2 --dist loadfile
 
-# First what runs in one process, on several cores; then what starts processes, which mostly waits: two tests at a time,
-# or one, if it measures seconds. With ARGS, some of the three may have no test: pytest says so with the status 5.
+# First what runs in one process, three tests at a time, since some of them wait; then what starts processes: two tests
+# at a time, or one, if it measures seconds. With ARGS, some of the three may have no test: pytest says so with the status 5.
 test: test-in-process
 	$(PYTEST) -m 'paired and not slow and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) -m 'processes and not paired and not slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
