@@ -115,9 +115,7 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
     if obj is None or isinstance(obj, _NO_ARRAYS) or is_scalar(obj):
         raise _not_an_array(obj, name)
     if hasattr(obj, "__cuda_array_interface__"):
-        with loading("CUDA arrays"):
-            from aiocoll.elements.device_views import of_interface
-        array = of_interface(obj, name, writable)
+        array = _views().of_interface(obj, name, writable)
         return _on_device(array, tuple(obj.__cuda_array_interface__["shape"]), obj)
     if _dlpack_kind(obj) == _DLPACK_CUDA:
         return _of_dlpack(obj, name, writable)
@@ -290,9 +288,7 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         device = tensor.device.type
         if device == "cuda":
-            with loading("CUDA arrays"):
-                from aiocoll.elements.device_views import of_torch
-            array = of_torch(torch, tensor, _known(tensor, name)[0], name, writable)
+            array = _views().of_torch(torch, tensor, _known(tensor, name)[0], name, writable)
             return _on_device(array, tuple(tensor.shape), tensor)
         message = f"{name} must be a dense tensor on the CPU or on CUDA, not {tensor.layout} on {device}"
         raise TypeError(message)
@@ -336,6 +332,14 @@ def _known(tensor: Any, name: str) -> tuple[DType, str | None]:
         raise TypeError(f"{name}: {exc}") from None
 
 
+@cache  # of what was loaded alone: after an error, the next call tries again
+def _views() -> Any:
+    """Return the module that views memory of devices, which few programs need."""
+    with loading("CUDA arrays"):
+        from aiocoll.elements import device_views
+    return device_views
+
+
 def _on_device(array: DeviceArray, shape: tuple[int, ...], obj: Any) -> Buffer:
     return Buffer(array, array.dtype, shape, obj, array.back)  # type: ignore[arg-type]
 
@@ -348,21 +352,17 @@ def _dlpack_kind(obj: Any) -> int | None:
 
 
 def _of_cupy(cupy: Any, obj: Any, name: str, writable: bool) -> Buffer:
-    with loading("CUDA arrays"):
-        from aiocoll.elements.device_views import of_cupy
-    return _on_device(of_cupy(cupy, obj, name, writable), tuple(obj.shape), obj)
+    return _on_device(_views().of_cupy(cupy, obj, name, writable), tuple(obj.shape), obj)
 
 
 def _of_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
     """View an object that exports memory of a CUDA device by DLPack only, by a library that is loaded already."""
-    with loading("CUDA arrays"):
-        from aiocoll.elements.device_views import of_dlpack
     library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
     if library is None:
         raise TypeError(
             f"{name} exports its CUDA memory by DLPack only: pass cupy.from_dlpack({name}) or torch.from_dlpack({name})"
         )
-    buffer = view(of_dlpack(library.from_dlpack, obj, name, writable), name=name, writable=writable)
+    buffer = view(_views().of_dlpack(library.from_dlpack, obj, name, writable), name=name, writable=writable)
     buffer.result = obj
     return buffer
 

@@ -48,11 +48,11 @@ def of_torch(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) -
     stream = torch.cuda.current_stream(device).cuda_stream
     plain = tensor.detach() if tensor.requires_grad else tensor
     dense = plain.resolve_conj().resolve_neg().contiguous()
-    back = None
-    if writable and dense.data_ptr() != plain.data_ptr():
+    ptr, back = dense.data_ptr(), None
+    if writable and dense is not plain and ptr != plain.data_ptr():
         _check_apart(plain.stride(), plain.shape, f"{name} is an expanded tensor", f"{name}.clone()")
         back = PutBack(_into_torch(torch, plain, dense), stream, tensor)
-    return DeviceArray(dense.data_ptr(), dense.numel(), dtype, device, stream, (tensor, dense), back)
+    return DeviceArray(ptr, dense.numel(), dtype, device, stream, (tensor, dense), back)
 
 
 def of_interface(obj: Any, name: str, writable: bool) -> DeviceArray:
