@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 __all__ = ["Entry", "OrderedCall", "ProgramOrder"]
 
@@ -45,22 +45,29 @@ class OrderedCall(Protocol):
         """Return this rank's call as plain data."""
 
 
-class Entry(NamedTuple):
+class Entry:
     """A call that not all ranks are known to have called.
 
     Attributes:
         call: the call.
         position: from 1.
-        pair: hashes of the call before it, and of its own.
-        hash: of all calls up to it.
+        pair: hashes of the terms of the call before it, and of its own.
+        seq: number of the call among all calls of the group.
         is_numbered: rank 0 decides when it starts; here it only has a position.
+        hash: of all calls up to it; set before it is reported.
     """
 
-    call: OrderedCall
-    position: int
-    pair: tuple[bytes, bytes]
-    hash: int
-    is_numbered: bool
+    __slots__ = ("call", "hash", "is_numbered", "pair", "position", "seq")
+
+    def __init__(
+        self, call: OrderedCall, position: int, pair: tuple[bytes, bytes], seq: int, is_numbered: bool
+    ) -> None:
+        self.call = call
+        self.position = position
+        self.pair = pair
+        self.seq = seq
+        self.is_numbered = is_numbered
+        self.hash = 0
 
 
 class ProgramOrder:
@@ -93,6 +100,8 @@ class ProgramOrder:
         self.is_staged = False
         self._entries: deque[Entry] = deque()
         self._waiting: deque[Entry] = deque()
+        #: Those without a hash: a launch does not wait for that.
+        self._unhashed: deque[Entry] = deque()
         self._known: set[tuple[bytes, bytes]] = set()
         self._last = b""
         self._hash = 0
@@ -108,11 +117,10 @@ class ProgramOrder:
         """Take the next call of the program, and start it if it may."""
         terms, self._seq = call.terms(), call.number()
         self.called += 1
-        text = b"%x %x " % (self._hash, self._seq)
-        self._hash = int.from_bytes(blake2b(text + terms, digest_size=8).digest(), "little")
-        entry = Entry(call, self.called, (self._last, terms), self._hash, is_numbered)
+        entry = Entry(call, self.called, (self._last, terms), self._seq, is_numbered)
         self._last = terms
         self._entries.append(entry)
+        self._unhashed.append(entry)
         self._waiting.append(entry)
         self._go_on()
         # Somebody waits for it, or nothing else is on its way: else together with what follows.
@@ -135,6 +143,7 @@ class ProgramOrder:
 
     def hashes(self, start: int, stop: int) -> Sequence[int]:
         """Return the hashes of positions that are not confirmed, `stop` included."""
+        self._hash_all()
         return [entry.hash for entry in self._entries if start <= entry.position <= stop]
 
     def at(self, position: int) -> OrderedCall:
@@ -144,6 +153,7 @@ class ProgramOrder:
     def clear(self) -> None:
         """The group has ended."""
         self._entries.clear()
+        self._unhashed.clear()
         self._waiting.clear()
 
     def _go_on(self) -> None:
@@ -168,4 +178,11 @@ class ProgramOrder:
 
     def _report_now(self) -> None:
         self._reported = self.called
+        self._hash_all()
         self._report(self.called, self._hash, self._seq)
+
+    def _hash_all(self) -> None:
+        while self._unhashed:
+            entry = self._unhashed.popleft()
+            text = b"%x %x %b" % (self._hash, entry.seq, entry.pair[1])
+            self._hash = entry.hash = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
