@@ -90,11 +90,12 @@ class CompletionThread:
             launched: the call.
             look: check for a moment whether it has ended; in the launcher alone.
         """
-        with self._lock:
-            is_first = look and not (self._is_awake or self._calls)
-        if is_first and self._ends_soon(launched):
-            self._deliver(deque([launched]))
-            return
+        if look:
+            with self._lock:
+                is_first = not (self._is_awake or self._calls)
+            if is_first and self._ends_soon(launched):
+                self._deliver(deque([launched]))
+                return
         with self._lock:
             self._calls.append(launched)
             self._is_awake = True
