@@ -312,7 +312,7 @@ def matching_of(pg: ProcessGroup) -> Any:
 
 def nccl_end(pg: ProcessGroup) -> Any:
     """Return a rank's end of the communicator of NCCL."""
-    return dispatcher_of(pg).device_state.communicator._end  # type: ignore[union-attr]
+    return dispatcher_of(pg).device_state.communicator._tools.end  # type: ignore[union-attr]
 
 
 def plans_of(pg: ProcessGroup) -> Any:

@@ -1,7 +1,6 @@
 """The table of collectives, held against the programs, against lists of its own, and for what it does not know."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,7 +167,7 @@ def unknown() -> Plan:
 
 
 MEMBER: Any = SimpleNamespace(rank=0, ranks=[0, 1], hosts=(), chunk_nbytes=0)
-TOOLS: Any = SimpleNamespace(rank=0, stream=0, end=None, after=ExitStack())
+TOOLS: Any = SimpleNamespace(rank=0, stream=0, end=None, after=[])
 
 READERS: dict[str, Callable[[], object]] = {
     "the table": lambda: spec_of("rotate"),

@@ -12,7 +12,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
 
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.job.ids import hash62
@@ -68,13 +67,13 @@ class DeviceCommunicator:
         self.stream = device.common_stream()
         self._group = comm
         self._device = device
-        self._nccl = nccl
         self._made = made
         self._broken = broken
         self._lock = threading.Lock()
         #: Held by who is in a call of the communicator.
         self._calling = threading.Lock()
-        self._end: NcclCommunicator | None = None
+        #: What its calls need, NCCL's end of it among that, while there is one.
+        self._tools: Tools | None = None
         self.is_begun = False
         self._failure: DeviceError | None = None
         self._over = False
@@ -94,7 +93,7 @@ class DeviceCommunicator:
                 self._failure = error.with_traceback(None)
                 raise
             with self._lock:
-                self._end, self.is_begun = end, True
+                self._tools, self.is_begun = Tools(device.cuda, nccl, end, rank, self.stream, []), True
             if self._over:
                 self._give_up()
 
@@ -123,10 +122,10 @@ class DeviceCommunicator:
         def call() -> None:
             self._device.after(marks, *others, self.stream)
             with self._calling:
-                end = self._end
-                if end is None or self._over:
+                tools = self._tools
+                if tools is None or self._over:
                     raise self._failure or DeviceError("communicator", "it has been given up", fatal=False)
-                put(Tools(self._device.cuda, self._nccl, end, self._group.rank, self.stream, ExitStack()))
+                put(tools)
             if kind is not None and len(self._connected) < KEPT:
                 self._connected.add(kind)
 
@@ -147,13 +146,13 @@ class DeviceCommunicator:
         if self._over or not self._in_flight:
             return
         self._timer = self._group.call_later(ASK_EVERY, self._ask)
-        if not self._asking and self._end is not None:
+        if not self._asking and self._tools is not None:
             self._asking = True
             self._device.run(self._ask_nccl).add_done_callback(self._answered)
 
     def _ask_nccl(self) -> str | None:
         with self._calling:
-            return None if self._end is None or self._over else self._end.async_error()
+            return None if self._tools is None or self._over else self._tools.end.async_error()
 
     def _answered(self, asked: asyncio.Future[str | None]) -> None:
         self._asking = False
@@ -211,8 +210,8 @@ class DeviceCommunicator:
     def _taken(self) -> NcclCommunicator | None:
         """Return NCCL's end, once, when no thread is in a call of it; there will be no other call."""
         with self._calling, self._lock:
-            end, self._end = self._end, None
-        return end
+            tools, self._tools = self._tools, None
+        return None if tools is None else tools.end
 
     def _destroy(self) -> None:
         if (end := self._taken()) is not None:

@@ -13,8 +13,9 @@ called alike; parts that lie apart on this rank go through memory of the device 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from aiocoll.algorithms.spec import Spec
@@ -72,7 +73,7 @@ class Tools(NamedTuple):
         end: this rank's end of the communicator.
         rank: this rank.
         stream: where its calls go.
-        after: what follows when the calls are on the stream, the last one first.
+        after: gets what is to be called when the calls are on the stream, the last one first.
         grouped: the calls are part of an NCCL group already.
     """
 
@@ -81,7 +82,7 @@ class Tools(NamedTuple):
     end: NcclCommunicator
     rank: int
     stream: int
-    after: ExitStack
+    after: list[Callable[[], None]]
     grouped: bool = False
 
 
@@ -109,7 +110,7 @@ def way_of(plan: Plan, float8: bool) -> int:
     signature, spec = plan.signature, plan.signature.spec
     if spec.native is None:
         return STAGED
-    if spec.reduces and (_reduction(plan) is None or (signature.dtype in _FLOAT8 and not float8)):
+    if spec.reduces and (_reduction(signature) is None or (signature.dtype in _FLOAT8 and not float8)):
         return STAGED
     if spec.native not in ("all_gather", "reduce_scatter"):
         return PACKED
@@ -124,13 +125,24 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
     Raises:
         DeviceError: it cannot be done.
     """
-    with tools.after:
+    try:
         if len(calls) == 1:
             _carry_out(*calls[0], tools)
             return
         with _together(tools):
             for call in calls:
                 _carry_out(*call, tools._replace(grouped=True))
+    finally:
+        if tools.after:
+            _follow(tools.after)
+
+
+def _follow(after: list[Callable[[], None]]) -> None:
+    """Call what is to follow, all of it even if some fails."""
+    with ExitStack() as stack:
+        for call in after:
+            stack.callback(call)
+        after.clear()
 
 
 def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
@@ -154,9 +166,8 @@ def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools
             raise ValueError(f"NCCL has nothing that carries out {spec.kind}: stage it")
 
 
-def _reduction(plan: Plan) -> int | None:
-    """Return NCCL's number of a plan's op; None if it has none."""
-    signature = plan.signature
+def _reduction(signature: Signature) -> int | None:
+    """Return NCCL's number of the op of a call; None if it has none."""
     dtype, reduce = signature.dtype or "", signature.reduce or ""
     if dtype not in _TYPES:
         return None
@@ -169,10 +180,16 @@ def _reduction(plan: Plan) -> int | None:
 
 def _counted(plan: Plan, array: DeviceArray) -> tuple[int, int, int]:
     """Return count, dtype and op of a reduction, as NCCL numbers them."""
-    dtype = plan.signature.dtype or ""
-    number = _reduction(plan)
+    each, dtype, number = _numbers(plan.signature)
+    return array.size * each, dtype, number
+
+
+@lru_cache(256)  # kinds of calls
+def _numbers(signature: Signature) -> tuple[int, int, int]:
+    """Return how many of NCCL's numbers an element has, and dtype and op of a reduction."""
+    dtype, number = signature.dtype or "", _reduction(signature)
     assert number is not None
-    return array.size * (2 if dtype.startswith("complex") else 1), _TYPES[dtype], number
+    return 2 if dtype.startswith("complex") else 1, _TYPES[dtype], number
 
 
 def _all_reduce(plan: Plan, array: DeviceArray, tools: Tools) -> None:
@@ -186,7 +203,7 @@ def _all_gather(blocks: Sequence[DeviceArray], source: DeviceArray, way: int, to
     if way == PACKED and not _is_packed(blocks):
         whole = _scratch(sum(block.nbytes for block in blocks), tools)
         for address, block in _places(whole, blocks):
-            tools.after.callback(tools.cuda.copy, block.ptr, address, block.nbytes, tools.stream)
+            tools.after.append(partial(tools.cuda.copy, block.ptr, address, block.nbytes, tools.stream))
         tools.end.all_gather(source.ptr, whole, source.nbytes, _BYTES, tools.stream)
         return
     given = source.ptr
@@ -237,7 +254,7 @@ def _lies_across(own: DeviceArray, blocks: Sequence[DeviceArray], rank: int) -> 
 def _scratch(nbytes: int, tools: Tools) -> int:
     """Return memory of the device, which is freed behind the calls."""
     address = tools.cuda.scratch(nbytes, tools.stream)
-    tools.after.callback(tools.cuda.scratch_free, address, tools.stream)
+    tools.after.append(partial(tools.cuda.scratch_free, address, tools.stream))
     return address
 
 
