@@ -214,15 +214,19 @@ class Device:
             start()
         return launched
 
-    def mark(self, stream: int) -> int:
+    def mark(self, stream: int, *, is_checked: bool = False) -> int:
         """Return an event that is done when the work on the caller's `stream` so far is; for `after` or `unmark`.
+
+        Args:
+            stream: the stream.
+            is_checked: `check_capture` has been called just now.
 
         Raises:
             DeviceError: the stream cannot be waited for.
             RuntimeError: it is being captured into a graph; or after a fork.
         """
         self._check()
-        return self._events.on_device(partial(self._mark, stream))
+        return self._events.on_device(self._events.record if is_checked else self._mark, stream)
 
     def after(self, marks: Sequence[int], *streams: int) -> None:
         """Make later work on `streams` wait for `marks`, which must not be used again; in the launcher."""
@@ -244,7 +248,7 @@ class Device:
         Raises:
             RuntimeError: it is.
         """
-        self._events.on_device(partial(self._check_capture, stream))
+        self._events.on_device(self._check_capture, stream)
 
     def _mark(self, before: int) -> int:
         self._check_capture(before)
@@ -312,7 +316,7 @@ class Device:
             return False
         if self._closing.pop(stream, None) is not None:  # `close` may have come first
             with suppress(DeviceError):
-                self._events.on_device(partial(self.cuda.stream_destroy, stream))
+                self._events.on_device(self.cuda.stream_destroy, stream)
         return True
 
     def close(self, seconds: float) -> bool:

@@ -25,7 +25,7 @@ class Events:
         self._ordinal = ordinal
         self._free: list[int] = []
 
-    def on_device(self, call: Callable[[], T]) -> T:
+    def on_device(self, call: Callable[..., T], *args: object) -> T:
         """Call `call` with this device as the thread's current one, then restore the previous one; return the result.
 
         The streams 0, 1 and 2 are those of the thread's device, and streams and events are made there. If the
@@ -34,10 +34,10 @@ class Events:
         cuda = self.cuda
         before = cuda.current()
         if before == self._ordinal:
-            return call()
+            return call(*args)
         cuda.use(self._ordinal)
         try:
-            return call()
+            return call(*args)
         finally:
             if cuda.has_context(before):
                 cuda.use(before)

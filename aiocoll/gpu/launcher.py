@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -143,9 +142,9 @@ class Launched:
 
     def launch_here(self) -> None:
         """Put it on its stream, in the loop."""
-        self._events.on_device(partial(self.launch, look=False))
+        self._events.on_device(self.launch, False)
 
-    def launch(self, *, look: bool = True) -> None:
+    def launch(self, look: bool = True) -> None:
         """Put it on its stream; in the launcher, which then may `look` whether it has ended."""
         assert self._call is not None
         try:
@@ -191,8 +190,7 @@ class Launched:
         if not self.enqueued:
             raise DeviceError("launch", "it was released before it was launched", fatal=False)
         if self.event:  # returned to the pool in this thread only
-            event = self.event
-            self._events.on_device(lambda: self._events.cuda.stream_wait(stream, event))
+            self._events.on_device(self._events.cuda.stream_wait, stream, self.event)
 
     def release(self) -> None:
         """Resume the waiters in `on_stream`: the call is on the stream, or will not be; in the loop."""

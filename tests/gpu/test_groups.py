@@ -331,6 +331,7 @@ async def test_a_stream_that_is_being_captured_is_refused(way: str) -> None:
         gpu.cuda.capture(stream, True, 0)
         with pytest.raises(RuntimeError, match="being captured into a graph"):
             pg.allreduce(gpu.tensor(np.ones(3), 0))
+        assert gpu.cuda.live()["streams"] == 1, "something was made for a call that was refused"
         gpu.cuda.capture(stream, False, 0)
         await allreduced(pg, gpu)
 

@@ -25,7 +25,6 @@ import msgpack
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference
-from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import KEYED, Signature
 from aiocoll.engine.operations.verify import Compared
 from aiocoll.errors import GroupError
@@ -34,25 +33,26 @@ from aiocoll.gpu.launcher import Launched
 from aiocoll.group.cuda.call_order import CallOrder
 from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
-from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out, way_of
+from aiocoll.group.cuda.kinds import Kind
+from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out
 from aiocoll.group.cuda.staged import Staged, put_back
 from aiocoll.work import Work
 
-__all__ = ["Agreed", "DeviceCall", "is_empty"]
+__all__ = ["Agreed", "DeviceCall"]
 
 
 class DeviceCall(NamedTuple):
     """A call on CUDA arrays.
 
     Attributes:
-        signature: that of the plan, marked.
-        plan: what to do.
+        kind: what to do.
         arrays: on the device, numbered as the plan's buffers; None where this rank has none.
+        is_checked: just now, none of their streams was being captured.
     """
 
-    signature: Signature
-    plan: Plan
+    kind: Kind
     arrays: Sequence[DeviceArray | None]
+    is_checked: bool = False
 
 
 class Agreed(Compared):
@@ -69,23 +69,23 @@ class Agreed(Compared):
     __slots__ = (
         "_arrays",
         "_by_nccl",
-        "_called",
         "_device_state",
         "_enqueued",
         "_flying",
+        "_is_checked",
         "_is_confirmed",
+        "_kind",
         "_marks",
         "_order",
-        "_plan",
         "_position",
         "_result",
         "_staged",
     )
 
     def __init__(self, state: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
-        super().__init__(state.comm, identity, call.signature, None, work)
+        super().__init__(state.comm, identity, call.kind.signature, None, work)
         self._device_state = state
-        self._called, self._plan, self._arrays = call
+        self._kind, self._arrays, self._is_checked = call
         self._marks: tuple[int, ...] = ()
         self._staged: Staged | None = None
         #: The device has work of it enqueued.
@@ -104,7 +104,7 @@ class Agreed(Compared):
     def enter(self) -> None:
         """Record the position of the caller's streams, and describe this rank's call."""
         try:
-            self._marks = self._device_state.mark(self._arrays)
+            self._marks = self._device_state.mark(self._arrays, is_checked=self._is_checked)
         except (DeviceError, RuntimeError) as error:  # the latter if a stream capture has begun within a block
             self._device_state.broken(error, self)
         else:
@@ -120,15 +120,11 @@ class Agreed(Compared):
 
     def is_native(self) -> bool:
         """Whether NCCL carries it out."""
-        return self._way(self._plan) != STAGED
+        return self._kind.way(self._device_state.decision) != STAGED
 
     def is_numbered(self) -> bool:
         """Whether it has to be compared before it starts, in any group."""
         return self.is_private() or not self.is_native()
-
-    def _way(self, plan: Plan) -> int:
-        decision = self._device_state.decision
-        return way_of(plan, decision.float8) if decision is not None and decision.native else STAGED
 
     # -- in the order of the program
 
@@ -141,7 +137,7 @@ class Agreed(Compared):
 
     def terms(self) -> bytes:
         """Return a hash of what all ranks have to call alike."""
-        return self._device_state.terms(self._plan, self.work._shape)
+        return self._kind.terms(self.work._shape)
 
     def number(self) -> int:
         """Return its number among all calls of the group."""
@@ -177,7 +173,7 @@ class Agreed(Compared):
         """Describe this rank's call."""
         work = self.work
         # Of a member of a block: its own signature, not that of the block.
-        described = self._device_state.described(self._plan, self._called, work._shape)
+        described = self._device_state.described(self._kind.plan, self._kind.signature, work._shape)
         told: bytes = msgpack.packb((described, work.seq, work.key))
         return told
 
@@ -187,7 +183,7 @@ class Agreed(Compared):
 
     def is_private(self) -> bool:
         """Whether only the two ends of its messages know their lengths."""
-        return bool(self._called.sends or self._called.receives)
+        return self._kind.is_private
 
     def _conclude(self) -> None:
         """All ranks have called, or rank 0 has decided."""
@@ -226,13 +222,14 @@ class Agreed(Compared):
 
     def begin(self, staged: bool) -> None:
         """Start, through the host if `staged`: all calls before it have started."""
-        way = STAGED if staged else self._way(self._plan)
-        if is_empty(self._plan):
+        kind = self._kind
+        way = STAGED if staged else kind.way(self._device_state.decision)
+        if kind.is_empty:
             self.ended(self.work._value, None)
         elif way == STAGED:
             self._stage()
         else:
-            self._launch([Native(self._plan, self._arrays, way)])
+            self._launch([Native(kind.plan, self._arrays, way)])
 
     def give_up(self, error: Exception) -> None:
         """Fail on all ranks alike; the group stays usable."""
@@ -277,14 +274,14 @@ class Agreed(Compared):
     def _stage(self) -> None:
         """Copy the inputs to the host."""
         state = self._device_state
-        self._staged = Staged(state.device, state.stream, self._arrays, self._plan.storage)
+        self._staged = Staged(state.device, state.stream, self._arrays, self._kind.plan.storage)
         self._flies(self._staged.copy_in(self._marks, self._ends()[0], self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
         """The inputs are on the host: run the same plan there."""
         if self._is_sound(error):
             assert self._staged is not None
-            arrays, plan, comm = self._staged.arrays, self._plan, self.comm
+            arrays, plan, comm = self._staged.arrays, self._kind.plan, self.comm
 
             def make(identity: int, work: Work[Any]) -> Operation:
                 return plan.executor(comm, identity, plan, arrays, work)
@@ -331,12 +328,7 @@ class Agreed(Compared):
 
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which arrays are inputs, and which are outputs."""
-        signature, place = self._plan.signature, (self.comm.rank, len(self.comm.ranks), self._plan.signature.root)
+        signature = self._kind.plan.signature
+        place = (self.comm.rank, len(self.comm.ranks), signature.root)
         spec = signature.spec
         return spec.inputs(*place), spec.outputs(*place)
-
-
-def is_empty(plan: Plan) -> bool:
-    """Whether no rank has any elements."""
-    counts = plan.signature.counts
-    return bool(counts) and not any(counts)

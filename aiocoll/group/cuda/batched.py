@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from aiocoll.group.cuda.agreed import Agreed, DeviceCall, is_empty
-from aiocoll.group.cuda.device_state import DeviceState, hashed
+from aiocoll.group.cuda.agreed import Agreed, DeviceCall
+from aiocoll.group.cuda.device_state import DeviceState
+from aiocoll.group.cuda.kinds import hashed
 from aiocoll.group.cuda.native import STAGED, Native
 from aiocoll.work import Work
 
@@ -59,7 +60,7 @@ class BatchedCalls(Agreed):
 
     def is_private(self) -> bool:
         """Whether only the two ends of its messages know their lengths."""
-        return any(member.call.plan.signature.sends or member.call.plan.signature.receives for member in self._members)
+        return any(member.call.kind.is_private for member in self._members)
 
     def is_ordered(self) -> bool:
         """Whether the order of the program is its order on all ranks."""
@@ -67,27 +68,29 @@ class BatchedCalls(Agreed):
 
     def is_native(self) -> bool:
         """Whether NCCL carries out any of it."""
-        return any(self._way(member.call.plan) != STAGED for member in self._members)
+        return any(member.call.kind.way(self._device_state.decision) != STAGED for member in self._members)
 
     def is_numbered(self) -> bool:
         """Whether it has to be compared before it starts, in any group."""
-        return self.is_private() or any(self._way(member.call.plan) == STAGED for member in self._members)
+        decision = self._device_state.decision
+        return self.is_private() or any(member.call.kind.way(decision) == STAGED for member in self._members)
 
     def terms(self) -> bytes:
         """Return a hash of what all ranks have to call alike."""
-        return hashed([member.call.plan.signature[:5] for member in self._members])
+        return hashed([member.call.kind.plan.signature[:5] for member in self._members])
 
     def begin(self, staged: bool) -> None:
         """Launch what NCCL can carry out, and stage the rest."""
         native, others = [], []
         for member in self._members:
-            if is_empty(member.call.plan):
+            kind, arrays, _ = member.call
+            if kind.is_empty:
                 continue
-            way = STAGED if staged else self._way(member.call.plan)
+            way = STAGED if staged else kind.way(self._device_state.decision)
             if way == STAGED:
                 others.append(member)
             else:
-                native.append(Native(member.call.plan, member.call.arrays, way))
+                native.append(Native(kind.plan, arrays, way))
         self._left = len(others) + bool(native)
         if not self._left:
             super().ended(self.work._value, None)

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgpack
@@ -15,7 +14,7 @@ from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.unmade_groups import keep_message
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.comparison import SHAPED, Difference, compare, packed
+from aiocoll.engine.operations.comparison import Difference, compare, packed
 from aiocoll.engine.operations.differences import called
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature, description
@@ -26,16 +25,15 @@ from aiocoll.group.cuda.backend_agreement import BackendAgreement
 from aiocoll.group.cuda.call_order import CallOrder
 from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.communicator import DeviceCommunicator
+from aiocoll.group.cuda.kinds import KEPT, Kind
 from aiocoll.group.cuda.native_messages import NativeMessages
 from aiocoll.group.cuda.slots import Slots
 from aiocoll.log import logger
 
-__all__ = ["Collective", "DeviceState", "hashed"]
+__all__ = ["Collective", "DeviceState"]
 
 #: NCCL's setting for the network interfaces it may use between hosts.
 INTERFACE = "NCCL_SOCKET_IFNAME"
-#: Kinds of calls whose signatures and descriptions are kept.
-KEPT = 256
 #: Seconds that the device has to finish enqueued work when the group ends.
 RELEASE = 5.0
 
@@ -105,9 +103,8 @@ class DeviceState:
         self.slots: Slots | None = None
         self._forced = forced
         self._ahead = ahead
-        self._signatures: dict[Plan, Signature] = {}
+        self._kinds: dict[Plan, Kind] = {}
         self._described: dict[tuple[Plan | Signature, tuple[int, ...]], bytes] = {}
-        self._terms: dict[tuple[Plan, tuple[int, ...]], bytes] = {}
         #: Calls, verdicts, and messages about the order, that wait for the decision.
         self._undecided: list[Collective] = []
         self._verdicts: list[tuple[Collective, int, bool]] = []
@@ -125,19 +122,24 @@ class DeviceState:
         self._agreement.start()
         comm.devices.connect(self._handle_message)
 
-    def signature(self, plan: Plan) -> Signature:
-        """Return the signature of a call on CUDA arrays."""
-        found = self._signatures.get(plan)
+    def kind(self, plan: Plan) -> Kind:
+        """Return what is the same in all calls of a plan on CUDA arrays."""
+        found = self._kinds.get(plan)
         if found is None:
-            if len(self._signatures) >= KEPT:
-                self._signatures.clear()
-            found = self._signatures[plan] = plan.signature._replace(debug="device", device="cuda")
+            if len(self._kinds) >= KEPT:
+                self._kinds.clear()
+            found = self._kinds[plan] = Kind(plan)
         return found
 
-    def mark(self, arrays: Iterable[DeviceArray | None]) -> tuple[int, ...]:
-        """Record the position of the caller's streams: the call's work waits for it."""
-        streams = dict.fromkeys(each.stream for each in arrays if each is not None)
-        return tuple(self.device.mark(stream) for stream in streams)
+    def mark(self, arrays: Iterable[DeviceArray | None], *, is_checked: bool = False) -> tuple[int, ...]:
+        """Record the position of the caller's streams: the call's work waits for it.
+
+        Args:
+            arrays: the call's; None where this rank has none.
+            is_checked: just now, none of the streams was being captured.
+        """
+        streams = dict.fromkeys([each.stream for each in arrays if each is not None])
+        return tuple([self.device.mark(stream, is_checked=is_checked) for stream in streams])
 
     def unmark(self, marks: Iterable[int]) -> None:
         """Release marks that are not needed."""
@@ -157,17 +159,6 @@ class DeviceState:
             call.lead(self.order, ahead=False)
         else:
             call.lead(self.order, ahead=True)
-
-    def terms(self, plan: Plan, shape: tuple[int, ...]) -> bytes:
-        """Return a hash of what all ranks have to call alike; equal calls share one, made once."""
-        found = self._terms.get((plan, shape))
-        if found is None:
-            if len(self._terms) >= KEPT:
-                self._terms.clear()
-            signature = plan.signature
-            found = hashed([(*signature[:5], shape if signature.op in SHAPED else ())])
-            self._terms[plan, shape] = found
-        return found
 
     def described(self, call: Plan | Signature, signature: Signature, shape: tuple[int, ...]) -> bytes:
         """Return the encoded description of a call; equal calls share one, made once."""
@@ -449,8 +440,3 @@ def _whole(described: bytes, seq: int | None, key: str | None) -> bytes:
     """Return the description of a call together with its number or key."""
     whole: bytes = msgpack.packb({**msgpack.unpackb(described), "seq": seq, "key": key})
     return whole
-
-
-def hashed(terms: Sequence[object]) -> bytes:
-    """Return a hash of plain data, the same on every machine."""
-    return blake2b(repr(terms).encode(), digest_size=16).digest()

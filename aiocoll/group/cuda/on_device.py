@@ -17,37 +17,80 @@ from aiocoll.gpu.provider import runtime
 from aiocoll.group.cuda.agreed import Agreed, DeviceCall
 from aiocoll.group.cuda.batched import BatchedCalls, Member
 from aiocoll.group.cuda.device_state import DeviceState
+from aiocoll.group.cuda.kinds import Kind
 from aiocoll.group.cuda.messages import DeviceContent, DeviceRecv, DeviceSend
 from aiocoll.work import Work
 
-__all__ = ["DeviceCalls", "DeviceExecutor", "device_state_of"]
+__all__ = ["DeviceCalls", "DeviceExecutor"]
 
 
 class DeviceCalls:
-    """Makes the operations of one group.
+    """Makes the operations of one group; get it by `DeviceCalls.first`.
 
     Args:
         state: the group's state on the device.
     """
 
     def __init__(self, state: DeviceState) -> None:
-        self._state = state
+        self.state = state
 
-    def executor(self, plan: Plan) -> DeviceExecutor:
-        """Return what carries out a collective."""
-        return DeviceExecutor(self._state, plan)
+    @staticmethod
+    def first(comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool) -> DeviceCalls:
+        """Return those of a group that is called with CUDA arrays for the first time.
+
+        Args:
+            comm: this rank's part in the group.
+            arrays: of the call; None where this rank has none.
+            forced: the group must use NCCL.
+            ahead: launch calls before they are compared, if all ranks do.
+
+        Raises:
+            BackendUnavailableError: there is no GPU support; the message says what to install.
+            RuntimeError: the caller's stream is being captured into a graph.
+        """
+        cuda, nccl = runtime()
+        device = Device.of(cuda, _ordinal(cuda, arrays, 0))
+        _check_streams(device, arrays)
+        return DeviceCalls(DeviceState(comm, device, nccl, forced, ahead))
+
+    def check(self, arrays: Sequence[DeviceArray | None]) -> None:
+        """Refuse arrays that the group cannot take, or not now.
+
+        Raises:
+            ValueError: they are on another device than those of earlier calls.
+            RuntimeError: the caller's stream is being captured into a graph.
+        """
+        device = self.state.device
+        for each in arrays:
+            if each is not None and each.device != device.ordinal:
+                self._check_device(arrays)
+                break
+        _check_streams(device, arrays)
+
+    def executor(self, plan: Plan, at_once: bool) -> DeviceExecutor:
+        """Return what carries out a collective; `at_once`: the call whose arrays were just checked."""
+        return DeviceExecutor(self.state, self.state.kind(plan), at_once)
 
     def batched(self, members: Sequence[Member], ordered: bool) -> Make:
         """Return what makes the operation of several collectives; `ordered`: it starts in the order of the program."""
-        return lambda identity, work: BatchedCalls(self._state, identity, members, ordered, work)
+        return lambda identity, work: BatchedCalls(self.state, identity, members, ordered, work)
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
         """Return what makes a send to rank `dst`; `code` is that of the dtype."""
-        return lambda _, work: DeviceSend(self._state, dst, tag, DeviceContent(code, array), work)
+        return lambda _, work: DeviceSend(self.state, dst, tag, DeviceContent(code, array), work)
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
         """Return what makes a receive from rank `src`, or from any; `code` is that of the dtype."""
-        return lambda _, work: DeviceRecv(self._state, src, tag, DeviceContent(code, array), work)
+        return lambda _, work: DeviceRecv(self.state, src, tag, DeviceContent(code, array), work)
+
+    def _check_device(self, arrays: Sequence[DeviceArray | None]) -> None:
+        """Refuse arrays of which some are on another device, or do not say on which."""
+        device = self.state.device
+        if (ordinal := _ordinal(device.cuda, arrays, device.ordinal)) != device.ordinal:
+            raise ValueError(
+                f"group {self.state.comm.name!r} works on CUDA device {device.ordinal}, where the arrays of its first "
+                f"call were; these are on device {ordinal}: make a group for each device"
+            )
 
 
 class DeviceExecutor:
@@ -57,45 +100,23 @@ class DeviceExecutor:
         signature: that of the call.
     """
 
-    __slots__ = ("_state", "signature")
+    __slots__ = ("_at_once", "_kind", "_state", "signature")
 
-    def __init__(self, state: DeviceState, plan: Plan) -> None:
+    def __init__(self, state: DeviceState, kind: Kind, at_once: bool) -> None:
         self._state = state
-        self.signature: Signature = state.signature(plan)
+        self._kind = kind
+        self._at_once = at_once
+        self.signature: Signature = kind.signature
 
     def __call__(self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> Operation:
         """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
-        return Agreed(self._state, identity, DeviceCall(self.signature, plan, arrays), work)
+        return Agreed(self._state, identity, DeviceCall(self._kind, arrays, self._at_once), work)
 
 
-def device_state_of(
-    comm: Communicator, state: DeviceState | None, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
-) -> DeviceState:
-    """Return the group's state on the device of these arrays.
-
-    Args:
-        comm: this rank's part in the group.
-        state: the existing state, if there is one.
-        arrays: of a call; None where this rank has none.
-        forced: the group must use NCCL.
-        ahead: launch calls before they are compared, if all ranks do.
-
-    Raises:
-        BackendUnavailableError: there is no GPU support; the message says what to install.
-        ValueError: the arrays are on another device than those of earlier calls.
-        RuntimeError: the caller's stream is being captured into a graph.
-    """
-    if state is None:
-        cuda, nccl = runtime()
-        state = DeviceState(comm, Device.of(cuda, _ordinal(cuda, arrays, 0)), nccl, forced, ahead)
-    elif (ordinal := _ordinal(state.device.cuda, arrays, state.device.ordinal)) != state.device.ordinal:
-        raise ValueError(
-            f"group {comm.name!r} works on CUDA device {state.device.ordinal}, where the arrays of its first "
-            f"call were; these are on device {ordinal}: make a group for each device"
-        )
+def _check_streams(device: Device, arrays: Sequence[DeviceArray | None]) -> None:
+    """Refuse streams that are being captured."""
     for stream in {each.stream for each in arrays if each is not None}:
-        state.device.check_capture(stream)
-    return state
+        device.check_capture(stream)
 
 
 def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int) -> int:

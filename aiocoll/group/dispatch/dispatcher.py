@@ -89,6 +89,7 @@ class Dispatcher:
         self.closed = False
         self.in_steps: dict[Work[Any], None] = {}
         self.device_state: DeviceState | None = None
+        self._device_calls: DeviceCalls | None = None
         self._nccl_only = spec.devices.get("cuda") == "nccl"
         # Direct references: what a call needs of the engine took ten look-ups.
         self.endpoint = comm.endpoint
@@ -414,21 +415,20 @@ class Dispatcher:
     def on_device(self, arrays: Sequence[Any]) -> DeviceCalls:
         """Return what makes the operations of calls on these arrays."""
         self.check()
+        calls = self._device_calls
+        if calls is not None:
+            calls.check(arrays)
+            return calls
         with loading("CUDA arrays"):
-            from aiocoll.group.cuda.on_device import DeviceCalls, device_state_of  # with all that a GPU needs
+            from aiocoll.group.cuda.on_device import DeviceCalls  # with all that a GPU needs
 
-        self.device_state = device_state_of(
-            self.comm,
-            self.device_state,
-            arrays,
-            forced=self._nccl_only,
-            ahead=self.options.verify == "behind",
-        )
-        return DeviceCalls(self.device_state)
+        calls = DeviceCalls.first(self.comm, arrays, forced=self._nccl_only, ahead=self.options.verify == "behind")
+        self._device_calls, self.device_state = calls, calls.state
+        return calls
 
     def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
         """Return what carries out `plan` on CUDA arrays."""
-        return plan.executor if self.dry else self.on_device(arrays).executor(plan)
+        return plan.executor if self.dry else self.on_device(arrays).executor(plan, not self._diverts)
 
     def as_one(self, calls: Sequence[Call], ordered: bool) -> Make:
         """Return what makes one operation of several collectives on CUDA arrays, which have been checked.
@@ -439,15 +439,15 @@ class Dispatcher:
         """
         from aiocoll.group.cuda.agreed import DeviceCall
         from aiocoll.group.cuda.batched import Member
-        from aiocoll.group.cuda.on_device import DeviceCalls
 
-        assert self.device_state is not None
+        made = self._device_calls
+        assert made is not None
         members = [
-            Member(call.op, call.shape, call.result, DeviceCall(call.signature, call.on_device, call.arrays or ()))
+            Member(call.op, call.shape, call.result, DeviceCall(made.state.kind(call.on_device), call.arrays or ()))
             for call in calls
-            if call.signature is not None and call.on_device is not None
+            if call.on_device is not None
         ]
-        return DeviceCalls(self.device_state).batched(members, ordered)
+        return made.batched(members, ordered)
 
     def batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
         """Let messages of these CUDA arrays, which start in the block, be one group of NCCL calls."""
