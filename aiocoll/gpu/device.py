@@ -100,7 +100,7 @@ class Device:
             DeviceError: CUDA refuses.
         """
         self._check()
-        waiter = CompletionThread(self.cuda, self.ordinal, self._launcher.is_wanted, self._idle)
+        waiter = CompletionThread(self.cuda, self.ordinal, self._launcher, self._idle)
         try:
             stream = self._events.on_device(self.cuda.stream_create)
         except BaseException:
@@ -203,18 +203,18 @@ class Device:
             RuntimeError: no loop runs in this thread; or after a fork.
             ValueError: `stream` is closed.
         """
-        self._check()
+        if self.forked:
+            self._check()
         waiter = self._waiters.get(stream)
         if waiter is None:
             raise ValueError(f"stream {stream:#x} is closed, or is not one of CUDA device {self.ordinal}")
         loop = asyncio.get_running_loop()
         launched = Launched(self._events, waiter, stream, call, keep, done, loop)
-        start = partial(self._launcher.put, launched.launch)
-        if waiter.admit(start) and not (at_once and self._launcher.attempt(launched.launch_here)):
-            start()
+        if waiter.admit(launched.launch) and not (at_once and self._launcher.attempt(launched.launch_here)):
+            self._launcher.put(launched.launch)
         return launched
 
-    def mark(self, stream: int, *, is_checked: bool = False) -> int:
+    def mark(self, stream: int, is_checked: bool = False) -> int:
         """Return an event that is done when the work on the caller's `stream` so far is; for `after` or `unmark`.
 
         Args:
@@ -225,7 +225,8 @@ class Device:
             DeviceError: the stream cannot be waited for.
             RuntimeError: it is being captured into a graph; or after a fork.
         """
-        self._check()
+        if self.forked:
+            self._check()
         return self._events.on_device(self._events.record if is_checked else self._mark, stream)
 
     def after(self, marks: Sequence[int], *streams: int) -> None:

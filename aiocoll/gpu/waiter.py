@@ -21,7 +21,7 @@ from contextlib import suppress
 from weakref import WeakValueDictionary
 
 from aiocoll.gpu.api import Cuda, DeviceError
-from aiocoll.gpu.launcher import Launched
+from aiocoll.gpu.launcher import Launched, LaunchThread
 
 __all__ = ["CompletionThread"]
 
@@ -42,17 +42,17 @@ class CompletionThread:
     Args:
         cuda: the runtime.
         ordinal: of the device.
-        is_wanted: whether the launcher has something else to do.
+        launcher: launches the calls.
         idle: called in any thread when all calls have ended.
 
     Raises:
         RuntimeError: no more threads can be started.
     """
 
-    def __init__(self, cuda: Cuda, ordinal: int, is_wanted: Callable[[], bool], idle: Callable[[], None]) -> None:
+    def __init__(self, cuda: Cuda, ordinal: int, launcher: LaunchThread, idle: Callable[[], None]) -> None:
         self._cuda = cuda
         self._ordinal = ordinal
-        self._is_wanted = is_wanted
+        self._launcher = launcher
         self._idle = idle
         # The launcher puts them in, and wakes the thread, which takes them out.
         self._calls: deque[Launched] = deque()
@@ -63,7 +63,7 @@ class CompletionThread:
         # that loop is to call keeps them: with it they go.
         self._left: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._ended: Callable[[], object] | None = None
-        #: How many calls were admitted and have not ended; what starts later ones.
+        #: How many calls were admitted and have not ended; what launches later ones.
         self._admitted = 0
         self._held: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"aiocoll-wait-{ordinal}", daemon=True)
@@ -74,11 +74,11 @@ class CompletionThread:
         """Whether all calls have ended."""
         return not self._admitted
 
-    def admit(self, start: Callable[[], None]) -> bool:
-        """Return whether a call may be launched now; else `start` is called when enough earlier ones have ended."""
+    def admit(self, launch: Callable[[], None]) -> bool:
+        """Return whether a call may be launched now; else the launcher calls `launch` when enough others have ended."""
         with self._lock:
             if self._held or self._admitted >= AT_MOST:
-                self._held.append(start)
+                self._held.append(launch)
                 return False
             self._admitted += 1
             return True
@@ -118,7 +118,7 @@ class CompletionThread:
         for _ in range(LOOKS):
             if self._is_done(launched):
                 return True
-            if self._is_wanted():
+            if self._launcher.is_wanted():
                 break
         return False
 
@@ -190,8 +190,8 @@ class CompletionThread:
 
     def _deliver(self, batch: deque[Launched]) -> None:
         """Report the ended calls to the loops that made them, one callback per loop; let later ones start."""
-        for start in self._released(len(batch)):
-            start()
+        for launch in self._released(len(batch)):
+            self._launcher.put(launch)
         if self.is_idle:
             self._idle()
         while batch:
@@ -205,12 +205,12 @@ class CompletionThread:
                     mine.popleft().drop()
 
     def _released(self, ended: int) -> Sequence[Callable[[], None]]:
-        """Count calls that have ended; return what starts those that may be launched instead."""
+        """Count calls that have ended; return what launches those that may be launched instead."""
         with self._lock:
             self._admitted -= ended
-            starts = [self._held.popleft() for _ in range(min(len(self._held), AT_MOST - self._admitted))]
-            self._admitted += len(starts)
+            launches = [self._held.popleft() for _ in range(min(len(self._held), AT_MOST - self._admitted))]
+            self._admitted += len(launches)
             if self._ended is not None:
                 self._is_awake = True
                 self._wake.notify()
-        return starts
+        return launches

@@ -17,7 +17,7 @@ from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import NcclCommunicator
-from aiocoll.group.cuda.native import PACKED, Native, carry_out, way_of
+from aiocoll.group.cuda.native import PACKED, enqueuing, way_of
 from aiocoll.group.dispatch.planner import Planner
 from aiocoll.group.interceptors.fuse import Fuser
 
@@ -167,7 +167,6 @@ def unknown() -> Plan:
 
 
 MEMBER: Any = SimpleNamespace(rank=0, ranks=[0, 1], hosts=(), chunk_nbytes=0)
-TOOLS: Any = SimpleNamespace(rank=0, stream=0, end=None, after=[])
 
 READERS: dict[str, Callable[[], object]] = {
     "the table": lambda: spec_of("rotate"),
@@ -177,7 +176,7 @@ READERS: dict[str, Callable[[], object]] = {
     "fusing one": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(),)),
     "fusing several": lambda: Fuser(MEMBER, Planner(MEMBER, dry=False)).layout((unknown(), unknown())),
     "the way on a device": lambda: way_of(unknown(), False),
-    "a device": lambda: carry_out([Native(unknown(), [], PACKED)], TOOLS),
+    "a device": lambda: enqueuing(unknown(), PACKED),
     "a benchmark's sizes": lambda: Benchmark("rotate", 4).count(2),
     "a benchmark's arrays": lambda: Workload(Benchmark("rotate", 4), 0, 2),
     "a benchmark's bandwidth": lambda: bus_factor("rotate", 2),
@@ -193,4 +192,4 @@ def test_an_unknown_kind_is_refused_where_it_is_asked_for(reader: str) -> None:
 def test_what_nccl_has_nothing_for_is_refused() -> None:
     plan = Plan(Signature("SCAN", "uint8", (4,), None, "SUM"), Program(()), None, None, ProgramExecutor)
     with pytest.raises(ValueError, match="NCCL has nothing that carries out scan: stage it"):
-        carry_out([Native(plan, [], PACKED)], TOOLS)
+        enqueuing(plan, PACKED)

@@ -468,16 +468,10 @@ class Said:
         """Make a call, and return the hash of all so far."""
 
         class Called:
-            def terms(self) -> bytes:
-                return b"x"
-
-            def number(self) -> int:
-                return 1
-
-            def proceed(self, staged: bool) -> None:
+            def begin(self, staged: bool) -> None:
                 pass
 
-        self.order.add(Called(), is_numbered=False)  # type: ignore[arg-type]
+        self.order.add(Called(), b"x", 1, is_numbered=False)  # type: ignore[arg-type]
         return self.order.hashes(self.order.called, self.order.called)[0]
 
 

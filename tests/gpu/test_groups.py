@@ -661,7 +661,7 @@ async def test_what_nccl_has_nothing_for_is_not_left_to_it() -> None:
         await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
         plan = next(plan for plan, *_ in plans_of(pg) if plan.signature.op == "SCAN")
         with pytest.raises(ValueError, match="NCCL has nothing that carries out scan: stage it"):
-            native.carry_out([native.Native(plan, [], native.PACKED)], native.Tools(*[None] * 5, []))  # type: ignore[arg-type]
+            native.enqueuing(plan, native.PACKED)
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 
 from aiocoll.engine.operations.comparison import Difference, compare, packed
-from aiocoll.engine.operations.composite import Children, Make
+from aiocoll.engine.operations.composite import Children, Ended, Make
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.engine.operations.object_exchange import Post
@@ -53,7 +53,8 @@ class Compared(Post):
             signature = signature._replace(debug=self.MARK)
         super().__init__(comm, identity, signature, sources, work)
         self._make = make
-        self._children = Children(self)
+        #: From the first one on: they and this operation keep each other until the garbage collector comes.
+        self._children: Children | None = None
         self._settled = False
         self._outcome: tuple[Any, BaseException | None] | None = None
 
@@ -73,7 +74,7 @@ class Compared(Post):
 
     def algorithm(self) -> str | None:
         """Return the algorithm of the actual operation, once it has started."""
-        return self._children.algorithm
+        return None if self._children is None else self._children.algorithm
 
     def awaited(self) -> list[int]:
         """Return the ranks from which something has not arrived."""
@@ -81,7 +82,7 @@ class Compared(Post):
 
     def expire(self) -> None:
         """The timeout has passed; a monitored barrier reports the missing ranks in its own words."""
-        proper = self._children.first()
+        proper = None if self._children is None else self._children.first()
         if proper is None and self._make is not None and self.signature.op == MonitoredBarrier.OP:
             proper = self._make(self.id, self.work)
         if isinstance(proper, MonitoredBarrier):
@@ -92,7 +93,8 @@ class Compared(Post):
     def fail(self, error: BaseException) -> None:
         """End with `error`, and fail the actual operation, too."""
         super().fail(error)
-        self._children.fail(error)
+        if self._children is not None:
+            self._children.fail(error)
 
     def _says(self) -> bytes:
         """Return what rank 0 is sent."""
@@ -138,7 +140,12 @@ class Compared(Post):
 
     def _start(self, make: Make) -> None:
         """Start the actual operation."""
-        self._children.start(str(self.id), make, self.ended)
+        self._start_child(str(self.id), make, self.ended)
+
+    def _start_child(self, name: str, make: Make, ended: Ended) -> None:
+        if self._children is None:
+            self._children = Children(self)
+        self._children.start(name, make, ended)
 
     def refused(self) -> None:
         """Record that it fails on all ranks without revoking the group."""

@@ -124,7 +124,7 @@ class Agreed(Compared):
 
     def is_numbered(self) -> bool:
         """Whether it has to be compared before it starts, in any group."""
-        return self.is_private() or not self.is_native()
+        return self._kind.is_private or self._kind.way(self._device_state.decision) == STAGED
 
     # -- in the order of the program
 
@@ -133,20 +133,13 @@ class Agreed(Compared):
         if ahead:
             self._agree()
             self._order, self._position = order, order.program.called + 1
-        order.program.add(self, is_numbered=not ahead)
+        seq = self.work.seq
+        assert seq is not None
+        order.program.add(self, self.terms(), seq, is_numbered=not ahead)
 
     def terms(self) -> bytes:
         """Return a hash of what all ranks have to call alike."""
         return self._kind.terms(self.work._shape)
-
-    def number(self) -> int:
-        """Return its number among all calls of the group."""
-        assert self.work.seq is not None
-        return self.work.seq
-
-    def proceed(self, staged: bool) -> None:
-        """Start, through the host if `staged`: all calls before it have started."""
-        self.begin(staged)
 
     def confirmed(self) -> None:
         """All ranks have called it."""
@@ -229,7 +222,7 @@ class Agreed(Compared):
         elif way == STAGED:
             self._stage()
         else:
-            self._launch([Native(kind.plan, self._arrays, way)])
+            self._launch([Native(kind.enqueue, self._arrays)])
 
     def give_up(self, error: Exception) -> None:
         """Fail on all ranks alike; the group stays usable."""
@@ -268,7 +261,7 @@ class Agreed(Compared):
         communicator = self._device_state.communicator
         assert communicator is not None
         self._by_nccl = True
-        kind = tuple((call.plan, call.way) for call in calls)
+        kind = calls[0].enqueue if len(calls) == 1 else tuple([call.enqueue for call in calls])
         self._flies(communicator.launch(self._marks, put, calls, self._ended, others, kind), last=True)
 
     def _stage(self) -> None:
@@ -286,7 +279,7 @@ class Agreed(Compared):
             def make(identity: int, work: Work[Any]) -> Operation:
                 return plan.executor(comm, identity, plan, arrays, work)
 
-            self._children.start(str(self.id), make, self._carried_out)
+            self._start_child(str(self.id), make, self._carried_out)
 
     def _carried_out(self, _: Any, error: BaseException | None) -> None:
         """The host collective has ended: copy the outputs back."""

@@ -90,7 +90,7 @@ class BatchedCalls(Agreed):
             if way == STAGED:
                 others.append(member)
             else:
-                native.append(Native(kind.plan, arrays, way))
+                native.append(Native(kind.enqueue, arrays))
         self._left = len(others) + bool(native)
         if not self._left:
             super().ended(self.work._value, None)
@@ -109,7 +109,8 @@ class BatchedCalls(Agreed):
 
     def hangs_here(self) -> bool:
         """Whether the device has work of it enqueued: then all ranks have called it."""
-        return super().hangs_here() or self._children.hanging() is not None
+        children = self._children
+        return super().hangs_here() or (children is not None and children.hanging() is not None)
 
     def _says(self) -> bytes:
         """Describe this rank's calls."""
@@ -131,7 +132,7 @@ class BatchedCalls(Agreed):
             work.op, work._shape = member.op, member.shape
             return _Part(self._device_state, identity, member.call, marks, work)
 
-        self._children.start(f"member {number} of {self.id}", make, self.ended)
+        self._start_child(f"member {number} of {self.id}", make, self.ended)
 
 
 class _Part(Agreed):

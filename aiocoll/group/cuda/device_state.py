@@ -131,15 +131,18 @@ class DeviceState:
             found = self._kinds[plan] = Kind(plan)
         return found
 
-    def mark(self, arrays: Iterable[DeviceArray | None], *, is_checked: bool = False) -> tuple[int, ...]:
+    def mark(self, arrays: Iterable[DeviceArray | None], is_checked: bool = False) -> tuple[int, ...]:
         """Record the position of the caller's streams: the call's work waits for it.
 
         Args:
             arrays: the call's; None where this rank has none.
             is_checked: just now, none of the streams was being captured.
         """
-        streams = dict.fromkeys([each.stream for each in arrays if each is not None])
-        return tuple([self.device.mark(stream, is_checked=is_checked) for stream in streams])
+        marks: dict[int, int] = {}
+        for each in arrays:
+            if each is not None and each.stream not in marks:
+                marks[each.stream] = self.device.mark(each.stream, is_checked)
+        return tuple(marks.values())
 
     def unmark(self, marks: Iterable[int]) -> None:
         """Release marks that are not needed."""

@@ -50,12 +50,14 @@ class Enqueued:
     def put(self, launched: Launched) -> None:
         """The last of its work is being enqueued."""
         self._launched = launched
-        self._wake()
+        if self._waiting:
+            self._wake()
 
     def over(self) -> None:
         """The call has ended; it may have failed before a stuck launcher reached it."""
         self._work._order_by(None)
-        self._wake()
+        if self._waiting:
+            self._wake()
         if self._launched is not None:
             self._launched.release()
 

@@ -9,7 +9,7 @@ from aiocoll.engine.operations.comparison import SHAPED
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.cuda.cards import Decision
-from aiocoll.group.cuda.native import STAGED, way_of
+from aiocoll.group.cuda.native import STAGED, Enqueue, enqueuing, way_of
 
 __all__ = ["KEPT", "Kind", "hashed"]
 
@@ -25,9 +25,12 @@ class Kind:
         signature: of the calls, marked: they are on CUDA arrays.
         is_private: only the two ends of its messages know their lengths.
         is_empty: no rank has any elements.
+        enqueue: enqueues the calls that NCCL carries out; set when it is known that it does.
     """
 
-    __slots__ = ("_terms", "_way", "is_empty", "is_private", "plan", "signature")
+    __slots__ = ("_terms", "_way", "enqueue", "is_empty", "is_private", "plan", "signature")
+
+    enqueue: Enqueue
 
     def __init__(self, plan: Plan) -> None:
         signature = plan.signature
@@ -44,6 +47,8 @@ class Kind:
             return STAGED
         if self._way is None:
             self._way = way_of(self.plan, decision.float8)
+            if self._way != STAGED:
+                self.enqueue = enqueuing(self.plan, self._way)
         return self._way
 
     def terms(self, shape: tuple[int, ...]) -> bytes:

@@ -15,16 +15,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from aiocoll.algorithms.spec import Spec
 from aiocoll.elements.device import DeviceArray
+from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
 
-__all__ = ["GROUPED", "PACKED", "STAGED", "Native", "Tools", "carry_out", "exchange", "way_of"]
+__all__ = ["GROUPED", "PACKED", "STAGED", "Enqueue", "Native", "Tools", "carry_out", "enqueuing", "exchange", "way_of"]
 
 #: Ways to carry out a call.
 STAGED, GROUPED, PACKED = 0, 1, 2
@@ -86,18 +87,20 @@ class Tools(NamedTuple):
     grouped: bool = False
 
 
+#: Enqueues a call on its arrays, which are numbered as its plan's buffers.
+Enqueue = Callable[[Sequence[DeviceArray | None], Tools], None]
+
+
 class Native(NamedTuple):
     """A call that NCCL carries out.
 
     Attributes:
-        plan: the call's.
+        enqueue: what `enqueuing` returns for its plan.
         arrays: numbered as the plan's buffers.
-        way: how; see `way_of`.
     """
 
-    plan: Plan
+    enqueue: Enqueue
     arrays: Sequence[DeviceArray | None]
-    way: int
 
 
 def way_of(plan: Plan, float8: bool) -> int:
@@ -127,11 +130,12 @@ def carry_out(calls: Sequence[Native], tools: Tools) -> None:
     """
     try:
         if len(calls) == 1:
-            _carry_out(*calls[0], tools)
+            enqueue, arrays = calls[0]
+            enqueue(arrays, tools)
             return
         with _together(tools):
-            for call in calls:
-                _carry_out(*call, tools._replace(grouped=True))
+            for enqueue, arrays in calls:
+                enqueue(arrays, tools._replace(grouped=True))
     finally:
         if tools.after:
             _follow(tools.after)
@@ -145,23 +149,23 @@ def _follow(after: list[Callable[[], None]]) -> None:
         after.clear()
 
 
-def _carry_out(plan: Plan, arrays: Sequence[DeviceArray | None], way: int, tools: Tools) -> None:
-    spec, root, stream, end = plan.signature.spec, plan.signature.root or 0, tools.stream, tools.end
-    given = [each for each in arrays if each is not None]
+def enqueuing(plan: Plan, way: int) -> Enqueue:
+    """Return what enqueues the calls of a plan, in this way; made once, since most calls are like earlier ones."""
+    signature = plan.signature
+    spec, root = signature.spec, signature.root or 0
     match spec.native:
         case "all_reduce":
-            _all_reduce(plan, given[0], tools)
+            return partial(_all_reduce, _Reduction.of(signature), plan.op)
         case "reduce":
-            count, dtype, number = _counted(plan, given[0])
-            end.reduce(given[0].ptr, given[0].ptr, count, dtype, number, root, stream)
+            return partial(_reduce, _Reduction.of(signature), root)
         case "broadcast":
-            end.broadcast(given[0].ptr, given[0].ptr, given[0].nbytes, _BYTES, root, stream)
+            return partial(_broadcast, root)
         case "all_gather":
-            _all_gather(given[:-1], given[-1], way, tools)
+            return partial(_all_gather, way)
         case "reduce_scatter":
-            _reduce_scatter(plan, given[:-1], given[-1], way, tools)
+            return partial(_reduce_scatter, _Reduction.of(signature), way)
         case "send_recv":
-            _send_recv(spec, plan.signature, arrays, tools)
+            return partial(_send_recv, spec, signature)
         case _:
             raise ValueError(f"NCCL has nothing that carries out {spec.kind}: stage it")
 
@@ -178,28 +182,53 @@ def _reduction(signature: Signature) -> int | None:
     return (_LOGICAL if dtype == "bool" else _FLOATS if dtype in _FLOATING else _NUMBERS).get(reduce)
 
 
-def _counted(plan: Plan, array: DeviceArray) -> tuple[int, int, int]:
-    """Return count, dtype and op of a reduction, as NCCL numbers them."""
-    each, dtype, number = _numbers(plan.signature)
-    return array.size * each, dtype, number
+class _Reduction(NamedTuple):
+    """A reduction as NCCL numbers it.
+
+    Attributes:
+        each: how many of its elements one of ours is.
+        dtype: theirs.
+        op: how it reduces.
+    """
+
+    each: int
+    dtype: int
+    op: int
+
+    @staticmethod
+    def of(signature: Signature) -> _Reduction:
+        """Return that of a call which NCCL can carry out."""
+        dtype, op = signature.dtype or "", _reduction(signature)
+        assert op is not None
+        return _Reduction(2 if dtype.startswith("complex") else 1, _TYPES[dtype], op)
 
 
-@lru_cache(256)  # kinds of calls
-def _numbers(signature: Signature) -> tuple[int, int, int]:
-    """Return how many of NCCL's numbers an element has, and dtype and op of a reduction."""
-    dtype, number = signature.dtype or "", _reduction(signature)
-    assert number is not None
-    return 2 if dtype.startswith("complex") else 1, _TYPES[dtype], number
+def _all_reduce(reduction: _Reduction, op: ReduceOp | None, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    (array,) = _given(arrays)
+    each, dtype, number = reduction
+    if op is not None and op.factor is not None:
+        tools.cuda.scale(array.ptr, array.ptr, array.size, array.dtype.name, op.factor, tools.stream)
+    tools.end.all_reduce(array.ptr, array.ptr, array.size * each, dtype, number, tools.stream)
 
 
-def _all_reduce(plan: Plan, array: DeviceArray, tools: Tools) -> None:
-    count, dtype, number = _counted(plan, array)
-    if plan.op is not None and plan.op.factor is not None:
-        tools.cuda.scale(array.ptr, array.ptr, array.size, array.dtype.name, plan.op.factor, tools.stream)
-    tools.end.all_reduce(array.ptr, array.ptr, count, dtype, number, tools.stream)
+def _reduce(reduction: _Reduction, root: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    (array,) = _given(arrays)
+    each, dtype, number = reduction
+    tools.end.reduce(array.ptr, array.ptr, array.size * each, dtype, number, root, tools.stream)
 
 
-def _all_gather(blocks: Sequence[DeviceArray], source: DeviceArray, way: int, tools: Tools) -> None:
+def _broadcast(root: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    (array,) = _given(arrays)
+    tools.end.broadcast(array.ptr, array.ptr, array.nbytes, _BYTES, root, tools.stream)
+
+
+def _given(arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
+    """Return the arrays that this rank has."""
+    return [each for each in arrays if each is not None]
+
+
+def _all_gather(way: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    *blocks, source = _given(arrays)
     if way == PACKED and not _is_packed(blocks):
         whole = _scratch(sum(block.nbytes for block in blocks), tools)
         for address, block in _places(whole, blocks):
@@ -220,7 +249,9 @@ def _all_gather(blocks: Sequence[DeviceArray], source: DeviceArray, way: int, to
                 tools.end.broadcast(start, block.ptr, block.nbytes, _BYTES, rank, tools.stream)
 
 
-def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArray, way: int, tools: Tools) -> None:
+def _reduce_scatter(reduction: _Reduction, way: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
+    *blocks, target = _given(arrays)
+    each, dtype, number = reduction
     starts = [block.ptr for block in blocks]
     if way == PACKED and not _is_packed(blocks):
         whole = _scratch(sum(block.nbytes for block in blocks), tools)
@@ -228,16 +259,14 @@ def _reduce_scatter(plan: Plan, blocks: Sequence[DeviceArray], target: DeviceArr
         for address, block in _places(whole, blocks):
             starts.append(address)
             tools.cuda.copy(address, block.ptr, block.nbytes, tools.stream)
-    count, dtype, number = _counted(plan, target)
     if way == PACKED:
-        tools.end.reduce_scatter(starts[0], target.ptr, count, dtype, number, tools.stream)
+        tools.end.reduce_scatter(starts[0], target.ptr, target.size * each, dtype, number, tools.stream)
         return
     with _together(tools):
         for rank, (start, block) in enumerate(zip(starts, blocks, strict=True)):
-            count = _counted(plan, block)[0]
-            if count:
+            if block.size:
                 into = target.ptr if rank == tools.rank else start
-                tools.end.reduce(start, into, count, dtype, number, rank, tools.stream)
+                tools.end.reduce(start, into, block.size * each, dtype, number, rank, tools.stream)
 
 
 def _is_packed(blocks: Sequence[DeviceArray]) -> bool:

@@ -29,13 +29,7 @@ KEPT = 4096
 class OrderedCall(Protocol):
     """A call in the order of the program."""
 
-    def terms(self) -> bytes:
-        """Return a hash of what all ranks have to call alike."""
-
-    def number(self) -> int:
-        """Return its number among all calls of the group, on arrays of the host, too."""
-
-    def proceed(self, staged: bool) -> None:
+    def begin(self, staged: bool) -> None:
         """Start, through the host if `staged`: all calls before it have started."""
 
     def confirmed(self) -> None:
@@ -113,12 +107,18 @@ class ProgramOrder:
         """Whether all calls have started that may start, so that what comes behind them may."""
         return self.through is None or self.started >= self.through
 
-    def add(self, call: OrderedCall, *, is_numbered: bool) -> None:
-        """Take the next call of the program, and start it if it may."""
-        terms, self._seq = call.terms(), call.number()
+    def add(self, call: OrderedCall, terms: bytes, seq: int, *, is_numbered: bool) -> None:
+        """Take the next call of the program, and start it if it may.
+
+        Args:
+            call: the call.
+            terms: a hash of what all ranks have to call alike.
+            seq: its number among all calls of the group, on arrays of the host, too.
+            is_numbered: rank 0 decides when it starts; here it only has a position.
+        """
         self.called += 1
-        entry = Entry(call, self.called, (self._last, terms), self._seq, is_numbered)
-        self._last = terms
+        entry = Entry(call, self.called, (self._last, terms), seq, is_numbered)
+        self._last, self._seq = terms, seq
         self._entries.append(entry)
         self._unhashed.append(entry)
         self._waiting.append(entry)
@@ -162,7 +162,7 @@ class ProgramOrder:
             entry = self._waiting.popleft()
             self.started = entry.position
             if not entry.is_numbered:
-                entry.call.proceed(self.is_staged)
+                entry.call.begin(self.is_staged)
         if self.started > before:
             self._moved()
 

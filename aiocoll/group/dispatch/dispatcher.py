@@ -184,7 +184,11 @@ class Dispatcher:
         plan = self.planner.plan(kind, buffer.dtype, (buffer.count,), op=op, root=root)
         if call is not None:
             keep(self._plans_by_array, call, (plan, op))
-        return self.start(plan, (buffer,), buffer, buffer.result, timeout, key)
+        # As in `start`, without the call.
+        arrays: list[Any] = [buffer.array]
+        executor = None if type(arrays[0]) is _ndarray else self._on_device(plan, arrays)
+        unwrap = None if buffer.writeback is None else _unstage((buffer,), buffer.result)
+        return self._launch(plan, arrays, buffer.shape, buffer.result, timeout, key, unwrap, executor)
 
     def start(
         self,
