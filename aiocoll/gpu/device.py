@@ -210,7 +210,7 @@ class Device:
             raise ValueError(f"stream {stream:#x} is closed, or is not one of CUDA device {self.ordinal}")
         loop = asyncio.get_running_loop()
         launched = Launched(self._events, waiter, stream, call, keep, done, loop)
-        if waiter.admit(launched.launch) and not (at_once and self._launcher.attempt(launched.launch_here)):
+        if waiter.admit(launched.launch) and not (at_once and self._launcher.attempt(launched)):
             self._launcher.put(launched.launch)
         return launched
 

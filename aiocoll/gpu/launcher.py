@@ -59,13 +59,13 @@ class LaunchThread:
             self._unfinished += 1
             self._queue.put(call)
 
-    def attempt(self, call: Callable[[], None]) -> bool:
-        """Make `call` in this thread, unless an earlier one has not returned; return whether it was made."""
+    def attempt(self, launched: Launched) -> bool:
+        """Launch a call in this thread, unless an earlier one has not returned; return whether it was launched."""
         with self._counting:
             if self._unfinished or not self._calling.acquire(blocking=False):
                 return False
         try:
-            call()
+            launched.events.on_device(launched.launch, False)
         finally:
             self._calling.release()
         return True
@@ -100,6 +100,7 @@ class Launched:
     Attributes:
         enqueued: the launcher has put it on its stream, or failed to.
         error: its error or None; set before `enqueued`, or at the end.
+        events: of its device.
         event: done when all of its work on the stream is; 0 before and after.
     """
 
@@ -107,7 +108,6 @@ class Launched:
         "__weakref__",
         "_call",
         "_done",
-        "_events",
         "_keep",
         "_stream",
         "_waiter",
@@ -115,6 +115,7 @@ class Launched:
         "enqueued",
         "error",
         "event",
+        "events",
         "loop",
     )
 
@@ -132,7 +133,7 @@ class Launched:
         self.enqueued = False
         self.error: DeviceError | None = None
         self.event = 0
-        self._events = events
+        self.events = events
         self._waiter = waiter
         self._stream = stream
         self._call: Callable[[], None] | None = call
@@ -140,12 +141,8 @@ class Launched:
         self._done: Callable[[DeviceError | None], None] | None = done
         self._wanted: list[asyncio.Future[None]] = []
 
-    def launch_here(self) -> None:
-        """Put it on its stream, in the loop."""
-        self._events.on_device(self.launch, False)
-
     def launch(self, look: bool = True) -> None:
-        """Put it on its stream; in the launcher, which then may `look` whether it has ended."""
+        """Put it on its stream, on the thread's device; in the launcher, which then may `look` whether it has ended."""
         assert self._call is not None
         try:
             self._call()
@@ -153,7 +150,7 @@ class Launched:
             self.failed(exc)
         try:
             # After an error too: earlier work on the stream, perhaps a part of this call, is not done yet.
-            self.event = self._events.record(self._stream)
+            self.event = self.events.record(self._stream)
         except BaseException as exc:
             self.failed(exc)
         # Not earlier: an event that was not recorded counts as done.
@@ -190,7 +187,7 @@ class Launched:
         if not self.enqueued:
             raise DeviceError("launch", "it was released before it was launched", fatal=False)
         if self.event:  # returned to the pool in this thread only
-            self._events.on_device(self._events.cuda.stream_wait, stream, self.event)
+            self.events.on_device(self.events.cuda.stream_wait, stream, self.event)
 
     def release(self) -> None:
         """Resume the waiters in `on_stream`: the call is on the stream, or will not be; in the loop."""
@@ -215,10 +212,10 @@ class Launched:
         """Drop the references; the loop is closed, so the end is not reported."""
         self._call = self._done = self._keep = None
         if self.event:
-            self._events.give(self.event)
+            self.events.give(self.event)
             self.event = 0
 
     def __del__(self) -> None:
         # The loop was closed before it ran the callback.
         if self.event:
-            self._events.give(self.event)
+            self.events.give(self.event)

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 
 from aiocoll.elements.device import DeviceArray
+from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference
+from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import KEYED, Signature
 from aiocoll.engine.operations.verify import Compared
 from aiocoll.errors import GroupError
@@ -41,25 +43,37 @@ from aiocoll.work import Work
 __all__ = ["Agreed", "DeviceCall"]
 
 
-class DeviceCall(NamedTuple):
-    """A call on CUDA arrays.
+class DeviceCall:
+    """A call on CUDA arrays; it is the executor of its plan.
 
     Attributes:
+        state: the group's state on the device.
         kind: what to do.
         arrays: on the device, numbered as the plan's buffers; None where this rank has none.
         is_checked: just now, none of their streams was being captured.
+        signature: what the ranks must agree on.
     """
 
-    kind: Kind
-    arrays: Sequence[DeviceArray | None]
-    is_checked: bool = False
+    __slots__ = ("arrays", "is_checked", "kind", "signature", "state")
+
+    def __init__(
+        self, state: DeviceState, kind: Kind, arrays: Sequence[DeviceArray | None], is_checked: bool = False
+    ) -> None:
+        self.state = state
+        self.kind = kind
+        self.arrays = arrays
+        self.is_checked = is_checked
+        self.signature = kind.signature
+
+    def __call__(self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> Operation:
+        """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
+        return Agreed(identity, self, work)
 
 
 class Agreed(Compared):
     """One rank's part in one collective on CUDA arrays.
 
     Args:
-        state: the group's state on the device.
         call: what this rank calls.
     """
 
@@ -82,10 +96,12 @@ class Agreed(Compared):
         "_staged",
     )
 
-    def __init__(self, state: DeviceState, identity: int, call: DeviceCall, work: Work[Any]) -> None:
-        super().__init__(state.comm, identity, call.kind.signature, None, work)
-        self._device_state = state
-        self._kind, self._arrays, self._is_checked = call
+    def __init__(self, identity: int, call: DeviceCall, work: Work[Any]) -> None:
+        super().__init__(call.state.comm, identity, call.signature, None, work)
+        self._device_state = call.state
+        self._kind = call.kind
+        self._arrays = call.arrays
+        self._is_checked = call.is_checked
         self._marks: tuple[int, ...] = ()
         self._staged: Staged | None = None
         #: The device has work of it enqueued.

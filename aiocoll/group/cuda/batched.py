@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import msgpack
 
 from aiocoll.group.cuda.agreed import Agreed, DeviceCall
-from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.kinds import hashed
 from aiocoll.group.cuda.native import STAGED, Native
 from aiocoll.work import Work
@@ -39,19 +38,16 @@ class BatchedCalls(Agreed):
     """One rank's part in several collectives on CUDA arrays that share no memory which is written.
 
     Args:
-        state: the group's state on the device.
         members: in the order common to all ranks.
         ordered: it starts in the order of the program.
     """
 
     __slots__ = ("_is_ordered", "_left", "_members")
 
-    def __init__(
-        self, state: DeviceState, identity: int, members: Sequence[Member], ordered: bool, work: Work[Any]
-    ) -> None:
+    def __init__(self, identity: int, members: Sequence[Member], ordered: bool, work: Work[Any]) -> None:
         first = members[0].call
         arrays = [array for member in members for array in member.call.arrays]
-        super().__init__(state, identity, first._replace(arrays=arrays), work)
+        super().__init__(identity, DeviceCall(first.state, first.kind, arrays), work)
         work._value = [member.result for member in members]
         self._members = members
         self._is_ordered = ordered
@@ -83,7 +79,7 @@ class BatchedCalls(Agreed):
         """Launch what NCCL can carry out, and stage the rest."""
         native, others = [], []
         for member in self._members:
-            kind, arrays, _ = member.call
+            kind, arrays = member.call.kind, member.call.arrays
             if kind.is_empty:
                 continue
             way = STAGED if staged else kind.way(self._device_state.decision)
@@ -130,7 +126,7 @@ class BatchedCalls(Agreed):
 
         def make(identity: int, work: Work[Any]) -> _Part:
             work.op, work._shape = member.op, member.shape
-            return _Part(self._device_state, identity, member.call, marks, work)
+            return _Part(identity, member.call, marks, work)
 
         self._start_child(f"member {number} of {self.id}", make, self.ended)
 
@@ -140,10 +136,8 @@ class _Part(Agreed):
 
     __slots__ = ()
 
-    def __init__(
-        self, state: DeviceState, identity: int, call: DeviceCall, marks: tuple[int, ...], work: Work[Any]
-    ) -> None:
-        super().__init__(state, identity, call, work)
+    def __init__(self, identity: int, call: DeviceCall, marks: tuple[int, ...], work: Work[Any]) -> None:
+        super().__init__(identity, call, work)
         self.agreed(marks)
 
     def enter(self) -> None:

@@ -204,7 +204,8 @@ class _Reduction(NamedTuple):
 
 
 def _all_reduce(reduction: _Reduction, op: ReduceOp | None, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
-    (array,) = _given(arrays)
+    array = arrays[0]
+    assert array is not None
     each, dtype, number = reduction
     if op is not None and op.factor is not None:
         tools.cuda.scale(array.ptr, array.ptr, array.size, array.dtype.name, op.factor, tools.stream)
@@ -212,13 +213,15 @@ def _all_reduce(reduction: _Reduction, op: ReduceOp | None, arrays: Sequence[Dev
 
 
 def _reduce(reduction: _Reduction, root: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
-    (array,) = _given(arrays)
+    array = arrays[0]
+    assert array is not None
     each, dtype, number = reduction
     tools.end.reduce(array.ptr, array.ptr, array.size * each, dtype, number, root, tools.stream)
 
 
 def _broadcast(root: int, arrays: Sequence[DeviceArray | None], tools: Tools) -> None:
-    (array,) = _given(arrays)
+    array = arrays[0]
+    assert array is not None
     tools.end.broadcast(array.ptr, array.ptr, array.nbytes, _BYTES, root, tools.stream)
 
 

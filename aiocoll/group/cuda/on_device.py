@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from aiocoll.elements.device import UNKNOWN, DeviceArray
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Plan
-from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import Cuda
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import runtime
-from aiocoll.group.cuda.agreed import Agreed, DeviceCall
+from aiocoll.group.cuda.agreed import DeviceCall
 from aiocoll.group.cuda.batched import BatchedCalls, Member
 from aiocoll.group.cuda.device_state import DeviceState
-from aiocoll.group.cuda.kinds import Kind
 from aiocoll.group.cuda.messages import DeviceContent, DeviceRecv, DeviceSend
-from aiocoll.work import Work
 
-__all__ = ["DeviceCalls", "DeviceExecutor"]
+__all__ = ["DeviceCalls"]
 
 
 class DeviceCalls:
@@ -50,7 +45,8 @@ class DeviceCalls:
         """
         cuda, nccl = runtime()
         device = Device.of(cuda, _ordinal(cuda, arrays, 0))
-        _check_streams(device, arrays)
+        for stream in {each.stream for each in arrays if each is not None}:
+            device.check_capture(stream)
         return DeviceCalls(DeviceState(comm, device, nccl, forced, ahead))
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> None:
@@ -60,20 +56,23 @@ class DeviceCalls:
             ValueError: they are on another device than those of earlier calls.
             RuntimeError: the caller's stream is being captured into a graph.
         """
-        device = self.state.device
+        device, checked = self.state.device, None
         for each in arrays:
             if each is not None and each.device != device.ordinal:
                 self._check_device(arrays)
                 break
-        _check_streams(device, arrays)
+        for each in arrays:
+            if each is not None and each.stream != checked:
+                checked = each.stream
+                device.check_capture(checked)
 
-    def executor(self, plan: Plan, at_once: bool) -> DeviceExecutor:
-        """Return what carries out a collective; `at_once`: the call whose arrays were just checked."""
-        return DeviceExecutor(self.state, self.state.kind(plan), at_once)
+    def executor(self, plan: Plan, arrays: Sequence[DeviceArray | None], at_once: bool) -> DeviceCall:
+        """Return what carries out a collective on arrays that were just checked; `at_once`: now, or maybe later."""
+        return DeviceCall(self.state, self.state.kind(plan), arrays, at_once)
 
     def batched(self, members: Sequence[Member], ordered: bool) -> Make:
         """Return what makes the operation of several collectives; `ordered`: it starts in the order of the program."""
-        return lambda identity, work: BatchedCalls(self.state, identity, members, ordered, work)
+        return lambda identity, work: BatchedCalls(identity, members, ordered, work)
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
         """Return what makes a send to rank `dst`; `code` is that of the dtype."""
@@ -91,32 +90,6 @@ class DeviceCalls:
                 f"group {self.state.comm.name!r} works on CUDA device {device.ordinal}, where the arrays of its first "
                 f"call were; these are on device {ordinal}: make a group for each device"
             )
-
-
-class DeviceExecutor:
-    """The executor of a plan on CUDA arrays.
-
-    Attributes:
-        signature: that of the call.
-    """
-
-    __slots__ = ("_at_once", "_kind", "_state", "signature")
-
-    def __init__(self, state: DeviceState, kind: Kind, at_once: bool) -> None:
-        self._state = state
-        self._kind = kind
-        self._at_once = at_once
-        self.signature: Signature = kind.signature
-
-    def __call__(self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> Operation:
-        """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
-        return Agreed(self._state, identity, DeviceCall(self._kind, arrays, self._at_once), work)
-
-
-def _check_streams(device: Device, arrays: Sequence[DeviceArray | None]) -> None:
-    """Refuse streams that are being captured."""
-    for stream in {each.stream for each in arrays if each is not None}:
-        device.check_capture(stream)
 
 
 def _ordinal(cuda: Cuda, arrays: Sequence[DeviceArray | None], empty: int) -> int:

@@ -172,7 +172,8 @@ class Pacing:
             self._confirm(position)
         else:
             self._let_through(position)
-        self._place_all()
+        if self._queue or self._shares is not None:
+            self._place_all()
         is_calm = not (self._queue or self._shares or self._is_shared) and position - self._placed_at >= CALM
         if self._state == PACED and is_calm:
             self._state = AHEAD

@@ -139,7 +139,8 @@ class ProgramOrder:
                 self._known.clear()
             self._known.add(entry.pair)
             entry.call.confirmed()
-        self._go_on()
+        if self._waiting:
+            self._go_on()
 
     def hashes(self, start: int, stop: int) -> Sequence[int]:
         """Return the hashes of positions that are not confirmed, `stop` included."""

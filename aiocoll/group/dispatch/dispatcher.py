@@ -432,7 +432,14 @@ class Dispatcher:
 
     def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
         """Return what carries out `plan` on CUDA arrays."""
-        return plan.executor if self.dry else self.on_device(arrays).executor(plan, not self._diverts)
+        if self.dry:
+            return plan.executor
+        calls = self._device_calls
+        if calls is None:
+            calls = self.on_device(arrays)
+        else:  # the group is checked as the call is launched
+            calls.check(arrays)
+        return calls.executor(plan, arrays, not self._diverts)
 
     def as_one(self, calls: Sequence[Call], ordered: bool) -> Make:
         """Return what makes one operation of several collectives on CUDA arrays, which have been checked.
@@ -441,13 +448,12 @@ class Dispatcher:
             calls: the collectives.
             ordered: it starts at its place in the order of the program.
         """
-        from aiocoll.group.cuda.agreed import DeviceCall
         from aiocoll.group.cuda.batched import Member
 
         made = self._device_calls
         assert made is not None
         members = [
-            Member(call.op, call.shape, call.result, DeviceCall(made.state.kind(call.on_device), call.arrays or ()))
+            Member(call.op, call.shape, call.result, made.executor(call.on_device, call.arrays or (), False))
             for call in calls
             if call.on_device is not None
         ]
