@@ -116,7 +116,7 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
         raise _not_an_array(obj, name)
     if hasattr(obj, "__cuda_array_interface__"):
         array = _views().of_interface(obj, name, writable)
-        return _on_device(array, tuple(obj.__cuda_array_interface__["shape"]), obj)
+        return Buffer(array, array.dtype, tuple(obj.__cuda_array_interface__["shape"]), obj, array.back)
     if _dlpack_kind(obj) == _DLPACK_CUDA:
         return _of_dlpack(obj, name, writable)
     return _of_numpy(_import_array(obj, name), obj, name, writable)
@@ -289,7 +289,7 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
         device = tensor.device.type
         if device == "cuda":
             array = _views().of_torch(torch, tensor, _known(tensor, name)[0], name, writable)
-            return _on_device(array, tuple(tensor.shape), tensor)
+            return Buffer(array, array.dtype, tuple(tensor.shape), tensor, array.back)
         message = f"{name} must be a dense tensor on the CPU or on CUDA, not {tensor.layout} on {device}"
         raise TypeError(message)
     dtype, carrier = _known(tensor, name)
@@ -340,10 +340,6 @@ def _views() -> Any:
     return device_views
 
 
-def _on_device(array: DeviceArray, shape: tuple[int, ...], obj: Any) -> Buffer:
-    return Buffer(array, array.dtype, shape, obj, array.back)  # type: ignore[arg-type]
-
-
 def _dlpack_kind(obj: Any) -> int | None:
     """Return the DLPack device type of an object; None if it does not support DLPack."""
     if not (hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__")):
@@ -352,7 +348,8 @@ def _dlpack_kind(obj: Any) -> int | None:
 
 
 def _of_cupy(cupy: Any, obj: Any, name: str, writable: bool) -> Buffer:
-    return _on_device(_views().of_cupy(cupy, obj, name, writable), tuple(obj.shape), obj)
+    array = _views().of_cupy(cupy, obj, name, writable)
+    return Buffer(array, array.dtype, tuple(obj.shape), obj, array.back)
 
 
 def _of_dlpack(obj: Any, name: str, writable: bool) -> Buffer:

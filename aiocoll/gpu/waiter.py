@@ -98,8 +98,9 @@ class CompletionThread:
                 return
         with self._lock:
             self._calls.append(launched)
-            self._is_awake = True
-            self._wake.notify()
+            if not self._is_awake:
+                self._is_awake = True
+                self._wake.notify()
 
     def stop(self, ended: Callable[[], object]) -> None:
         """End the thread after the earlier calls, and call `ended` in it; called in the launcher."""
