@@ -11,7 +11,6 @@ import ctypes
 import importlib.util
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +170,7 @@ class CtypesCommunicator:
     def __init__(self, nccl: CtypesNccl, handle: int) -> None:
         self._nccl = nccl
         self._handle = handle
+        #: Held by the thread that is inside NCCL.
         self._inside = threading.Lock()
         self._over = threading.Event()
 
@@ -213,7 +213,8 @@ class CtypesCommunicator:
 
     def destroy(self) -> None:
         """Destroy the communicator, together with the other ranks."""
-        with self._within("ncclCommFinalize"):
+        with self._inside:
+            self._check_open("ncclCommFinalize")
             status = self._nccl.call("ncclCommFinalize", self._handle)
         self.finish("ncclCommFinalize", status)
         self._end("ncclCommDestroy")
@@ -233,24 +234,22 @@ class CtypesCommunicator:
         self._nccl.check(name, status)
 
     def _start(self, name: str, *args: int, stream: int) -> None:
-        with self._within(name):
+        with self._inside:
+            self._check_open(name)
             status = self._nccl.call(name, *args, self._handle, stream)
         if status not in (_SUCCESS, _IN_PROGRESS) or not self._nccl.joins(self):
             self.finish(name, status)
 
     def _status(self, name: str) -> int:
         status = ctypes.c_int()
-        with self._within(name):
+        with self._inside:
+            self._check_open(name)
             self._nccl.check(name, self._nccl.call("ncclCommGetAsyncError", self._handle, ctypes.byref(status)))
         return status.value
 
-    @contextmanager
-    def _within(self, name: str) -> Iterator[None]:
-        """Let no other thread be inside NCCL, unless the communicator has ended."""
-        with self._inside:
-            if self._over.is_set():
-                raise DeviceError(name, "the communicator has ended")
-            yield
+    def _check_open(self, name: str) -> None:
+        if self._over.is_set():
+            raise DeviceError(name, "the communicator has ended")
 
     def _end(self, name: str) -> None:
         with self._inside:

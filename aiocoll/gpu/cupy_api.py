@@ -11,9 +11,9 @@ import ctypes
 import os
 import threading
 import warnings
-from functools import cache
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import cupy
 import numpy as np
@@ -25,6 +25,9 @@ from aiocoll.gpu.api import Cuda, DeviceError, Nccl
 from aiocoll.gpu.driver import HARMLESS, Driver, load
 
 __all__ = ["cuda", "nccl"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _OLDEST = 14
 _INVALID_ARGUMENT = 4
@@ -49,28 +52,34 @@ if int(cupy.__version__.partition(".")[0]) < _OLDEST:
     raise ImportError(f"CuPy {cupy.__version__} is too old, it must be {_OLDEST} or later")
 
 
-class _Named:
-    """Turns what CuPy raises in its block into `DeviceError` of `call`."""
+def _error(call: str, error: Exception, fatal: bool) -> DeviceError:
+    """Return what CuPy has raised in a call as a `DeviceError`."""
+    if isinstance(error, KeyError):
+        # CuPy fails to raise for an NCCL status that it does not know.
+        status = error.args[0]
+        return DeviceError(call, _UNKNOWN.get(status, f"status {status}"))
+    number = getattr(error, "status", None)
+    if isinstance(error, runtime.CUDARuntimeError):
+        fatal = fatal or number not in HARMLESS
+    else:
+        fatal = fatal or number != _INVALID_ARGUMENT
+    return DeviceError(call, str(error), fatal=fatal, status=number or 0)
 
-    def __init__(self, call: str, *, fatal: bool = False) -> None:
-        self._call = call
-        self._fatal = fatal
 
-    def __enter__(self) -> None:
-        pass
+def _named(call: str, *, fatal: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Turn what CuPy raises in a function into `DeviceError` of `call`."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, runtime.CUDARuntimeError):
-            fatal = self._fatal or error.status not in HARMLESS
-        elif isinstance(error, KeyError):
-            # CuPy fails to raise for an NCCL status that it does not know.
-            status = error.args[0]
-            raise DeviceError(self._call, _UNKNOWN.get(status, f"status {status}")) from error
-        elif isinstance(error, RuntimeError):
-            fatal = self._fatal or getattr(error, "status", None) != _INVALID_ARGUMENT
-        else:
-            return
-        raise DeviceError(self._call, str(error), fatal=fatal, status=getattr(error, "status", 0)) from error
+    def named(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def made(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except (KeyError, RuntimeError) as error:
+                raise _error(call, error, fatal) from error
+
+        return made
+
+    return named
 
 
 class _StreamAddress:
@@ -93,9 +102,9 @@ class _Cuda:
         self.device_of = driver.device_of
         self.event_done = driver.event_done
 
+    @_named("cudaRuntimeGetVersion")
     def version(self) -> int:
-        with _Named("cudaRuntimeGetVersion"):
-            return int(runtime.runtimeGetVersion())
+        return int(runtime.runtimeGetVersion())
 
     def device_count(self) -> int:
         try:
@@ -103,78 +112,78 @@ class _Cuda:
         except runtime.CUDARuntimeError:
             return 0
 
+    @_named("cudaDeviceGetPCIBusId")
     def bus_id(self, device: int) -> str:
-        with _Named("cudaDeviceGetPCIBusId"):
-            return str(runtime.deviceGetPCIBusId(device))
+        return str(runtime.deviceGetPCIBusId(device))
 
+    @_named("cudaDeviceGetAttribute")
     def capability(self, device: int) -> tuple[int, int]:
-        with _Named("cudaDeviceGetAttribute"):
-            major, minor = (int(runtime.deviceGetAttribute(attribute, device)) for attribute in _CAPABILITY)
-            return major, minor
+        major, minor = (int(runtime.deviceGetAttribute(attribute, device)) for attribute in _CAPABILITY)
+        return major, minor
 
+    @_named("cudaGetDevice")
     def current(self) -> int:
-        with _Named("cudaGetDevice"):
-            return int(runtime.getDevice())
+        return int(runtime.getDevice())
 
+    @_named("cudaStreamCreateWithFlags")
     def stream_create(self) -> int:
-        with _Named("cudaStreamCreateWithFlags"):
-            return int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
+        return int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
 
+    @_named("cudaStreamDestroy")
     def stream_destroy(self, stream: int) -> None:
-        with _Named("cudaStreamDestroy"):
-            runtime.streamDestroy(stream)
+        runtime.streamDestroy(stream)
 
+    @_named("cudaStreamIsCapturing")
     def is_capturing(self, stream: int) -> bool:
-        with _Named("cudaStreamIsCapturing"):
-            return bool(runtime.streamIsCapturing(stream))
+        return bool(runtime.streamIsCapturing(stream))
 
+    @_named("cudaEventCreateWithFlags")
     def event_create(self) -> int:
-        with _Named("cudaEventCreateWithFlags"):
-            return int(runtime.eventCreateWithFlags(runtime.eventBlockingSync | runtime.eventDisableTiming))
+        return int(runtime.eventCreateWithFlags(runtime.eventBlockingSync | runtime.eventDisableTiming))
 
+    @_named("cudaEventDestroy")
     def event_destroy(self, event: int) -> None:
-        with _Named("cudaEventDestroy"):
-            runtime.eventDestroy(event)
+        runtime.eventDestroy(event)
 
+    @_named("cudaEventRecord")
     def event_record(self, event: int, stream: int) -> None:
-        with _Named("cudaEventRecord"):
-            runtime.eventRecord(event, stream)
+        runtime.eventRecord(event, stream)
 
+    @_named("cudaEventSynchronize")
     def event_synchronize(self, event: int) -> None:
-        with _Named("cudaEventSynchronize"):
-            runtime.eventSynchronize(event)
+        runtime.eventSynchronize(event)
 
+    @_named("cudaStreamWaitEvent")
     def stream_wait(self, stream: int, event: int) -> None:
-        with _Named("cudaStreamWaitEvent"):
-            runtime.streamWaitEvent(stream, event)
+        runtime.streamWaitEvent(stream, event)
 
+    @_named("cudaHostAlloc")
     def pinned(self, nbytes: int) -> NDArray[Any]:
-        with _Named("cudaHostAlloc"):
-            if not nbytes:
-                return np.empty(0, np.uint8)
-            # The pointer owns the memory, and the array the pointer. CuPy's pool would never free it.
-            pointer = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
-            return np.frombuffer(pointer, np.uint8, nbytes)
+        if not nbytes:
+            return np.empty(0, np.uint8)
+        # The pointer owns the memory, and the array the pointer. CuPy's pool would never free it.
+        pointer = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
+        return np.frombuffer(pointer, np.uint8, nbytes)
 
+    @_named("cudaMemcpyAsync")
     def copy_to_host(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        with _Named("cudaMemcpyAsync"):
-            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToHost, stream)
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToHost, stream)
 
+    @_named("cudaMemcpyAsync")
     def copy_to_device(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        with _Named("cudaMemcpyAsync"):
-            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyHostToDevice, stream)
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyHostToDevice, stream)
 
+    @_named("cudaMemcpyAsync")
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        with _Named("cudaMemcpyAsync"):
-            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream)
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, stream)
 
+    @_named("cudaMallocAsync")
     def scratch(self, nbytes: int, stream: int) -> int:
-        with _Named("cudaMallocAsync"):
-            return int(runtime.mallocAsync(nbytes, stream))
+        return int(runtime.mallocAsync(nbytes, stream))
 
+    @_named("cudaFreeAsync")
     def scratch_free(self, address: int, stream: int) -> None:
-        with _Named("cudaFreeAsync"):
-            runtime.freeAsync(address, stream)
+        runtime.freeAsync(address, stream)
 
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
         if dtype not in _SCALE and dtype not in _SCALED:
@@ -194,33 +203,33 @@ class _Communicator:
         self._ending = threading.Lock()
         self._ended = False
 
+    @_named("ncclAllReduce")
     def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        with _Named("ncclAllReduce"):
-            self._made.allReduce(source, target, count, dtype, op, stream)
+        self._made.allReduce(source, target, count, dtype, op, stream)
 
+    @_named("ncclReduce")
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
-        with _Named("ncclReduce"):
-            self._made.reduce(source, target, count, dtype, op, root, stream)
+        self._made.reduce(source, target, count, dtype, op, root, stream)
 
+    @_named("ncclBroadcast")
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
-        with _Named("ncclBroadcast"):
-            self._made.broadcast(source, target, count, dtype, root, stream)
+        self._made.broadcast(source, target, count, dtype, root, stream)
 
+    @_named("ncclAllGather")
     def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        with _Named("ncclAllGather"):
-            self._made.allGather(source, target, count, dtype, stream)
+        self._made.allGather(source, target, count, dtype, stream)
 
+    @_named("ncclReduceScatter")
     def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        with _Named("ncclReduceScatter"):
-            self._made.reduceScatter(source, target, count, dtype, op, stream)
+        self._made.reduceScatter(source, target, count, dtype, op, stream)
 
+    @_named("ncclSend")
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        with _Named("ncclSend"):
-            self._made.send(source, count, dtype, peer, stream)
+        self._made.send(source, count, dtype, peer, stream)
 
+    @_named("ncclRecv")
     def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        with _Named("ncclRecv"):
-            self._made.recv(target, count, dtype, peer, stream)
+        self._made.recv(target, count, dtype, peer, stream)
 
     def async_error(self) -> str | None:
         try:
@@ -244,8 +253,7 @@ class _Communicator:
             if self._ended:
                 return
             self._ended = True
-        with _Named(call, fatal=True):
-            end()
+        _named(call, fatal=True)(end)()
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._made))
 
 
@@ -255,13 +263,13 @@ class _Nccl:
     def __init__(self, library: Any) -> None:
         self._library = library
 
+    @_named("ncclGetVersion")
     def version(self) -> int:
-        with _Named("ncclGetVersion"):
-            return int(self._library.get_version())
+        return int(self._library.get_version())
 
+    @_named("ncclGetUniqueId")
     def unique_id(self) -> bytes:
-        with _Named("ncclGetUniqueId"):
-            return bytes(self._library.get_unique_id())
+        return bytes(self._library.get_unique_id())
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> _Communicator:
         if os.environ.get("NCCL_COMM_BLOCKING") == "0":
@@ -271,18 +279,17 @@ class _Nccl:
         # Freeing the object would destroy the communicator, which may block its thread for ever: it is kept until
         # `_end`, else for the life of the process. So is one that failed to initialise, of which NCCL keeps a part.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-        with _Named("ncclCommInitRank", fatal=True):
-            made.__init__(world_size, unique_id, rank)
+        _named("ncclCommInitRank", fatal=True)(made.__init__)(world_size, unique_id, rank)
         return _Communicator(made)
 
+    @_named("ncclGroupStart")
     def group_start(self) -> None:
-        with _Named("ncclGroupStart"):
-            self._library.groupStart()
+        self._library.groupStart()
 
+    @_named("ncclGroupEnd", fatal=True)
     def group_end(self) -> None:
         # What fails here has failed in all communicators of the group.
-        with _Named("ncclGroupEnd", fatal=True):
-            self._library.groupEnd()
+        self._library.groupEnd()
 
 
 @cache
