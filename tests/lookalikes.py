@@ -217,6 +217,9 @@ class Torch(Module):
                 assert not self.requires_grad, "what is done to it is recorded by autograd"
                 return Tensor(host, self.dtype[6:], self.device.index, **more)
 
+            def __getitem__(self, part: slice) -> Tensor:
+                return self._like(self.host[part])
+
             def get_device(self) -> int:
                 return int(self.device.index)
 

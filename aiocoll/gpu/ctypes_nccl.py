@@ -16,7 +16,7 @@ from typing import Any
 
 from aiocoll.gpu.api import DeviceError
 
-__all__ = ["SIGNATURES", "Config", "CtypesCommunicator", "CtypesNccl", "UniqueId", "load"]
+__all__ = ["SIGNATURES", "Config", "CtypesCommunicator", "CtypesNccl", "UniqueId", "library", "load"]
 
 UNIQUE_ID_BYTES = 128
 
@@ -260,15 +260,25 @@ class CtypesCommunicator:
 
 
 def load() -> CtypesNccl:
-    """Return NCCL, as torch has loaded it, or as a package of NVIDIA or the system has it.
+    """Return NCCL.
 
     Raises:
         OSError: there is none.
+        AttributeError: it lacks a function.
         DeviceError: it cannot be used.
+    """
+    return CtypesNccl(library())
+
+
+def library() -> ctypes.CDLL:
+    """Return libnccl, as torch has loaded it, or as a package of NVIDIA or the system has it.
+
+    Raises:
+        OSError: there is none.
     """
     for name in _names():
         try:
-            return CtypesNccl(ctypes.CDLL(name))
+            return ctypes.CDLL(name)
         except OSError as error:
             last = error
     raise last

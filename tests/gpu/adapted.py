@@ -22,12 +22,10 @@ from aiocoll.gpu.driver import Driver
 
 from ..fakes.cuda import FakeCuda
 from . import stub_cupy
+from .kinds import ADAPTER
+from .played_kernels import launching
 from .stub_driver import CONTEXT, Pointer, put
-from .stub_libraries import CUDA_H, NCCL_H, kinds
-
-#: The variable that says by which adapter devices are called, and what it may be; not set: by none, or the default.
-ADAPTER = "GPU_ADAPTER"
-ADAPTERS = ("cupy", "ctypes")
+from .stub_libraries import CUDA_H, LAUNCH_H, NCCL_H, RAW_H, kinds
 
 #: Functions of cuda.h that `Driver` calls.
 DRIVER_H = {
@@ -106,8 +104,9 @@ def libcuda(cuda: FakeCuda) -> Any:
         "cuMemcpyDtoDAsync_v2": cuda.copy,
         "cuMemAllocAsync": lambda where, nbytes, stream: put(where, cuda.scratch(nbytes, stream), _WIDE),
         "cuMemFreeAsync": cuda.scratch_free,
+        **launching(cuda),
     }
-    return _library({**DRIVER_H, **CUDA_H}, functions, REFUSED, FAILED)
+    return _library({**DRIVER_H, **CUDA_H, **LAUNCH_H}, functions, REFUSED, FAILED)
 
 
 def _write(where: Pointer, text: bytes) -> None:
@@ -115,10 +114,14 @@ def _write(where: Pointer, text: bytes) -> None:
 
 
 class _End:
-    """One rank's end: what it is doing in a thread, and how often it says that it has not done it yet."""
+    """One rank's end: what it is doing in a thread, and how often it says that it has not done it yet.
 
-    def __init__(self) -> None:
-        self.made: Any = None
+    Of a blocking one, calls are done when they return.
+    """
+
+    def __init__(self, made: Any = None) -> None:
+        self.made = made
+        self.is_blocking = made is not None
         self.thread: threading.Thread | None = None
         self.failed = False
         self.unfinished = 0
@@ -158,10 +161,17 @@ def libnccl(cuda: FakeCuda, nccl: Any) -> Any:
 
         return end.begin(make)
 
+    def init_blocking(where: Pointer, size: int, identity: Any, rank: int) -> None:
+        handle = next(handles)
+        ends[handle] = _End(nccl.init(size, bytes(memoryview(identity)), rank))
+        put(where, handle, _WIDE)
+
     def call(name: str) -> Callable[..., int]:
         def called(*args: int) -> int:
             *first, handle, stream = args
             getattr(ends[handle].made, name)(*first, stream)
+            if ends[handle].is_blocking:
+                return SUCCESS
             ends[handle].unfinished = 1
             return IN_PROGRESS
 
@@ -170,6 +180,10 @@ def libnccl(cuda: FakeCuda, nccl: Any) -> Any:
     def finalize(handle: int) -> int:
         made, ends[handle].made = ends[handle].made, None
         return ends[handle].begin(made.destroy)
+
+    def destroy(handle: int) -> None:
+        if (made := ends.pop(handle).made) is not None:
+            made.destroy()
 
     def abort(handle: int) -> None:
         if (made := ends.pop(handle).made) is not None:
@@ -181,7 +195,8 @@ def libnccl(cuda: FakeCuda, nccl: Any) -> Any:
         "ncclCommInitRankConfig": init,
         "ncclCommGetAsyncError": lambda handle, where: put(where, ends[handle].status()),
         "ncclCommFinalize": finalize,
-        "ncclCommDestroy": lambda handle: ends.pop(handle) is None,
+        "ncclCommInitRank": init_blocking,
+        "ncclCommDestroy": destroy,
         "ncclCommAbort": abort,
         "ncclAllReduce": call("all_reduce"),
         "ncclReduce": call("reduce"),
@@ -193,7 +208,7 @@ def libnccl(cuda: FakeCuda, nccl: Any) -> Any:
         "ncclGroupStart": lambda: nccl.group_start(),
         "ncclGroupEnd": lambda: nccl.group_end(),
     }
-    library = _library(NCCL_H, functions, NCCL_REFUSED, NCCL_FAILED)
+    library = _library({**NCCL_H, **RAW_H}, functions, NCCL_REFUSED, NCCL_FAILED)
     library.ncclGetErrorString = _Text()
     return library
 

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.kinds import REAL
+
 #: Modules, and the oldest version that will do.
 MODULES = {
     "numpy": (2,),
@@ -30,10 +32,12 @@ MODULES = {
 #: pytest's plugins: the module of each, by the name that it has where its package is installed.
 PLUGINS = {"asyncio": "pytest_asyncio.plugin", "aiocoll": "aiocoll.testing.plugin"}
 #: What a step may need, in the order in which it is told; without those of the first line there is nothing to be run.
-VITAL = ("numpy", "msgpack", "cupy", "device")
-NEEDED = (*VITAL, "nccl", "ml_dtypes", "pytest", "pytest_asyncio", "uvloop")
+VITAL = ("numpy", "msgpack", "arrays", "device")
+NEEDED = (*VITAL, "nccl", "ctypes", "ml_dtypes", "pytest", "pytest_asyncio", "uvloop")
 #: What may be missing: steps are left out for it, and that is no failure.
-OPTIONAL = ("torch", "two devices")
+OPTIONAL = (*REAL, "two devices")
+#: What is played where the device is.
+ON_REAL = ("arrays", "device", "nccl", "ctypes", *OPTIONAL)
 
 Found = dict[str, Any]
 
@@ -53,7 +57,7 @@ def look(note: Callable[[Found], object] = lambda found: None) -> Found:
         "modules": dict.fromkeys(MODULES, unknown),
     }
     parts: dict[str, Callable[[], Any]] = {
-        "interfaces": _interfaces, "driver": _driver, "cuda": _cuda, "nccl": _nccl
+        "interfaces": _interfaces, "driver": _driver, "cuda": _cuda, "nccl": _nccl, "ctypes": _ctypes
     }  # fmt: skip
     found |= dict.fromkeys(parts, unknown)
     for name in MODULES:
@@ -80,12 +84,12 @@ def missing(found: Mapping[str, Any], fake: bool) -> dict[str, str]:
         gone["device"] = found["cuda"].get("error") or found["driver"].get("error") or "there is none"
     if len(devices) < 2:
         gone["two devices"] = f"there {'is 1' if devices else 'is none'}"
-    if "error" in found["nccl"]:
-        gone["nccl"] = found["nccl"]["error"]
-    told = [*NEEDED, *OPTIONAL]
-    if fake:
-        told = [name for name in told if name not in ("cupy", "device", "nccl", *OPTIONAL)]
-    return {name: gone[name] for name in told if name in gone}
+    for name in ("nccl", "ctypes"):
+        if "error" in found[name]:
+            gone[name] = found[name]["error"]
+    if gone.keys() >= {*REAL}:
+        gone["arrays"] = "there is neither CuPy nor torch"
+    return {name: gone[name] for name in (*NEEDED, *OPTIONAL) if name in gone and not (fake and name in ON_REAL)}
 
 
 def plugins(found: Mapping[str, Any]) -> list[str]:
@@ -98,7 +102,7 @@ def told(found: Mapping[str, Any]) -> str:
     """Return what there is, in lines."""
     modules = [f"{name} {version}" for name, version in found["modules"].items() if isinstance(version, str)]
     lines = [f"Python {found['python']}, {found['executable']}", ", ".join(modules)]
-    for name in ("driver", "cuda", "nccl", "interfaces", "settings"):
+    for name in ("driver", "cuda", "nccl", "ctypes", "interfaces", "settings"):
         shown = found[name]
         lines.append(f"{name}: {', '.join(f'{key} {value}' for key, value in shown.items()) or 'none'}")
     return "\n".join(lines)
@@ -129,23 +133,35 @@ def _driver() -> Found:
 
 
 def _cuda() -> Found:
-    from aiocoll.gpu.cupy_api import cuda
+    """Ask CUDA as groups do: by CuPy, or without it by ctypes."""
+    from aiocoll.gpu.provider import runtime
 
-    made = cuda()
+    made, _ = runtime()
     ordinals = range(made.device_count())
     return {
+        "by": type(made).__module__.rpartition(".")[2],
         "runtime": made.version(),
         "devices": [f"{made.bus_id(each)} ({'.'.join(map(str, made.capability(each)))})" for each in ordinals],
     }
 
 
 def _nccl() -> Found:
-    from aiocoll.gpu.cupy_api import nccl
+    from aiocoll.gpu.provider import runtime, why_no_nccl
 
-    made, why = nccl()
+    _, made = runtime()
     if made is None:
-        raise ImportError(why)
+        raise ImportError(why_no_nccl())
     return {"version": made.version()}
+
+
+def _ctypes() -> Found:
+    """Ask both by ctypes, also where there is CuPy."""
+    from aiocoll.gpu.provider import by_ctypes
+
+    cuda, nccl, why = by_ctypes()
+    if nccl is None:
+        raise ImportError(why)
+    return {"driver": cuda.version(), "nccl": nccl.version()}
 
 
 def _interfaces() -> Found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,9 +36,9 @@ class Gpus:
         torch: what tensors are made of.
     """
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, library: Callable[[FakeCuda], Any]) -> None:
         self.cuda = cuda
-        self.nccl = FakeNccl(cuda)
+        self.nccl = library(cuda)
         self.nccl.connects = True
         self.torch = Torch(lambda stream, device, work: cuda.kernel(stream, work, device))
 
@@ -75,11 +75,11 @@ class Gpus:
 
 
 @contextmanager
-def gpus(devices: int, way: str = "nccl") -> Iterator[Gpus]:
-    """Provide so many devices, and NCCL if that is the way."""
+def gpus(devices: int, way: str = "nccl", library: Callable[[FakeCuda], Any] = FakeNccl) -> Iterator[Gpus]:
+    """Provide so many devices, and NCCL, played by `library`, if that is the way."""
     before = sys.modules.get("torch")
     cuda = FakeCuda(devices)
-    made = Gpus(cuda)
+    made = Gpus(cuda, library)
     sys.modules["torch"] = made.torch  # type: ignore[assignment]
     try:
         used, nccl = adapted(cuda, made.nccl)

@@ -156,7 +156,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if not run.look():
             print("Nothing was run. To see that it runs, without a device: python tests/gpu/run.py --fake")
             return 2
-        found = steps(args.fake, run.folder, things.plugins(run.found))
+        found = steps(args.fake, run.folder, things.plugins(run.found), run.missing)
         only = args.only.split(",") if args.only else [step.name for step in found]
         if unknown := set(only) - {step.name for step in found}:
             parser.error(f"--only: no step is called {', '.join(sorted(unknown))}")

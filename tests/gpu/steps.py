@@ -9,12 +9,12 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from tests.gpu.adapted import ADAPTER, ADAPTERS
+from tests.gpu.kinds import ADAPTER, ADAPTERS, PLAYED, REAL
 
 ROOT = Path(__file__).parents[2]
 #: Seconds that processes which hang have to write the stacks of their threads.
@@ -26,7 +26,9 @@ EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
 #: How much longer steps may take on the fake device: that is no machine for this, but any, which others use as well.
 SLOW = 2
 
-PYTEST = ("pytest", "pytest_asyncio", "ml_dtypes")
+#: What tests import, also those that are not run by pytest; and what those need that are.
+TESTS = ("nccl", "pytest", "ml_dtypes")
+PYTEST = (*TESTS, "pytest_asyncio")
 
 
 class Step(NamedTuple):
@@ -70,16 +72,27 @@ class _Maker(NamedTuple):
         fake: on the fake device.
         folder: for what they write.
         plugins: what pytest has to be told.
+        there: what arrays can be made of here; one of them is enough for some steps.
     """
 
     fake: bool
     folder: Path
     plugins: Sequence[str]
+    there: Sequence[str]
 
     @property
     def kinds(self) -> Sequence[str]:
-        """What arrays are made of; the first is what steps use that need no other."""
-        return ("fake",) if self.fake else ("cupy", "torch")
+        """What arrays are made of, there or not."""
+        return PLAYED if self.fake else REAL
+
+    @property
+    def raw_by(self) -> str:
+        """What calls NCCL in the step without which no other of two ranks can pass."""
+        return "library" if self.there[0] == "torch" else self.there[0]
+
+    def needed(self, kind: str) -> Sequence[str]:
+        """Return what a kind needs; what is played needs nothing."""
+        return () if self.fake else (kind,)
 
     def pytest(self, *more: str) -> Sequence[str]:
         return ("-m", "pytest", "-q", *self.plugins, "-W", "default", *more)
@@ -87,12 +100,34 @@ class _Maker(NamedTuple):
     def alone(self) -> Iterator[Step]:
         """One rank, for arrays of each kind."""
         for kind in self.kinds:
-            yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), ("nccl", "ml_dtypes", kind))
+            needs = (*TESTS, *self.needed(kind))
+            yield Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), needs)
 
-    def two(self, name: str, module: str, how: str, after: str | None = "ours", **environment: str) -> Step:
+    def two(
+        self, name: str, module: str, how: str, after: str | None = "ours", kind: str = "", **environment: str
+    ) -> Step:
         """Two ranks on one device."""
-        words = ("-m", "tests.gpu.on_device.two", module, how, self.kinds[0], str(self.folder))
-        return Step(name, 55, words, ("nccl",), after, environment)
+        words = ("-m", "tests.gpu.on_device.two", module, how, kind or self.there[0], str(self.folder))
+        return Step(name, 55, words, TESTS, after, environment)
+
+    def raw(self) -> Iterator[Step]:
+        """Two ranks on one device without anything of ours in between: by CuPy, and by libnccl."""
+        kind = self.kinds[0]
+        step = self.two(f"raw by {kind}", "raw", kind, None, kind)
+        yield step._replace(needs=(*step.needs, *self.needed(kind)))
+        step = self.two("raw by library", "raw", "library", None, "played" if self.fake else "")
+        yield step._replace(needs=(*step.needs, *self.needed("ctypes")))
+
+    def pairs(self) -> Iterator[Step]:
+        """Two ranks on one device, by aiocoll."""
+        yield self.two("ours", "ours", "sum", after=f"raw by {self.raw_by}")
+        yield self.two("killed", "ours", "killed")
+        yield self.two("aborted", "ours", "aborted")
+        yield self.two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1")
+        yield self.two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1")
+        if self.fake:
+            for how in ("sum", "killed", "aborted"):
+                yield self.two(f"{how} played", "ours", how, "raw by library", "played")
 
     def tests(
         self, file: str, limit: float, name: str = "", chosen: str = "", after: str | None = None
@@ -106,45 +141,52 @@ class _Maker(NamedTuple):
                 f"{name or file} {kind}",
                 limit,
                 (*words, f"tests/gpu/on_device/test_{file}.py"),
-                (*PYTEST, "nccl", *(["torch"] if kind == "torch" else [])),
+                (*PYTEST, *self.needed(kind)),
                 after,
                 {} if kind == "torch" else EAGER,
             )
 
     def adapters(self) -> Iterator[Step]:
-        """What has run by the default adapter, by each other one; on the fake device, that has none, by each."""
+        """What has run by CuPy, by ctypes; without CuPy all has. On the fake device, by each."""
         for adapter in ADAPTERS if self.fake else ADAPTERS[1:]:
-            by = {ADAPTER: adapter}
-            kind = self.kinds[-1]
-            needs = ("nccl", "ml_dtypes", kind)
-            yield Step(f"alone {kind} by {adapter}", 45, ("-m", "tests.gpu.on_device.alone", kind), needs, None, by)
-            for how in ("sum", "killed", "aborted"):
-                yield self.two(f"{how} by {adapter}", "ours", how, **by)
-            for step in self.tests("streams", 50, f"streams by {adapter}"):
-                if step.name.endswith(kind):
-                    yield step._replace(environment={**step.environment, **by})
-            if self.fake:  # of a real one there are not enough
-                words = self.pytest("tests/gpu/test_overlapping.py", "-k", "rows or kinds or first_group or fails")
-                yield Step(f"overlapping by {adapter}", 50, words, PYTEST, None, by)
+            yield from self.adapter(adapter)
+
+    def adapter(self, adapter: str) -> Iterator[Step]:
+        kind, by = self.there[-1], {ADAPTER: adapter}
+        more = () if self.fake else ("cupy", "ctypes")
+        steps = [
+            Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), TESTS),
+            *(self.two(how, "ours", how, kind=kind) for how in ("sum", "killed", "aborted")),
+            *(step for step in self.tests("streams", 50) if step.name.endswith(kind)),
+        ]
+        if self.fake:  # of a real one there are not enough
+            words = self.pytest("tests/gpu/test_overlapping.py", "-k", "rows or kinds or first_group or fails")
+            steps.append(Step("overlapping", 50, words, PYTEST))
+        for step in steps:
+            name, environment = f"{step.name} by {adapter}", {**step.environment, **by}
+            yield step._replace(name=name, needs=(*step.needs, *more), environment=environment)
 
     def bench(self) -> Step:
-        words = ("bench/gpu.py", "--quick", *(["--fake"] if self.fake else []))
+        words = ("bench/gpu.py", "--quick", *(["--fake"] if self.fake else ["--kind", self.there[0]]))
         output = ("--output", f"{self.folder}/RESULTS-gpu.md")
         return Step("bench", 60, (*words, *output), ("uvloop", "nccl", "ml_dtypes"))
 
 
-def steps(fake: bool, folder: Path, plugins: Sequence[str]) -> list[Step]:
-    """Return what is to be run, in order; for the arguments, see `_Maker`."""
-    make = _Maker(fake, folder, plugins)
+def steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Container[str]) -> list[Step]:
+    """Return what is to be run, in order.
+
+    Args:
+        fake: on the fake device.
+        folder: for what they write.
+        plugins: what pytest has to be told.
+        missing: names of what there is not.
+    """
+    make = _Maker(fake, folder, plugins, PLAYED[:1] if fake else [kind for kind in REAL if kind not in missing])
     found = [
-        Step("signatures", 45, make.pytest("tests/gpu/test_cupy_api.py"), PYTEST),
+        Step("signatures", 45, make.pytest("tests/gpu/test_cupy_api.py", "tests/gpu/test_ctypes_api.py"), PYTEST),
         *make.alone(),
-        make.two("raw", "raw", "sum", after=None),
-        make.two("ours", "ours", "sum", after="raw"),
-        make.two("killed", "ours", "killed"),
-        make.two("aborted", "ours", "aborted"),
-        make.two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1"),
-        make.two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1"),
+        *make.raw(),
+        *make.pairs(),
         *make.tests("processes", 60, "two ranks", "by_nccl", after="ours"),
         *make.tests("failures", 60),
         *make.tests("streams", 50),

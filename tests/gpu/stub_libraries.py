@@ -40,6 +40,16 @@ CUDA_H = {
     "cuMemAllocAsync": "CUdeviceptr *dptr, size_t bytesize, CUstream hStream",
     "cuMemFreeAsync": "CUdeviceptr dptr, CUstream hStream",
 }
+#: Those of cuda.h that tests on a device call besides, see `on_device/direct.py`.
+LAUNCH_H = {
+    "cuModuleLoadData": "CUmodule *module, const void *image",
+    "cuModuleGetFunction": "CUfunction *hfunc, CUmodule hmod, const char *name",
+    "cuLaunchKernel": (
+        "CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, unsigned int blockDimX, "
+        "unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream, "
+        "void **kernelParams, void **extra"
+    ),
+}
 _TAIL = "ncclComm_t comm, cudaStream_t stream"
 _BUFFERS = "const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype"
 NCCL_H = {
@@ -60,6 +70,8 @@ NCCL_H = {
     "ncclGroupStart": "",
     "ncclGroupEnd": "",
 }
+#: That of nccl.h that tests on a device call besides, see `on_device/raw.py`.
+RAW_H = {"ncclCommInitRank": "ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank"}
 
 
 class UniqueId(ctypes.Structure):
@@ -78,6 +90,8 @@ _KINDS = {
     "CUcontext": ctypes.c_uint64,
     "CUstream": ctypes.c_uint64,
     "CUevent": ctypes.c_uint64,
+    "CUmodule": ctypes.c_uint64,
+    "CUfunction": ctypes.c_uint64,
     "cudaStream_t": ctypes.c_uint64,
     "ncclComm_t": ctypes.c_uint64,
     "ncclDataType_t": ctypes.c_int,

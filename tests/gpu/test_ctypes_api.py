@@ -19,6 +19,7 @@ from aiocoll.gpu.ctypes_cuda import CtypesCuda
 from aiocoll.gpu.ctypes_nccl import CtypesNccl
 
 from . import stub_libraries as stub
+from .on_device import direct
 from .stub_libraries import COMMUNICATOR, EVENT, MEMORY, STREAM
 
 
@@ -61,7 +62,12 @@ def nccl_of(log: Log, **more: Any) -> CtypesNccl:
 
 def test_signatures_are_those_of_the_headers() -> None:
     wide = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t)
-    for table, headers in ((ctypes_cuda.SIGNATURES, stub.CUDA_H), (ctypes_nccl.SIGNATURES, stub.NCCL_H)):
+    tables = (
+        (ctypes_cuda.SIGNATURES, stub.CUDA_H),
+        (ctypes_nccl.SIGNATURES, stub.NCCL_H),
+        (direct.SIGNATURES, stub.LAUNCH_H),
+    )
+    for table, headers in tables:
         assert table.keys() == headers.keys()
         for name, types in table.items():
             declared = stub.kinds(headers[name])
@@ -73,6 +79,22 @@ def test_signatures_are_those_of_the_headers() -> None:
                     assert used in wide, name
                 else:
                     assert used is kind, name
+
+
+@pytest.mark.parametrize(
+    ("find", "table"),
+    [
+        (lambda: ctypes.CDLL("libcuda.so.1"), {**ctypes_cuda.SIGNATURES, **direct.SIGNATURES}),
+        (ctypes_nccl.library, ctypes_nccl.SIGNATURES),
+    ],
+    ids=["cuda", "nccl"],
+)
+def test_the_libraries_of_this_machine_have_all_functions(find: Callable[[], Any], table: dict[str, Any]) -> None:
+    try:
+        library = find()
+    except OSError as error:
+        pytest.skip(str(error))
+    assert [name for name in table if not hasattr(library, name)] == []
 
 
 def test_the_configuration_is_laid_out_as_in_the_header() -> None:

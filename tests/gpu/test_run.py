@@ -15,9 +15,11 @@ import pytest
 from aiocoll.testing.skips import _gpus
 
 from . import found as things
+from . import processes
 from . import run as module
-from .adapted import ADAPTER, ADAPTERS
+from .kinds import ADAPTER, ADAPTERS
 from .on_device import two
+from .played import machine
 from .run import Run
 from .steps import ROOT, Ended, Step, carry_out, end, steps
 
@@ -27,6 +29,7 @@ EVERYTHING: dict[str, Any] = {
     "driver": {"version": 13000, "devices": 2},
     "cuda": {"runtime": 13000, "devices": ["a", "b"]},
     "nccl": {"version": 22809},
+    "ctypes": {"driver": 13000, "nccl": 22809},
 }
 
 
@@ -63,8 +66,13 @@ def carried_out(step: Step, folder: Path, limit: float = 60) -> tuple[Ended, str
             {"torch": "no", "two devices": "there is 1"},
         ),
         (
-            {"cuda": {"error": "no driver"}, "nccl": {"error": "no libnccl"}},
-            {"device": "no driver", "nccl": "no libnccl", "two devices": "there is none"},
+            {"cuda": {"error": "no driver"}, "nccl": {"error": "no libnccl"}, "ctypes": {"error": "no library"}},
+            {"device": "no driver", "nccl": "no libnccl", "ctypes": "no library", "two devices": "there is none"},
+        ),
+        ({"modules": {"cupy": {"error": "no CuPy"}}}, {"cupy": "no CuPy"}),
+        (
+            {"modules": {"cupy": {"error": "no CuPy"}, "torch": {"error": "no torch"}}},
+            {"arrays": "there is neither CuPy nor torch", "cupy": "no CuPy", "torch": "no torch"},
         ),
     ],
 )
@@ -128,34 +136,58 @@ def test_what_cannot_be_found_out(run: Run, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_order_of_the_steps() -> None:
-    found = steps(fake=False, folder=Path("there"), plugins=["-p", "plugin"])
+    found = steps(fake=False, folder=Path("there"), plugins=["-p", "plugin"], missing=())
     names = [step.name for step in found]
     kinds = ("cupy", "torch")
     tests = [f"{name} {kind}" for name in ("failures", "streams", "staged 2", "staged 4", "staged 8", "loop", "calls")
              for kind in kinds]  # fmt: skip
-    pair = ["raw", "ours", "killed", "aborted", "exit with RAS", "exit with RAS unclosed"]
+    pair = ["raw by cupy", "raw by library", "ours", "killed", "aborted", "exit with RAS", "exit with RAS unclosed"]
     two_ranks = [f"two ranks {kind}" for kind in kinds]
-    by = [f"{name} by ctypes" for name in ("alone torch", "sum", "killed", "aborted", "streams")]
-    by[-1] += " torch"
+    by = [f"{name} by ctypes" for name in ("alone torch", "sum", "killed", "aborted", "streams torch")]
     assert names == ["signatures", "alone cupy", "alone torch", *pair, *two_ranks, *tests, *by, "bench"]
     assert max(step.limit for step in found) <= 60
     for step in found:
-        assert ("torch" in step.name) == ("torch" in step.needs)
+        for kind in kinds:
+            assert kind not in step.name or kind in step.needs or "by ctypes" in step.name
         assert "CUDA_MODULE_LOADING" not in step.environment or "torch" not in step.name
         assert ("plugin" in step.words) == ("pytest" in step.words)
 
 
+def test_with_torch_alone_only_what_is_cupys_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(things.metadata, "version", lambda name: "2.13.0")
+    with machine():
+        found = things.look()
+    run.missing = things.missing(found, fake=False)
+    assert run.missing.keys() & {*things.NEEDED, "torch"} == set()
+    assert found["cuda"]["by"] == "ctypes_cuda"
+    chosen = steps(False, run.folder, things.plugins(found), run.missing)
+    run.go(chosen)
+    assert run.show()
+    left_out = [name for name, ended in run.ended.items() if ended.state == "left out"]
+    assert left_out == [step.name for step in chosen if "cupy" in step.name or "by ctypes" in step.name]
+    assert {run.ended[name].why for name in left_out} == {"there is no cupy"}
+    for step in chosen:
+        assert step.name in left_out or "cupy" not in step.words
+    assert {step.after for step in chosen} == {None, "raw by library", "ours"}
+
+
+def test_what_says_what_is_missing_needs_nothing() -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import tests.gpu.run, tests.gpu.found
+print(*({{"aiocoll", "numpy", "msgpack", "pytest", "ml_dtypes"}} & {{*sys.modules}}))
+"""
+    assert processes.run(code) == ""
+
+
 def test_each_adapter_has_its_steps_on_the_fake() -> None:
-    found = steps(fake=True, folder=Path("there"), plugins=[])
+    found = steps(fake=True, folder=Path("there"), plugins=[], missing=())
     for adapter in ADAPTERS:
         names = [step.name for step in found if step.environment.get(ADAPTER) == adapter]
         assert names == [
-            f"{name} by {adapter}{more}"
-            for name, more in (
-                ("alone fake", ""), ("sum", ""), ("killed", ""), ("aborted", ""), ("streams", " fake"),
-                ("overlapping", ""),
-            )
-        ]  # fmt: skip
+            f"{name} by {adapter}" for name in ("alone fake", "sum", "killed", "aborted", "streams fake", "overlapping")
+        ]
 
 
 def test_what_is_missing_is_no_pass(run: Run) -> None:
@@ -313,7 +345,11 @@ def test_the_way_of_two_ranks_depends_on_nccl() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "only", ["raw,killed,two ranks fake,bench", pytest.param("", marks=pytest.mark.soak, id="everything")]
+    "only",
+    [
+        "raw by fake,killed,two ranks fake,two ranks played,bench",
+        pytest.param("", marks=pytest.mark.soak, id="everything"),
+    ],
 )
 def test_a_run_on_the_fake_device(only: str, tmp_path: Path) -> None:
     words = ["--fake", *(["--only", only] if only else []), str(tmp_path)]
@@ -322,17 +358,17 @@ def test_a_run_on_the_fake_device(only: str, tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    chosen = only.split(",") if only else [step.name for step in steps(fake=True, folder=tmp_path, plugins=[])]
+    chosen = only.split(",") if only else [step.name for step in steps(True, tmp_path, [], ())]
     assert [step["name"] for step in results["steps"]] == ["versions and interfaces", *chosen]
     assert {step["state"] for step in results["steps"]} == {"passed"}
     measured = {figure["name"] for figure in results["figures"]}
     assert "from kill -9 of rank 1 to its error on rank 0: ms" in measured
-    assert "\nraw                         passed" in ran.stdout
+    assert "\nraw by fake                 passed" in ran.stdout
     assert "1 passed" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_step_that_there_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "look", lambda run: run.found.update(EVERYTHING) is None)
     with pytest.raises(SystemExit) as error:
-        module.main(["--fake", "--only", "raw,rwa", str(tmp_path)])
+        module.main(["--fake", "--only", "ours,uors", str(tmp_path)])
     assert error.value.code == 2

@@ -17,9 +17,9 @@ from aiocoll.gpu.provider import provide, runtime
 from aiocoll.group.cuda import device_state as side_module
 from aiocoll.store import HashStore
 
-from .worlds import World, world
+from .worlds import PLAYED, World, world
 
-#: Seconds after which a call has hung: on a real device, and on the fake.
+#: Seconds after which a call has hung: on a real device, and on one that is played.
 LIMIT = (5.0, 0.3)
 
 
@@ -39,7 +39,7 @@ class Lonely:
 async def lonely(made: World) -> None:
     cuda, nccl = runtime()
     with provide(cuda, Lonely(nccl)):  # type: ignore[arg-type]
-        async with new_group(store=HashStore(), rank=0, world_size=1, timeout=LIMIT[made.kind == "fake"]) as pg:
+        async with new_group(store=HashStore(), rank=0, world_size=1, timeout=LIMIT[made.kind in PLAYED]) as pg:
             try:
                 await pg.allreduce(made.tensor(np.ones(3)))
             except CollectiveTimeoutError as error:
@@ -52,7 +52,7 @@ async def unclosed(made: World) -> None:
 
 
 def main(how: str, kind: str) -> None:
-    if kind == "fake":
+    if kind in PLAYED:
         side_module.RELEASE = 0.1  # it is known what hangs, and that it does so for ever
     with world(kind, stuck=how == "lonely") as made:
         asyncio.run({"lonely": lonely, "unclosed": unclosed}[how](made))

@@ -26,10 +26,17 @@ _names = count()
 
 
 class FarNccl:
-    """NCCL of one of two processes, as `aiocoll.gpu.api.Nccl` wants it; who names a communicator is rank 0."""
+    """NCCL of one of two processes, as `aiocoll.gpu.api.Nccl` wants it; who names a communicator is rank 0.
+
+    Attributes:
+        complaints: of `FakeNccl`, which sees all ranks; this one sees nothing wrong.
+        crashes: likewise.
+    """
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
+        self.complaints: list[str] = []
+        self.crashes: list[str] = []
         self._listening: dict[bytes, socket.socket] = {}
 
     def version(self) -> int:

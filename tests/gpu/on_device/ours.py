@@ -27,10 +27,8 @@ from aiocoll import GroupError, PeerLostError, ProcessGroup, new_group
 from aiocoll.gpu.provider import provide, runtime
 
 from ...internals import dispatcher_of
-from ..adapted import adapted
-from .far_nccl import FarNccl
 from .two import Posing
-from .worlds import Fake, World, world
+from .worlds import World, world
 
 #: Elements, of float32.
 COUNTS = (1, 1000, 1 << 20)
@@ -45,10 +43,8 @@ TIMEOUT = 30.0
 @contextmanager
 def placed(kind: str, rank: int) -> Iterator[World]:
     """Provide the device, as one of this rank alone."""
-    with world(kind, stuck=True) as made:  # perhaps: NCCL may not give back what is aborted
+    with world(kind, stuck=True, processes=True) as made:  # perhaps: NCCL may not give back what is aborted
         cuda, nccl = runtime()
-        if isinstance(made, Fake):
-            cuda, nccl = adapted(made.gpu.cuda, FarNccl(made.gpu.cuda))
         assert nccl is not None, "there is no NCCL"
         with provide(Posing(cuda, rank), nccl):  # type: ignore[arg-type]
             yield made

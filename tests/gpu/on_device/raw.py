@@ -1,14 +1,20 @@
-"""One of two ranks that call NCCL with nothing in between but CuPy: whether that works decides what else can.
+"""One of two ranks that call NCCL with nothing of ours in between: whether that works decides what else can.
 
-``python -m tests.gpu.on_device.two raw sum KIND FOLDER`` starts both.
+``python -m tests.gpu.on_device.two raw HOW KIND FOLDER`` starts both.
+
+cupy       by CuPy
+library    by the functions of libnccl
+fake       by those of the fake
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,10 +22,13 @@ from typing import Any
 
 import numpy as np
 
+from aiocoll.gpu.ctypes_nccl import library
+
 from ...fakes.arrays import FakeArray
 from ...fakes.cuda import FakeCuda
+from .base import figure
 from .far_nccl import FarNccl
-from .worlds import figure
+from .worlds import world
 
 #: Elements, of float32.
 COUNTS = (1, 1000, 1 << 20)
@@ -65,6 +74,52 @@ def by_cupy(rank: int, meeting: Path) -> None:
     say(rank, "the communicator is destroyed")
 
 
+class UniqueId(ctypes.Structure):
+    """What names a communicator; it is passed by value."""
+
+    _fields_ = (("bytes", ctypes.c_char * 128),)
+
+
+def by_library(rank: int, meeting: Path, kind: str) -> None:
+    """Reduce arrays of a kind by libnccl."""
+    with world(kind, processes=True) as made:
+        nccl = library()
+        address, number = ctypes.c_void_p, ctypes.c_int
+        nccl.ncclCommInitRank.argtypes = (address, number, UniqueId, number)
+        nccl.ncclAllReduce.argtypes = (address, address, ctypes.c_size_t, number, number, address, address)
+        nccl.ncclCommDestroy.argtypes = (address,)
+
+        def call(name: str, *args: Any) -> None:
+            status = getattr(nccl, name)(*args)
+            assert status == 0, f"{name}: NCCL says {status}"
+
+        def named() -> bytes:
+            identity = UniqueId()
+            call("ncclGetUniqueId", ctypes.byref(identity))
+            return bytes(memoryview(identity))
+
+        version, end = ctypes.c_int(), ctypes.c_void_p()
+        call("ncclGetVersion", ctypes.byref(version))
+        say(rank, f"NCCL {version.value}")
+        identity = UniqueId.from_buffer_copy(name_of(rank, meeting, named))
+        made.direct.cuda.use(0)
+        start = perf_counter()
+        call("ncclCommInitRank", ctypes.byref(end), 2, identity, rank)
+        say(rank, f"the communicator is made, in {perf_counter() - start:.1f} s")
+        made.stream(0)
+
+        def reduced(count: int) -> Any:
+            array = made.tensor(np.full(count, rank + 1, np.float32))
+            start = perf_counter()
+            call("ncclAllReduce", *[made.address(array)] * 2, count, FLOAT32, SUM, end, made.current(0))
+            made.finish(0)
+            return perf_counter() - start, made.host(array)
+
+        compare(rank, kind, reduced)
+        call("ncclCommDestroy", end)
+        say(rank, "the communicator is destroyed")
+
+
 def by_fake(rank: int, meeting: Path) -> None:
     """Reduce by the fake."""
     with FakeCuda() as cuda:
@@ -100,8 +155,9 @@ def say(rank: int, what: str) -> None:
 
 
 def main(how: str, kind: str, meeting: str, rank: str) -> None:
-    assert how == "sum"
-    (by_fake if kind == "fake" else by_cupy)(int(rank), Path(meeting))
+    ways = {"cupy": by_cupy, "library": partial(by_library, kind=kind), "fake": by_fake}
+    assert how in ways
+    ways[how](int(rank), Path(meeting))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from aiocoll.gpu.provider import runtime
 
 from ...ranks import run_ranks
 from ..groups import WAYS
-from .worlds import World, world
+from .worlds import PLAYED, World, world
 
 both = pytest.mark.parametrize("way", WAYS)
 #: Seconds that a task sleeps, again and again, to see how late it wakes.
@@ -59,7 +59,7 @@ async def test_the_loop_goes_on_while_a_long_kernel_is_before_a_call(kind: str, 
 
 
 async def test_how_soon_an_await_ends(kind: str) -> None:
-    turns = 20 if kind == "fake" else 200
+    turns = 20 if kind in PLAYED else 200
 
     async def body(pg: ProcessGroup, made: World) -> None:
         tensor = made.tensor(np.zeros(1), 0)
@@ -107,7 +107,7 @@ async def test_how_soon_an_await_ends(kind: str) -> None:
 @both
 async def test_other_threads_may_use_the_device(kind: str, way: str) -> None:
     """What waits for a lock of CUDA with the GIL, and for the GIL with a lock of CUDA, would stop here for ever."""
-    seconds = 0.2 if kind == "fake" else 8.0
+    seconds = 0.2 if kind in PLAYED else 8.0
     over = threading.Event()
     pokes = [0] * 4
 

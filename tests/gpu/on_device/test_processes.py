@@ -17,7 +17,7 @@ from aiocoll.gpu.provider import provide, runtime
 from ...internals import dispatcher_of
 from ...ranks import run_ranks
 from .two import Posing, settings, way
-from .worlds import World, world
+from .worlds import PLAYED, World, world
 
 #: Seconds for all processes of a test: fewer than its step has, so that it is told where they stand.
 LIMIT = 45.0
@@ -72,8 +72,8 @@ async def staged(pg: ProcessGroup, kind: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 async def test_processes_on_one_device(kind: str, world_size: int) -> None:
-    if kind == "fake" and world_size > 2:
-        pytest.skip("on the fake, two processes show it; more only take longer")
+    if kind in PLAYED and world_size > 2:
+        pytest.skip("where devices are played, two processes show it; more only take longer")
     assert await testing.run_processes(world_size, staged, kind, timeout=LIMIT) == ["staged"] * world_size
 
 
@@ -114,8 +114,8 @@ async def posing(pg: ProcessGroup, kind: str) -> str:
 
 @pytest.mark.gpu
 async def test_two_ranks_on_one_device_by_nccl(kind: str) -> None:
-    if kind == "fake":
-        pytest.skip("the ranks of a fake NCCL are in one process: see the next test")
+    if kind in PLAYED:
+        pytest.skip("the ranks of an NCCL that is played are in one process: see the next test")
     assert await testing.run_processes(2, posing, kind, timeout=LIMIT) == ["nccl"] * 2
 
 

@@ -11,7 +11,7 @@ from aiocoll import ProcessGroup
 
 from ...ranks import run_ranks
 from ..groups import WAYS
-from .worlds import World, ranks, world
+from .worlds import PLAYED, World, ranks, world
 
 both = pytest.mark.parametrize("way", WAYS)
 
@@ -81,7 +81,7 @@ async def test_another_stream_can_be_ordered(kind: str) -> None:
 @both
 @pytest.mark.parametrize("per_thread", [False, True])
 async def test_default_streams_have_an_order_as_well(kind: str, way: str, per_thread: bool) -> None:
-    if kind == "torch" and per_thread:
+    if kind in ("torch", "played") and per_thread:
         pytest.skip("torch makes no use of the default streams of threads")
 
     async def body(pg: ProcessGroup, made: World) -> None:
@@ -107,7 +107,7 @@ async def test_default_streams_have_an_order_as_well(kind: str, way: str, per_th
 
 @both
 async def test_freed_memory_is_given_to_nobody_while_calls_read_it(kind: str, way: str) -> None:
-    turns, together, count = (32 if kind == "fake" else 2000), 8, 5000
+    turns, together, count = (32 if kind in PLAYED else 2000), 8, 5000
 
     async def body(pg: ProcessGroup, made: World) -> None:
         rank, size, device = pg.rank(), pg.size(), pg.rank() % made.devices
@@ -133,7 +133,7 @@ async def test_freed_memory_is_given_to_nobody_while_calls_read_it(kind: str, wa
 
 @both
 async def test_arrays_may_be_dropped_while_they_are_in_flight(kind: str, way: str) -> None:
-    turns = 30 if kind == "fake" else 500
+    turns = 30 if kind in PLAYED else 500
 
     async def body(pg: ProcessGroup, made: World) -> None:
         device = pg.rank() % made.devices

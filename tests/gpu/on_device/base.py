@@ -1,0 +1,86 @@
+"""What tests need of devices, whatever their arrays are of."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+#: Where figures are written, one JSON object a line.
+FIGURES = "GPU_FIGURES"
+
+
+class Gate(Protocol):
+    """A kernel that runs until it is opened."""
+
+    def open(self) -> None: ...
+
+
+class World:
+    """Devices, and arrays on them. All arrays have one dimension.
+
+    Attributes:
+        kind: what arrays are made of.
+        devices: how many there are.
+        dtypes: of which there are arrays.
+        slow: seconds that a long kernel takes: on the fake, where time is real as well, fewer.
+    """
+
+    kind: str
+    devices: int
+    dtypes: frozenset[str]
+    slow: float
+
+    def tensor(self, values: Any, device: int = 0) -> Any:
+        """Return an array that has these values now."""
+        raise NotImplementedError
+
+    def part(self, tensor: Any, start: int, stop: int) -> Any:
+        """Return consecutive elements, which share the memory."""
+        raise NotImplementedError
+
+    def host(self, tensor: Any) -> NDArray[Any]:
+        """Return a copy of what is there when the current stream of the device has done all that is on it now."""
+        raise NotImplementedError
+
+    def stream(self, device: int) -> Any:
+        """Make a new stream current on a device, and return it."""
+        raise NotImplementedError
+
+    def current(self, device: int) -> int:
+        """Return the current stream of a device."""
+        raise NotImplementedError
+
+    def default_stream(self, device: int, per_thread: bool) -> None:
+        """Make the default stream of the device, or that of the calling thread, current on it."""
+        raise NotImplementedError
+
+    def add(self, tensor: Any, number: float) -> None:
+        """Add to float64s, in the order of the current stream."""
+        raise NotImplementedError
+
+    def delay(self, seconds: float, device: int) -> None:
+        """Let what comes on the current stream of a device begin so much later."""
+        raise NotImplementedError
+
+    def gate(self, device: int) -> Gate:
+        """Let nothing begin that comes on the current stream of a device until the gate is opened."""
+        raise NotImplementedError
+
+    def poke(self, device: int) -> None:
+        """Make calls of the runtime such as those of another thread of the user's."""
+        raise NotImplementedError
+
+    def figure(self, name: str, value: Any) -> None:
+        """Write down what was measured."""
+        figure(self.kind, name, value)
+
+
+def figure(kind: str, name: str, value: Any) -> None:
+    """Write down what was measured on devices of a kind."""
+    if path := os.environ.get(FIGURES):
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"world": kind, "name": name, "value": value}) + "\n")

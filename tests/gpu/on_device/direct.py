@@ -1,0 +1,156 @@
+"""What tests do on a real device, by the driver alone: they fill and read memory, and launch kernels.
+
+So arrays of any library will do. The kernels are written in PTX, which each driver compiles for its device, so no
+compiler is needed either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from numpy.typing import NDArray
+
+from aiocoll.gpu.bounce import Bounce
+from aiocoll.gpu.ctypes_cuda import CtypesCuda
+
+KERNELS = rb"""
+.version 6.0
+.target sm_60
+.address_size 64
+
+// until(flag, nanoseconds): wait until the int32 at `flag` is not 0, or for so long.
+.visible .entry until(.param .u64 flag, .param .u64 nanoseconds)
+{
+    .reg .pred %is_open, %is_early;
+    .reg .s32 %open;
+    .reg .u64 %flag, %most, %start, %now, %passed;
+    ld.param.u64 %flag, [flag];
+    ld.param.u64 %most, [nanoseconds];
+    mov.u64 %start, %globaltimer;
+again:
+    ld.volatile.s32 %open, [%flag];
+    setp.ne.s32 %is_open, %open, 0;
+    @%is_open bra over;
+    mov.u64 %now, %globaltimer;
+    sub.u64 %passed, %now, %start;
+    setp.lt.u64 %is_early, %passed, %most;
+    @%is_early bra again;
+over:
+    ret;
+}
+
+// add(values, number, count): add a float64 to each of `count` others.
+.visible .entry add(.param .u64 values, .param .f64 number, .param .u64 count)
+{
+    .reg .pred %is_there;
+    .reg .u32 %block, %size, %thread, %blocks, %first, %all;
+    .reg .u64 %at, %step, %count, %values, %address;
+    .reg .f64 %number, %value;
+    ld.param.u64 %values, [values];
+    ld.param.f64 %number, [number];
+    ld.param.u64 %count, [count];
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %size, %ntid.x;
+    mov.u32 %thread, %tid.x;
+    mov.u32 %blocks, %nctaid.x;
+    mad.lo.u32 %first, %block, %size, %thread;
+    mul.lo.u32 %all, %blocks, %size;
+    cvt.u64.u32 %at, %first;
+    cvt.u64.u32 %step, %all;
+next:
+    setp.ge.u64 %is_there, %at, %count;
+    @%is_there bra done;
+    shl.b64 %address, %at, 3;
+    add.u64 %address, %values, %address;
+    ld.f64 %value, [%address];
+    add.f64 %value, %value, %number;
+    st.f64 [%address], %value;
+    add.u64 %at, %at, %step;
+    bra next;
+done:
+    ret;
+}
+"""
+
+_UINT, _POINTER = ctypes.c_uint, ctypes.c_void_p
+#: Functions of cuda.h that tests call besides those of the library.
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuModuleLoadData": (_POINTER, _POINTER),
+    "cuModuleGetFunction": (_POINTER, _POINTER, _POINTER),
+    "cuLaunchKernel": (_POINTER, *[_UINT] * 7, _POINTER, _POINTER, _POINTER),
+}
+
+
+class Direct:
+    """What is done on devices; the current device of the thread stays.
+
+    Args:
+        library: libcuda, as `ctypes.CDLL` has loaded it.
+
+    Attributes:
+        cuda: the driver.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self.cuda = CtypesCuda(library)
+        self._calls = {name: getattr(library, name) for name in SIGNATURES}
+        for name, call in self._calls.items():
+            call.argtypes, call.restype = SIGNATURES[name], ctypes.c_int
+        self._kernels: dict[tuple[int, str], ctypes.c_void_p] = {}
+        with self.on(0):
+            self._bounce = Bounce(self.cuda)  # no memory may be locked once kernels of NCCL run
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Make a device the thread's current one in this block."""
+        before = self.cuda.current()
+        self.cuda.use(device)
+        try:
+            yield
+        finally:
+            if before >= 0:
+                self.cuda.use(before)
+
+    def write(self, address: int, values: NDArray[Any], device: int, stream: int) -> None:
+        """Let memory of a device have these values, when `stream` has done all that is on it now."""
+        self.finish(device, stream)
+        with self.on(device):
+            self._bounce.copy([(values, address)], to_host=False)
+
+    def read(self, address: int, values: NDArray[Any], device: int, stream: int) -> None:
+        """Read what is there when `stream` has done all that is on it now."""
+        self.finish(device, stream)
+        with self.on(device):
+            self._bounce.copy([(values, address)], to_host=True)
+
+    def finish(self, device: int, stream: int) -> None:
+        """Wait for all that is on a stream."""
+        with self.on(device):
+            event = self.cuda.event_create()
+            try:
+                self.cuda.event_record(event, stream)
+                self.cuda.event_synchronize(event)
+            finally:
+                self.cuda.event_destroy(event)
+
+    def launch(self, name: str, blocks: int, threads: int, device: int, stream: int, *arguments: Any) -> None:
+        """Put a kernel on a stream; its arguments are of ctypes."""
+        with self.on(device):
+            kernel = self._kernel(name, device)
+            given = (_POINTER * len(arguments))(*map(ctypes.addressof, arguments))
+            self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, given, None)
+
+    def _kernel(self, name: str, device: int) -> ctypes.c_void_p:
+        if (device, name) not in self._kernels:
+            module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+            self._call("cuModuleLoadData", ctypes.byref(module), KERNELS)
+            self._call("cuModuleGetFunction", ctypes.byref(kernel), module, name.encode())
+            self._kernels[device, name] = kernel
+        return self._kernels[device, name]
+
+    def _call(self, name: str, *args: Any) -> None:
+        if status := self._calls[name](*args):
+            raise OSError(f"{name}: the driver says {status}")

@@ -1,0 +1,206 @@
+"""Real devices, with arrays of CuPy or of torch: these make arrays and streams, and the driver does the rest."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import cycle
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...reductions import DTYPES, numpy_dtype
+from .base import Gate, World
+from .direct import Direct
+
+#: Dtypes that CuPy has no arrays of.
+NARROW = frozenset(name for name in DTYPES if not hasattr(np, name) and name != "bool")
+#: Seconds after which a kernel that waits for its gate gives up: a test that fails must not hold the device for ever.
+SHUT = 20.0
+#: Gates that there may be at a time, and one that is never opened.
+FLAGS = 64
+
+
+class _Flag(NamedTuple):
+    """A number in page-locked memory, which a kernel looks at."""
+
+    flags: NDArray[np.int32]
+    place: int
+
+    def open(self) -> None:
+        self.flags[self.place] = 1
+
+
+class Real(World):
+    """Real devices; a subclass for each library of arrays."""
+
+    slow = 1.0
+
+    def __init__(self, kind: str, library: ModuleType, dtypes: frozenset[str]) -> None:
+        self.kind, self.library, self.dtypes = kind, library, dtypes
+        self.direct = Direct(ctypes.CDLL("libcuda.so.1"))
+        self.devices = self.direct.cuda.device_count()
+        with self.direct.on(0):
+            self._flags = self.direct.cuda.pinned(FLAGS * 4).view(np.int32)
+        self._flags[:] = 0
+        self._places = cycle(range(1, FLAGS))
+        for device in range(self.devices):  # loads the kernels, for which CUDA may wait for others
+            self.delay(0.0, device)
+            warm = self.tensor(np.zeros(1), device)
+            self.add(warm, 1.0)
+            assert self.host(warm).tolist() == [1]
+
+    def tensor(self, values: Any, device: int = 0) -> Any:
+        array = np.ascontiguousarray(values).reshape(-1)
+        made = self.empty(array.size, array.dtype.name, device)
+        if array.size:
+            self.direct.write(self.address(made), array, device, self.current(device))
+        return made
+
+    def part(self, tensor: Any, start: int, stop: int) -> Any:
+        return tensor[start:stop]
+
+    def host(self, tensor: Any) -> NDArray[Any]:
+        device = self.device(tensor)
+        made = np.empty(self.count(tensor), numpy_dtype(str(tensor.dtype).removeprefix("torch.")))
+        if made.size:
+            self.direct.read(self.address(tensor), made, device, self.current(device))
+        return made
+
+    def add(self, tensor: Any, number: float) -> None:
+        device = self.device(tensor)
+        address, count = ctypes.c_uint64(self.address(tensor)), ctypes.c_uint64(self.count(tensor))
+        self.direct.launch("add", 64, 256, device, self.current(device), address, ctypes.c_double(number), count)
+
+    def delay(self, seconds: float, device: int) -> None:
+        self._hold(0, seconds, device)
+
+    def gate(self, device: int) -> Gate:
+        place = next(self._places)
+        self._flags[place] = 0
+        self._hold(place, SHUT, device)
+        return _Flag(self._flags, place)
+
+    def _hold(self, place: int, seconds: float, device: int) -> None:
+        flag = ctypes.c_uint64(self._flags[place:].ctypes.data)
+        self.direct.launch("until", 1, 1, device, self.current(device), flag, ctypes.c_uint64(int(seconds * 1e9)))
+
+    def finish(self, device: int) -> None:
+        """Wait for all that is on the current stream of a device."""
+        self.direct.finish(device, self.current(device))
+
+    def leave(self) -> None:
+        """Make the default streams current again, as they were."""
+        for device in range(self.devices):
+            self.default_stream(device, False)
+
+    # -- what each library has of its own
+
+    def empty(self, count: int, dtype: str, device: int) -> Any:
+        """Return a new array."""
+        raise NotImplementedError
+
+    def address(self, tensor: Any) -> int:
+        """Return where its elements are."""
+        raise NotImplementedError
+
+    def device(self, tensor: Any) -> int:
+        """Return the device of an array."""
+        raise NotImplementedError
+
+    def count(self, tensor: Any) -> int:
+        """Return how many elements it has."""
+        raise NotImplementedError
+
+
+class OfCupy(Real):
+    """Arrays of CuPy."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._streams: list[Any] = []  # CuPy gives up a stream that nobody keeps, even the current one
+        super().__init__("cupy", cupy, frozenset(DTYPES) - NARROW)
+
+    def empty(self, count: int, dtype: str, device: int) -> Any:
+        with self.library.cuda.Device(device):
+            return self.library.empty((count,), dtype)
+
+    def stream(self, device: int) -> Any:
+        with self.library.cuda.Device(device):
+            made = self.library.cuda.Stream(non_blocking=True)
+            made.use()
+        self._streams.append(made)
+        return made
+
+    def current(self, device: int) -> int:
+        return int(self.library.cuda.get_current_stream(device).ptr)
+
+    def default_stream(self, device: int, per_thread: bool) -> None:
+        streams = self.library.cuda.Stream
+        with self.library.cuda.Device(device):
+            (streams.ptds if per_thread else streams.null).use()
+
+    def poke(self, device: int) -> None:
+        with self.library.cuda.Device(device):
+            event = self.library.cuda.Event(disable_timing=True)
+            event.record(self.library.cuda.Stream.null)
+            _ = event.done
+
+    def address(self, tensor: Any) -> int:
+        return int(tensor.data.ptr)
+
+    def device(self, tensor: Any) -> int:
+        return int(tensor.device.id)
+
+    def count(self, tensor: Any) -> int:
+        return int(tensor.size)
+
+
+class OfTorch(Real):
+    """Tensors of torch."""
+
+    def __init__(self, kind: str = "torch") -> None:
+        import torch
+
+        super().__init__(kind, torch, frozenset(name for name in DTYPES if hasattr(torch, name)))
+
+    def empty(self, count: int, dtype: str, device: int) -> Any:
+        return self.library.empty((count,), dtype=getattr(self.library, dtype), device=f"cuda:{device}")
+
+    def stream(self, device: int) -> Any:
+        made = self.library.cuda.Stream(device=device)
+        self.library.cuda.set_stream(made)
+        return made
+
+    def current(self, device: int) -> int:
+        return int(self.library.cuda.current_stream(device).cuda_stream)
+
+    def default_stream(self, device: int, per_thread: bool) -> None:
+        assert not per_thread, "torch makes no use of it"
+        self.library.cuda.set_stream(self.library.cuda.default_stream(device))
+
+    def poke(self, device: int) -> None:
+        with self.library.cuda.device(device):
+            mark = self.library.cuda.Event()
+            mark.record()
+            mark.query()
+
+    def address(self, tensor: Any) -> int:
+        return int(tensor.data_ptr())
+
+    def device(self, tensor: Any) -> int:
+        return int(tensor.get_device())
+
+    def count(self, tensor: Any) -> int:
+        return int(tensor.numel())
+
+
+class Played(OfTorch):
+    """Real ones as far as anybody can tell: a machine with torch alone that fakes play, see `..played`."""
+
+    slow = 0.3
+
+    def __init__(self) -> None:
+        super().__init__("played")

@@ -1,0 +1,149 @@
+"""A machine with torch and without CuPy, played by the fakes.
+
+``import torch`` gives a lookalike whose tensors are in memory of the fake device, and ctypes loads a libcuda and a
+libnccl that C calls. So what looks for them finds them where they are on such a machine; what they do is played.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from aiocoll.elements.dtypes import by_name
+from aiocoll.gpu.provider import by_ctypes
+from aiocoll.testing.skips import _gpus
+
+from ..fakes.cuda import FakeCuda
+from ..fakes.nccl import FakeNccl
+from ..lookalikes import Torch
+from ..reductions import DTYPES
+from . import stub_cupy
+from .adapted import libcuda, libnccl
+from .groups import join_threads
+
+
+@contextmanager
+def machine(devices: int = 1, library: Callable[[FakeCuda], Any] = FakeNccl) -> Iterator[FakeCuda]:
+    """Be that machine in this block.
+
+    Args:
+        devices: how many there are.
+        library: what plays NCCL.
+    """
+    cuda = FakeCuda(devices)
+    nccl = library(cuda)
+    nccl.connects = True
+    libraries = {"libcuda.so.1": libcuda(cuda), "libnccl.so.2": libnccl(cuda, nccl)}
+    load, modules = ctypes.CDLL, {"torch": _Torch(cuda), "cupy": None, "nvidia.nccl": None}
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}
+    with cuda:
+        ctypes.CDLL = lambda name, *more, **modes: libraries.get(name) or load(name, *more, **modes)  # type: ignore
+        sys.modules.update(modules)  # type: ignore[arg-type]
+        _forget()
+        try:
+            yield cuda
+        finally:
+            ctypes.CDLL = load
+            for name in modules:
+                del sys.modules[name]
+            sys.modules.update(before)
+            _forget()
+    join_threads()
+    assert nccl.complaints == []
+    assert nccl.crashes == []
+    assert cuda.full == cuda.held_up == []
+
+
+def _forget() -> None:
+    """Let all that has been looked for be looked for again."""
+    stub_cupy.forget()
+    by_ctypes.cache_clear()
+    _gpus.cache_clear()
+
+
+class _Stream:
+    def __init__(self, address: int, device: int) -> None:
+        self.cuda_stream, self.device_index = address, device
+
+
+class _Torch(Torch):
+    """torch, with memory and streams of the fake device."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__(lambda stream, device, work: cuda.kernel(stream, work, device), cuda.allocate)
+        self._cuda = cuda
+        for name in DTYPES:
+            setattr(self, name, f"torch.{name}")
+        self.cuda.is_available = lambda: True
+        self.cuda.Stream = self._made
+        self.cuda.device = self._on
+        self.cuda.Event = lambda: _Event(cuda, self.streams)
+        self.cuda.set_stream = self._set
+        self.cuda.default_stream = lambda device: _Stream(0, device)
+        self.cuda.ExternalStream = lambda address: _Stream(address, cuda.current())
+        self.cuda.stream = lambda stream: self.on_stream(stream.cuda_stream, stream.device_index)
+
+    def empty(self, shape: Any, *, dtype: str, device: Any) -> Any:
+        name = dtype.removeprefix("torch.")
+        ordinal = int(device.removeprefix("cuda:")) if isinstance(device, str) else device.index
+        return self.Tensor(self.new(shape, by_name(name).storage, ordinal), name, ordinal)
+
+    def as_tensor(self, memory: Any, device: str) -> _Bytes:
+        """Return a tensor on memory that is not torch's, of the thread's device."""
+        assert device == "cuda"
+        about = memory.__cuda_array_interface__
+        assert about["typestr"] == "|u1"
+        return _Bytes(about["data"][0], about["shape"][0])
+
+    def mul(self, given: _Bytes, number: complex, out: _Bytes) -> None:
+        """Multiply on the current stream of the thread's device."""
+        cuda, stream = self._cuda, self.streams.get(self._cuda.current(), 0)
+        count = given.nbytes // np.dtype(by_name(given.dtype).storage).itemsize
+        cuda.scale(out.address, given.address, count, given.dtype, number, stream)
+
+    def _made(self, device: int) -> _Stream:
+        with self._on(device):
+            return _Stream(self._cuda.stream_create(), device)
+
+    @contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        before = self._cuda.current()
+        self._cuda.use(device)
+        try:
+            yield
+        finally:
+            self._cuda.use(before)
+
+    def _set(self, stream: _Stream) -> None:
+        self.streams[stream.device_index] = stream.cuda_stream
+
+
+class _Bytes:
+    """Memory, and how it is looked at."""
+
+    def __init__(self, address: int, nbytes: int, dtype: str = "uint8") -> None:
+        self.address, self.nbytes, self.dtype = address, nbytes, dtype
+
+    def view(self, dtype: str) -> _Bytes:
+        return _Bytes(self.address, self.nbytes, dtype.removeprefix("torch."))
+
+
+class _Event:
+    """An event of the thread's device."""
+
+    def __init__(self, cuda: FakeCuda, streams: dict[int, int]) -> None:
+        self._cuda, self._streams, self._event = cuda, streams, cuda.event_create()
+
+    def record(self) -> None:
+        self._cuda.event_record(self._event, self._streams.get(self._cuda.current(), 0))
+
+    def query(self) -> bool:
+        return self._cuda.event_done(self._event)
+
+    def __del__(self) -> None:
+        self._cuda.event_destroy(self._event)
