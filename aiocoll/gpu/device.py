@@ -64,6 +64,8 @@ class Device:
         #: The stream of NCCL's calls, and how many groups use it; each group has a lock around changes.
         self._common: int | None = None
         self._users = 0
+        #: The completion threads of this stream, and of earlier ones that calls may still be on.
+        self._of_nccl: list[CompletionThread] = []
         self._lock = threading.Lock()
 
     @staticmethod
@@ -120,6 +122,8 @@ class Device:
         with self._lock:
             if self._common is None:
                 self._common = self.stream()
+                used = [each for each in self._of_nccl if not each.is_idle]
+                self._of_nccl = [*used, self._waiters[self._common]]
             self._users += 1
             return self._common
 
@@ -162,8 +166,7 @@ class Device:
 
     def _is_occupied(self) -> bool:
         """Whether calls of NCCL are on the device, or may be; in the launcher, so no other comes meanwhile."""
-        waiter = None if self._common is None else self._waiters.get(self._common)
-        return waiter is not None and not waiter.is_idle
+        return any(not each.is_idle for each in self._of_nccl)
 
     def _when_idle(self, call: Callable[[], None]) -> None:
         self._waiting.append(call)

@@ -17,7 +17,7 @@ from aiocoll.gpu.device import Device
 from ..fakes.arrays import FakeArray
 from ..internals import Limits, dispatcher_of, nccl_end
 from ..ranks import run_ranks, until
-from .devices import faked
+from .devices import Gated, begin, faked
 from .groups import Gpus, gpus, host
 
 COUNTS = (1, 1000, 300_000)
@@ -140,6 +140,21 @@ async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) ->
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+async def test_calls_on_a_stream_that_is_given_up_still_occupy_the_device() -> None:
+    with faked(1) as cuda:
+        device = Device.of(cuda, 0)
+        stream = device.common_stream()
+        gated = Gated(cuda, stream)
+        _, ended = begin(device, stream, gated)
+        assert not await device.leave_common_stream(0.001)
+        assert await device.run(lambda: device.page_locked(100)) is None
+        assert device.staging.kept == 0
+        gated.open()
+        await ended
+        await until(lambda: device.staging.kept > 0)
+        assert await device.run(lambda: device.page_locked(100)) is not None
 
 
 async def test_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
