@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..ranks import run_ranks, until
 from .devices import begin, faked
 from .groups import WAYS, Gpus, gpus
 
+CONNECT = "NCCL_RUNTIME_CONNECT"
 #: Where arrays are; the device of a thread that has not chosen, 0, has none.
 USED = (1, 2)
 
@@ -57,21 +59,25 @@ async def test_no_call_makes_a_context_elsewhere(way: str, end: str) -> None:
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 
-async def test_a_rank_that_makes_a_communicator_only_to_abort_it() -> None:
-    """As it does where the group has failed on it while the others began to make one."""
+async def test_a_rank_that_makes_a_communicator_only_to_abort_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where the group has failed on it while the others began to make one; it connects as these do."""
+    settings: list[str | None] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await pg.allreduce(gpu.tensor(np.ones(3), USED[pg.rank()]))
         side = dispatcher_of(pg).device_state
         assert side is not None
         name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
+        monkeypatch.delenv(CONNECT, raising=False)  # as in processes that have made none before
         name = await pg.broadcast_object(name, 0)
         side._agreement.missed({"decision": Decision(True, "all have it", name)})
         await until(lambda: called.count("abort") == 2)
 
     with gpus(3) as gpu:
         called = gpu.calls()
+        gpu.nccl.hooks.append(lambda call: settings.append(os.environ.get(CONNECT)) if call == "init" else None)
         await run_ranks(2, body, gpu)
+    assert settings == ["0"] * 4
     assert sorted(gpu.cuda.contexts) == [*USED], gpu.cuda.contexts
 
 

@@ -27,6 +27,7 @@ from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import why_no_nccl
 from aiocoll.gpu.turns import Turn
 from aiocoll.group.cuda.cards import Card, Decision, card, decide, read_card, read_decision
+from aiocoll.group.cuda.communicator import connect_at_once
 
 __all__ = ["BackendAgreement"]
 
@@ -114,6 +115,7 @@ class BackendAgreement:
 
     def _make_and_abort(self, unique_id: bytes) -> None:
         assert self._nccl is not None
+        connect_at_once()
         with contextlib.suppress(DeviceError):
             self._nccl.init(len(self._comm.ranks), unique_id, self._comm.rank).abort()
 

@@ -25,7 +25,7 @@ from aiocoll.group.cuda.native import Tools
 from aiocoll.log import logger
 from aiocoll.work import Work
 
-__all__ = ["DeviceCommunicator"]
+__all__ = ["DeviceCommunicator", "connect_at_once"]
 
 #: NCCL's setting for when ranks are connected.
 _CONNECT = "NCCL_RUNTIME_CONNECT"
@@ -43,7 +43,7 @@ class DeviceCommunicator:
     """One rank's end of a communicator.
 
     Args:
-        group: its group.
+        comm: this rank's part in the group.
         device: where.
         nccl: the library.
         unique_id: NCCL's id of the communicator, made by rank 0.
@@ -84,8 +84,7 @@ class DeviceCommunicator:
         size, rank = len(comm.ranks), comm.rank
 
         def init() -> None:
-            # Else NCCL connects ranks in the first call of each algorithm, which then waits for all ranks.
-            os.environ.setdefault(_CONNECT, "0")
+            connect_at_once()
             try:
                 device.prepare()
                 end = nccl.init(size, unique_id, rank)
@@ -286,3 +285,11 @@ class _Parting(Post):
     def _settle(self) -> None:
         if not self.done and not self._missing and not self._unsent:
             self.succeed(None)
+
+
+def connect_at_once() -> None:
+    """Let NCCL connect ranks as it makes a communicator, else each one's first calls wait for all ranks.
+
+    All ranks have to make one alike, so it is called before each. What the user has set stays.
+    """
+    os.environ.setdefault(_CONNECT, "0")
