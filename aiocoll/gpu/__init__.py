@@ -11,7 +11,7 @@ launch_order  the order in which groups put calls of NCCL on a device
 launcher      the one thread of a device that starts work there
 waiter        the thread that waits for the calls on one stream
 events        a pool of events of one device
-bounce        copies without it, where it cannot be had
 staging       a pool of page-locked host memory
+bounce        copies between a device and ordinary memory, where no page-locked memory can be had
 turns         calls on a device that several ranks take part in, one at a time
 """

@@ -44,6 +44,7 @@ class Device:
         staging: its page-locked blocks.
         turns: groups that may become the first one on it, one at a time.
         order: the order of NCCL's calls there.
+        forked: this process was forked from the one whose device it is.
     """
 
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
@@ -61,7 +62,7 @@ class Device:
         self._waiting: deque[Callable[[], None]] = deque()
         self.turns = Turns()
         self.order = LaunchOrder()
-        #: The stream of NCCL's calls, and how many groups use it; each group has a lock around changes.
+        #: The stream of NCCL's calls, and how many groups use it; changed under the lock.
         self._common: int | None = None
         self._users = 0
         #: The completion threads of this stream, and of earlier ones that calls may still be on.

@@ -1,10 +1,10 @@
 """Point-to-point messages of CUDA arrays: by NCCL, or staged through the host, with the semantics of host messages.
 
-For those that NCCL carries, see `aiocoll.group.cuda.native_messages`. Any other send copies to page-locked memory
-first. It is announced to its receiver at once, so that a later message does not overtake it. A receive arrives in
-page-locked memory, and is then copied to the device. The launcher allocates that memory, which may take long: the
-receive keeps its place in the order of receives, and data that arrives for it meanwhile waits as for an unmatched
-message.
+For those that NCCL carries, see `aiocoll.group.cuda.native_messages`. Any other send is copied to the host first
+(`aiocoll.group.cuda.staged`). It is announced to its receiver at once, so that a later message does not overtake it. A
+receive arrives on the host, and is then copied to the device. The launcher allocates the memory for that, which may
+take long: the receive keeps its place in the order of receives, and data that arrives for it meanwhile waits as for an
+unmatched message.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
         code, array = content
         super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
         self._prepare(state, array)
-        #: The page-locked memory.
+        #: There is memory for its bytes on the host.
         self._is_there = False
 
     @property

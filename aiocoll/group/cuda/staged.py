@@ -1,4 +1,7 @@
-"""Page-locked copies of the arrays of a call, so that the host can carry it out."""
+"""Copies of the arrays of a call on the host, so that it can carry the call out.
+
+They are in page-locked memory where that can be had at once, else in ordinary memory, which is copied piece by piece.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,6 @@ class Staged:
 
     def allocate(self) -> None:
         """Allocate the memory; to lock it may take milliseconds, so in the launcher.
-
-        It is ordinary memory where that would wait for NCCL's calls.
 
         Raises:
             DeviceError: no memory could be locked.
