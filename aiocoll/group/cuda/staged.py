@@ -109,24 +109,15 @@ class Staged:
 
             flies(device.launch(stream, call, self, done))
 
-        def copied(error: DeviceError | None) -> None:
-            if error is None:
-                last()
-            else:
-                done(error)
-
-        def waited(error: DeviceError | None) -> None:
-            if error is None:
-                self._copy(positions, False, copied)
-            else:
-                done(error)
+        def copy() -> None:
+            self._copy(positions, False, _next(last, done))
 
         if self._is_locked:
             last(marks)
         elif marks:
-            device.launch(stream, lambda: device.after(marks, stream), self, waited)
+            device.launch(stream, lambda: device.after(marks, stream), self, _next(copy, done))
         else:
-            waited(None)
+            copy()
 
     def _copy(self, positions: Collection[int], to_host: bool, done: Done) -> None:
         """Copy between ordinary memory and the device."""
@@ -156,6 +147,18 @@ class Staged:
         return [
             (copy, original) for copy, original in pairs if copy is not None and original is not None and original.size
         ]
+
+
+def _next(step: Callable[[], None], done: Done) -> Done:
+    """Return what takes the next step when the one before has ended; if that has failed, `done` is told."""
+
+    def ended(error: DeviceError | None) -> None:
+        if error is None:
+            step()
+        else:
+            done(error)
+
+    return ended
 
 
 def put_back(arrays: Sequence[DeviceArray | None], stream: int) -> None:
