@@ -30,14 +30,14 @@ from aiocoll.group.cuda.matching import BatchMatching, Match, MessageBatch
 from aiocoll.group.cuda.native import Tools, exchange
 from aiocoll.group.cuda.staged import put_back
 
-__all__ = ["End", "NativeMessages", "ReceiveEnd", "SendEnd", "Turns"]
+__all__ = ["CallNumbering", "End", "NativeMessages", "ReceiveEnd", "SendEnd"]
 
 #: Larger batches are treated as single messages: a READY frame has 16 bits for the size.
 LARGEST = 0xFFFF
 
 
-class Turns(Protocol):
-    """Orders the calls on the device.
+class CallNumbering(Protocol):
+    """Gives numbers to the calls on the device, and starts them in that order.
 
     Attributes:
         comm: this rank's part in the group.
@@ -109,7 +109,7 @@ class NativeMessages:
         batch: number and size of the batch that messages called now are part of.
     """
 
-    def __init__(self, state: Turns) -> None:
+    def __init__(self, state: CallNumbering) -> None:
         self.batch = (0, 1)
         self._device_state = state
         self._batches = 0
