@@ -84,7 +84,8 @@ class BackendAgreement:
         Raises:
             ValueError: it is invalid from that rank, or for this rank; also TypeError and KeyError.
         """
-        if self._comm.rank if "card" in message or "ready" in message else peer:
+        is_for_rank_0 = "card" in message or "ready" in message
+        if (self._comm.rank if is_for_rank_0 else peer) != 0:
             raise ValueError("only rank 0 decides")
         if "card" in message:
             self._cards[peer] = read_card(message["card"])

@@ -158,7 +158,8 @@ class Slots:
         Raises:
             ValueError: it is invalid from that rank, or for this rank; also TypeError and KeyError.
         """
-        if self._comm.rank if "crowded" in message or "clock" in message else peer:
+        is_for_rank_0 = "crowded" in message or "clock" in message
+        if (self._comm.rank if is_for_rank_0 else peer) != 0:
             raise ValueError("only rank 0 gives out slots")
         if "crowded" in message:
             if not self._is_asked and not self.is_shared:
