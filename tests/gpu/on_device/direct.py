@@ -7,13 +7,14 @@ compiler is needed either.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.gpu.bounce import Bounce
 from aiocoll.gpu.ctypes_cuda import CtypesCuda
 
 KERNELS = rb"""
@@ -75,6 +76,9 @@ done:
 }
 """
 
+#: Bytes that are copied at a time.
+NBYTES = 1 << 20
+
 _UINT, _POINTER = ctypes.c_uint, ctypes.c_void_p
 #: Functions of cuda.h that tests call besides those of the library.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -100,8 +104,9 @@ class Direct:
         for name, call in self._calls.items():
             call.argtypes, call.restype = SIGNATURES[name], ctypes.c_int
         self._kernels: dict[tuple[int, str], ctypes.c_void_p] = {}
+        self._copying = threading.Lock()
         with self.on(0):
-            self._bounce = Bounce(self.cuda)  # no memory may be locked once kernels of NCCL run
+            self._block = self.cuda.pinned(NBYTES)  # none may be locked while kernels of NCCL run
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
@@ -116,15 +121,27 @@ class Direct:
 
     def write(self, address: int, values: NDArray[Any], device: int, stream: int) -> None:
         """Let memory of a device have these values, when `stream` has done all that is on it now."""
-        self.finish(device, stream)
-        with self.on(device):
-            self._bounce.copy([(values, address)], to_host=False)
+        for piece, held, place in self._pieces(address, values, device):
+            held[:] = piece
+            self.cuda.copy_to_device(place, held.ctypes.data, held.nbytes, stream)
+            self.finish(device, stream)
 
     def read(self, address: int, values: NDArray[Any], device: int, stream: int) -> None:
         """Read what is there when `stream` has done all that is on it now."""
-        self.finish(device, stream)
-        with self.on(device):
-            self._bounce.copy([(values, address)], to_host=True)
+        for piece, held, place in self._pieces(address, values, device):
+            self.cuda.copy_to_host(held.ctypes.data, place, held.nbytes, stream)
+            self.finish(device, stream)
+            piece[:] = held
+
+    def _pieces(
+        self, address: int, values: NDArray[Any], device: int
+    ) -> Iterator[tuple[NDArray[Any], NDArray[Any], int]]:
+        """Yield the bytes of an array piece by piece: page-locked memory for each, and its address on the device."""
+        flat = values.reshape(-1).view(np.uint8)
+        with self.on(device), self._copying:
+            for start in range(0, flat.size, NBYTES):
+                piece = flat[start : start + NBYTES]
+                yield piece, self._block[: piece.size], address + start
 
     def finish(self, device: int, stream: int) -> None:
         """Wait for all that is on a stream."""
