@@ -367,6 +367,42 @@ def test_a_run_on_the_fake_device(only: str, tmp_path: Path) -> None:
     assert "1 passed" in (tmp_path / "log.txt").read_text()
 
 
+#: Each process is on a machine with torch alone; the ranks of a pair are processes.
+ALONE = """
+import atexit, sys
+from tests.fakes.nccl import FakeNccl
+from tests.gpu.on_device.far_nccl import FarNccl
+from tests.gpu.played import machine
+
+pair = {"tests.gpu.on_device.ours", "tests.gpu.on_device.raw"}
+played = machine(1, FarNccl if pair & {*sys.orig_argv} else FakeNccl)
+played.__enter__()
+atexit.register(played.__exit__, None, None, None)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_torch_alone(tmp_path: Path) -> None:
+    """As on such a machine: only what the libraries do is played."""
+    (tmp_path / "sitecustomize.py").write_text(ALONE)
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()
+    (tmp_path / "torch-2.13.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+    left_out = ["alone cupy", "raw by cupy", "sum by ctypes"]
+    passing = ["signatures", "alone torch", "raw by library", "ours", "killed", "aborted"]
+    words = ["tests/gpu/run.py", "--only", ",".join([*passing, *left_out]), str(tmp_path / "figures")]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ran = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    results = json.loads((tmp_path / "figures/results.json").read_text())
+    ended = {step["name"]: (step["state"], step["why"]) for step in results["steps"]}
+    assert ended.pop("versions and interfaces") == ("passed", "")
+    wanted = {**dict.fromkeys(passing, ("passed", "")), **dict.fromkeys(left_out, ("left out", "there is no cupy"))}
+    assert ended == wanted
+    assert results["found"]["cuda"]["by"] == "ctypes_cuda"
+
+
 def test_a_step_that_there_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "look", lambda run: run.found.update(EVERYTHING) is None)
     with pytest.raises(SystemExit) as error:
