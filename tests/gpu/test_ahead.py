@@ -20,7 +20,7 @@ from aiocoll import (
 )
 from aiocoll.group.cuda import pacing, program_order
 
-from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only
+from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus, host
 
@@ -112,6 +112,28 @@ async def test_on_stream_needs_no_other_rank() -> None:
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
+
+
+async def test_an_await_ends_when_the_device_is_done_and_all_are_known_to_have_called() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+        rank = pg.rank()
+        tensor = await looped(pg, gpu)
+        await pg.barrier()
+        program, confirmed = program_of(pg), []
+        with monkeypatch.context() as patched:
+            patched.setattr(program, "confirm", confirmed.append)
+            work = pg.allreduce(tensor)
+            await work.on_stream()
+            waiter = waiter_of(gpu.engine(rank), dispatcher_of(pg).device_state.communicator.stream)  # type: ignore[union-attr]
+            await until(lambda: confirmed and waiter.is_idle)
+            await gpu.engine(rank).run(lambda: None)
+            assert not work.done()
+        program.confirm(confirmed[-1])
+        await work
+        assert host(tensor).tolist() == [2.0] * 3
+
+    with gpus(2) as gpu, pytest.MonkeyPatch.context() as monkeypatch:
+        await run_ranks(2, body, gpu, monkeypatch)
 
 
 @pytest.mark.parametrize("key", [False, True])
@@ -223,6 +245,24 @@ async def test_a_mismatch_names_both_sides_and_ends_the_group(other: int, known:
         'are undefined: they may have been launched before they were compared, which GroupOptions(verify="before")'
         in (texts[0])
     )
+
+
+async def test_of_calls_that_are_told_together_the_first_that_differs_is_named() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> str:
+        rank = pg.rank()
+        tensor = await looped(pg, gpu, 3)
+        await pg.barrier()
+        works = [pg.allreduce(tensor) for _ in range(3)]
+        # It does not go ahead, and so tells at once what was called before it, too.
+        works.append(pg.broadcast(tensor, 1) if rank else pg.allreduce(tensor))
+        for work in works:
+            work.add_done_callback(lambda work: work.exception())
+        return str(await pg.wait_revoked())
+
+    with gpus(2) as gpu:
+        for text in await run_ranks(2, body, gpu):
+            assert "rank 1 called BROADCAST(shape=[3]" in text
+            assert "rank 0 called ALLREDUCE(shape=[3]" in text
 
 
 async def test_shapes_that_differ_are_a_mismatch() -> None:
