@@ -141,6 +141,26 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),
         "blocking": Subject(("LoopThread.call",), (("test_blocking.py",),)),
         "sparse messages": Subject(("_LateSend._is_read",), (("test_sparse_messages.py",),)),
+        "devices": Subject(
+            ("Device.page_locked", "CompletionThread.admit", "LaunchThread.attempt", "Staging.give", "Events.record"),
+            (
+                ("test_bounce.py", "test_contexts.py", "test_stalls.py", "test_driver.py"),
+                ("gpu/test_device.py", "test_device_ends.py", "gpu/test_staging.py"),
+                ("gpu/test_ahead.py", "gpu/test_communicator.py"),
+                ("gpu/test_groups.py", "test_groups_failing.py", "test_groups_sends.py"),
+            ),
+        ),
+        "order on devices": Subject(
+            ("LaunchOrder.settle", "Slots.turn", "Pacing.reported", "ProgramOrder.add", "CallOrder.handle"),
+            (("test_launch_order.py", "gpu/test_ahead.py"), ("test_overlapping.py",)),
+        ),
+        "nccl": Subject(
+            ("DeviceCommunicator.launch", "CtypesCommunicator.finish", "_Nccl.init"),
+            (
+                ("test_ctypes_api.py", "test_cupy_api.py", "gpu/test_communicator.py"),
+                ("test_adapted.py", "test_contexts.py", "test_bounce.py", "gpu/test_ahead.py"),
+            ),
+        ),
     }
 )
 #: Of the last ones there are faults by hand only.
@@ -155,6 +175,9 @@ BY_HAND = (
     "tls",
     "blocking",
     "sparse messages",
+    "devices",
+    "order on devices",
+    "nccl",
 )
 
 
