@@ -639,6 +639,26 @@ async def test_no_thread_disturbs_what_another_one_captures(way: str) -> None:
         await run_ranks(1, body, gpu)
 
 
+@both
+async def test_no_thread_that_begins_to_wait_disturbs_a_capture(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        own, captured = gpu.stream(0), gpu.stream(0)
+        gpu.torch.streams[0] = own
+        waits = gpu.cuda.calls["event_synchronize"]
+        gpu.cuda.capture(captured, True)
+        gate = gpu.gate(0)
+        work = pg.allreduce(gpu.tensor(np.ones(3), 0))
+        await until(lambda: gpu.cuda.calls["event_synchronize"] > waits)
+        gate.open()
+        await work
+        gpu.cuda.capture(captured, False)
+        assert gpu.cuda.disturbed == []
+
+    with gpus(1, way) as gpu:
+        await run_ranks(1, body, gpu)
+
+
 async def test_what_carries_the_bytes_of_a_call() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         carried = []
