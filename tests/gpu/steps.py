@@ -169,7 +169,7 @@ class _Maker(NamedTuple):
     def bench(self) -> Step:
         words = ("bench/gpu.py", "--quick", *(["--fake"] if self.fake else ["--kind", self.there[0]]))
         output = ("--output", f"{self.folder}/RESULTS-gpu.md")
-        return Step("bench", 60, (*words, *output), ("uvloop", "nccl", "ml_dtypes"))
+        return Step("bench", 60, (*words, *output), (*TESTS, "uvloop"))
 
 
 def steps(fake: bool, folder: Path, plugins: Sequence[str], missing: Container[str]) -> list[Step]:
