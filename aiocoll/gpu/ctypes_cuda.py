@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.elements.dtypes import by_name
+from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.driver import Driver
 
@@ -209,6 +209,6 @@ class _Memory:
         }  # fmt: skip
 
 
-def _viewed(torch: Any, address: int, count: int, kind: Any) -> Any:
+def _viewed(torch: Any, address: int, count: int, kind: DType) -> Any:
     """Return torch's tensor on memory of the thread's device."""
     return torch.as_tensor(_Memory(address, count * kind.itemsize), device="cuda").view(getattr(torch, kind.name))
