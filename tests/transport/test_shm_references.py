@@ -93,7 +93,9 @@ def known(nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("placed", [False, True])
-async def test_it_comes_in_pieces_and_is_read_once(where: str, nbytes: int, placed: bool) -> None:
+async def test_it_comes_in_pieces_unless_it_has_its_place_and_is_read_once(
+    where: str, nbytes: int, placed: bool
+) -> None:
     async with ends(where) as both:
         found = bytearray(nbytes)
 
@@ -109,9 +111,11 @@ async def test_it_comes_in_pieces_and_is_read_once(where: str, nbytes: int, plac
         assert both.read == [1]
         assert b"".join(payload for _, payload in both.got.frames) == known(nbytes)
         assert not placed or found == known(nbytes)
-        lengths = [header[7] for header in both.got.headers]
-        assert lengths == [SEGMENT] * (nbytes // SEGMENT) + [nbytes % SEGMENT] * (nbytes % SEGMENT > 0)
-        assert [header[6] for header in both.got.headers] == list(range(0, nbytes, SEGMENT))
+        most = nbytes if placed else SEGMENT
+        assert [header[7] for header in both.got.headers] == [most] * (nbytes // most) + [nbytes % most] * (
+            nbytes % most > 0
+        )
+        assert [header[6] for header in both.got.headers] == list(range(0, nbytes, most))
         assert {header[8] for header in both.got.headers} == {nbytes}
 
 
@@ -204,9 +208,10 @@ async def test_what_is_voided_while_it_is_read_is_not_handed_out(where: str, pla
     async with ends(where) as both:
         array, owner = await both.array(3 * SEGMENT), object()
         found = bytearray(array.nbytes)
+        before = 0 if placed else SEGMENT
 
         def place(header: Header) -> memoryview | None:
-            if header[6] == SEGMENT:
+            if header[6] == before:
                 both.near.void(owner)
                 array[:] = 255
             return memoryview(found)[header[6] : header[6] + header[7]] if placed else None
@@ -215,7 +220,7 @@ async def test_what_is_voided_while_it_is_read_is_not_handed_out(where: str, pla
         assert both.write(array, 1, owner)
         both.near.write(*frame(2, b"next"))
         await both.got.until(lambda: both.got.frames[-1:] == [(2, b"next")] or both.got.losses)
-        assert both.got.frames == [(1, known(3 * SEGMENT)[:SEGMENT]), (2, b"next")]
+        assert both.got.frames == [(1, known(3 * SEGMENT)[:before])] * (not placed) + [(2, b"next")]
         assert [header[4] for header in both.got.withdrawals] == [1]
         assert both.got.losses == []
 

@@ -209,9 +209,12 @@ class ReferenceReader:
         kind, flags, step, group, op, fingerprint, offset, length, total = header
         while self._moved < length:
             moved = self._moved
-            nbytes = min(length - moved, SEGMENT)
-            piece = (kind, flags, step, group, op, fingerprint, offset + moved & 0xFFFFFFFF, nbytes, total)
-            place = link.sink.route(link, piece)
+            # What has its place is read at once; of what has to be worked with, as much as stays in the cache.
+            for nbytes in (length - moved, min(length - moved, SEGMENT)):
+                piece = (kind, flags, step, group, op, fingerprint, offset + moved & 0xFFFFFFFF, nbytes, total)
+                place = link.sink.route(link, piece)
+                if place is not None:
+                    break
             into = self._own.scratch[:nbytes] if place is None else place
             try:
                 self._read(segment, entry[ADDRESS] + moved, into)
