@@ -101,7 +101,14 @@ class Work(Generic[T_co]):
     _ends: tuple[str, int | None, int]
 
     def __init__(
-        self, progress: Progress, op: str, seq: int | None, key: str | None, group: Any, depth: int = 2
+        self,
+        progress: Progress,
+        op: str,
+        seq: int | None,
+        key: str | None,
+        group: Any,
+        depth: int = 2,
+        compiled_depth: int = 1,
     ) -> None:
         self.op = op
         self.seq = seq
@@ -120,8 +127,8 @@ class Work(Generic[T_co]):
         self._unretrieved: Unretrieved | None = None
         # Where the user called, as what costs least and keeps no frame: the line is looked up when it is needed. At
         # `depth` or above it: each frame that is looked at costs 50 ns and more. What is compiled has no frames, so
-        # that of the group's method is the only one that every call has.
-        frame = _frame(1 if COMPILED else depth)
+        # that of the group's method is the only one that every call has, and others have what is not compiled besides.
+        frame = _frame(compiled_depth if COMPILED else depth)
         code = frame.f_code
         if code.co_filename is not _last_file:
             frame = _user_frame(frame)

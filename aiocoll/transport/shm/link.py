@@ -203,13 +203,13 @@ class ShmLink:
 
     def void(self, owner: object) -> None:
         """What the peer has not read of `owner` may change from now on."""
-        if self._references and not self._closed:
+        if self._references.unread and not self._closed:
             self._references.void(owner)
 
     def poll(self) -> bool:
         """Hand out what has arrived, for at most `BUDGET` seconds, and send what had to wait."""
         moved = self._flush() if self._kept else False
-        if self._references:
+        if self._references.unread:
             moved = self._collect() or moved
         if self._words[self._at] != self._next or not self._started or self._receiving:
             return moved
@@ -343,7 +343,7 @@ class ShmLink:
         was_full = references.full
         found = references.collect()
         if found and not self._closed:
-            if not references and not self._kept:
+            if not references.unread and not self._kept:
                 self._out.cancel_wakeup()
             if was_full and self.writable:
                 self.sink.drained(self)
@@ -365,7 +365,7 @@ class ShmLink:
             self._peer_doorbell.ring()
         if kept:
             return moved
-        if not self._references:
+        if not self._references.unread:
             self._out.cancel_wakeup()
         if self._ending:
             self._shutdown()

@@ -25,7 +25,7 @@ from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_
 from aiocoll.transport.shm.ring import ADDRESS, VOID, RingWriter
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
-__all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "UnreadableError"]
+__all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "Unread", "UnreadableError"]
 
 _BYTE = np.dtype(np.uint8)
 #: Frames that may be unread: one is read while the next is written.
@@ -62,7 +62,7 @@ class InPlace:
         return np.empty(SEGMENT, np.uint8).data
 
 
-class _Unread(NamedTuple):
+class Unread(NamedTuple):
     """A frame that the reader has not taken.
 
     Attributes:
@@ -84,24 +84,23 @@ class ReferenceWriter:
         sharing: of segments.
         own: memory of this rank.
         attach: whether the peer can read the memory of this process.
+
+    Attributes:
+        unread: the frames that the peer has not read, in order.
     """
 
-    __slots__ = ("_memory", "_out", "_registered_memory", "_sharing", "_unread")
+    __slots__ = ("_memory", "_out", "_registered_memory", "_sharing", "unread")
 
     def __init__(self, out: RingWriter, sharing: SegmentSharing, own: InPlace, *, attach: bool) -> None:
         self._out = out
         self._sharing = sharing
         self._registered_memory, self._memory = own.registered_memory, own.memory if attach else None
-        self._unread: list[_Unread] = []
+        self.unread: list[Unread] = []
 
     @property
     def full(self) -> bool:
         """Whether one has to be read before the next is written."""
-        return len(self._unread) >= _MOST_UNREAD
-
-    def __bool__(self) -> bool:
-        """Whether there are frames that have not been read."""
-        return bool(self._unread)
+        return len(self.unread) >= _MOST_UNREAD
 
     def find(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
         """Return the segment and the address at which the peer can read a payload; None if it cannot.
@@ -125,12 +124,12 @@ class ReferenceWriter:
         self._out.request_wakeup()
         number = self._out.point(header, *place)
         if number:
-            self._unread.append(_Unread(number, owner, read))
+            self.unread.append(Unread(number, owner, read))
         return number > 0
 
     def collect(self) -> bool:
         """Say of what has been read that it is; whether there was any."""
-        unread, taken, found = self._unread, self._out.taken, False
+        unread, taken, found = self.unread, self._out.taken, False
         while unread and unread[0].number <= taken:
             unread.pop(0).read()
             found = True
@@ -138,12 +137,12 @@ class ReferenceWriter:
 
     def close(self) -> None:
         """The link has ended: nobody reads any more."""
-        self._unread.clear()
+        self.unread.clear()
         del self._out  # the memory goes with the last view of it
 
     def void(self, owner: object) -> None:
         """What `owner` has written may change from now on."""
-        for frame in self._unread:
+        for frame in self.unread:
             if frame.owner is owner:
                 self._out.void(frame.number)
 
