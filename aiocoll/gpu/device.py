@@ -207,8 +207,7 @@ class Device:
             RuntimeError: no loop runs in this thread; or after a fork.
             ValueError: `stream` is closed.
         """
-        if self.forked:
-            self._check()
+        self._check()
         waiter = self._waiters.get(stream)
         if waiter is None:
             raise ValueError(f"stream {stream:#x} is closed, or is not one of CUDA device {self.ordinal}")
@@ -229,8 +228,7 @@ class Device:
             DeviceError: the stream cannot be waited for.
             RuntimeError: it is being captured into a graph; or after a fork.
         """
-        if self.forked:
-            self._check()
+        self._check()
         return self._events.on_device(self._events.record if is_checked else self._mark, stream)
 
     def after(self, marks: Sequence[int], *streams: int) -> None:

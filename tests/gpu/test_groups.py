@@ -724,8 +724,8 @@ async def test_of_many_kinds_of_calls_few_are_remembered(limits: Limits) -> None
     limits(device_kept_calls=1)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        for count in (1, 2, 1, 2):
-            await pg.allreduce(gpu.tensor(np.ones(count), 0))
+        for shape in ((1,), (2,), (1,), (2, 1), (1, 2), (2, 1)):
+            await pg.allreduce(gpu.tensor(np.ones(shape), 0))
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
