@@ -1,9 +1,11 @@
 """How long a collective on CUDA arrays takes to be on its stream: ``python bench/gpu_launch.py``, on the fake device.
 
 That is what `pg.allreduce` of 8 B takes in steady state, when it launches in the loop before any other rank is asked,
-1 ms after the last one, or one right after the other. It is told beside the bare call: the same functions of CUDA and
-NCCL, made by hand. Then the time from the call to NCCL's function in a loop that others keep busy, in slices of 5 ms.
-The fake's functions are Python: a real device's are not.
+1 ms after the last one, or one right after the other: until it calls NCCL's function, and until it returns. It is told
+beside the bare call: the same functions of CUDA and NCCL, made by hand. Then the time from the call to NCCL's function
+in a loop that others keep busy, in slices of 5 ms.
+
+The fake's functions are Python: a real device's are not. So another table tells how much of a call is theirs.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
@@ -27,6 +31,8 @@ from aiocoll.elements.streams import stream_address
 from aiocoll.gpu.provider import runtime
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.fakes.cuda import FakeCuda
+from tests.fakes.nccl import FakeCommunicator
 from tests.gpu.groups import Gpus, gpus
 from tests.gpu.on_device.worlds import Fake
 
@@ -38,6 +44,8 @@ SLICE = 0.005
 ADDED, BUSY = 25.0, 1000.0
 #: NCCL's numbers of float64 and of sum.
 FLOAT64, SUM = 8, 0
+#: Seconds until NCCL's function is called, until the call returns, and in functions of the fake; how many of these.
+Times = tuple[float, float, float, int]
 
 
 class Launches:
@@ -53,8 +61,52 @@ class Launches:
             self.last[self._gpu.cuda.current()] = perf_counter()
 
 
-async def bare(gpu: Gpus, calls: int, row: int) -> list[float]:
-    """Return the seconds of each call by hand, on a communicator of one rank: it is launched, and waited for after."""
+class Share:
+    """How many functions of the fake this thread calls, and the seconds it is in them."""
+
+    def __init__(self) -> None:
+        self.calls, self.seconds = 0, 0.0
+        self._thread = threading.get_ident()
+        self._is_inside = False
+
+    @contextmanager
+    def counting(self, gpu: Gpus) -> Iterator[None]:
+        """Count in this block, which itself takes time."""
+        before = [(kind, name, getattr(kind, name)) for kind, names in self._counted(gpu) for name in names]
+        for kind, name, call in before:
+            setattr(kind, name, self._counting(call))
+        try:
+            yield
+        finally:
+            for kind, name, call in before:
+                setattr(kind, name, call)
+
+    @staticmethod
+    def _counted(gpu: Gpus) -> tuple[tuple[type, tuple[str, ...]], ...]:
+        return (
+            (FakeCuda, ("current", "use", "has_context", "is_capturing", "event_record", "stream_wait")),
+            (FakeCommunicator, ("all_reduce",)),
+            (gpu.torch.Tensor, ("get_device", "resolve_conj", "resolve_neg", "contiguous", "data_ptr", "numel")),
+        )
+
+    def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any) -> Any:
+            if self._is_inside or threading.get_ident() != self._thread:
+                return call(*args)
+            self._is_inside = True
+            self.calls += 1
+            start = perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.seconds += perf_counter() - start
+                self._is_inside = False
+
+        return counting
+
+
+async def bare(gpu: Gpus, launches: Launches, share: Share, calls: int, row: int) -> list[Times]:
+    """Return the times of each call by hand, on a communicator of one rank: it is launched, and waited for after."""
     cuda, nccl = runtime()
     assert nccl is not None
     cuda.use(0)
@@ -68,30 +120,38 @@ async def bare(gpu: Gpus, calls: int, row: int) -> list[float]:
         if number % row == 0:
             cuda.event_synchronize(event)
             await asyncio.sleep(0.001)
+        share.calls, share.seconds = 0, 0.0
         start = perf_counter()
         cuda.is_capturing(before)
         cuda.event_record(mark, before)
         cuda.stream_wait(stream, mark)
         end.all_reduce(address, address, 1, FLOAT64, SUM, stream)
         cuda.event_record(event, stream)
-        times.append(perf_counter() - start)
+        times.append((launches.last[0] - start, perf_counter() - start, share.seconds, share.calls))
     cuda.event_synchronize(event)
     end.destroy()
     return times
 
 
-async def idle(pg: ProcessGroup, gpu: Gpus, launches: Launches, calls: int, row: int) -> list[float]:
-    """Return the seconds of each call until it returns, when it is on its stream."""
+async def idle(pg: ProcessGroup, gpu: Gpus, launches: Launches, share: Share, calls: int, row: int) -> list[Times]:
+    """Return the times of each call until it returns, when it is on its stream.
+
+    The device of a rank is the thread's current one, as in a process of its own.
+    """
+    cuda, _ = runtime()
     tensor = gpu.tensor(np.ones(1), pg.rank())
     times = []
     for number in range(calls // row + 5):
         works = []
         for _ in range(row):
+            cuda.use(pg.rank())
+            share.calls, share.seconds = 0, 0.0
             start = perf_counter()
             works.append(pg.allreduce(tensor))
             if number >= 5:
-                assert launches.last[pg.rank()] > start, "it has not been launched at the call"
-                times.append(perf_counter() - start)
+                launched = launches.last[pg.rank()]
+                assert launched > start, "it has not been launched at the call"
+                times.append((launched - start, perf_counter() - start, share.seconds, share.calls))
         for work in works:
             await work
         await pg.barrier()
@@ -99,7 +159,7 @@ async def idle(pg: ProcessGroup, gpu: Gpus, launches: Launches, calls: int, row:
     return times
 
 
-async def busy(pg: ProcessGroup, gpu: Gpus, launches: Launches, calls: int, row: int) -> list[float]:
+async def busy(pg: ProcessGroup, gpu: Gpus, launches: Launches, calls: int) -> list[float]:
     """Return the seconds from each call to that of NCCL's function, beside a task that keeps the loop busy."""
     tensor = gpu.tensor(np.ones(1), pg.rank())
     for _ in range(5):
@@ -125,20 +185,52 @@ async def busy(pg: ProcessGroup, gpu: Gpus, launches: Launches, calls: int, row:
     return times
 
 
-async def measured(world_size: int, body: Callable[..., Awaitable[list[float]]], calls: int, row: int) -> list[float]:
-    with gpus(world_size) as gpu:
-        launches = Launches(gpu)
-        found = await testing.run_ranks(world_size, body, gpu, launches, calls, row)
+async def by_hand(row: int, count: bool = False) -> list[Times]:
+    """Return the times of bare calls; those in functions of the fake if they `count`."""
+    share = Share()
+    with gpus(1) as gpu, share.counting(gpu) if count else nullcontext():
+        return await bare(gpu, Launches(gpu), share, CALLS, row)
+
+
+async def by_us(world_size: int, row: int, count: bool = False) -> list[Times]:
+    """Return the same of ours."""
+    share = Share()
+    with gpus(world_size) as gpu, share.counting(gpu) if count else nullcontext():
+        found = await testing.run_ranks(world_size, idle, gpu, Launches(gpu), share, CALLS, row)
     return [each for times in found for each in times]
 
 
-async def by_hand(row: int) -> list[float]:
-    with gpus(1) as gpu:
-        return await bare(gpu, CALLS, row)
+async def in_busy_loop(world_size: int) -> list[float]:
+    with gpus(world_size) as gpu:
+        found = await testing.run_ranks(world_size, busy, gpu, Launches(gpu), BUSY_CALLS)
+    return [each for times in found for each in times]
 
 
-def shown(times: list[float]) -> tuple[str, str]:
-    return micros(median(times)), micros(quantiles(times, n=100)[98])
+def p99(times: Sequence[float]) -> str:
+    return micros(quantiles(times, n=100)[98])
+
+
+def verdict(seconds: float, limit: float) -> str:
+    return "met" if seconds * 1e6 <= limit else "**missed**"
+
+
+def rows_of(row: int, what: str) -> Iterator[tuple[str, ...]]:
+    """Yield what a bare call takes, and what ours add to it."""
+    to_nccl, whole, *_ = zip(*uvloop.run(by_hand(row)), strict=True)
+    yield f"bare, {what}", micros(median(to_nccl)), micros(median(whole)), p99(whole), "", "", ""
+    for world_size in (1, 2):
+        early_ours, ours, *_ = zip(*uvloop.run(by_us(world_size, row)), strict=True)
+        early, added = median(early_ours) - median(to_nccl), median(ours) - median(whole)
+        shown = (micros(median(early_ours)), micros(median(ours)), p99(ours))
+        yield f"{what}, world size {world_size}", *shown, micros(early), micros(added), verdict(added, ADDED)
+
+
+def shares_of(row: int, what: str) -> Iterator[tuple[str, ...]]:
+    """Yield how much of a call is the fake's."""
+    for name, times in (("bare", uvloop.run(by_hand(row, True))), ("ours", uvloop.run(by_us(1, row, True)))):
+        inside, calls = median(each[2] for each in times), median(each[3] for each in times)
+        rest = median(each[1] - each[2] for each in times)
+        yield f"{name}, {what}", f"{calls:g}", micros(inside), micros(rest)
 
 
 def main() -> None:
@@ -146,24 +238,30 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the results there too")
     args = parser.parse_args()
     rows: list[Any] = []
+    shares: list[Any] = []
     for row, what in ((1, "after 1 ms"), (ROW, "in a row")):
-        alone = uvloop.run(by_hand(row))
-        rows.append((f"bare, {what}", *shown(alone), "", ""))
-        for world_size in (1, 2):
-            times = uvloop.run(measured(world_size, idle, CALLS, row))
-            added = (median(times) - median(alone)) * 1e6
-            met = "met" if added <= ADDED else "missed"
-            rows.append((f"{what}, world size {world_size}", *shown(times), f"{added:.1f}", met))
+        rows += rows_of(row, what)
+        shares += shares_of(row, what)
     for world_size in (1, 2):
-        times = uvloop.run(measured(world_size, busy, BUSY_CALLS, 1))
-        met = "met" if median(times) * 1e6 <= BUSY else "missed"
-        rows.append((f"busy loop, world size {world_size}", *shown(times), "", met))
+        times = uvloop.run(in_busy_loop(world_size))
+        name = f"busy loop, world size {world_size}"
+        rows.append((name, micros(median(times)), "", p99(times), "", "", verdict(median(times), BUSY)))
+    head = (
+        "8 B, in one process",
+        "to NCCL, µs p50",
+        "until it returns",
+        "p99",
+        "above bare, to NCCL",
+        "until it returns",
+    )
     text = "\n\n".join(
         (
             "# Launching calls on CUDA arrays",
             machine(),
             "**There was no GPU.** All of this was measured on the fake device.",
-            table(("8 B, in one process", "µs p50", "p99", "above the bare call", f"{ADDED:g} / {BUSY:g} µs"), rows),
+            table((*head, f"{ADDED:g} / {BUSY:g} µs"), rows),
+            "How much of a call is the fake's, world size 1; to count that takes time, too:",
+            table(("8 B", "functions of the fake", "µs p50 in them", "the rest"), shares),
         )
     )
     print(text)
