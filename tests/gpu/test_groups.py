@@ -368,6 +368,25 @@ async def test_arrays_live_until_the_device_is_done_with_them(way: str) -> None:
 
 
 @both
+async def test_arrays_are_given_back_without_the_garbage_collector(way: str) -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        for size in (1, 1, 1, 0):
+            tensor = gpu.tensor(np.ones(size), pg.rank())
+            gone = weakref.ref(tensor)
+            await pg.allreduce(tensor)
+            del tensor
+            await until(lambda gone=gone: gone() is None)
+
+    gc.disable()
+    try:
+        with gpus(2, way) as gpu:
+            await run_ranks(2, body, gpu)
+    finally:
+        gc.enable()
+
+
+@both
 async def test_many_calls_leave_nothing(way: str) -> None:
     async def call(pg: ProcessGroup, gpu: Gpus, turn: int) -> None:
         tensors = [gpu.tensor(np.ones(1 + turn % 3), pg.rank()) for _ in range(3)]

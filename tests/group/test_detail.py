@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -619,3 +621,20 @@ def test_a_word_against_a_giant(kind: str) -> None:
     case = Case(kind, "counts", counting(kind, 1_000_000, "uint8"), counting(kind, 1, "uint8"))
     for odd in (0, 1):
         check(case, run_virtual(2, differ, case, odd, DELAYS["odd-late"], options=DETAIL))
+
+
+async def test_arrays_are_given_back_without_the_garbage_collector() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        for _ in range(2):
+            array = np.ones(3)
+            gone = weakref.ref(array)
+            await pg.allreduce(array)
+            del array
+            await asyncio.sleep(0)
+            assert gone() is None
+
+    gc.disable()
+    try:
+        await run_detailed(3, body)
+    finally:
+        gc.enable()
