@@ -95,8 +95,7 @@ class Work(Generic[T_co]):
     _shape: tuple[int, ...]
     _timeout: float
     _value: Any
-    #: Of a call on a device, set by who starts it: lets a stream wait for it; None once that is over. Others do not
-    #: have it, so that it costs them nothing.
+    #: Of a call on a device: lets a stream wait for it. Others do not have it, so that it costs them nothing.
     _ordered: Callable[[int | None], Coroutine[Any, Any, T_co]] | None
     #: Of a message alone: "src" or "dst", the other rank (None: any), and the tag.
     _ends: tuple[str, int | None, int]
@@ -144,6 +143,10 @@ class Work(Generic[T_co]):
     def _name_ends(self, ends: tuple[str, int | None, int]) -> None:
         """Set which ranks a message is between."""
         self._ends = ends
+
+    def _order_by(self, order: Callable[[int | None], Coroutine[Any, Any, T_co]] | None) -> None:
+        """Let `order` have streams wait for a call on a device; None once that is over."""
+        self._ordered = order
 
     def _be_part_of(self, whole: Work[Any]) -> None:
         """Set what the work of a part has, in place of `__init__`: where the user called is known of the whole."""

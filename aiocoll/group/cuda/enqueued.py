@@ -29,7 +29,7 @@ class Enqueued:
         self._arrays = arrays
         self._launched: Launched | None = None
         self._waiting: list[asyncio.Future[None]] = []
-        work._ordered = self.order
+        work._order_by(self.order)
 
     async def order(self, stream: int | None) -> Any:
         """Make `stream` wait for the end of the call, once that is enqueued."""
@@ -55,7 +55,7 @@ class Enqueued:
 
     def over(self) -> None:
         """The call has ended; it may have failed before a stuck launcher reached it."""
-        self._work._ordered = None
+        self._work._order_by(None)
         if self._waiting:
             self._wake()
         if self._launched is not None:
