@@ -64,6 +64,26 @@ async def test_messages_and_calls_go_through_ordinary_memory(count: int, monkeyp
         assert gpu.cuda.live()["pinned"] >= bounce.NBYTES
 
 
+async def test_threads_that_copy_disturb_no_capture() -> None:
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank = pg.rank()
+        work = await busy(pg, gpu)
+        if rank == 0:
+            captured = gpu.stream(0)
+            gpu.torch.streams[0] = 0
+            gpu.cuda.capture(captured, True)
+        tensor = gpu.tensor(np.full(COUNTS[1], 1 << rank), rank)
+        await pg.allreduce(tensor, ReduceOp.BOR, key="bits")
+        assert (host(tensor) == 3).all()
+        if rank == 0:
+            gpu.cuda.capture(captured, False)
+        await end(pg, gpu, work)
+        assert gpu.cuda.disturbed == []
+
+    with gpus(2) as gpu:
+        await run_ranks(2, body, gpu)
+
+
 async def test_what_was_missing_is_locked_when_the_device_is_idle(limits: Limits) -> None:
     """And what is beyond the limit is freed then."""
 
