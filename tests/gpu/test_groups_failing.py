@@ -198,6 +198,38 @@ async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
         await run_ranks(2, body, gpu)
 
 
+@pytest.mark.parametrize("call", ["collective", "message"])
+async def test_memory_on_the_host_is_used_again_only_when_the_device_is_done(call: str) -> None:
+    """Though the group has failed meanwhile: the copy still writes there."""
+
+    def called(pg: ProcessGroup, gpu: Gpus) -> Any:
+        tensor = gpu.tensor(np.ones(1000), pg.rank())
+        return pg.allreduce(tensor) if call == "collective" else pg.send(tensor, 1)
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        if pg.rank():
+            await (called(pg, gpu) if call == "collective" else pg.recv(gpu.tensor(np.ones(1000), 1), 0))
+            if call == "collective":
+                await asyncio.wait([called(pg, gpu).get_future()])
+            await pg.wait_revoked()
+            return
+        await called(pg, gpu)
+        staging = gpu.engine(0).staging
+        await until(lambda: staging.kept > 0)
+        kept, gate = staging.kept, gpu.gate(0)
+        work = called(pg, gpu)
+        await until(lambda: staging.kept < kept)
+        pg.abort("enough")
+        with pytest.raises(GroupError, match="enough"):
+            await work
+        assert staging.kept < kept
+        gate.open()
+        await until(lambda: staging.kept == kept)
+
+    with gpus(2, "staged") as gpu:
+        await run_ranks(2, body, gpu)
+
+
 async def test_a_message_whose_stream_is_captured_before_its_block_ends() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
