@@ -296,6 +296,15 @@ def test_the_end_of_a_communicator_is_one(log: Log) -> None:
         made.send(1, 1, 1, 0, 0)
 
 
+def test_a_communicator_is_destroyed_when_it_is_finished(log: Log) -> None:
+    asked = iter([7, 7, 0])
+    made = nccl_of(log, asked=lambda: next(asked)).init(1, stub.ID, 0)
+    log.calls.clear()
+    log.status["ncclCommFinalize"] = 7
+    made.destroy()
+    assert log.names() == ["ncclCommFinalize", *["ncclCommGetAsyncError"] * 3, "ncclCommDestroy"]
+
+
 def test_an_abort_comes_while_a_call_waits_and_no_thread_is_inside(log: Log) -> None:
     """A call that other ranks do not make: asked again and again, it is aborted between two questions."""
     inside: list[str] = []
