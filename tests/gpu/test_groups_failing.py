@@ -207,13 +207,14 @@ async def test_memory_on_the_host_is_used_again_only_when_the_device_is_done(cal
         return pg.allreduce(tensor) if call == "collective" else pg.send(tensor, 1)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        is_message = call == "message"
+        await (pg.recv(gpu.tensor(np.ones(1000), 1), 0) if pg.rank() and is_message else called(pg, gpu))
+        await pg.barrier()
         if pg.rank():
-            await (called(pg, gpu) if call == "collective" else pg.recv(gpu.tensor(np.ones(1000), 1), 0))
-            if call == "collective":
+            if not is_message:
                 await asyncio.wait([called(pg, gpu).get_future()])
             await pg.wait_revoked()
             return
-        await called(pg, gpu)
         staging = gpu.engine(0).staging
         await until(lambda: staging.kept > 0)
         kept, gate = staging.kept, gpu.gate(0)
