@@ -15,6 +15,7 @@ from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.arguments import Arguments, slices
 from aiocoll.group.dispatch.call import Recorder
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.dispatch.parts import Parts
 from aiocoll.group.unsized import allgather_unsized, gather_unsized
 from aiocoll.loading import loading
 from aiocoll.work import Work
@@ -43,6 +44,7 @@ class Collectives:
         self._rank = dispatcher.rank
         self._size = dispatcher.size
         self._arguments = Arguments(dispatcher.rank, dispatcher.size)
+        self._parts = Parts(dispatcher.planner, dispatcher.size)
 
     def reduce_sparse(
         self, error: TypeError, tensor: Any, op: ReduceOp, root: int | None, timeout: Timeout, key: str | None
@@ -126,6 +128,8 @@ class Collectives:
 
     def allgather_into_tensor(self, output: Any, tensor: Any, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start an allgather into one array."""
+        if (found := self._parts.find("allgather", output, tensor, None)) is not None:
+            return self._dispatcher.again(*found, tensor.shape, output, timeout, key)
         source = view(tensor, name="tensor", writable=False)
         target = self._arguments.whole(output, "output", source, "tensor", source.count * self._size)
         blocks = slices(target, [source.count] * self._size)
@@ -201,6 +205,8 @@ class Collectives:
         self, output: Any, input: Any, op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Start a reduce_scatter of one array."""
+        if (found := self._parts.find("reduce_scatter", input, output, op)) is not None:
+            return self._dispatcher.again(*found, (output.size,), output, timeout, key)
         target = view(output, name="output")
         count = target.count * self._size
         source = self._arguments.whole(input, "input", target, "output", count, writable=False)
@@ -231,6 +237,10 @@ class Collectives:
         key: str | None,
     ) -> Work[Any]:
         """Start an alltoall of parts of one array."""
+        if output_split_sizes is input_split_sizes is None:
+            found = self._parts.find("alltoall", input, output, None)
+            if found is not None:
+                return self._dispatcher.again(*found, (output.size // self._size,), output, timeout, key)
         source = view(input, name="input", writable=False)
         target = view(output, name="output")
         if target.dtype is not source.dtype:

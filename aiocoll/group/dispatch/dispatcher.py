@@ -265,7 +265,7 @@ class Dispatcher:
         return work
 
     def again(
-        self, plan: Plan, arrays: list[Any], shape: tuple[int, ...], result: Any, timeout: float, key: Unchecked
+        self, plan: Plan, arrays: list[Any], shape: tuple[int, ...], result: Any, timeout: Timeout, key: Unchecked
     ) -> Work[Any]:
         """Start `plan` as before, of a call that has been checked."""
         return self._launch(plan, [*arrays], shape, result, timeout, key)
