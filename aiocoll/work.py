@@ -126,8 +126,8 @@ class Work(Generic[T_co]):
         self._unwrap: Callable[[], Any] | None = None
         self._unretrieved: Unretrieved | None = None
         # Where the user called, as what costs least and keeps no frame: the line is looked up when it is needed. At
-        # `depth` or above it: each frame that is looked at costs 50 ns and more. What is compiled has no frames, so
-        # that of the group's method is the only one that every call has, and others have what is not compiled besides.
+        # `depth` or above it: each frame that is looked at costs 50 ns and more. What is compiled has no frames:
+        # `compiled_depth` counts those that are left, mostly that of the group's method alone.
         frame = _frame(compiled_depth if COMPILED else depth)
         code = frame.f_code
         if code.co_filename is not _last_file:

@@ -129,7 +129,7 @@ class Collectives:
     def allgather_into_tensor(self, output: Any, tensor: Any, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start an allgather into one array."""
         if (found := self._parts.find("allgather", output, tensor, None)) is not None:
-            return self._dispatcher.again(*found, tensor.shape, output, timeout, key)
+            return self._dispatcher.launch(*found, tensor.shape, output, timeout, key)
         source = view(tensor, name="tensor", writable=False)
         target = self._arguments.whole(output, "output", source, "tensor", source.count * self._size)
         blocks = slices(target, [source.count] * self._size)
@@ -206,7 +206,7 @@ class Collectives:
     ) -> Work[Any]:
         """Start a reduce_scatter of one array."""
         if (found := self._parts.find("reduce_scatter", input, output, op)) is not None:
-            return self._dispatcher.again(*found, (output.size,), output, timeout, key)
+            return self._dispatcher.launch(*found, (output.size,), output, timeout, key)
         target = view(output, name="output")
         count = target.count * self._size
         source = self._arguments.whole(input, "input", target, "output", count, writable=False)
@@ -240,7 +240,7 @@ class Collectives:
         if output_split_sizes is input_split_sizes is None:
             found = self._parts.find("alltoall", input, output, None)
             if found is not None:
-                return self._dispatcher.again(*found, (output.size // self._size,), output, timeout, key)
+                return self._dispatcher.launch(*found, (output.size // self._size,), output, timeout, key)
         source = view(input, name="input", writable=False)
         target = view(output, name="output")
         if target.dtype is not source.dtype:

@@ -199,9 +199,10 @@ class ProcessGroup(MpiCalls):
             ValueError: `tensor` is read-only; or it is sparse, and `op` is neither SUM nor AVG.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: small: 1 step, n (p-1) bytes sent per rank; large: 2 (p-1) steps, 2 n (p-1)/p bytes. Sparse: an allgather
-            of the counts, then one of all entries (4 or 8 bytes each, and the value), or a dense allreduce if that is
-            cheaper; see `aiocoll.group.sparse_reduce`.
+        Cost: small: 1 step, n (p-1) bytes sent per rank, or of more than four ranks that share memory 2 steps, n bytes,
+            and n (p-1) from rank 0; large: 2 (p-1) steps, 2 n (p-1)/p bytes. Sparse: an allgather of the counts, then
+            one of all entries (4 or 8 bytes each, and the value), or a dense allreduce if that is cheaper; see
+            `aiocoll.group.sparse_reduce`.
         Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002 (ring); Traeff, arXiv 2410.14234 (circulant);
             Bruck et al. 1997 (bruck); Rabenseifner 2004 (pairwise); Traeff and Hunold 2020 and Bayatpour et al. 2017
             (between hosts); Renggli et al. 2019, arXiv 1802.08021 (sparse).
@@ -332,8 +333,9 @@ class ProcessGroup(MpiCalls):
         Raises:
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: ceil(log2 p) steps without data.
-        Source: Hensgen, Finkel and Manber 1988 (dissemination); Karonis et al. 2000 (between hosts).
+        Cost: ceil(log2 p) steps without data; of ranks that share memory 1 step up to four, 2 steps up to 64 of them.
+        Source: Hensgen, Finkel and Manber 1988 (dissemination); Karonis et al. 2000 (between hosts); Mellor-Crummey
+            and Scott 1991 (in shared memory).
         """
         return self._collectives.barrier(timeout, key)
 

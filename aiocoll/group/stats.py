@@ -80,9 +80,10 @@ class PeerStats:
     """How this rank has waited for another one in collectives.
 
     It has waited for the rank whose data came last and completed the collective here: the wait lasted from the start on
-    this rank until then. Where each rank hears directly of each other, which is the case for small operations in shared
-    memory and between two ranks, that is the one that came last. In a ring or a tree it is a neighbour, which may
-    itself have waited: look for the rank that others wait for, and that has waited least itself.
+    this rank until then. Where each rank hears directly of each other, which is the case between two ranks and for most
+    small operations in shared memory, that is the one that came last. In a ring or a tree it is a neighbour, and where
+    rank 0 reduces for all it is that one, which may itself have waited: look for the rank that others wait for, and
+    that has waited least itself.
 
     Attributes:
         rank: of the other one, in the group.

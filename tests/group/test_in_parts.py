@@ -11,6 +11,7 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.work import Work
 
+from ..internals import spied
 from ..ranks import over
 
 #: Shapes of a part, whose first axis is that of the ranks in the whole.
@@ -73,6 +74,35 @@ async def test_the_same_call_again_and_again(call: Call, pg: ProcessGroup) -> No
                 assert result is (whole if call is allgather else other)
 
 
+@pytest.mark.ranks(1)
+@over("memory")
+async def test_arrays_without_axes(pg: ProcessGroup) -> None:
+    for value in (1.0, 2.0):
+        for shapes in (((), ()), ((), (1,)), ((1,), ())):
+            whole, other = (np.full(shape, value + part) for part, shape in enumerate(shapes))
+            await pg.alltoall_base(other, whole)
+            assert other.reshape(1)[0] == value
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.ranks(1)
+@over("memory")
+async def test_a_call_like_an_earlier_one_views_nothing(
+    call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await call(pg, *arrays(call, pg, (4,), "f4", 0))
+    viewed: list[Any] = []
+    spy = lambda *args, **_: viewed.append(args)  # noqa: E731
+    spied(monkeypatch, collective_view=spy, whole_view=spy)
+    whole, other = arrays(call, pg, (4,), "f4", 1)
+    await call(pg, whole, other)
+    check(call, pg, whole, other, 1)
+    assert viewed == []
+    await call(pg, np.stack([whole, whole], 1)[:, 0], other)
+    assert len(viewed) > 1
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(3)
 @over("memory")
@@ -116,6 +146,8 @@ async def test_what_is_wrong_is_refused_after_what_is_right(call: Call, pg: Proc
     await call(pg, whole, other)
     with pytest.raises(ValueError, match=r"elements|split"):
         call(pg, np.zeros(7, "f4"), other)
+    with pytest.raises(ValueError, match="elements"):
+        call(pg, whole, other[:-2].copy())
     with pytest.raises(TypeError, match="dtype"):
         call(pg, whole, other.astype("f8"))
     if call is alltoall:

@@ -123,6 +123,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_program_in_place.py", "-k", "not 7"),
             ),
         ),
+        "plans by arrays": Subject(("Parts.find",), (("test_in_parts.py",),)),
         "redis store": Subject(
             (
                 "RedisStore._wait",
@@ -178,6 +179,7 @@ BY_HAND = (
     "devices",
     "order on devices",
     "nccl",
+    "plans by arrays",
 )
 
 

@@ -173,7 +173,7 @@ class Dispatcher:
             # Of dtypes that are equal, one may be an alias that NumPy would convert.
             if found is not None and found[0].storage is dtype:
                 flat = tensor if len(shape) == 1 else tensor.reshape(-1)
-                return self._launch(found[0], [flat], shape, tensor, timeout, key)
+                return self.launch(found[0], [flat], shape, tensor, timeout, key)
         else:
             call = None
         buffer = (
@@ -188,7 +188,7 @@ class Dispatcher:
         arrays: list[Any] = [buffer.array]
         executor = None if type(arrays[0]) is _ndarray else self._on_device(plan, arrays)
         unwrap = None if buffer.writeback is None else _unstage((buffer,), buffer.result)
-        return self._launch(plan, arrays, buffer.shape, buffer.result, timeout, key, unwrap, executor)
+        return self.launch(plan, arrays, buffer.shape, buffer.result, timeout, key, unwrap, executor)
 
     def start(
         self,
@@ -223,9 +223,9 @@ class Dispatcher:
             executor = self._on_device(plan, arrays)
         shape = () if main is None else main.shape
         unwrap = _unstage(staged, result) if staged else None
-        return self._launch(plan, arrays, shape, result, timeout, key, unwrap, executor)
+        return self.launch(plan, arrays, shape, result, timeout, key, unwrap, executor)
 
-    def _launch(
+    def launch(
         self,
         plan: Plan,
         arrays: list[Any],
@@ -236,7 +236,7 @@ class Dispatcher:
         unwrap: Callable[[], Any] | None = None,
         executor: Executor | None = None,
     ) -> Work[Any]:
-        """Start `plan` on flat arrays; then `unwrap` makes the result."""
+        """Start `plan` on flat arrays that were checked; then `unwrap` makes the result."""
         comm = self.comm
         limit = comm.timeout if timeout is None else seconds(timeout, "timeout")
         # As in `check`, without the call.
@@ -265,10 +265,10 @@ class Dispatcher:
         return work
 
     def again(
-        self, plan: Plan, arrays: list[Any], shape: tuple[int, ...], result: Any, timeout: Timeout, key: Unchecked
+        self, plan: Plan, arrays: list[Any], shape: tuple[int, ...], result: Any, timeout: float, key: Unchecked
     ) -> Work[Any]:
         """Start `plan` as before, of a call that has been checked."""
-        return self._launch(plan, [*arrays], shape, result, timeout, key)
+        return self.launch(plan, [*arrays], shape, result, timeout, key)
 
     def call(
         self,

@@ -33,8 +33,8 @@ class Parts:
     def __init__(self, planner: Planner, size: int) -> None:
         self._planner = planner
         self._size = size
-        # By the kind of call, the dtype, the shapes of both arrays, and the op.
-        self._plans: dict[tuple[Any, ...], Known] = {}
+        # By the kind of call, the dtype, the shapes of both arrays, and the op; without a plan, where there is none.
+        self._plans: dict[tuple[Any, ...], Known | None] = {}
 
     def find(self, kind: str, whole: Any, other: Any, op: ReduceOp | None) -> tuple[Plan, list[Any]] | None:
         """Return the plan of a call and its flat arrays; None if its arrays are not plain, or not right.
@@ -52,14 +52,13 @@ class Parts:
         if other.dtype is not dtype or not whole.flags.carray or not other.flags.carray or _share(whole, other):
             return None
         call = kind, dtype, whole.shape, other.shape, id(op)
-        found = self._plans.get(call)
-        if found is None:
+        try:
+            found = self._plans[call]
+        except KeyError:
             plan = self._plan(kind, whole, other, op)
-            if plan is None:
-                return None
-            found = keep(self._plans, call, (plan, op))
+            found = keep(self._plans, call, None if plan is None else (plan, op))
         # Of dtypes that are equal, one may be an alias that NumPy would convert.
-        if found[0].storage is not dtype:
+        if found is None or found[0].storage is not dtype:
             return None
         arrays = self._cut(whole)
         if kind == "alltoall":
@@ -80,9 +79,8 @@ class Parts:
         counts = (count,) * size
         if kind != "alltoall":
             return self._planner.plan(kind, dtype, (counts,), op=op) if other.size == count else None
-        # Parts are rows.
-        if other.size != whole.size or whole.shape[0] % size or other.shape[0] % size:
-            return None
+        if other.size != whole.size or any(each.ndim and each.shape[0] % size for each in (whole, other)):
+            return None  # parts are rows
         return self._planner.plan(kind, dtype, (counts, counts), agreed=())
 
     def _cut(self, whole: Any) -> list[Any]:

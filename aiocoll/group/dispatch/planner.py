@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from aiocoll.algorithms.program import Action, Program
 from aiocoll.algorithms.scale import scaled
@@ -28,14 +28,15 @@ __all__ = ["Known", "Planner", "keep"]
 
 #: A plan, and the op of its call, which must live as long as its id identifies the plan.
 Known = tuple[Plan, ReduceOp | None]
+K = TypeVar("K", bound=Known | None)
 
 #: Ranks up to which the ring of chunk queues, two steps per rank, pays for sizes just too large for one step.
 CIRCLE = 4
 #: Ranks up to which each reduces a small tensor of all; of more, one does it for all, which takes a fraction of the
 #: processor time, and no longer (`bench/RESULTS.md`).
-ALL = 4
-#: Ranks up to which one tells all others that all have entered a barrier; it takes a microsecond and a half for each.
-FLAT = 64
+EACH_REDUCES = 4
+#: Ranks up to which barriers go through slots; to tell one other rank takes a microsecond and a half.
+BARRIER_IN_SLOTS = 64
 #: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
 PLANS = 256
 
@@ -70,7 +71,7 @@ class Planner:
         self._rank = comm.rank
         self._size = len(comm.ranks)
         self._dry = dry
-        self._whole = OneShot if self._size <= ALL else OneShotCentral
+        self._small = OneShot if self._size <= EACH_REDUCES else OneShotCentral
         self._plans: dict[tuple[Any, ...], Known] = {}
 
     def plan(
@@ -189,7 +190,7 @@ class Planner:
         if not piece or self._size == 1:
             return None
         if kind == "barrier":
-            return self._whole if self._size <= FLAT else None
+            return self._small if self._size <= BARRIER_IN_SLOTS else None
         if kind in _IN_BLOCKS and nbytes:
             return OneShotBlocks if self._fits(nbytes // sum(sizes[0]) * max(sizes[0])) else None
         if kind in _DIRECT and nbytes:
@@ -197,7 +198,7 @@ class Planner:
         if kind != "allreduce" or made is None or not nbytes:
             return None
         if made.portable and self._fits(nbytes):
-            return self._whole
+            return self._small
         few = self._size <= CIRCLE or algorithm == "ring"
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
         return ShmRing if few and not made.ordered and pieces < MOST_PIECES else None
@@ -241,7 +242,7 @@ class Planner:
         return scaled(program, {buffer: counts[buffer] or 0 for buffer in inputs}, len(counts), in_place)
 
 
-def keep(plans: dict[tuple[Any, ...], Known], call: tuple[Any, ...], found: Known) -> Known:
+def keep(plans: dict[tuple[Any, ...], K], call: tuple[Any, ...], found: K) -> K:
     """Remember the plan of a call, among at most `PLANS`."""
     if len(plans) >= PLANS:
         plans.clear()

@@ -91,7 +91,7 @@ class Batch(Recorder):
             return self.take(self._dispatcher.call(plan, arrays, shape, result, timeout, key, unwrap, executor))
         recording = self.recording
         # The user's call is five frames away: the call of the group and what it goes through, most of it compiled.
-        work = DeferredWork(recording, plan.signature.op, None, None, self._dispatcher.group, 5, 2)
+        work = DeferredWork(recording, plan.signature.op, None, None, self._dispatcher.group, depth=5, compiled_depth=2)
         work.plan = plan
         work.arrays = arrays
         work._value = result

@@ -208,13 +208,15 @@ class ReferenceReader:
         kind, flags, step, group, op, fingerprint, offset, length, total = header
         while self._moved < length:
             moved = self._moved
-            # What has its place is read at once; of what has to be worked with, as much as stays in the cache.
-            for nbytes in (length - moved, min(length - moved, SEGMENT)):
-                piece = (kind, flags, step, group, op, fingerprint, offset + moved & 0xFFFFFFFF, nbytes, total)
-                place = link.sink.route(link, piece)
-                if place is not None:
-                    break
-            into = self._own.scratch[:nbytes] if place is None else place
+            nbytes = length - moved
+            piece = (kind, flags, step, group, op, fingerprint, offset + moved & 0xFFFFFFFF, nbytes, total)
+            place = link.sink.route(link, piece)
+            into = place
+            if into is None:
+                # It has to be worked with: as much of it as stays in the cache.
+                nbytes = min(nbytes, SEGMENT)
+                piece = (*piece[:7], nbytes, total)
+                into = self._own.scratch[:nbytes]
             try:
                 self._read(segment, entry[ADDRESS] + moved, into)
             except OSError as error:
