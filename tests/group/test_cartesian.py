@@ -26,7 +26,7 @@ from aiocoll import (
 )
 from aiocoll.group.grid import Grid, balanced
 
-from ..ranks import LINKS, over, run_ranks, until
+from ..ranks import LINKS, over, until
 
 
 def grid_of(pg: ProcessGroup, dims: Sequence[int], periods: Any = None) -> CartesianGroup[ProcessGroup]:
@@ -393,14 +393,12 @@ async def test_where_calls_are_compared_and_in_a_dry_run() -> None:
         assert await cart.halo(array) is array
 
 
-async def test_a_group_that_is_closed_ends_its_exchanges() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        cart = grid_of(pg, [2, 1])
-        cart.group.timeout = 0.02
-        if pg.rank() == 0:
-            work = cart.halo(np.zeros((3, 3)))
-            await cart.group.shutdown()
-            assert isinstance(work.exception(), GroupClosedError)
-        await pg.barrier()
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_a_group_that_is_closed_ends_its_exchanges(pg: ProcessGroup) -> None:
+    cart = grid_of(pg, [2, 1])
+    cart.group.timeout = 0.02
+    if pg.rank() == 0:
+        work = cart.halo(np.zeros((3, 3)))
+        await cart.group.shutdown()
+        assert isinstance(work.exception(), GroupClosedError)
+    await pg.barrier()

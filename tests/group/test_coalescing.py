@@ -445,25 +445,23 @@ async def test_blocks_of_two_groups_nest_and_a_block_is_of_its_task() -> None:
     await run_ranks(2, rank)
 
 
-async def test_a_task_that_outlives_its_block_calls_as_outside() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        go = asyncio.Event()
+@pytest.mark.ranks(2)
+async def test_a_task_that_outlives_its_block_calls_as_outside(pg: ProcessGroup) -> None:
+    go = asyncio.Event()
 
-        async def late() -> tuple[int | None, Any]:
-            await go.wait()
-            work = pg.allreduce(ones())
-            return work.seq, await work
+    async def late() -> tuple[int | None, Any]:
+        await go.wait()
+        work = pg.allreduce(ones())
+        return work.seq, await work
 
-        async with pg.coalescing():
-            task = asyncio.create_task(late())
-            pg.allreduce(ones())
-        go.set()
-        async with pg.coalescing():
-            # Not recorded by this one either.
-            seq, result = await task
-        assert (seq, result.tolist()) == (2, [2.0] * 4)
-
-    await run_ranks(2, rank)
+    async with pg.coalescing():
+        task = asyncio.create_task(late())
+        pg.allreduce(ones())
+    go.set()
+    async with pg.coalescing():
+        # Not recorded by this one either.
+        seq, result = await task
+    assert (seq, result.tolist()) == (2, [2.0] * 4)
 
 
 # -- memory
@@ -683,40 +681,38 @@ async def test_a_flush_that_is_not_complete_is_not_among_what_is_completed(pg: P
 # -- calls on lists
 
 
-@pytest.mark.parametrize("transport", LINKS)
-async def test_calls_on_lists(transport: str, frames: Frames) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        size, rank = pg.size(), pg.rank()
-        total = size * (size + 1) // 2
-        tensors = [ones(3, rank + 1), np.full((2, 2), rank + 1, "int32"), ones(LARGE // 8, rank + 1)]
-        work = pg.allreduce_coalesced(tensors)
-        assert (work.op, work.seq) == ("ALLREDUCE_COALESCED", 1)
-        assert pg.pending() in ([work], [])
-        result = await work
-        assert all(a is b for a, b in zip(result, tensors, strict=True))
-        assert all((tensor == total).all() for tensor in tensors)
-        inputs = [ones(2, rank), ones(3, rank * 10)]
-        outputs = [ones(2 * size, -1), ones(3 * size, -1)]
-        assert (await pg.allgather_into_tensor_coalesced(outputs, inputs))[1] is outputs[1]
-        assert outputs[0].tolist() == np.repeat(np.arange(size), 2).tolist()
-        assert outputs[1].tolist() == np.repeat(np.arange(size) * 10, 3).tolist()
-        outputs, inputs = [ones(1, -1), ones(2, -1)], [np.arange(1.0 * size), np.arange(2.0 * size)]
-        await pg.reduce_scatter_tensor_coalesced(outputs, inputs, ReduceOp.MAX)
-        assert [each.tolist() for each in outputs] == [[rank], [2 * rank, 2 * rank + 1]]
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_calls_on_lists(pg: ProcessGroup, frames: Frames) -> None:
+    size, rank = pg.size(), pg.rank()
+    total = size * (size + 1) // 2
+    tensors = [ones(3, rank + 1), np.full((2, 2), rank + 1, "int32"), ones(LARGE // 8, rank + 1)]
+    work = pg.allreduce_coalesced(tensors)
+    assert (work.op, work.seq) == ("ALLREDUCE_COALESCED", 1)
+    assert pg.pending() in ([work], [])
+    result = await work
+    assert all(a is b for a, b in zip(result, tensors, strict=True))
+    assert all((tensor == total).all() for tensor in tensors)
+    inputs = [ones(2, rank), ones(3, rank * 10)]
+    outputs = [ones(2 * size, -1), ones(3 * size, -1)]
+    assert (await pg.allgather_into_tensor_coalesced(outputs, inputs))[1] is outputs[1]
+    assert outputs[0].tolist() == np.repeat(np.arange(size), 2).tolist()
+    assert outputs[1].tolist() == np.repeat(np.arange(size) * 10, 3).tolist()
+    outputs, inputs = [ones(1, -1), ones(2, -1)], [np.arange(1.0 * size), np.arange(2.0 * size)]
+    await pg.reduce_scatter_tensor_coalesced(outputs, inputs, ReduceOp.MAX)
+    assert [each.tolist() for each in outputs] == [[rank], [2 * rank, 2 * rank + 1]]
+    assert await pg.allreduce_coalesced([]) == []
+    assert comm_of(pg).entered == 4
+    keyed = pg.allreduce_coalesced([ones(), ones(2)], key="k")
+    assert (keyed.key, keyed.seq, [each[0] for each in await keyed]) == ("k", 1, [size, size])
+    assert comm_of(pg).entered == 4
+    async with pg.coalescing() as batch:
+        one = pg.allreduce_coalesced([ones(), ones(2)])
+        two = pg.allreduce(ones())
+        assert pg.pending() == [one, two]
         assert await pg.allreduce_coalesced([]) == []
-        assert comm_of(pg).entered == 4
-        keyed = pg.allreduce_coalesced([ones(), ones(2)], key="k")
-        assert (keyed.key, keyed.seq, [each[0] for each in await keyed]) == ("k", 1, [size, size])
-        assert comm_of(pg).entered == 4
-        async with pg.coalescing() as batch:
-            one = pg.allreduce_coalesced([ones(), ones(2)])
-            two = pg.allreduce(ones())
-            assert pg.pending() == [one, two]
-            assert await pg.allreduce_coalesced([]) == []
-            assert one.result()[0].tolist() == two.result().tolist() == [size] * 4
-        assert batch.seq == comm_of(pg).entered == 5
-
-    await run_ranks(2, rank, transport=transport)
+        assert one.result()[0].tolist() == two.result().tolist() == [size] * 4
+    assert batch.seq == comm_of(pg).entered == 5
 
 
 @pytest.mark.ranks(2)

@@ -12,7 +12,7 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.group.messages import Recv, Send
 
-from ..ranks import LINKS, run_ranks
+from ..ranks import LINKS, over, run_ranks
 
 DTYPES = ("complex64", "complex128")
 SIZES = (1, 2, 3, 4, 7)
@@ -122,11 +122,11 @@ async def test_every_call(dtype: str, size: int, transport: str) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("transport", LINKS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.ranks(*SIZES)
+@over(*LINKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_every_call_everywhere(dtype: str, size: int, transport: str) -> None:
-    await run_ranks(size, everything, (0, 1, size + 1, 300_000), dtype, transport=transport)
+async def test_every_call_everywhere(pg: ProcessGroup, dtype: str) -> None:
+    await everything(pg, (0, 1, pg.size() + 1, 300_000), dtype)
 
 
 @pytest.mark.ranks(3)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import GroupClosedError, GroupOptions, ProcessGroup, Recv, ReduceOp, Send, new_group, testing
+from aiocoll import GroupClosedError, GroupOptions, ProcessGroup, Recv, ReduceOp, Send, new_group
 from aiocoll.algorithms import predict
 from aiocoll.algorithms.load import Load, seconds_of
 from aiocoll.algorithms.machine import Machine, Tuning
@@ -36,83 +36,74 @@ def seconds(pg: ProcessGroup, call: Callable[[], Any]) -> float:
 # -- what is predicted
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("count", [0, 1, 1000, 100_000, 1_000_000])
-async def test_an_estimate_is_the_prediction(world_size: int, count: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        p = pg.size()
-        one, whole = np.zeros(count, np.float32), np.zeros(count * p, np.float32)
-        none = [one] * p if pg.rank() == 0 else None
-        calls: list[tuple[str, int, Callable[[], Any]]] = [
-            ("allreduce", count, lambda: pg.allreduce(one)),
-            ("reduce", count, lambda: pg.reduce(one, 0)),
-            ("broadcast", count, lambda: pg.broadcast(one, 0)),
-            ("scan", count, lambda: pg.scan(one)),
-            ("exscan", count, lambda: pg.exscan(one)),
-            ("allgather", count * p, lambda: pg.allgather_into_tensor(whole, one)),
-            ("reduce_scatter", count * p, lambda: pg.reduce_scatter_tensor(one, whole)),
-            ("alltoall", count * p, lambda: pg.alltoall_base(whole, whole.copy())),
-            ("gather", count * p, lambda: pg.gather(none and [each.copy() for each in none], one, 0)),
-            ("scatter", count * p, lambda: pg.scatter(one.copy(), none, 0)),
-            ("barrier", 0, lambda: pg.barrier()),
-            ("monitored_barrier", 0, lambda: pg.monitored_barrier()),
-        ]
-        with pg.time_estimator() as estimate:
-            for _, _, call in calls:
-                call()
-        assert [each.op for each in estimate.calls] == [kind.upper() for kind, _, _ in calls]
-        for (kind, elements, _), each in zip(calls, estimate.calls, strict=True):
-            assert each.nbytes == 4 * elements
-            if p == 1:
-                assert each.seconds == 0
-            else:
-                assert each.algorithm is not None
-                machine = comm_of(pg).tuning.machine
-                assert each.seconds == predict(each.algorithm, kind, each.nbytes, p, machine)
-        assert estimate.seconds == sum(each.seconds for each in estimate.calls)
-
-    await run_ranks(world_size, rank)
+async def test_an_estimate_is_the_prediction(pg: ProcessGroup, count: int) -> None:
+    p = pg.size()
+    one, whole = np.zeros(count, np.float32), np.zeros(count * p, np.float32)
+    none = [one] * p if pg.rank() == 0 else None
+    calls: list[tuple[str, int, Callable[[], Any]]] = [
+        ("allreduce", count, lambda: pg.allreduce(one)),
+        ("reduce", count, lambda: pg.reduce(one, 0)),
+        ("broadcast", count, lambda: pg.broadcast(one, 0)),
+        ("scan", count, lambda: pg.scan(one)),
+        ("exscan", count, lambda: pg.exscan(one)),
+        ("allgather", count * p, lambda: pg.allgather_into_tensor(whole, one)),
+        ("reduce_scatter", count * p, lambda: pg.reduce_scatter_tensor(one, whole)),
+        ("alltoall", count * p, lambda: pg.alltoall_base(whole, whole.copy())),
+        ("gather", count * p, lambda: pg.gather(none and [each.copy() for each in none], one, 0)),
+        ("scatter", count * p, lambda: pg.scatter(one.copy(), none, 0)),
+        ("barrier", 0, lambda: pg.barrier()),
+        ("monitored_barrier", 0, lambda: pg.monitored_barrier()),
+    ]
+    with pg.time_estimator() as estimate:
+        for _, _, call in calls:
+            call()
+    assert [each.op for each in estimate.calls] == [kind.upper() for kind, _, _ in calls]
+    for (kind, elements, _), each in zip(calls, estimate.calls, strict=True):
+        assert each.nbytes == 4 * elements
+        if p == 1:
+            assert each.seconds == 0
+        else:
+            assert each.algorithm is not None
+            machine = comm_of(pg).tuning.machine
+            assert each.seconds == predict(each.algorithm, kind, each.nbytes, p, machine)
+    assert estimate.seconds == sum(each.seconds for each in estimate.calls)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-async def test_messages_and_objects(world_size: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        machine, others, peer = comm_of(pg).tuning.machine, pg.size() - 1, (pg.rank() + 1) % pg.size()
-        tensor, obj = np.zeros(1000), {"some": "object"}
-        nbytes = len(dumps(obj, allow_pickle=False))
-        if others:
-            message = seconds_of(Load(1, 1, 1, 8000, 8000, 0), machine)
-            assert message == machine.alpha + 8000 * machine.beta
-            for call in (pg.send, pg.recv):
-                assert seconds(pg, lambda call=call: call(tensor, peer)) == message
-            assert seconds(pg, lambda: pg.recv_anysource(tensor)) == message
-            both = [Send(tensor, peer), Recv(tensor.copy(), None)]
-            assert seconds(pg, lambda: pg.batch(both)) == 2 * message
-        everybody = Load(min(others, 1), others, others, others * nbytes, 0, 0)
-        assert seconds(pg, lambda: pg.allgather_object(obj)) == seconds_of(everybody, machine)
-        assert seconds(pg, lambda: pg.alltoall_object([obj] * pg.size())) == seconds_of(everybody, machine)
-        sent = everybody._replace(receives=0)
-        assert seconds(pg, lambda: pg.broadcast_object(obj, pg.rank())) == seconds_of(sent, machine)
-        assert seconds(pg, lambda: pg.scatter_object([obj] * pg.size(), pg.rank())) == seconds_of(sent, machine)
-        heard = everybody._replace(sends=0, sent=0)
-        assert seconds(pg, lambda: pg.gather_object(obj, pg.rank())) == seconds_of(heard, machine)
-
-    await run_ranks(world_size, rank)
+@pytest.mark.ranks(*WORLDS)
+async def test_messages_and_objects(pg: ProcessGroup) -> None:
+    machine, others, peer = comm_of(pg).tuning.machine, pg.size() - 1, (pg.rank() + 1) % pg.size()
+    tensor, obj = np.zeros(1000), {"some": "object"}
+    nbytes = len(dumps(obj, allow_pickle=False))
+    if others:
+        message = seconds_of(Load(1, 1, 1, 8000, 8000, 0), machine)
+        assert message == machine.alpha + 8000 * machine.beta
+        for call in (pg.send, pg.recv):
+            assert seconds(pg, lambda call=call: call(tensor, peer)) == message
+        assert seconds(pg, lambda: pg.recv_anysource(tensor)) == message
+        both = [Send(tensor, peer), Recv(tensor.copy(), None)]
+        assert seconds(pg, lambda: pg.batch(both)) == 2 * message
+    everybody = Load(min(others, 1), others, others, others * nbytes, 0, 0)
+    assert seconds(pg, lambda: pg.allgather_object(obj)) == seconds_of(everybody, machine)
+    assert seconds(pg, lambda: pg.alltoall_object([obj] * pg.size())) == seconds_of(everybody, machine)
+    sent = everybody._replace(receives=0)
+    assert seconds(pg, lambda: pg.broadcast_object(obj, pg.rank())) == seconds_of(sent, machine)
+    assert seconds(pg, lambda: pg.scatter_object([obj] * pg.size(), pg.rank())) == seconds_of(sent, machine)
+    heard = everybody._replace(sends=0, sent=0)
+    assert seconds(pg, lambda: pg.gather_object(obj, pg.rank())) == seconds_of(heard, machine)
 
 
-async def test_sparse_arrays() -> None:
+@pytest.mark.ranks(3)
+async def test_sparse_arrays(pg: ProcessGroup) -> None:
     sparse = pytest.importorskip("scipy.sparse")
-
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = sparse.coo_array(np.eye(100))
-        with pg.time_estimator() as estimate:
-            assert await pg.allreduce(tensor) is tensor
-        (one,) = estimate.calls
-        # A hundred places and a hundred values for each of the two others.
-        assert (one.op, one.nbytes) == ("ALLREDUCE_SPARSE", 2 * 100 * 16)
-        assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), comm_of(pg).tuning.machine)
-
-    await run_ranks(3, rank)
+    tensor = sparse.coo_array(np.eye(100))
+    with pg.time_estimator() as estimate:
+        assert await pg.allreduce(tensor) is tensor
+    (one,) = estimate.calls
+    # A hundred places and a hundred values for each of the two others.
+    assert (one.op, one.nbytes) == ("ALLREDUCE_SPARSE", 2 * 100 * 16)
+    assert one.seconds == seconds_of(Load(1, 2, 2, one.nbytes, 0, 0), comm_of(pg).tuning.machine)
 
 
 @pytest.mark.ranks(3)
@@ -137,23 +128,21 @@ async def test_more_takes_longer(pg: ProcessGroup) -> None:
     assert seconds(pg, lambda: None) == 0
 
 
-async def test_memory_that_all_ranks_share_has_formulas_of_its_own() -> None:
+@pytest.mark.ranks(3)
+@over("shm")
+async def test_memory_that_all_ranks_share_has_formulas_of_its_own(pg: ProcessGroup) -> None:
     a, v, b, g = 1000.0, 100.0, 0.5, 0.25
-
-    async def rank(pg: ProcessGroup) -> None:
-        comm_of(pg).tuning = Tuning(shm=Machine(a, v, b, g), medium="shm")
-        with pg.time_estimator() as estimate:
-            pg.allreduce(np.zeros(16))
-            pg.barrier()
-            pg.allreduce(np.zeros(1 << 20))
-        assert [each.algorithm for each in estimate.calls] == ["oneshot", "oneshot", "relay"]
-        small, barrier, large = (each.seconds for each in estimate.calls)
-        # Two copies, and a sum of three; two more boards to write and to look at than one.
-        assert small == a + 2 * v + (2 + 3) * 128 * g
-        assert barrier == a + 2 * v
-        assert large == predict("ring", "allreduce", 8 << 20, 3, Machine(a, v, b, g))
-
-    await run_ranks(3, rank, transport="shm")
+    comm_of(pg).tuning = Tuning(shm=Machine(a, v, b, g), medium="shm")
+    with pg.time_estimator() as estimate:
+        pg.allreduce(np.zeros(16))
+        pg.barrier()
+        pg.allreduce(np.zeros(1 << 20))
+    assert [each.algorithm for each in estimate.calls] == ["oneshot", "oneshot", "relay"]
+    small, barrier, large = (each.seconds for each in estimate.calls)
+    # Two copies, and a sum of three; two more boards to write and to look at than one.
+    assert small == a + 2 * v + (2 + 3) * 128 * g
+    assert barrier == a + 2 * v
+    assert large == predict("ring", "allreduce", 8 << 20, 3, Machine(a, v, b, g))
 
 
 @pytest.mark.ranks(4)
@@ -242,30 +231,28 @@ async def test_wrong_arguments_are_refused_and_not_counted(pg: ProcessGroup) -> 
 # -- where it holds
 
 
-async def test_other_tasks_and_groups_go_on() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        start, done = asyncio.Event(), asyncio.Event()
+@pytest.mark.ranks(2)
+async def test_other_tasks_and_groups_go_on(pg: ProcessGroup) -> None:
+    start, done = asyncio.Event(), asyncio.Event()
 
-        async def beside() -> Any:
-            await start.wait()
-            result = await pg.allreduce(1)
-            done.set()
-            return result
+    async def beside() -> Any:
+        await start.wait()
+        result = await pg.allreduce(1)
+        done.set()
+        return result
 
-        async def inside() -> Work[Any]:
-            return pg.allreduce(1)
+    async def inside() -> Work[Any]:
+        return pg.allreduce(1)
 
-        other = asyncio.create_task(beside())
-        with pg.time_estimator() as estimate:
-            start.set()
-            await done.wait()
-            assert await other == 2
-            assert estimate.calls == []
-            assert (await asyncio.create_task(inside())).seq is None
-            assert len(estimate.calls) == 1
-        assert await pg.allreduce(1) == 2
-
-    await run_ranks(2, rank)
+    other = asyncio.create_task(beside())
+    with pg.time_estimator() as estimate:
+        start.set()
+        await done.wait()
+        assert await other == 2
+        assert estimate.calls == []
+        assert (await asyncio.create_task(inside())).seq is None
+        assert len(estimate.calls) == 1
+    assert await pg.allreduce(1) == 2
 
 
 def fails(pg: ProcessGroup) -> Estimate:
@@ -286,18 +273,16 @@ async def test_blocks_in_one_another(pg: ProcessGroup) -> None:
     assert await pg.allreduce(1) == 2
 
 
-async def test_what_is_estimated_is_not_compared() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            with pg.time_estimator() as estimate:
-                await pg.allreduce(np.ones(3))
-                await pg.allgather_object(1)
-                with pytest.raises(ValueError, match="objs needs exactly one object per rank"):
-                    pg.scatter_object([1], 0)
-            assert len(estimate.calls) == 2
-        assert await pg.allreduce(1) == 2
-
-    await testing.run_ranks(2, rank, options=GroupOptions(debug="detail"))
+@pytest.mark.ranks(2, options=GroupOptions(debug="detail"))
+async def test_what_is_estimated_is_not_compared(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        with pg.time_estimator() as estimate:
+            await pg.allreduce(np.ones(3))
+            await pg.allgather_object(1)
+            with pytest.raises(ValueError, match="objs needs exactly one object per rank"):
+                pg.scatter_object([1], 0)
+        assert len(estimate.calls) == 2
+    assert await pg.allreduce(1) == 2
 
 
 @pytest.mark.ranks(2)
