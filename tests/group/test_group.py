@@ -179,23 +179,21 @@ async def test_a_rank_that_left_is_named_where_it_is_needed(pg: ProcessGroup) ->
     assert raised.value.ranks == (2,)
 
 
-@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.ranks(4)
+@over(*LINKS)
 @pytest.mark.parametrize("leaver", [0, 1, 3])
-async def test_leaving_disturbs_nobody_who_does_not_need_it(leaver: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        if pg.rank() == leaver:
-            return
-        with pytest.raises(PeerLostError, match=f"needs rank {leaver}, which has left"):
-            await pg.recv(np.zeros(1), leaver)
-        one, two, three = (rank for rank in range(4) if rank != leaver)
-        for here, there in ((one, two), (two, three), (three, one)):
-            if pg.rank() == here:
-                await pg.send(np.ones(100_000), there)
-            elif pg.rank() == there:
-                assert (await pg.recv(np.zeros(100_000), here)).all()
-
-    await run_ranks(4, rank, transport=transport)
+async def test_leaving_disturbs_nobody_who_does_not_need_it(pg: ProcessGroup, leaver: int) -> None:
+    await pg.barrier()
+    if pg.rank() == leaver:
+        return
+    with pytest.raises(PeerLostError, match=f"needs rank {leaver}, which has left"):
+        await pg.recv(np.zeros(1), leaver)
+    one, two, three = (rank for rank in range(4) if rank != leaver)
+    for here, there in ((one, two), (two, three), (three, one)):
+        if pg.rank() == here:
+            await pg.send(np.ones(100_000), there)
+        elif pg.rank() == there:
+            assert (await pg.recv(np.zeros(100_000), here)).all()
 
 
 @pytest.mark.parametrize("transport", LINKS)

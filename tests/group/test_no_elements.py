@@ -11,7 +11,7 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.group.messages import Recv, Send
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import LINKS, run_ranks
+from ..ranks import LINKS, over
 
 SIZES = (1, 2, 3, 4, 7)
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (3, 0), (0, 4), (2, 0, 3), ())
@@ -122,54 +122,52 @@ async def every_call(pg: ProcessGroup, shapes: tuple[tuple[int, ...], ...] = SHA
     assert not pg.pending()
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_every_call(size: int) -> None:
-    await run_ranks(size, every_call)
+@pytest.mark.ranks(*SIZES)
+async def test_every_call(pg: ProcessGroup) -> None:
+    await every_call(pg)
 
 
-@pytest.mark.parametrize("transport", LINKS[1:])
-async def test_every_transport(transport: str) -> None:
-    await run_ranks(3, every_call, transport=transport)
+@pytest.mark.ranks(3)
+@over(*LINKS[1:])
+async def test_every_transport(pg: ProcessGroup) -> None:
+    await every_call(pg)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("transport", LINKS)
-@pytest.mark.parametrize("size", SIZES)
-async def test_every_call_everywhere(size: int, transport: str) -> None:
-    await run_ranks(size, every_call, transport=transport)
+@pytest.mark.ranks(*SIZES)
+@over(*LINKS)
+async def test_every_call_everywhere(pg: ProcessGroup) -> None:
+    await every_call(pg)
 
 
 def test_frames_that_take_their_time() -> None:
     run_virtual(4, every_call, ((3, 0), ()), latency=(0.0001, 0.01))
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_elements_on_one_rank_only(size: int) -> None:
-    async def one(pg: ProcessGroup) -> None:
-        rank = pg.rank()
-        for holder in range(size):
-            counts = [4 * (each == holder) for each in range(size)]
-            mine = np.full(counts[rank], 7)
-            parts = [np.full(count, 7) for count in counts]
-            for root in {0, size - 1}:
-                there = rank == root
-                gathered = await pg.gather([np.zeros(count, int) for count in counts] if there else None, mine, root)
-                assert gathered is None or all(map(np.array_equal, gathered, parts))
-                got = await pg.scatter(np.zeros(counts[rank], int), parts if there else None, root)
-                assert np.array_equal(got, mine)
-            gathered = await pg.allgather([np.zeros(count, int) for count in counts], mine)
-            assert all(map(np.array_equal, gathered, parts))
-            got = await pg.reduce_scatter(np.zeros(counts[rank], int), parts)
-            assert np.array_equal(got, mine * size)
-            # Rank `holder` sends to the next rank, and nobody else to anybody.
-            target = (holder + 1) % size
-            sends = [4 * (rank == holder and to == target) for to in range(size)]
-            comes = [4 * (rank == target and by == holder) for by in range(size)]
-            into = np.zeros((sum(comes), 2), int)
-            await pg.alltoall_base(into, np.full((sum(sends), 2), 7), comes, sends)
-            assert (into == 7).all()
-
-    await run_ranks(size, one)
+@pytest.mark.ranks(*SIZES)
+async def test_elements_on_one_rank_only(pg: ProcessGroup) -> None:
+    size, rank = pg.size(), pg.rank()
+    for holder in range(size):
+        counts = [4 * (each == holder) for each in range(size)]
+        mine = np.full(counts[rank], 7)
+        parts = [np.full(count, 7) for count in counts]
+        for root in {0, size - 1}:
+            there = rank == root
+            gathered = await pg.gather([np.zeros(count, int) for count in counts] if there else None, mine, root)
+            assert gathered is None or all(map(np.array_equal, gathered, parts))
+            got = await pg.scatter(np.zeros(counts[rank], int), parts if there else None, root)
+            assert np.array_equal(got, mine)
+        gathered = await pg.allgather([np.zeros(count, int) for count in counts], mine)
+        assert all(map(np.array_equal, gathered, parts))
+        got = await pg.reduce_scatter(np.zeros(counts[rank], int), parts)
+        assert np.array_equal(got, mine * size)
+        # Rank `holder` sends to the next rank, and nobody else to anybody.
+        target = (holder + 1) % size
+        sends = [4 * (rank == holder and to == target) for to in range(size)]
+        comes = [4 * (rank == target and by == holder) for by in range(size)]
+        into = np.zeros((sum(comes), 2), int)
+        await pg.alltoall_base(into, np.full((sum(sends), 2), 7), comes, sends)
+        assert (into == 7).all()
 
 
 @pytest.mark.ranks(2)

@@ -10,7 +10,7 @@ import pytest
 from aiocoll import CollectiveMismatchError, ProcessGroup, SerializationError
 
 from ..internals import Limits
-from ..ranks import TRANSPORTS, run_ranks
+from ..ranks import TRANSPORTS, over, run_ranks
 
 
 def thing(rank: int, other: int = 0) -> dict[str, Any]:
@@ -18,22 +18,19 @@ def thing(rank: int, other: int = 0) -> dict[str, Any]:
     return {"rank": rank, "other": other, "nested": [(rank, {1, 2}), None], "bytes": b"x" * 150_000 * rank}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-async def test_every_root(world_size: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        rank, world = pg.rank(), range(pg.size())
-        for root in world:
-            assert await pg.broadcast_object(thing(rank), root) == thing(root)
-            gathered = await pg.gather_object(thing(rank), root)
-            assert gathered == ([thing(each) for each in world] if rank == root else None)
-            objs = [thing(rank, each) for each in world] if rank == root else None
-            assert await pg.scatter_object(objs, root) == thing(root, rank)
-        assert await pg.allgather_object(thing(rank)) == [thing(each) for each in world]
-        exchanged = await pg.alltoall_object([thing(rank, each) for each in world])
-        assert exchanged == [thing(each, rank) for each in world]
-
-    await run_ranks(world_size, rank, transport=transport)
+@pytest.mark.ranks(1, 2, 5)
+@over(*TRANSPORTS)
+async def test_every_root(pg: ProcessGroup) -> None:
+    rank, world = pg.rank(), range(pg.size())
+    for root in world:
+        assert await pg.broadcast_object(thing(rank), root) == thing(root)
+        gathered = await pg.gather_object(thing(rank), root)
+        assert gathered == ([thing(each) for each in world] if rank == root else None)
+        objs = [thing(rank, each) for each in world] if rank == root else None
+        assert await pg.scatter_object(objs, root) == thing(root, rank)
+    assert await pg.allgather_object(thing(rank)) == [thing(each) for each in world]
+    exchanged = await pg.alltoall_object([thing(rank, each) for each in world])
+    assert exchanged == [thing(each, rank) for each in world]
 
 
 @pytest.mark.ranks(3)
