@@ -29,7 +29,7 @@ from aiocoll import (
 from aiocoll.group.plans import PLANNED
 
 from ..internals import Limits, comm_of, spied
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, over
 
 
 def is_quick(plan: CallPlan[Any]) -> bool:
@@ -246,18 +246,16 @@ def test_every_call_that_returns_a_work_can_be_planned() -> None:
     assert works >= PLANNED
 
 
-async def test_a_closed_group_starts_nothing() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        plans: list[Any] = [pg.plan(pg.allreduce, np.ones(1)), pg.plan(pg.recv, np.ones(1), 0), pg.plan(pg.barrier)]
-        await plans[0].start()
-        await pg.shutdown()
-        for plan in plans:
-            with pytest.raises(GroupClosedError):
-                plan.start()
+@pytest.mark.ranks(2)
+async def test_a_closed_group_starts_nothing(pg: ProcessGroup) -> None:
+    plans: list[Any] = [pg.plan(pg.allreduce, np.ones(1)), pg.plan(pg.recv, np.ones(1), 0), pg.plan(pg.barrier)]
+    await plans[0].start()
+    await pg.shutdown()
+    for plan in plans:
         with pytest.raises(GroupClosedError):
-            pg.plan(pg.barrier)
-
-    await run_ranks(2, rank)
+            plan.start()
+    with pytest.raises(GroupClosedError):
+        pg.plan(pg.barrier)
 
 
 @pytest.mark.ranks(2)

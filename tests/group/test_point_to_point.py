@@ -93,20 +93,18 @@ async def test_a_source_is_known_only_after_a_receive(pg: ProcessGroup) -> None:
     await work
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "shm"])
-async def test_a_batch_starts_everything_and_gives_the_tensors(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        size, rank = pg.size(), pg.rank()
-        right, left = (rank + 1) % size, (rank - 1) % size
-        out, into, big = np.full(5, rank), np.zeros(5, int), np.full(MIB, rank, "uint8")
-        taken = np.zeros(MIB, "uint8")
-        result = await pg.batch([Recv(into, left), Send(big, right, 1), Recv(taken, None, 1), Send(out, right)])
-        assert [id(each) for each in result] == [id(each) for each in (into, big, taken, out)]
-        assert (into == left).all()
-        assert (taken == left).all()
-        assert await pg.batch([]) == []
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over("memory", "unix", "shm")
+async def test_a_batch_starts_everything_and_gives_the_tensors(pg: ProcessGroup) -> None:
+    size, rank = pg.size(), pg.rank()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    out, into, big = np.full(5, rank), np.zeros(5, int), np.full(MIB, rank, "uint8")
+    taken = np.zeros(MIB, "uint8")
+    result = await pg.batch([Recv(into, left), Send(big, right, 1), Recv(taken, None, 1), Send(out, right)])
+    assert [id(each) for each in result] == [id(each) for each in (into, big, taken, out)]
+    assert (into == left).all()
+    assert (taken == left).all()
+    assert await pg.batch([]) == []
 
 
 @pytest.mark.ranks(2)
@@ -282,19 +280,17 @@ async def test_incoming_yields_arrays_and_objects(pg: ProcessGroup) -> None:
         small[0] = 5  # it belongs to the receiver
 
 
-async def test_incoming_ends_with_the_group() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async def serve() -> list[Any]:
-            return [message async for message in pg.incoming()]
+@pytest.mark.ranks(2)
+async def test_incoming_ends_with_the_group(pg: ProcessGroup) -> None:
+    async def serve() -> list[Any]:
+        return [message async for message in pg.incoming()]
 
-        serving = asyncio.ensure_future(serve())
-        await pg.send_object(pg.rank(), 1 - pg.rank())
-        await until(lambda: comm_of(pg).matching._listeners)
-        await pg.barrier()
-        await pg.shutdown()
-        assert await serving == [(1 - pg.rank(), 1 - pg.rank())]
-
-    await run_ranks(2, rank)
+    serving = asyncio.ensure_future(serve())
+    await pg.send_object(pg.rank(), 1 - pg.rank())
+    await until(lambda: comm_of(pg).matching._listeners)
+    await pg.barrier()
+    await pg.shutdown()
+    assert await serving == [(1 - pg.rank(), 1 - pg.rank())]
 
 
 @pytest.mark.ranks(2)

@@ -212,17 +212,15 @@ async def test_it_times_out_alone_and_fails_with_the_group(pg: ProcessGroup) -> 
         pg.iprobe()
 
 
-async def test_it_fails_when_its_source_leaves() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank() == 0:
-            await pg.barrier()
-            return
-        work = pg.probe(0)
+@pytest.mark.ranks(2)
+async def test_it_fails_when_its_source_leaves(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
         await pg.barrier()
-        with pytest.raises(PeerLostError, match="rank 0"):
-            await work
-
-    await run_ranks(2, rank)
+        return
+    work = pg.probe(0)
+    await pg.barrier()
+    with pytest.raises(PeerLostError, match="rank 0"):
+        await work
 
 
 @pytest.mark.ranks(2)
@@ -245,14 +243,12 @@ async def test_wrong_arguments_and_nobody(pg: ProcessGroup) -> None:
     assert pg.pending() == []
 
 
-async def test_a_closed_group_refuses_both() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.shutdown()
-        for call in (pg.probe, pg.iprobe):
-            with pytest.raises(GroupClosedError):
-                call()
-
-    await run_ranks(1, rank)
+@pytest.mark.ranks(1)
+async def test_a_closed_group_refuses_both(pg: ProcessGroup) -> None:
+    await pg.shutdown()
+    for call in (pg.probe, pg.iprobe):
+        with pytest.raises(GroupClosedError):
+            call()
 
 
 @pytest.mark.ranks(2)
