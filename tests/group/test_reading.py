@@ -57,23 +57,20 @@ CALLS: dict[str, tuple[Callable[[ProcessGroup], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.ranks(2)
+@over(*LINKS)
 @pytest.mark.parametrize("call", CALLS)
-async def test_the_loop_turns_while_an_object_is_read(call: str, transport: str) -> None:
+async def test_the_loop_turns_while_an_object_is_read(pg: ProcessGroup, call: str) -> None:
     start, expected = CALLS[call]
-
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        hurry(pg)
-        turns = Turns()
-        result = await start(pg)
-        counted = await turns.end()
-        if pg.rank() == 1:
-            assert result == expected
-            assert counted >= STEPS
-        await pg.barrier()
-
-    await run_ranks(2, rank, transport=transport)
+    await pg.barrier()
+    hurry(pg)
+    turns = Turns()
+    result = await start(pg)
+    counted = await turns.end()
+    if pg.rank() == 1:
+        assert result == expected
+        assert counted >= STEPS
+    await pg.barrier()
 
 
 @pytest.mark.parametrize("call", ["allgather_object", "recv_object"])

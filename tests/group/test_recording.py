@@ -23,7 +23,7 @@ from aiocoll import GroupError, GroupOptions, HashStore, ProcessGroup, new_group
 from aiocoll.dump.files import file_name
 from aiocoll.dump.timeline import chrome_trace, lanes
 from aiocoll.testing.virtual import run_virtual
-from tests.ranks import LINKS, options, run_ranks
+from tests.ranks import LINKS, options, over, run_ranks
 
 from ..internals import replaced
 
@@ -41,42 +41,39 @@ async def one_rank(name: str | None = None, **given: Any) -> ProcessGroup:
     return await new_group(store=HashStore(), rank=0, world_size=1, name=name, options=GroupOptions(**given))
 
 
-@pytest.mark.parametrize("transport", LINKS)
-@pytest.mark.parametrize("world_size", [2, 3])
-async def test_a_dump_has_what_was_called(world_size: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        me, ranks = pg.rank(), pg.size()
-        await pg.allreduce(np.zeros((2, 3), np.float32))
-        line = sys._getframe().f_lineno - 1
-        await pg.barrier(key="done")
-        if me == 0:
-            await pg.send(np.zeros(5, np.int16), 1, tag=6)
-        elif me == 1:
-            await pg.recv_anysource(np.zeros(5, np.int16), tag=6)
-        await pg.broadcast_object("x" if me == 0 else None, 0)
-        pending = pg.recv(np.zeros(1), (me + 1) % ranks, tag=9)
-        dump = pg.recorder.dump()
-        assert json.loads(json.dumps(dump, allow_nan=False)) == dump
-        assert (dump["group"], dump["rank"], dump["world_size"]) == (pg.group_name, me, ranks)
-        assert (dump["global_ranks"], dump["pid"], dump["state"]) == ([*range(ranks)], os.getpid(), "open")
-        first, barrier, *messages, parcel = (each for each in dump["entries"] if each["state"] == "finished")
-        assert (first["op"], first["seq"], first["shape"], first["dtype"]) == ("ALLREDUCE", 1, [2, 3], "float32")
-        assert (first["reduce"], first["bytes"], first["kind"]) == ("SUM", 24, "collective")
-        assert first["site"] == f"{__file__}:{line}"
-        assert first["function"] == rank.__qualname__
-        assert first["entered"] == first["started"] <= first["finished"] <= dump["clock"]["monotonic"]
-        assert (barrier["key"], barrier["seq"], barrier["bytes"]) == ("done", 1, 0)
-        assert [(each["op"], each["peer"], each["tag"], each["bytes"]) for each in messages] == (
-            [("SEND", 1, 6, 10), ("RECV", 0, 6, 10), ()][me : me + 1] if me < 2 else []
-        )
-        assert (parcel["dtype"], parcel["bytes"]) == ("object", None)
-        last = dump["entries"][-1]
-        assert (last["state"], last["started"], last["finished"], last["bytes"]) == ("pending", None, None, 8)
-        await pg.barrier()
-        await pg.send(np.zeros(1), (me - 1) % ranks, tag=9)
-        await pending
-
-    await run_ranks(world_size, rank, transport=transport)
+@pytest.mark.ranks(2, 3)
+@over(*LINKS)
+async def test_a_dump_has_what_was_called(pg: ProcessGroup) -> None:
+    me, ranks = pg.rank(), pg.size()
+    await pg.allreduce(np.zeros((2, 3), np.float32))
+    line = sys._getframe().f_lineno - 1
+    await pg.barrier(key="done")
+    if me == 0:
+        await pg.send(np.zeros(5, np.int16), 1, tag=6)
+    elif me == 1:
+        await pg.recv_anysource(np.zeros(5, np.int16), tag=6)
+    await pg.broadcast_object("x" if me == 0 else None, 0)
+    pending = pg.recv(np.zeros(1), (me + 1) % ranks, tag=9)
+    dump = pg.recorder.dump()
+    assert json.loads(json.dumps(dump, allow_nan=False)) == dump
+    assert (dump["group"], dump["rank"], dump["world_size"]) == (pg.group_name, me, ranks)
+    assert (dump["global_ranks"], dump["pid"], dump["state"]) == ([*range(ranks)], os.getpid(), "open")
+    first, barrier, *messages, parcel = (each for each in dump["entries"] if each["state"] == "finished")
+    assert (first["op"], first["seq"], first["shape"], first["dtype"]) == ("ALLREDUCE", 1, [2, 3], "float32")
+    assert (first["reduce"], first["bytes"], first["kind"]) == ("SUM", 24, "collective")
+    assert first["site"] == f"{__file__}:{line}"
+    assert first["function"] == test_a_dump_has_what_was_called.__qualname__
+    assert first["entered"] == first["started"] <= first["finished"] <= dump["clock"]["monotonic"]
+    assert (barrier["key"], barrier["seq"], barrier["bytes"]) == ("done", 1, 0)
+    assert [(each["op"], each["peer"], each["tag"], each["bytes"]) for each in messages] == (
+        [("SEND", 1, 6, 10), ("RECV", 0, 6, 10), ()][me : me + 1] if me < 2 else []
+    )
+    assert (parcel["dtype"], parcel["bytes"]) == ("object", None)
+    last = dump["entries"][-1]
+    assert (last["state"], last["started"], last["finished"], last["bytes"]) == ("pending", None, None, 8)
+    await pg.barrier()
+    await pg.send(np.zeros(1), (me - 1) % ranks, tag=9)
+    await pending
 
 
 def test_a_pending_collective_says_who_is_missing() -> None:

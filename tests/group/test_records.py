@@ -14,7 +14,7 @@ from aiocoll import CollectiveMismatchError, ProcessGroup, Recv, ReduceOp, Send
 from aiocoll.elements.dtypes import by_code, by_name, of_numpy
 from aiocoll.elements.records import LONGEST_NAME
 
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, over
 
 PARTICLE = np.dtype([("id", "i4"), ("mass", "f8")])
 DTYPES = (
@@ -168,33 +168,31 @@ OTHERS = (
 
 @pytest.mark.parametrize(("other", "name"), OTHERS)
 @pytest.mark.parametrize("call", ["broadcast", "allgather", "gather", "send", "block"])
-async def test_layouts_that_differ(call: str, other: Any, name: str) -> None:
-    async def rank(pg: ProcessGroup) -> str:
-        dtype = np.dtype(other) if pg.rank() else PARTICLE
-        x = np.ones(12 // dtype.itemsize, dtype)
+@pytest.mark.ranks(2)
+async def test_layouts_that_differ(pg: ProcessGroup, call: str, other: Any, name: str) -> None:
+    dtype = np.dtype(other) if pg.rank() else PARTICLE
+    x = np.ones(12 // dtype.itemsize, dtype)
 
-        async def run() -> None:
-            if call == "broadcast":
-                await pg.broadcast(x, 0)
-            elif call == "allgather":
-                await pg.allgather([x.copy(), x.copy()], x)
-            elif call == "gather":
-                await pg.gather([x.copy(), x.copy()] if pg.rank() == 0 else None, x, 0)
-            elif call == "send":
-                await (pg.send(x, 1) if pg.rank() == 0 else pg.recv(x, 0))
-            else:
-                async with pg.coalescing():
-                    pg.broadcast(x, 0)
-            await pg.barrier()  # where the call had ended
+    async def run() -> None:
+        if call == "broadcast":
+            await pg.broadcast(x, 0)
+        elif call == "allgather":
+            await pg.allgather([x.copy(), x.copy()], x)
+        elif call == "gather":
+            await pg.gather([x.copy(), x.copy()] if pg.rank() == 0 else None, x, 0)
+        elif call == "send":
+            await (pg.send(x, 1) if pg.rank() == 0 else pg.recv(x, 0))
+        else:
+            async with pg.coalescing():
+                pg.broadcast(x, 0)
+        await pg.barrier()  # where the call had ended
 
-        with pytest.raises(CollectiveMismatchError, match=r"differ in the following: (dtype|members)") as caught:
-            await run()
-        assert x.tobytes() == np.ones(len(x), dtype).tobytes()
-        return str(caught.value)
-
-    for text in await run_ranks(2, rank):
-        assert "dtype={id: <i4, mass: <f8}" in text
-        assert f"dtype={name}" in text
+    with pytest.raises(CollectiveMismatchError, match=r"differ in the following: (dtype|members)") as caught:
+        await run()
+    assert x.tobytes() == np.ones(len(x), dtype).tobytes()
+    text = str(caught.value)
+    assert "dtype={id: <i4, mass: <f8}" in text
+    assert f"dtype={name}" in text
 
 
 @pytest.mark.ranks(2)
