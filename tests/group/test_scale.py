@@ -68,32 +68,27 @@ async def objects(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.slow
-async def test_many_ranks_do_every_collective() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await arrays(pg)
-        await objects(pg)
-        part: Any = await pg.split_group([range(MANY // 2), range(MANY // 2, MANY)])
-        assert await part.allreduce(1) == MANY // 2
-
-    await run_ranks(MANY, rank)
+@pytest.mark.ranks(MANY)
+async def test_many_ranks_do_every_collective(pg: ProcessGroup) -> None:
+    await arrays(pg)
+    await objects(pg)
+    part: Any = await pg.split_group([range(MANY // 2), range(MANY // 2, MANY)])
+    assert await part.allreduce(1) == MANY // 2
 
 
 @pytest.mark.slow
-async def test_in_a_large_group_channels_are_made_when_they_are_needed() -> None:
-    size = FEW + 1
-
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        channels = comm_of(pg).channels
-        # Of a barrier, log p to each side: those that this rank has sent on, and those that it has only heard on.
-        assert list(channels) == [channels_of(pg)[peer] for peer in sorted(channels_of(pg))]
-        assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
-        assert len(channels) == size
-        peer = (pg.rank() + size // 2) % size
-        assert channels[peer] is channels[peer] is comm_of(pg).endpoint.channels.to(peer)
-        await objects(pg)
-
-    await run_ranks(size, rank)
+@pytest.mark.ranks(FEW + 1)
+async def test_in_a_large_group_channels_are_made_when_they_are_needed(pg: ProcessGroup) -> None:
+    size = pg.size()
+    await pg.barrier()
+    channels = comm_of(pg).channels
+    # Of a barrier, log p to each side: those that this rank has sent on, and those that it has only heard on.
+    assert list(channels) == [channels_of(pg)[peer] for peer in sorted(channels_of(pg))]
+    assert 0 < sum(channel.link is not None for channel in channels) <= 2 * size.bit_length()
+    assert len(channels) == size
+    peer = (pg.rank() + size // 2) % size
+    assert channels[peer] is channels[peer] is comm_of(pg).endpoint.channels.to(peer)
+    await objects(pg)
 
 
 async def test_many_ranks_end_in_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,18 +93,21 @@ async def test_the_union_of_all_places_with_the_sums(size: int, way: str) -> Non
 
 
 @pytest.mark.parametrize("form", FORMATS)
-async def test_every_format_in_place(form: str, way: str) -> None:
-    await run_ranks(3, reduce_one, form, "float32")
+@pytest.mark.ranks(3)
+async def test_every_format_in_place(pg: ProcessGroup, form: str, way: str) -> None:
+    await reduce_one(pg, form, "float32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_every_dtype(dtype: str, way: str) -> None:
-    await run_ranks(4, reduce_one, "coo_array", dtype)
+@pytest.mark.ranks(4)
+async def test_every_dtype(pg: ProcessGroup, dtype: str, way: str) -> None:
+    await reduce_one(pg, "coo_array", dtype)
 
 
-@pytest.mark.parametrize("transport", LINKS)
-async def test_every_transport(transport: str, way: str) -> None:
-    await run_ranks(3, reduce_one, "csc_array", "int64", transport=transport)
+@pytest.mark.ranks(3)
+@over(*LINKS)
+async def test_every_transport(pg: ProcessGroup, way: str) -> None:
+    await reduce_one(pg, "csc_array", "int64")
 
 
 @pytest.mark.ranks(3)
@@ -200,7 +203,8 @@ async def mismatched(pg: ProcessGroup, *arrays: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.ranks(2)
+@over(*LINKS)
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
@@ -210,10 +214,10 @@ async def mismatched(pg: ProcessGroup, *arrays: Any) -> str:
     ],
     ids=["shape", "dtype", "dense"],
 )
-async def test_disagreement(one: Any, other: Any, words: tuple[str, ...], transport: str) -> None:
-    for message in await run_ranks(2, mismatched, one, other, transport=transport):
-        assert "Collectives differ in the following:" in message
-        assert all(word in message for word in words), message
+async def test_disagreement(pg: ProcessGroup, one: Any, other: Any, words: tuple[str, ...]) -> None:
+    message = await mismatched(pg, one, other)
+    assert "Collectives differ in the following:" in message
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.ranks(3)

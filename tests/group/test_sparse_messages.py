@@ -174,29 +174,24 @@ OTHERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-async def test_disagreement(other: str) -> None:
+@pytest.mark.ranks(2)
+async def test_disagreement(pg: ProcessGroup, other: str) -> None:
     make, text = OTHERS[other]
-
-    async def rank(pg: ProcessGroup) -> None:
-        work = pg.send(given(0), 1) if pg.rank() == 0 else pg.recv(make(), 0)
-        with pytest.raises(GroupError, match=text):
-            await settled(pg, work)
-        await pg.drain()
-
-    await run_ranks(2, rank)
+    work = pg.send(given(0), 1) if pg.rank() == 0 else pg.recv(make(), 0)
+    with pytest.raises(GroupError, match=text):
+        await settled(pg, work)
+    await pg.drain()
 
 
 @pytest.mark.parametrize("kind", ["dense", "object"])
-async def test_another_message_is_no_sparse_array(kind: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank():
-            work: Any = pg.recv(given(0), 0)
-        else:
-            work = pg.send(dense(0), 1) if kind == "dense" else pg.send_object({}, 1)
-        with pytest.raises(CollectiveMismatchError, match="RECV_SPARSE"):
-            await settled(pg, work)
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_another_message_is_no_sparse_array(pg: ProcessGroup, kind: str) -> None:
+    if pg.rank():
+        work: Any = pg.recv(given(0), 0)
+    else:
+        work = pg.send(dense(0), 1) if kind == "dense" else pg.send_object({}, 1)
+    with pytest.raises(CollectiveMismatchError, match="RECV_SPARSE"):
+        await settled(pg, work)
 
 
 @pytest.mark.ranks(2)

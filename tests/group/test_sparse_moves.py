@@ -11,7 +11,7 @@ import scipy.sparse
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 
 from ..internals import Limits, replaced
-from ..ranks import LINKS, over, run_ranks
+from ..ranks import LINKS, over
 
 FORMATS = ("coo_array", "coo_matrix", "csr_array", "csr_matrix", "csc_array", "csc_matrix")
 SHAPE = (12, 7)
@@ -142,24 +142,22 @@ async def test_torch(pg: ProcessGroup, way: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["broadcast", "reduce", "allgather", "gather"])
-async def test_disagreement(call: str) -> None:
-    async def rank(pg: ProcessGroup) -> str:
-        other = dense(1, "float32")
-        x = given(0) if pg.rank() == 0 else scipy.sparse.csr_array(other)
-        with pytest.raises(CollectiveMismatchError, match="differ in the following: dtype") as caught:
-            await (
-                pg.allgather(None, x)
-                if call == "allgather"
-                else pg.gather(None, x, 0)
-                if call == "gather"
-                else getattr(pg, call)(x, 0)
-            )
-        return str(caught.value)
-
-    for text in await run_ranks(2, rank):
-        assert f"{call.upper()}_SPARSE(" in text
-        assert "dtype=float64" in text
-        assert "dtype=float32" in text
+@pytest.mark.ranks(2)
+async def test_disagreement(pg: ProcessGroup, call: str) -> None:
+    other = dense(1, "float32")
+    x = given(0) if pg.rank() == 0 else scipy.sparse.csr_array(other)
+    with pytest.raises(CollectiveMismatchError, match="differ in the following: dtype") as caught:
+        await (
+            pg.allgather(None, x)
+            if call == "allgather"
+            else pg.gather(None, x, 0)
+            if call == "gather"
+            else getattr(pg, call)(x, 0)
+        )
+    text = str(caught.value)
+    assert f"{call.upper()}_SPARSE(" in text
+    assert "dtype=float64" in text
+    assert "dtype=float32" in text
 
 
 @pytest.mark.ranks(2)

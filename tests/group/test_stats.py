@@ -28,6 +28,7 @@ from aiocoll.store import HashStore
 from aiocoll.testing import run_ranks, run_virtual
 
 from ..gpu.groups import WAYS, gpus
+from ..ranks import over
 
 SIZES = (1, 2, 3, 4, 7)
 #: Seconds by which a rank is late: a turn of all loops takes less.
@@ -97,36 +98,31 @@ async def test_every_call_is_counted_once(size: int, debug: str) -> None:
     await run_ranks(size, rank, options=GroupOptions(debug=debug))
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "tcp", "shm"])
-async def test_messages_algorithms_and_transports(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        other = 1 - pg.rank()
-        await pg.allreduce(np.ones(1))  # opens the link
-        for _ in range(3):
-            await pg.allreduce(np.ones(6, np.float32))
-        await pg.batch([Send(np.ones(5, np.int16), other), Recv(np.ones(5, np.int16), other)])
-        await pg.batch([Send(np.ones(5, np.int16), other), Recv(np.ones(5, np.int16), other)])
-        sent = pg.send(np.ones(5, np.int16), other)
-        await pg.recv_anysource(np.ones(5, np.int16))
-        await sent
-        algorithm = "oneshot" if transport == "shm" else "exchange"
-        reduced, *_, received, sends = pg.stats().operations
-        assert (reduced.op, reduced.algorithm, reduced.transport) == ("ALLREDUCE", algorithm, transport)
-        assert (received.op, received.algorithm, received.transport) == ("RECV", None, transport)
-        assert (received.calls, received.nbytes) == (sends.calls, sends.nbytes) == (3, 30)
-        assert sum(each.nbytes for each in pg.stats().operations if each.op == "ALLREDUCE") == 8 + 3 * 24
-
-    await run_ranks(2, rank, options=GroupOptions(transport="auto" if transport == "memory" else transport))
+@pytest.mark.ranks(2)
+@over("memory", "unix", "tcp", "shm")
+async def test_messages_algorithms_and_transports(pg: ProcessGroup, transport: str) -> None:
+    other = 1 - pg.rank()
+    await pg.allreduce(np.ones(1))  # opens the link
+    for _ in range(3):
+        await pg.allreduce(np.ones(6, np.float32))
+    await pg.batch([Send(np.ones(5, np.int16), other), Recv(np.ones(5, np.int16), other)])
+    await pg.batch([Send(np.ones(5, np.int16), other), Recv(np.ones(5, np.int16), other)])
+    sent = pg.send(np.ones(5, np.int16), other)
+    await pg.recv_anysource(np.ones(5, np.int16))
+    await sent
+    algorithm = "oneshot" if transport == "shm" else "exchange"
+    reduced, *_, received, sends = pg.stats().operations
+    assert (reduced.op, reduced.algorithm, reduced.transport) == ("ALLREDUCE", algorithm, transport)
+    assert (received.op, received.algorithm, received.transport) == ("RECV", None, transport)
+    assert (received.calls, received.nbytes) == (sends.calls, sends.nbytes) == (3, 30)
+    assert sum(each.nbytes for each in pg.stats().operations if each.op == "ALLREDUCE") == 8 + 3 * 24
 
 
-async def test_sparse_arrays_count_without_bytes() -> None:
+@pytest.mark.ranks(2)
+async def test_sparse_arrays_count_without_bytes(pg: ProcessGroup) -> None:
     sparse = pytest.importorskip("scipy.sparse")
-
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.allreduce(sparse.coo_array(np.eye(3)))
-        assert by_op(pg.stats()) == {"ALLREDUCE_SPARSE": (1, 0, 0)}
-
-    await run_ranks(2, rank)
+    await pg.allreduce(sparse.coo_array(np.eye(3)))
+    assert by_op(pg.stats()) == {"ALLREDUCE_SPARSE": (1, 0, 0)}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -143,24 +139,22 @@ async def test_calls_on_devices(way: str) -> None:
         await run_ranks(2, rank)
 
 
-async def test_failures_count_and_what_was_withdrawn_does_not() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.allreduce(np.ones(2))
-        receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
-        await asyncio.sleep(0)
-        assert pg.stats().pending == 1
-        receive.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await receive
-        assert "RECV" not in by_op(pg.stats()) or pg.rank() == 2
-        with pytest.raises(CollectiveTimeoutError):
-            await pg.recv(np.ones(1), 1 - pg.rank(), timeout=0.01)
-        with pytest.raises(CollectiveMismatchError):
-            await pg.allreduce(np.ones(2 + pg.rank()))
-        assert by_op(pg.stats()) == {"ALLREDUCE": (1, 1, 16), "RECV": (0, 1, 0)}
-        assert pg.stats().failures == 2
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_failures_count_and_what_was_withdrawn_does_not(pg: ProcessGroup) -> None:
+    await pg.allreduce(np.ones(2))
+    receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
+    await asyncio.sleep(0)
+    assert pg.stats().pending == 1
+    receive.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receive
+    assert "RECV" not in by_op(pg.stats()) or pg.rank() == 2
+    with pytest.raises(CollectiveTimeoutError):
+        await pg.recv(np.ones(1), 1 - pg.rank(), timeout=0.01)
+    with pytest.raises(CollectiveMismatchError):
+        await pg.allreduce(np.ones(2 + pg.rank()))
+    assert by_op(pg.stats()) == {"ALLREDUCE": (1, 1, 16), "RECV": (0, 1, 0)}
+    assert pg.stats().failures == 2
 
 
 async def test_it_may_be_asked_after_the_end() -> None:
@@ -173,17 +167,15 @@ async def test_it_may_be_asked_after_the_end() -> None:
     assert by_op(pg.stats()) == {"BARRIER": (1, 0, 0)}
 
 
-async def test_off() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.allreduce(1)
-        await pg.batch([Send(np.ones(1), 1 - pg.rank()), Recv(np.ones(1), 1 - pg.rank())])
-        part = await pg.split_group([0, 1])
-        for each in (pg, part):
-            assert each is not None
-            with pytest.raises(RuntimeError, match=r"does not count its operations: .*GroupOptions\(stats=False\)"):
-                each.stats()
-
-    await run_ranks(2, rank, options=GroupOptions(stats=False))
+@pytest.mark.ranks(2, options=GroupOptions(stats=False))
+async def test_off(pg: ProcessGroup) -> None:
+    await pg.allreduce(1)
+    await pg.batch([Send(np.ones(1), 1 - pg.rank()), Recv(np.ones(1), 1 - pg.rank())])
+    part = await pg.split_group([0, 1])
+    for each in (pg, part):
+        assert each is not None
+        with pytest.raises(RuntimeError, match=r"does not count its operations: .*GroupOptions\(stats=False\)"):
+            each.stats()
 
 
 # -- who is waited for
@@ -276,18 +268,16 @@ async def test_of_two_the_other_was_waited_for(op: str, count: int, transport: A
     await run_ranks(2, rank, options=GroupOptions(transport=transport))
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
-async def test_who_needs_nobody_has_waited_for_nobody(transport: Any) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank():
-            await pg.send(np.ones(2), 0)
-            await pg.broadcast(np.ones(3), 0)
-        else:
-            await pg.recv(np.ones(2), 1)
-            await pg.broadcast(np.ones(3), 0)
-            assert pg.stats().peers == ()
-
-    await run_ranks(2, rank, options=GroupOptions(transport=transport))
+@pytest.mark.ranks(2)
+@over("memory", "shm", "tcp")
+async def test_who_needs_nobody_has_waited_for_nobody(pg: ProcessGroup) -> None:
+    if pg.rank():
+        await pg.send(np.ones(2), 0)
+        await pg.broadcast(np.ones(3), 0)
+    else:
+        await pg.recv(np.ones(2), 1)
+        await pg.broadcast(np.ones(3), 0)
+        assert pg.stats().peers == ()
 
 
 def test_the_last_minute_passes_on_a_clock_of_its_own() -> None:
@@ -343,17 +333,15 @@ def test_who_is_missing_now() -> None:
 # -- limits
 
 
-async def test_tables_are_bounded() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        for count in range(2 * KNOWN + 3):
-            await pg.allreduce(np.ones(count))
-        counters = pg._comm.counters
-        assert counters is not None
-        assert len(counters.kinds) <= KNOWN
-        (row,) = pg.stats().operations
-        assert (row.calls, row.nbytes) == (2 * KNOWN + 3, 8 * (2 * KNOWN + 2) * (2 * KNOWN + 3) // 2)
-
-    await run_ranks(1, rank)
+@pytest.mark.ranks(1)
+async def test_tables_are_bounded(pg: ProcessGroup) -> None:
+    for count in range(2 * KNOWN + 3):
+        await pg.allreduce(np.ones(count))
+    counters = pg._comm.counters
+    assert counters is not None
+    assert len(counters.kinds) <= KNOWN
+    (row,) = pg.stats().operations
+    assert (row.calls, row.nbytes) == (2 * KNOWN + 3, 8 * (2 * KNOWN + 2) * (2 * KNOWN + 3) // 2)
 
 
 async def test_another_thread_reads_while_the_loop_counts() -> None:
@@ -407,26 +395,23 @@ def test_quantiles() -> None:
             several.quantile(wrong)
 
 
-async def test_it_is_frozen_plain_data_and_a_table() -> None:
-    async def rank(pg: ProcessGroup) -> Any:
-        await pg.allreduce(np.ones(256, np.float32))
-        await pg.barrier()
-        stats = pg.stats()
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            stats.pending = 3  # type: ignore[misc]
-        data = stats.as_dict()
-        assert json.loads(json.dumps(data, allow_nan=False)) == data
-        assert data["operations"][0]["calls"] == 1
-        assert data["operations"][0]["p99"] == stats.operations[0].p99
-        first, head, reduced, barrier, *peers = str(stats).splitlines()
-        assert first.startswith(f"group {pg.group_name}, rank {pg.rank()} of 2: 2 operations, 0 failed, in ")
-        assert head.split() == [
-            *("operation", "algorithm", "transport"),
-            *("calls", "failed", "bytes", "seconds", "p50", "p99"),
-        ]
-        assert reduced.split()[:7] == ["ALLREDUCE", "exchange", "memory", "1", "0", "1", "KiB"]
-        assert barrier.split()[:7] == ["BARRIER", "dissemination", "memory", "1", "0", "0", "B"]
-        assert [line.split()[:2] for line in peers[1:]] == [["rank", str(each.rank)] for each in stats.peers]
-        return stats
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_it_is_frozen_plain_data_and_a_table(pg: ProcessGroup) -> None:
+    await pg.allreduce(np.ones(256, np.float32))
+    await pg.barrier()
+    stats = pg.stats()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.pending = 3  # type: ignore[misc]
+    data = stats.as_dict()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["operations"][0]["calls"] == 1
+    assert data["operations"][0]["p99"] == stats.operations[0].p99
+    first, head, reduced, barrier, *peers = str(stats).splitlines()
+    assert first.startswith(f"group {pg.group_name}, rank {pg.rank()} of 2: 2 operations, 0 failed, in ")
+    assert head.split() == [
+        *("operation", "algorithm", "transport"),
+        *("calls", "failed", "bytes", "seconds", "p50", "p99"),
+    ]
+    assert reduced.split()[:7] == ["ALLREDUCE", "exchange", "memory", "1", "0", "1", "KiB"]
+    assert barrier.split()[:7] == ["BARRIER", "dissemination", "memory", "1", "0", "0", "B"]
+    assert [line.split()[:2] for line in peers[1:]] == [["rank", str(each.rank)] for each in stats.peers]
