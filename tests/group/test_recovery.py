@@ -98,50 +98,44 @@ async def test_an_aborted_group_is_shrunk_and_all_stay(pg: ProcessGroup) -> None
         assert raised.value.__cause__ is cause
 
 
-@pytest.mark.parametrize("transport", LINKS)
-async def test_a_healthy_group_goes_on_without_the_excluded(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> Any:
-        await pg.allreduce(1)
-        if pg.rank() == 1:
-            with pytest.raises(GroupError, match=r"went on as a new group|given up"):
-                await pg.recv_object(0)
-            with pytest.raises(GroupError, match="rank 1 was excluded: ranks 0, 2, 3 went on without it"):
-                await pg.shrink()
-            return None
-        small = await pg.shrink(exclude=[1])
-        ranks = await works(small)
-        await pg.shutdown()
-        async with await small.shrink(exclude={0}) if small.rank() else small as smaller:
-            if small.rank():
-                assert smaller.group_name == "world:0~2"
-                ranks += await works(smaller)
-        await small.shutdown()
-        return ranks
-
-    assert await run_ranks(4, rank, transport=transport) == [(0, 2, 3), None, *[(0, 2, 3, 2, 3)] * 2]
+@pytest.mark.ranks(4)
+@over(*LINKS)
+async def test_a_healthy_group_goes_on_without_the_excluded(pg: ProcessGroup) -> None:
+    await pg.allreduce(1)
+    if pg.rank() == 1:
+        with pytest.raises(GroupError, match=r"went on as a new group|given up"):
+            await pg.recv_object(0)
+        with pytest.raises(GroupError, match="rank 1 was excluded: ranks 0, 2, 3 went on without it"):
+            await pg.shrink()
+        return
+    small = await pg.shrink(exclude=[1])
+    assert await works(small) == (0, 2, 3)
+    await pg.shutdown()
+    async with await small.shrink(exclude={0}) if small.rank() else small as smaller:
+        if small.rank():
+            assert smaller.group_name == "world:0~2"
+            assert await works(smaller) == (2, 3)
+    await small.shutdown()
 
 
-async def test_a_mismatch_keeps_all_ranks() -> None:
-    async def rank(pg: ProcessGroup) -> Any:
-        with pytest.raises(CollectiveMismatchError):
-            await pg.allreduce(np.ones(3 + pg.rank()))
-        async with await pg.shrink() as small:
-            return await works(small)
-
-    assert await run_ranks(2, rank) == [(0, 1)] * 2
+@pytest.mark.ranks(2)
+async def test_a_mismatch_keeps_all_ranks(pg: ProcessGroup) -> None:
+    with pytest.raises(CollectiveMismatchError):
+        await pg.allreduce(np.ones(3 + pg.rank()))
+    async with await pg.shrink() as small:
+        assert await works(small) == (0, 1)
 
 
-async def test_a_timeout_keeps_all_ranks() -> None:
-    async def rank(pg: ProcessGroup) -> Any:
-        if pg.rank():
-            with pytest.raises(CollectiveTimeoutError):
-                await pg.barrier(timeout=0.3)
-        else:
-            assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
-        async with await pg.shrink() as small:
-            return await works(small)
-
-    assert await run_ranks(3, rank, transport="unix") == [(0, 1, 2)] * 3
+@pytest.mark.ranks(3)
+@over("unix")
+async def test_a_timeout_keeps_all_ranks(pg: ProcessGroup) -> None:
+    if pg.rank():
+        with pytest.raises(CollectiveTimeoutError):
+            await pg.barrier(timeout=0.3)
+    else:
+        assert isinstance(await pg.wait_revoked(), CollectiveTimeoutError)
+    async with await pg.shrink() as small:
+        assert await works(small) == (0, 1, 2)
 
 
 @pytest.mark.ranks(3)
@@ -225,13 +219,11 @@ async def test_wrong_calls(pg: ProcessGroup) -> None:
     await small.shutdown()
 
 
-async def test_a_group_of_one_shrinks() -> None:
-    async def rank(pg: ProcessGroup) -> Any:
-        pg.abort("alone")
-        async with await pg.shrink() as small:
-            return await works(small)
-
-    assert await run_ranks(1, rank) == [(0,)]
+@pytest.mark.ranks(1)
+async def test_a_group_of_one_shrinks(pg: ProcessGroup) -> None:
+    pg.abort("alone")
+    async with await pg.shrink() as small:
+        assert await works(small) == (0,)
 
 
 # -- growing
@@ -383,19 +375,17 @@ async def test_wrong_growth() -> None:
         new_group(store=HashStore(), join=True, rank=1)
 
 
-async def test_who_waits_for_rank_0_learns_that_it_was_cancelled() -> None:
-    async def rank(pg: ProcessGroup) -> Any:
-        if pg.rank() == 0:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await pg.grow(1)
-        else:
-            with pytest.raises(RendezvousError, match="'world:0' did not grow: rank 0 was cancelled"):
+@pytest.mark.ranks(2)
+async def test_who_waits_for_rank_0_learns_that_it_was_cancelled(pg: ProcessGroup) -> None:
+    if pg.rank() == 0:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
                 await pg.grow(1)
-        assert current_process_group() is pg
-        return await works(pg)
-
-    assert await run_ranks(2, rank) == [(0, 1)] * 2
+    else:
+        with pytest.raises(RendezvousError, match="'world:0' did not grow: rank 0 was cancelled"):
+            await pg.grow(1)
+    assert current_process_group() is pg
+    assert await works(pg) == (0, 1)
 
 
 @pytest.mark.ranks(4)

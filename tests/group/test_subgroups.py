@@ -64,20 +64,16 @@ async def test_even_and_odd_ranks(pg: ProcessGroup) -> None:
     assert await works(pg) == tuple(range(pg.size()))
 
 
-@pytest.mark.parametrize("transport", LINKS)
-async def test_parts_of_parts(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> Any:
-        found = []
-        group: ProcessGroup | None = pg
-        while group is not None:
-            found.append(await works(group))
-            last = group.size() - 1
-            group = await group.split_group(range(1, last + 1)) if last else None
-        return found
-
-    results = await run_ranks(4, rank, transport=transport)
-    lists = [(0, 1, 2, 3), (1, 2, 3), (2, 3), (3,)]
-    assert results == [lists[: number + 1] for number in range(4)]
+@pytest.mark.ranks(4)
+@over(*LINKS)
+async def test_parts_of_parts(pg: ProcessGroup) -> None:
+    found = []
+    group: ProcessGroup | None = pg
+    while group is not None:
+        found.append(await works(group))
+        last = group.size() - 1
+        group = await group.split_group(range(1, last + 1)) if last else None
+    assert found == [(0, 1, 2, 3), (1, 2, 3), (2, 3), (3,)][: pg.rank() + 1]
 
 
 @pytest.mark.ranks(4)
@@ -106,35 +102,31 @@ async def test_messages_name_the_ranks_of_their_group(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-async def test_what_it_is() -> None:
-    async def rank(pg: ProcessGroup) -> Any:
-        work = pg.split_group([2, 0], timeout=30, group_name="ends")
-        assert (work.done(), work.op, work.group) == (True, "SPLIT_GROUP", pg)
-        ends = await work
-        middle = await pg.split_group([1])
-        plain = await part(pg, [[1, 2], [0]])
-        assert (plain.timeout, plain.global_ranks) == (pg.timeout, (0,) if pg.rank() == 0 else (1, 2))
-        if pg.rank() == 1:
-            assert ends is None
-            assert middle is not None
-            assert (middle.rank(), middle.size(), middle.global_ranks) == (0, 1, (1,))
-            return middle.group_name, plain.group_name
-        assert middle is None
-        assert ends is not None
-        assert (ends.group_name, ends.timeout, ends.global_ranks) == ("ends", 30.0, (0, 2))
-        assert (ends.rank(), ends.group_desc) == (pg.rank() // 2, "2 ranks")
-        again = await part(ends, np.array([1, 0]), timeout=3)
-        assert (again.timeout, again.global_ranks) == (3.0, (0, 2))
-        return again.group_name, plain.group_name
-
-    assert await run_ranks(3, rank) == [
-        ("ends/0.0", "world:0/2.0"),
-        ("world:0/1.1", "world:0/2.1"),
-        ("ends/0.0", "world:0/2.1"),
-    ]
+@pytest.mark.ranks(3)
+async def test_what_it_is(pg: ProcessGroup) -> None:
+    work = pg.split_group([2, 0], timeout=30, group_name="ends")
+    assert (work.done(), work.op, work.group) == (True, "SPLIT_GROUP", pg)
+    ends = await work
+    middle = await pg.split_group([1])
+    plain = await part(pg, [[1, 2], [0]])
+    assert (plain.timeout, plain.global_ranks) == (pg.timeout, (0,) if pg.rank() == 0 else (1, 2))
+    assert plain.group_name == ("world:0/2.0" if pg.rank() == 0 else "world:0/2.1")
+    if pg.rank() == 1:
+        assert ends is None
+        assert middle is not None
+        assert (middle.rank(), middle.size(), middle.global_ranks) == (0, 1, (1,))
+        assert middle.group_name == "world:0/1.1"
+        return
+    assert middle is None
+    assert ends is not None
+    assert (ends.group_name, ends.timeout, ends.global_ranks) == ("ends", 30.0, (0, 2))
+    assert (ends.rank(), ends.group_desc) == (pg.rank() // 2, "2 ranks")
+    again = await part(ends, np.array([1, 0]), timeout=3)
+    assert (again.timeout, again.global_ranks, again.group_name) == (3.0, (0, 2), "ends/0.0")
 
 
-async def test_wrong_calls() -> None:
+@pytest.mark.ranks(2)
+async def test_wrong_calls(pg: ProcessGroup) -> None:
     wrong: list[tuple[Any, type[Exception], str]] = [
         (3, TypeError, "ranks must be a list of ranks, or a list of such lists, not int"),
         ("01", TypeError, "ranks must be a list of ranks, or a list of such lists, not str"),
@@ -150,25 +142,21 @@ async def test_wrong_calls() -> None:
         ([0, [1]], TypeError, "ranks[1] must be a rank (int), not list"),
         ([True], TypeError, "ranks[0] must be a rank (int), not bool"),
     ]
-
-    async def rank(pg: ProcessGroup) -> None:
-        for ranks, kind, words in wrong:
-            with pytest.raises(kind, match=re.escape(words)):
-                pg.split_group(ranks)
-        with pytest.raises(TypeError, match="group_name must be a str or None, not int"):
-            pg.split_group([0], group_name=1)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="timeout"):
-            pg.split_group([0, 1], timeout=-1)
-        with pytest.raises(ValueError, match="group_name='world:0' is the name of an open group"):
-            pg.split_group([0, 1], group_name="world:0")
-        async with await part(pg, [0, 1], group_name="a") as group:
-            with pytest.raises(ValueError, match="group_name='a' is the name of an open group"):
-                group.split_group([0, 1], group_name="a")
-            assert await works(group) == (0, 1)  # none of that took a number
-        async with await part(pg, [0, 1], group_name="a") as again:
-            assert await works(again) == (0, 1)
-
-    await run_ranks(2, rank)
+    for ranks, kind, words in wrong:
+        with pytest.raises(kind, match=re.escape(words)):
+            pg.split_group(ranks)
+    with pytest.raises(TypeError, match="group_name must be a str or None, not int"):
+        pg.split_group([0], group_name=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout"):
+        pg.split_group([0, 1], timeout=-1)
+    with pytest.raises(ValueError, match="group_name='world:0' is the name of an open group"):
+        pg.split_group([0, 1], group_name="world:0")
+    async with await part(pg, [0, 1], group_name="a") as group:
+        with pytest.raises(ValueError, match="group_name='a' is the name of an open group"):
+            group.split_group([0, 1], group_name="a")
+        assert await works(group) == (0, 1)  # none of that took a number
+    async with await part(pg, [0, 1], group_name="a") as again:
+        assert await works(again) == (0, 1)
 
 
 # -- ranks that do not agree
@@ -451,24 +439,21 @@ async def test_parts_grow_at_once_and_outlive_the_whole(transport: str) -> None:
 # -- laziness
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix"])
-async def test_groups_share_what_there_is(transport: str) -> None:
-    size = 4
-
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.alltoall_object([None] * size)  # every pair is linked
-        await pg.barrier()
-        files = len(os.listdir("/proc/self/fd"))
-        links = [id(link) for link in links_of(pg)]
-        groups = [await part(pg, range(size)) for _ in range(20)]
-        await pg.barrier()
-        for group in groups:
-            await group.alltoall_object([None] * size)
-        assert [id(link) for link in links_of(pg)] == links
-        assert len(os.listdir("/proc/self/fd")) == files
-        await pg.barrier()
-
-    await run_ranks(size, rank, transport=transport)
+@pytest.mark.ranks(4)
+@over("memory", "unix")
+async def test_groups_share_what_there_is(pg: ProcessGroup) -> None:
+    size = pg.size()
+    await pg.alltoall_object([None] * size)  # every pair is linked
+    await pg.barrier()
+    files = len(os.listdir("/proc/self/fd"))
+    links = [id(link) for link in links_of(pg)]
+    groups = [await part(pg, range(size)) for _ in range(20)]
+    await pg.barrier()
+    for group in groups:
+        await group.alltoall_object([None] * size)
+    assert [id(link) for link in links_of(pg)] == links
+    assert len(os.listdir("/proc/self/fd")) == files
+    await pg.barrier()
 
 
 @pytest.mark.ranks(7)

@@ -25,7 +25,7 @@ from aiocoll import (
 from aiocoll.engine.links.flow_control import LINK_WINDOW
 
 from ..internals import Limits, comm_of
-from ..ranks import TRANSPORTS, over, run_ranks
+from ..ranks import TRANSPORTS, over
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -54,22 +54,19 @@ async def test_any_length_in_any_order(pg: ProcessGroup) -> None:
     assert comm_of(pg).matching.loopback.nbytes == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_they_keep_their_order_and_do_not_mix_with_those_of_others(world_size: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        me, size = pg.rank(), pg.size()
-        lengths = [3, 300 * KIB, 0, 5, 300 * KIB]
-        for dst in range(size):
-            for number, length in enumerate(lengths):
-                pg.send(np.full(length, 10 * me + number, "uint8"), dst, tag=number % 2)
-        for src in range(size):
-            for tag in (1, 0):
-                for number in range(tag, len(lengths), 2):
-                    got = await pg.recv(np.zeros(lengths[number], "uint8"), src, tag)
-                    assert (got == 10 * src + number).all()
-        await pg.drain()
-
-    await run_ranks(world_size, rank)
+@pytest.mark.ranks(1, 2, 3)
+async def test_they_keep_their_order_and_do_not_mix_with_those_of_others(pg: ProcessGroup) -> None:
+    me, size = pg.rank(), pg.size()
+    lengths = [3, 300 * KIB, 0, 5, 300 * KIB]
+    for dst in range(size):
+        for number, length in enumerate(lengths):
+            pg.send(np.full(length, 10 * me + number, "uint8"), dst, tag=number % 2)
+    for src in range(size):
+        for tag in (1, 0):
+            for number in range(tag, len(lengths), 2):
+                got = await pg.recv(np.zeros(lengths[number], "uint8"), src, tag)
+                assert (got == 10 * src + number).all()
+    await pg.drain()
 
 
 @pytest.mark.ranks(1)
@@ -177,31 +174,27 @@ async def test_an_abort_fails_both_ends(pg: ProcessGroup) -> None:
         pg.send(np.ones(1), pg.rank())
 
 
-async def test_the_end_of_the_group_ends_them() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        pg.timeout = 0.02
-        sending, receiving = pg.send(np.ones(MIB), pg.rank()), pg.recv(np.ones(1), pg.rank(), tag=1)
-        await pg.shutdown()
-        for work in (sending, receiving):
-            assert isinstance(work.exception(), GroupClosedError)
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_the_end_of_the_group_ends_them(pg: ProcessGroup) -> None:
+    pg.timeout = 0.02
+    sending, receiving = pg.send(np.ones(MIB), pg.rank()), pg.recv(np.ones(1), pg.rank(), tag=1)
+    await pg.shutdown()
+    for work in (sending, receiving):
+        assert isinstance(work.exception(), GroupClosedError)
 
 
-async def test_a_long_one_leaves_turns_to_others(limits: Limits) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        data, target = np.ones(64 * MIB, "uint8"), np.zeros(64 * MIB, "uint8")
-        receiving = pg.recv(target, 0)
-        sending = pg.send(data, 0)
-        turns = 0
-        while not receiving.done():
-            await asyncio.sleep(0)
-            turns += 1
-        assert turns > 3
-        assert (target == 1).all()
-        await sending
-
-    await run_ranks(1, rank)
+@pytest.mark.ranks(1)
+async def test_a_long_one_leaves_turns_to_others(pg: ProcessGroup, limits: Limits) -> None:
+    data, target = np.ones(64 * MIB, "uint8"), np.zeros(64 * MIB, "uint8")
+    receiving = pg.recv(target, 0)
+    sending = pg.send(data, 0)
+    turns = 0
+    while not receiving.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 3
+    assert (target == 1).all()
+    await sending
 
 
 # -- PROC_NULL
@@ -274,14 +267,12 @@ async def test_their_arguments_are_checked_as_always(pg: ProcessGroup) -> None:
     await pg.barrier()
 
 
-async def test_a_closed_group_refuses_them_too() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.shutdown()
-        for call in (lambda: pg.send(np.ones(1), PROC_NULL), lambda: pg.recv_object(PROC_NULL)):
-            with pytest.raises(GroupClosedError):
-                call()
-
-    await run_ranks(1, rank)
+@pytest.mark.ranks(1)
+async def test_a_closed_group_refuses_them_too(pg: ProcessGroup) -> None:
+    await pg.shutdown()
+    for call in (lambda: pg.send(np.ones(1), PROC_NULL), lambda: pg.recv_object(PROC_NULL)):
+        with pytest.raises(GroupClosedError):
+            call()
 
 
 def test_no_rank_has_this_number() -> None:
