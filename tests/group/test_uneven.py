@@ -13,7 +13,7 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.errors import CollectiveMismatchError
 from aiocoll.testing.virtual import run_virtual
 
-from ..ranks import LINKS, run_ranks
+from ..ranks import LINKS, over
 
 SIZES = (1, 2, 3, 4, 7)
 #: How many elements rank r of p has. 32,768 of eight bytes are what may travel unasked: one less, and one more.
@@ -97,21 +97,22 @@ async def exchanged(pg: ProcessGroup, name: str) -> None:
     assert np.array_equal(into, np.concatenate(ins))
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_every_call(size: int) -> None:
-    await run_ranks(size, every_call, list(LENGTHS))
+@pytest.mark.ranks(*SIZES)
+async def test_every_call(pg: ProcessGroup) -> None:
+    await every_call(pg, list(LENGTHS))
 
 
-@pytest.mark.parametrize("transport", LINKS[1:])
-async def test_every_transport(transport: str) -> None:
-    await run_ranks(3, every_call, list(LENGTHS), transport=transport)
+@pytest.mark.ranks(3)
+@over(*LINKS[1:])
+async def test_every_transport(pg: ProcessGroup) -> None:
+    await every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("transport", LINKS)
-@pytest.mark.parametrize("size", SIZES)
-async def test_every_call_everywhere(size: int, transport: str) -> None:
-    await run_ranks(size, every_call, list(LENGTHS), transport=transport)
+@pytest.mark.ranks(*SIZES)
+@over(*LINKS)
+async def test_every_call_everywhere(pg: ProcessGroup) -> None:
+    await every_call(pg, list(LENGTHS))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -147,17 +148,15 @@ WRONG: dict[str, Callable[[ProcessGroup, int], Any]] = {
 
 @pytest.mark.parametrize("count", [3, 1, 0])
 @pytest.mark.parametrize("kind", WRONG)
-@pytest.mark.parametrize("transport", ["memory", "shm"])
-async def test_lengths_that_do_not_fit(kind: str, count: int, transport: str) -> None:
-    async def one(pg: ProcessGroup) -> str:
-        # On some ranks it may be done before anybody can know.
-        with contextlib.suppress(CollectiveMismatchError):
-            await WRONG[kind](pg, count if pg.rank() == 1 else 2)
-        cause = await pg.wait_revoked()
-        assert isinstance(cause, CollectiveMismatchError)
-        return str(cause)
-
-    for message in await run_ranks(3, one, transport=transport):
-        assert "Collectives differ in the following: counts" in message
-        assert kind.removesuffix("_base").upper() in message
-        assert "rank 1 called" in message
+@pytest.mark.ranks(3)
+@over("memory", "shm")
+async def test_lengths_that_do_not_fit(pg: ProcessGroup, kind: str, count: int) -> None:
+    # On some ranks it may be done before anybody can know.
+    with contextlib.suppress(CollectiveMismatchError):
+        await WRONG[kind](pg, count if pg.rank() == 1 else 2)
+    cause = await pg.wait_revoked()
+    assert isinstance(cause, CollectiveMismatchError)
+    message = str(cause)
+    assert "Collectives differ in the following: counts" in message
+    assert kind.removesuffix("_base").upper() in message
+    assert "rank 1 called" in message

@@ -12,7 +12,7 @@ import pytest
 from aiocoll import CollectiveMismatchError, GroupOptions, PeerLostError, ProcessGroup, errors, testing
 
 from ..internals import comm_of
-from ..ranks import LINKS, options, over, run_ranks
+from ..ranks import LINKS, over
 
 WORLDS = (1, 2, 3, 4, 7)
 #: Elements that a rank gives, of p: none on some, one, about as many as ranks, as many as go in many frames.
@@ -41,24 +41,21 @@ def check(outputs: Any, lengths: list[int], dtype: str = "float64") -> None:
         assert np.array_equal(each, given(rank, lengths[rank], dtype))
 
 
-@pytest.mark.parametrize("transport", LINKS)
-@pytest.mark.parametrize("world_size", WORLDS)
-async def test_lengths(world_size: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        r, p = pg.rank(), pg.size()
-        for length in LENGTHS.values():
-            lengths = [length(each, p) for each in range(p)]
-            mine = given(r, lengths[r])
-            check(await pg.allgather(None, mine), lengths)
-            root = p // 2
-            outputs = await pg.gather(None, mine, root)
-            if r == root:
-                check(outputs, lengths)
-            else:
-                assert outputs is None
-            assert np.array_equal(mine, given(r, lengths[r]))
-
-    await run_ranks(world_size, rank, transport=transport)
+@pytest.mark.ranks(*WORLDS)
+@over(*LINKS)
+async def test_lengths(pg: ProcessGroup) -> None:
+    r, p = pg.rank(), pg.size()
+    for length in LENGTHS.values():
+        lengths = [length(each, p) for each in range(p)]
+        mine = given(r, lengths[r])
+        check(await pg.allgather(None, mine), lengths)
+        root = p // 2
+        outputs = await pg.gather(None, mine, root)
+        if r == root:
+            check(outputs, lengths)
+        else:
+            assert outputs is None
+        assert np.array_equal(mine, given(r, lengths[r]))
 
 
 @pytest.mark.ranks(3)
@@ -73,16 +70,13 @@ async def test_dtypes(pg: ProcessGroup, dtype: str) -> None:
             check(outputs, lengths, dtype)
 
 
-async def test_narrow_dtypes() -> None:
+@pytest.mark.ranks(3)
+async def test_narrow_dtypes(pg: ProcessGroup) -> None:
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
-
-    async def rank(pg: ProcessGroup) -> None:
-        check(await pg.allgather(None, given(pg.rank(), pg.rank(), dtype)), [0, 1, 2], dtype)
-        outputs = await pg.gather(None, given(pg.rank(), pg.rank(), dtype), 1)
-        if pg.rank() == 1:
-            check(outputs, [0, 1, 2], dtype)
-
-    await run_ranks(3, rank)
+    check(await pg.allgather(None, given(pg.rank(), pg.rank(), dtype)), [0, 1, 2], dtype)
+    outputs = await pg.gather(None, given(pg.rank(), pg.rank(), dtype), 1)
+    if pg.rank() == 1:
+        check(outputs, [0, 1, 2], dtype)
 
 
 @pytest.mark.ranks(3)
@@ -134,32 +128,26 @@ async def test_a_root_that_comes_last_finds_all(pg: ProcessGroup) -> None:
             check(outputs, [1, number % 2, number % 2 * 2])
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-async def test_where_the_root_gives_outputs_lengths_may_be_zero_too(world_size: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        r, p = pg.rank(), pg.size()
-        for root in range(p):
-            outputs = [np.empty(each % 2) for each in range(p)] if r == root else None
-            assert await pg.gather(outputs, given(r, r % 2), root) == outputs
-            if outputs is not None:
-                check(outputs, [each % 2 for each in range(p)])
-
-    await run_ranks(world_size, rank)
+@pytest.mark.ranks(*WORLDS)
+async def test_where_the_root_gives_outputs_lengths_may_be_zero_too(pg: ProcessGroup) -> None:
+    r, p = pg.rank(), pg.size()
+    for root in range(p):
+        outputs = [np.empty(each % 2) for each in range(p)] if r == root else None
+        assert await pg.gather(outputs, given(r, r % 2), root) == outputs
+        if outputs is not None:
+            check(outputs, [each % 2 for each in range(p)])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-async def test_detail(world_size: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        r, p = pg.rank(), pg.size()
-        for length in LENGTHS.values():
-            lengths = [length(each, p) for each in range(p)]
-            check(await pg.allgather(None, given(r, lengths[r])), lengths)
-            check(await pg.allgather(None, given(r, lengths[r]), key="k"), lengths)
-            outputs = await pg.gather(None, given(r, lengths[r]), p - 1)
-            if outputs is not None:
-                check(outputs, lengths)
-
-    await testing.run_ranks(world_size, rank, options=GroupOptions(debug="detail"))
+@pytest.mark.ranks(2, 3, 4, options=GroupOptions(debug="detail"))
+async def test_detail(pg: ProcessGroup) -> None:
+    r, p = pg.rank(), pg.size()
+    for length in LENGTHS.values():
+        lengths = [length(each, p) for each in range(p)]
+        check(await pg.allgather(None, given(r, lengths[r])), lengths)
+        check(await pg.allgather(None, given(r, lengths[r]), key="k"), lengths)
+        outputs = await pg.gather(None, given(r, lengths[r]), p - 1)
+        if outputs is not None:
+            check(outputs, lengths)
 
 
 @pytest.mark.parametrize("debug", ["off", "detail"])
@@ -251,16 +239,14 @@ async def test_given_outputs_take_no_step_more(pg: ProcessGroup) -> None:
     assert len(comm_of(pg).operation_log.collectives) == before + 2
 
 
-async def test_what_is_lost_on_the_way_is_forgotten() -> None:
+@pytest.mark.ranks(3)
+@over("unix")
+async def test_what_is_lost_on_the_way_is_forgotten(pg: ProcessGroup) -> None:
     """A group that ends in the middle leaves nothing, and other groups go on."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        mine = given(pg.rank(), 300_000 + pg.rank())
-        works = [pg.allgather(None, mine), pg.gather(None, mine, 0)]
-        if pg.rank() == 1:
-            pg.abort("on purpose")
-        assert "on purpose" in str(await pg.wait_revoked())
-        for work in works:
-            assert work.is_success() or "on purpose" in str(work.exception())
-
-    await testing.run_ranks(3, rank, options=options("unix"))
+    mine = given(pg.rank(), 300_000 + pg.rank())
+    works = [pg.allgather(None, mine), pg.gather(None, mine, 0)]
+    if pg.rank() == 1:
+        pg.abort("on purpose")
+    assert "on purpose" in str(await pg.wait_revoked())
+    for work in works:
+        assert work.is_success() or "on purpose" in str(work.exception())

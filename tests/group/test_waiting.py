@@ -11,7 +11,7 @@ import pytest
 from aiocoll import GroupClosedError, GroupError, ProcessGroup, Recv, ReduceOp, Send, Work
 
 from ..internals import callbacks_of, comm_of
-from ..ranks import over, run_ranks, until
+from ..ranks import over, until
 
 #: Seconds after which somebody gives up.
 SOON = 0.01
@@ -186,29 +186,26 @@ async def test_a_tag_used_once_leaves_nothing_behind(pg: ProcessGroup, taking: s
     await pg.barrier()
 
 
-async def test_a_thousand_waiting_messages_leave_the_loop_its_turns() -> None:
+@pytest.mark.ranks(2)
+async def test_a_thousand_waiting_messages_leave_the_loop_its_turns(pg: ProcessGroup) -> None:
     count = 3000
-
-    async def rank(pg: ProcessGroup) -> None:
-        if pg.rank():
-            for number in range(count):
-                pg.send_object(number, 0)
-            await pg.drain()
-            await pg.barrier()
-            return
+    if pg.rank():
+        for number in range(count):
+            pg.send_object(number, 0)
+        await pg.drain()
         await pg.barrier()
-        ticks = 0
-        loop = asyncio.get_running_loop()
+        return
+    await pg.barrier()
+    ticks = 0
+    loop = asyncio.get_running_loop()
 
-        def tick() -> None:
-            nonlocal ticks
-            ticks += 1
-            loop.call_soon(tick) if ticks < count else None
+    def tick() -> None:
+        nonlocal ticks
+        ticks += 1
+        loop.call_soon(tick) if ticks < count else None
 
-        tick()
-        incoming = pg.incoming()
-        assert [(await anext(incoming))[1] for _ in range(count)] == list(range(count))
-        assert 1 < ticks < count
-        ticks = count
-
-    await run_ranks(2, rank)
+    tick()
+    incoming = pg.incoming()
+    assert [(await anext(incoming))[1] for _ in range(count)] == list(range(count))
+    assert 1 < ticks < count
+    ticks = count
