@@ -18,29 +18,26 @@ OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 WORLDS = (1, 2, 3, 4, 7)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-async def test_groups_of_every_kind(world_size: int) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        r, p = pg.rank(), pg.size()
-        everybody = await dist.new_group()
-        assert await dist.all_reduce(1, group=everybody) == p
-        even = await dist.new_group(range(0, p, 2), timeout=timedelta(seconds=20), group_desc="even ranks")
-        assert (even == OUTSIDE) is (r % 2 == 1)
-        if r % 2 == 0:
-            assert (even.timeout, even.group_desc) == (20.0, "even ranks")
-            assert dist.get_process_group_ranks(even) == list(range(0, p, 2))
-            assert await dist.all_reduce(r, group=even) == sum(range(0, p, 2))
-        # The order in which ranks are named is not theirs in the group.
-        backwards = await dist.new_group(list(range(p))[::-1])
-        assert dist.get_rank(backwards) == r
-        current, groups = await dist.new_subgroups_by_enumeration([[rank] for rank in range(p)])
-        assert [group == OUTSIDE for group in groups] == [rank != r for rank in range(p)]
-        assert await dist.all_reduce(r, group=current) == r
-        half = await dist.split_group(backwards, [list(range((p + 1) // 2))])
-        assert (half is None) is (r >= (p + 1) // 2)
-        assert dist.get_pg_count() == 4 + (r % 2 == 0) + (half is not None)
-
-    await run_ranks(world_size, body)
+@pytest.mark.ranks(*WORLDS)
+async def test_groups_of_every_kind(pg: ProcessGroup) -> None:
+    r, p = pg.rank(), pg.size()
+    everybody = await dist.new_group()
+    assert await dist.all_reduce(1, group=everybody) == p
+    even = await dist.new_group(range(0, p, 2), timeout=timedelta(seconds=20), group_desc="even ranks")
+    assert (even == OUTSIDE) is (r % 2 == 1)
+    if r % 2 == 0:
+        assert (even.timeout, even.group_desc) == (20.0, "even ranks")
+        assert dist.get_process_group_ranks(even) == list(range(0, p, 2))
+        assert await dist.all_reduce(r, group=even) == sum(range(0, p, 2))
+    # The order in which ranks are named is not theirs in the group.
+    backwards = await dist.new_group(list(range(p))[::-1])
+    assert dist.get_rank(backwards) == r
+    current, groups = await dist.new_subgroups_by_enumeration([[rank] for rank in range(p)])
+    assert [group == OUTSIDE for group in groups] == [rank != r for rank in range(p)]
+    assert await dist.all_reduce(r, group=current) == r
+    half = await dist.split_group(backwards, [list(range((p + 1) // 2))])
+    assert (half is None) is (r >= (p + 1) // 2)
+    assert dist.get_pg_count() == 4 + (r % 2 == 0) + (half is not None)
 
 
 @pytest.mark.ranks(4)

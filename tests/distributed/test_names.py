@@ -276,13 +276,10 @@ async def batches(r: int, p: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("name", CASES)
-async def test_every_function(name: str, world_size: int) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        await CASES[name](pg.rank(), pg.size())
-
-    await run_ranks(world_size, body)
+async def test_every_function(pg: ProcessGroup, name: str) -> None:
+    await CASES[name](pg.rank(), pg.size())
 
 
 @pytest.mark.ranks(3)
@@ -478,7 +475,8 @@ async def test_a_failure_reaches_works_with_a_result_of_their_own() -> None:
 # -- a rank that is not in the group
 
 
-async def test_a_rank_that_is_not_in_the_group_does_nothing() -> None:
+@pytest.mark.ranks(2)
+async def test_a_rank_that_is_not_in_the_group_does_nothing(pg: ProcessGroup) -> None:
     t = filled(0)
     calls: dict[str, Callable[[], Work[Any]]] = {
         "all_reduce": lambda: dist.all_reduce(t, group=OUTSIDE),
@@ -506,19 +504,15 @@ async def test_a_rank_that_is_not_in_the_group_does_nothing() -> None:
         "irecv": lambda: dist.irecv(t, 0, OUTSIDE),
         "recv": lambda: dist.recv(t, 0, OUTSIDE),
     }
-
-    async def body(pg: ProcessGroup) -> None:
-        for name, call in calls.items():
-            with pytest.warns(UserWarning, match=f"{name} was called by rank {pg.rank()}, which is not") as caught:
-                work = call()
-            assert caught[0].filename == __file__
-            assert work.done()
-            assert await work == (-1 if name in ("recv", "recv_object_list") else None)
-        assert dist.get_rank(OUTSIDE) == dist.get_world_size(OUTSIDE) == -1
-        for about in (dist.get_backend, dist.get_backend_config):
-            with pytest.raises(ValueError, match="not in it"):
-                about(OUTSIDE)
-        await dist.destroy_process_group(OUTSIDE)
-        assert dist.is_initialized()
-
-    await run_ranks(2, body)
+    for name, call in calls.items():
+        with pytest.warns(UserWarning, match=f"{name} was called by rank {pg.rank()}, which is not") as caught:
+            work = call()
+        assert caught[0].filename == __file__
+        assert work.done()
+        assert await work == (-1 if name in ("recv", "recv_object_list") else None)
+    assert dist.get_rank(OUTSIDE) == dist.get_world_size(OUTSIDE) == -1
+    for about in (dist.get_backend, dist.get_backend_config):
+        with pytest.raises(ValueError, match="not in it"):
+            about(OUTSIDE)
+    await dist.destroy_process_group(OUTSIDE)
+    assert dist.is_initialized()

@@ -13,7 +13,7 @@ from aiocoll.elements import buffers
 from aiocoll.elements.buffers import view
 
 from ..lookalikes import JaxArray
-from ..ranks import run_ranks
+from ..ranks import over
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -68,27 +68,25 @@ def test_dtypes_that_do_not_travel(name: str, of: Callable[[Any], Any]) -> None:
         view(of(np.ones(3, name)), name="x")
 
 
-@pytest.mark.parametrize("transport", ["memory", "shm"])
-async def test_calls(transport: str, of: Callable[[Any], Any]) -> None:
-    async def rank(pg: Any) -> None:
-        mine = of(np.full(3, 2.0 ** pg.rank(), "bfloat16"))
-        total = await pg.allreduce(mine)
-        assert type(total) is type(mine)
-        assert np.asarray(total).tolist() == [7.0] * 3
-        assert np.asarray(mine).tolist() == [2.0 ** pg.rank()] * 3
-        assert np.asarray(await pg.allreduce(mine, ReduceOp.MAX)).tolist() == [4.0] * 3
-        assert np.asarray(await pg.broadcast(mine, 1)).tolist() == [2.0] * 3
-        gathered = await pg.allgather([of(np.zeros(3, "bfloat16")) for _ in range(3)], mine)
-        assert [np.asarray(each).tolist() for each in gathered] == [[2.0**rank] * 3 for rank in range(3)]
-        nibbles = of(np.array([3, -3, pg.rank()], "int4"))
-        assert np.asarray(await pg.allreduce(nibbles)).astype(int).tolist() == [9 - 16, -9 + 16, 3]
-        assert np.asarray(await pg.allreduce(nibbles, ReduceOp.MIN)).astype(int).tolist() == [3, -3, 0]
-        if pg.rank() == 0:
-            await pg.send(mine, 1)
-        elif pg.rank() == 1:
-            assert np.asarray(await pg.recv(mine, 0)).tolist() == [1.0] * 3
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over("memory", "shm")
+async def test_calls(pg: Any, of: Callable[[Any], Any]) -> None:
+    mine = of(np.full(3, 2.0 ** pg.rank(), "bfloat16"))
+    total = await pg.allreduce(mine)
+    assert type(total) is type(mine)
+    assert np.asarray(total).tolist() == [7.0] * 3
+    assert np.asarray(mine).tolist() == [2.0 ** pg.rank()] * 3
+    assert np.asarray(await pg.allreduce(mine, ReduceOp.MAX)).tolist() == [4.0] * 3
+    assert np.asarray(await pg.broadcast(mine, 1)).tolist() == [2.0] * 3
+    gathered = await pg.allgather([of(np.zeros(3, "bfloat16")) for _ in range(3)], mine)
+    assert [np.asarray(each).tolist() for each in gathered] == [[2.0**rank] * 3 for rank in range(3)]
+    nibbles = of(np.array([3, -3, pg.rank()], "int4"))
+    assert np.asarray(await pg.allreduce(nibbles)).astype(int).tolist() == [9 - 16, -9 + 16, 3]
+    assert np.asarray(await pg.allreduce(nibbles, ReduceOp.MIN)).astype(int).tolist() == [3, -3, 0]
+    if pg.rank() == 0:
+        await pg.send(mine, 1)
+    elif pg.rank() == 1:
+        assert np.asarray(await pg.recv(mine, 0)).tolist() == [1.0] * 3
 
 
 def test_an_array_that_does_not_convert_itself() -> None:
