@@ -24,6 +24,8 @@ from aiocoll import (
 from aiocoll.hooks import OperationInfo
 from aiocoll.testing import run_ranks
 
+from .ranks import over
+
 SIZES = (1, 2, 3, 4, 7)
 
 
@@ -93,26 +95,24 @@ async def test_every_call_starts_and_ends_once(size: int, debug: str) -> None:
     await run_ranks(size, rank, options=GroupOptions(debug=debug))
 
 
-@pytest.mark.parametrize("transport", ["memory", "unix", "tcp", "shm"])
-async def test_what_is_told(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        heard = Heard()
-        await pg.allreduce(np.ones(1))  # opens the links
-        pg.add_hook(heard)
-        await pg.allreduce(np.ones((2, 3), np.float32), key="grad")
-        if pg.rank() == 0:
-            await pg.send(np.ones(5, np.int16), 1)
-        else:
-            await pg.recv(np.ones(5, np.int16), 0)
-        reduced, message = heard.ends
-        assert (reduced.kind, reduced.key, reduced.seq) == ("collective", "grad", 1)
-        assert (reduced.nbytes, reduced.dtype, reduced.transport) == (24, "float32", transport)
-        assert reduced.algorithm == ("oneshot" if transport == "shm" else "exchange")
-        assert (message.kind, message.key, message.seq) == ("message", None, None)
-        assert (message.nbytes, message.dtype, message.transport) == (10, "int16", transport)
-        assert message.op == ("RECV" if pg.rank() else "SEND")
-
-    await run_ranks(2, rank, options=GroupOptions(transport="auto" if transport == "memory" else transport))
+@pytest.mark.ranks(2)
+@over("memory", "unix", "tcp", "shm")
+async def test_what_is_told(pg: ProcessGroup, transport: str) -> None:
+    heard = Heard()
+    await pg.allreduce(np.ones(1))  # opens the links
+    pg.add_hook(heard)
+    await pg.allreduce(np.ones((2, 3), np.float32), key="grad")
+    if pg.rank() == 0:
+        await pg.send(np.ones(5, np.int16), 1)
+    else:
+        await pg.recv(np.ones(5, np.int16), 0)
+    reduced, message = heard.ends
+    assert (reduced.kind, reduced.key, reduced.seq) == ("collective", "grad", 1)
+    assert (reduced.nbytes, reduced.dtype, reduced.transport) == (24, "float32", transport)
+    assert reduced.algorithm == ("oneshot" if transport == "shm" else "exchange")
+    assert (message.kind, message.key, message.seq) == ("message", None, None)
+    assert (message.nbytes, message.dtype, message.transport) == (10, "int16", transport)
+    assert message.op == ("RECV" if pg.rank() else "SEND")
 
 
 async def test_hooks_of_all_groups(everywhere: Heard) -> None:
@@ -127,55 +127,49 @@ async def test_hooks_of_all_groups(everywhere: Heard) -> None:
     assert len({info.group for info in everywhere.ends}) == 2
 
 
-async def test_what_is_removed_hears_no_more() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        heard, other = Heard(), Heard()
-        handle = pg.add_hook(heard)
-        work = pg.barrier() if pg.rank() else None
-        started = len(heard.starts)
-        handle.remove()
-        handle.remove()
-        pg.add_hook(other)
-        await (work or pg.barrier())
-        assert (len(heard.starts), len(heard.ends)) == (started, 0)
-        # Who comes after the start hears of neither.
-        assert len(other.starts) == len(other.ends) == (0 if pg.rank() else 1)
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_what_is_removed_hears_no_more(pg: ProcessGroup) -> None:
+    heard, other = Heard(), Heard()
+    handle = pg.add_hook(heard)
+    work = pg.barrier() if pg.rank() else None
+    started = len(heard.starts)
+    handle.remove()
+    handle.remove()
+    pg.add_hook(other)
+    await (work or pg.barrier())
+    assert (len(heard.starts), len(heard.ends)) == (started, 0)
+    # Who comes after the start hears of neither.
+    assert len(other.starts) == len(other.ends) == (0 if pg.rank() else 1)
 
 
-async def test_failures_are_told() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        heard = Heard()
-        pg.add_hook(heard)
-        with pytest.raises((CollectiveMismatchError, GroupError)) as caught:
-            await pg.allreduce(np.ones(1 + pg.rank()))
-        (end,) = heard.ends
-        assert isinstance(end.error, type(caught.value))
-        assert len(heard.starts) == 1
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_failures_are_told(pg: ProcessGroup) -> None:
+    heard = Heard()
+    pg.add_hook(heard)
+    with pytest.raises((CollectiveMismatchError, GroupError)) as caught:
+        await pg.allreduce(np.ones(1 + pg.rank()))
+    (end,) = heard.ends
+    assert isinstance(end.error, type(caught.value))
+    assert len(heard.starts) == 1
 
 
-async def test_timeouts_and_withdrawn_receives_are_told() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        heard = Heard()
-        pg.add_hook(heard)
-        receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
-        await asyncio.sleep(0)
-        receive.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await receive
-        assert [info.op for info in heard.ends] == ["RECV"]
-        if pg.rank() == 0:
-            with pytest.raises(CollectiveTimeoutError):
-                await pg.barrier(timeout=0.05)
-            assert isinstance(heard.ends[-1].error, CollectiveTimeoutError)
-        else:
-            await pg.wait_revoked()
-        assert len(heard.starts) == len(heard.ends)
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_timeouts_and_withdrawn_receives_are_told(pg: ProcessGroup) -> None:
+    heard = Heard()
+    pg.add_hook(heard)
+    receive = asyncio.ensure_future(pg.recv(np.ones(1), 1 - pg.rank()).join())
+    await asyncio.sleep(0)
+    receive.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receive
+    assert [info.op for info in heard.ends] == ["RECV"]
+    if pg.rank() == 0:
+        with pytest.raises(CollectiveTimeoutError):
+            await pg.barrier(timeout=0.05)
+        assert isinstance(heard.ends[-1].error, CollectiveTimeoutError)
+    else:
+        await pg.wait_revoked()
+    assert len(heard.starts) == len(heard.ends)
 
 
 async def test_what_a_closed_group_had_pending_ends() -> None:
@@ -252,33 +246,28 @@ async def test_a_hook_cannot_call_its_group(call: str, when: str, caplog: pytest
     assert "the hook is removed" not in caplog.text
 
 
-async def test_a_hook_may_use_another_group() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        part = await pg.split_group([0, 1])
-        assert part is not None
-        works = []
+@pytest.mark.ranks(2)
+async def test_a_hook_may_use_another_group(pg: ProcessGroup) -> None:
+    part = await pg.split_group([0, 1])
+    assert part is not None
+    works = []
 
-        class Forwarder:
-            def on_end(self, info: OperationInfo) -> None:
-                works.append(part.allreduce(1))
+    class Forwarder:
+        def on_end(self, info: OperationInfo) -> None:
+            works.append(part.allreduce(1))
 
-        pg.add_hook(Forwarder())
-        await pg.barrier()
-        assert await works[0] == 2
-
-    await run_ranks(2, rank)
+    pg.add_hook(Forwarder())
+    await pg.barrier()
+    assert await works[0] == 2
 
 
 @pytest.mark.parametrize("wrong", [None, print, "on_start"])
-async def test_what_is_no_hook(wrong: Any) -> None:
+@pytest.mark.ranks(1)
+async def test_what_is_no_hook(pg: ProcessGroup, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"hook must have on_start\(info\) or on_end\(info\), not "):
         hooks.add_hook(wrong)
-
-    async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(TypeError, match="hook must have"):
-            pg.add_hook(wrong)
-
-    await run_ranks(1, rank)
+    with pytest.raises(TypeError, match="hook must have"):
+        pg.add_hook(wrong)
 
 
 @pytest.mark.pure

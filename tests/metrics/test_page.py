@@ -57,18 +57,15 @@ async def test_prometheus(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     names["thread"].join()
 
 
-async def test_opentelemetry() -> None:
+@pytest.mark.ranks(1)
+async def test_opentelemetry(pg: ProcessGroup) -> None:
     reader = InMemoryMetricReader()
-
-    async def rank(pg: ProcessGroup) -> None:
-        meter_provider, tracer_provider = MeterProvider([reader]), TracerProvider()
-        program = code("docs/metrics.md", "OpenTelemetry")
-        await execute(program, pg=pg, meter_provider=meter_provider, tracer_provider=tracer_provider)
-        await pg.barrier()
-        data = reader.get_metrics_data()
-        assert data is not None
-        shown = {metric.name for metric in data.resource_metrics[0].scope_metrics[0].metrics}
-        page = (ROOT / "docs/metrics.md").read_text()
-        assert {name for name in shown if f"`{name}`" not in page} == set()
-
-    await run_ranks(1, rank)
+    meter_provider, tracer_provider = MeterProvider([reader]), TracerProvider()
+    program = code("docs/metrics.md", "OpenTelemetry")
+    await execute(program, pg=pg, meter_provider=meter_provider, tracer_provider=tracer_provider)
+    await pg.barrier()
+    data = reader.get_metrics_data()
+    assert data is not None
+    shown = {metric.name for metric in data.resource_metrics[0].scope_metrics[0].metrics}
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert {name for name in shown if f"`{name}`" not in page} == set()
