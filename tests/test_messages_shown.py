@@ -19,16 +19,12 @@ PAGE = "docs/reliability.md"
 HANGS = "docs/when-something-hangs.md"
 
 
-async def differ(pg: ProcessGroup) -> str:
+@pytest.mark.ranks(2)
+async def test_calls_that_differ(pg: ProcessGroup) -> None:
     await pg.barrier()
     with pytest.raises(GroupError) as caught:
         await pg.allreduce(np.ones(4 if pg.rank() else 6))
-    return str(caught.value)
-
-
-async def test_calls_that_differ() -> None:
-    for said in await run_ranks(2, differ):
-        assert is_shown(code(PAGE, "What you see", language="text"), said)
+    assert is_shown(code(PAGE, "What you see", language="text"), str(caught.value))
 
 
 async def be_late(pg: ProcessGroup) -> str:
@@ -58,18 +54,14 @@ async def test_a_rank_that_has_left() -> None:
     assert is_shown(shown, (await run_ranks(3, leave))[0])
 
 
-async def press_stop(pg: ProcessGroup) -> str:
+@pytest.mark.ranks(2)
+async def test_a_group_that_was_aborted(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         pg.abort("the user pressed stop")
     await pg.wait_revoked()
     with pytest.raises(GroupError) as caught:
         pg.barrier()
-    return str(caught.value)
-
-
-async def test_a_group_that_was_aborted() -> None:
-    for said in await run_ranks(2, press_stop):
-        assert is_shown(code(PAGE, "What you see", 4, "text"), said)
+    assert is_shown(code(PAGE, "What you see", 4, "text"), str(caught.value))
 
 
 async def test_ranks_that_do_not_meet(tmp_path: Path, port: int) -> None:

@@ -10,15 +10,14 @@ import inspect
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.cli import run
 
 from .pages import ROOT, code, commands, execute, files, shell, write
-from .ranks import run_ranks
 
 PAGE = "docs/coming-from-mpi4py.md"
 
@@ -33,7 +32,8 @@ def spelled() -> set[str]:
     return found
 
 
-async def test_every_name_is_there_and_takes_these_arguments() -> None:
+@pytest.mark.ranks(1)
+async def test_every_name_is_there_and_takes_these_arguments(pg: ProcessGroup) -> None:
     texts = spelled()
     assert len(texts) > 70
     for command in [text for text in texts if text.startswith("aiocoll run ")]:
@@ -41,22 +41,18 @@ async def test_every_name_is_there_and_takes_these_arguments() -> None:
         parser = argparse.ArgumentParser()
         run.add_parser(parser.add_subparsers())
         assert parser.parse_args(command.split()[1:]).nproc > 1
-
-    async def body(pg: ProcessGroup) -> None:
-        await (work := pg.barrier())
-        names = {name: importlib.import_module(name) for name in ("aiocoll", "asyncio", "socket", "time")}
-        names |= vars(builtins) | {"np": np, "pg": pg, "work": work}
-        for text in texts:
-            for node in ast.walk(ast.parse(text.removeprefix("await "))):
-                if isinstance(node, ast.Attribute):
-                    eval(ast.unparse(node), names)
-                elif isinstance(node, ast.Call):
-                    function = eval(ast.unparse(node.func), names)
-                    given = {str(keyword.arg): keyword.value for keyword in node.keywords}
-                    with suppress(ValueError):  # builtins have no signature
-                        inspect.signature(function).bind(*node.args, **given)
-
-    await run_ranks(1, body)
+    await (work := pg.barrier())
+    names = {name: importlib.import_module(name) for name in ("aiocoll", "asyncio", "socket", "time")}
+    names |= vars(builtins) | {"np": np, "pg": pg, "work": work}
+    for text in texts:
+        for node in ast.walk(ast.parse(text.removeprefix("await "))):
+            if isinstance(node, ast.Attribute):
+                eval(ast.unparse(node), names)
+            elif isinstance(node, ast.Call):
+                function = eval(ast.unparse(node.func), names)
+                given = {str(keyword.arg): keyword.value for keyword in node.keywords}
+                with suppress(ValueError):  # builtins have no signature
+                    inspect.signature(function).bind(*node.args, **given)
 
 
 def test_the_port_prints_what_one_process_computes(tmp_path: Path) -> None:
@@ -72,27 +68,21 @@ def test_the_port_prints_what_one_process_computes(tmp_path: Path) -> None:
     assert shell(command, tmp_path) == shown
 
 
-async def test_the_lowest_rank_of_the_smallest_is_found() -> None:
+@pytest.mark.ranks(4)
+async def test_the_lowest_rank_of_the_smallest_is_found(pg: ProcessGroup) -> None:
     space = await execute(code(PAGE, "MINLOC"), np=np, ReduceOp=ReduceOp)
-
-    async def body(pg: ProcessGroup) -> Any:
-        rank = pg.rank()
-        values, ranks = await space["minloc"](pg, np.array([2.0, 3.0 - rank, rank % 2]))
-        return values.tolist(), ranks.tolist()
-
-    assert await run_ranks(4, body) == [([2.0, 0.0, 0.0], [0, 3, 0])] * 4
+    rank = pg.rank()
+    values, ranks = await space["minloc"](pg, np.array([2.0, 3.0 - rank, rank % 2]))
+    assert (values.tolist(), ranks.tolist()) == ([2.0, 0.0, 0.0], [0, 3, 0])
 
 
-async def test_dtypes_and_operations_of_mpi() -> None:
+@pytest.mark.ranks(2)
+async def test_dtypes_and_operations_of_mpi(pg: ProcessGroup) -> None:
     """Structured dtypes and logical operations."""
-
-    async def body(pg: ProcessGroup) -> None:
-        x = np.zeros(2, [("mass", "f8"), ("charge", "i4")])
-        x["charge"] = pg.rank()
-        await pg.broadcast(x, root=1)
-        assert x["charge"].tolist() == [1, 1]
-        # The logical operations.
-        for op, expected in ((ReduceOp.LAND, [0.0, 0.0]), (ReduceOp.LOR, [1.0, 0.0]), (ReduceOp.LXOR, [1.0, 0.0])):
-            assert (await pg.allreduce(np.array([pg.rank() * 2.5, 0.0]), op)).tolist() == expected
-
-    await run_ranks(2, body)
+    x = np.zeros(2, [("mass", "f8"), ("charge", "i4")])
+    x["charge"] = pg.rank()
+    await pg.broadcast(x, root=1)
+    assert x["charge"].tolist() == [1, 1]
+    # The logical operations.
+    for op, expected in ((ReduceOp.LAND, [0.0, 0.0]), (ReduceOp.LOR, [1.0, 0.0]), (ReduceOp.LXOR, [1.0, 0.0])):
+        assert (await pg.allreduce(np.array([pg.rank() * 2.5, 0.0]), op)).tolist() == expected

@@ -21,7 +21,7 @@ from aiocoll import CollectiveTimeoutError, FileStore, GroupError, HashStore, Pr
 from aiocoll.work import Work
 
 from .internals import callbacks_of
-from .ranks import LINKS, in_a_fork, options, over, run_ranks
+from .ranks import LINKS, in_a_fork, options, over
 
 
 class Loop:
@@ -93,25 +93,22 @@ async def test_many_threads_wait_for_one_work(pg: ProcessGroup) -> None:
         assert await loop.run_in_executor(threads, work.wait, 0) is work.result()
 
 
-@pytest.mark.parametrize("transport", LINKS)
-async def test_threads_call_through_the_loop(transport: str) -> None:
+@pytest.mark.ranks(3)
+@over(*LINKS)
+async def test_threads_call_through_the_loop(pg: ProcessGroup) -> None:
     rounds = 10
+    loop = asyncio.get_running_loop()
 
-    async def rank(pg: ProcessGroup) -> None:
-        loop = asyncio.get_running_loop()
+    def train(key: str) -> list[float]:
+        sums = []
+        for number in range(rounds):
+            step = asyncio.run_coroutine_threadsafe(calling(pg.allreduce, number, key=key), loop)
+            sums.append(step.result(30).wait(30))
+        return sums
 
-        def train(key: str) -> list[float]:
-            sums = []
-            for number in range(rounds):
-                step = asyncio.run_coroutine_threadsafe(calling(pg.allreduce, number, key=key), loop)
-                sums.append(step.result(30).wait(30))
-            return sums
-
-        with ThreadPoolExecutor(3) as threads:
-            found = await asyncio.gather(*(loop.run_in_executor(threads, train, key) for key in "abc"))
-        assert found == [[3 * number for number in range(rounds)]] * 3
-
-    await run_ranks(3, rank, transport=transport)
+    with ThreadPoolExecutor(3) as threads:
+        found = await asyncio.gather(*(loop.run_in_executor(threads, train, key) for key in "abc"))
+    assert found == [[3 * number for number in range(rounds)]] * 3
 
 
 @pytest.mark.ranks(2)

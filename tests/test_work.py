@@ -16,7 +16,7 @@ import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, GroupOptions, ProcessGroup, Recv, Send, testing
 
-from .ranks import over, run_ranks
+from .ranks import over
 
 
 @pytest.mark.ranks(2)
@@ -46,48 +46,44 @@ async def test_keyed_works_meet_whatever_the_order(pg: ProcessGroup) -> None:
     await pg.drain()
 
 
-async def test_a_timeout_around_awaits_that_complete_at_once_fires() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        tensor = np.ones(3)
-        done = 0
+@pytest.mark.ranks(1)
+async def test_a_timeout_around_awaits_that_complete_at_once_fires(pg: ProcessGroup) -> None:
+    tensor = np.ones(3)
+    done = 0
 
-        async def work_on() -> None:
-            nonlocal done
-            while True:
-                await pg.allreduce(tensor)
-                done += 1
+    async def work_on() -> None:
+        nonlocal done
+        while True:
+            await pg.allreduce(tensor)
+            done += 1
 
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.02):
-                await work_on()
-        assert done > 3
-
-    await run_ranks(1, rank)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await work_on()
+    assert done > 3
 
 
-async def test_awaiting_a_finished_work_does_not_suspend() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        work = pg.allreduce(np.ones(2))
-        await work
-        await asyncio.sleep(0)
-        await work  # yields, perhaps: the last turn may be long ago
+@pytest.mark.ranks(1)
+async def test_awaiting_a_finished_work_does_not_suspend(pg: ProcessGroup) -> None:
+    work = pg.allreduce(np.ones(2))
+    await work
+    await asyncio.sleep(0)
+    await work  # yields, perhaps: the last turn may be long ago
+    turns = 0
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+
+    suspended = 0
+    for _ in range(5):
+        asyncio.get_running_loop().call_soon(turn)
         turns = 0
-
-        def turn() -> None:
-            nonlocal turns
-            turns += 1
-
-        suspended = 0
-        for _ in range(5):
-            asyncio.get_running_loop().call_soon(turn)
-            turns = 0
-            await work
-            suspended += turns
-            await asyncio.sleep(0)
-        assert suspended < 5
-        assert await work is work.result()
-
-    await run_ranks(1, rank)
+        await work
+        suspended += turns
+        await asyncio.sleep(0)
+    assert suspended < 5
+    assert await work is work.result()
 
 
 @pytest.mark.ranks(2)
