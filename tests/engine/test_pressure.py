@@ -16,7 +16,7 @@ from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing import run_processes
 
 from ..internals import comm_of, unasked
-from ..ranks import LINKS, options, run_ranks, until
+from ..ranks import LINKS, options, over, run_ranks, until
 from . import jobs
 
 MIB = 1024 * 1024
@@ -32,35 +32,30 @@ async def fill_the_window(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, EAGER_WINDOW, EAGER_WINDOW + 1, 3_000_000])
-@pytest.mark.parametrize("transport", LINKS)
-async def test_a_message_behind_a_full_window_is_announced(nbytes: int, transport: str) -> None:
+@pytest.mark.ranks(2, timeout=5)
+@over(*LINKS)
+async def test_a_message_behind_a_full_window_is_announced(pg: ProcessGroup, nbytes: int) -> None:
     """Else its receive would wait for ever, or a later message of the same tag would take its place."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        await fill_the_window(pg)
-        if pg.rank() == 0:
-            work = pg.send(np.full(nbytes, 1, "uint8"), 1)
-            pg.send_object("behind it", 1)
-            await work
-        else:
-            assert (await pg.recv(np.zeros(nbytes, "uint8"), 0) == 1).all()
-            assert await pg.recv_object(0) == "behind it"
-            for _ in range(LINK_WINDOW // EAGER_WINDOW):
-                await pg.recv(np.ones(EAGER_WINDOW, "uint8"), 0, tag=9)
-
-    await run_ranks(2, rank, transport=transport, timeout=5)
-
-
-@pytest.mark.parametrize("transport", LINKS)
-async def test_an_object_behind_a_full_window_is_announced(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await fill_the_window(pg)
-        got = await pg.broadcast_object(bytes(EAGER_WINDOW + 1) if pg.rank() == 0 else None, 0)
-        assert len(got) == EAGER_WINDOW + 1
-        for _ in range(LINK_WINDOW // EAGER_WINDOW if pg.rank() else 0):
+    await fill_the_window(pg)
+    if pg.rank() == 0:
+        work = pg.send(np.full(nbytes, 1, "uint8"), 1)
+        pg.send_object("behind it", 1)
+        await work
+    else:
+        assert (await pg.recv(np.zeros(nbytes, "uint8"), 0) == 1).all()
+        assert await pg.recv_object(0) == "behind it"
+        for _ in range(LINK_WINDOW // EAGER_WINDOW):
             await pg.recv(np.ones(EAGER_WINDOW, "uint8"), 0, tag=9)
 
-    await run_ranks(2, rank, transport=transport, timeout=5)
+
+@pytest.mark.ranks(2, timeout=5)
+@over(*LINKS)
+async def test_an_object_behind_a_full_window_is_announced(pg: ProcessGroup) -> None:
+    await fill_the_window(pg)
+    got = await pg.broadcast_object(bytes(EAGER_WINDOW + 1) if pg.rank() == 0 else None, 0)
+    assert len(got) == EAGER_WINDOW + 1
+    for _ in range(LINK_WINDOW // EAGER_WINDOW if pg.rank() else 0):
+        await pg.recv(np.ones(EAGER_WINDOW, "uint8"), 0, tag=9)
 
 
 async def exchange(pg: ProcessGroup, nbytes: int, keys: str, tasks: bool) -> None:
@@ -197,18 +192,15 @@ async def test_memory_is_flat_over_many_operations(count: int, warm: int) -> Non
         assert nbytes < 4 * MIB
 
 
-async def test_a_key_costs_its_name_and_a_count() -> None:
+@pytest.mark.ranks(2)
+async def test_a_key_costs_its_name_and_a_count(pg: ProcessGroup) -> None:
     """Other ranks may still have to call it for the first time, so its count cannot be forgotten."""
     count = 2000
-
-    async def rank(pg: ProcessGroup) -> None:
-        names = [f"step {number}" for number in range(count)]
-        for name in names:
-            await pg.barrier(key=name)
-        assert len(comm_of(pg)._counts) == count
-        assert sys.getsizeof(comm_of(pg)._counts) < 100 * count
-        assert all(comm_of(pg)._counts[name] == 1 for name in names)
-        assert not comm_of(pg).operations
-        assert not comm_of(pg)._early
-
-    await run_ranks(2, rank)
+    names = [f"step {number}" for number in range(count)]
+    for name in names:
+        await pg.barrier(key=name)
+    assert len(comm_of(pg)._counts) == count
+    assert sys.getsizeof(comm_of(pg)._counts) < 100 * count
+    assert all(comm_of(pg)._counts[name] == 1 for name in names)
+    assert not comm_of(pg).operations
+    assert not comm_of(pg)._early

@@ -16,7 +16,7 @@ from aiocoll.engine.operations.operation_log import HISTORY, MESSAGES, NBYTES, O
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.unretrieved import line_of
-from tests.ranks import LINKS, run_ranks
+from tests.ranks import LINKS, over, run_ranks
 
 from ..internals import comm_of, dispatcher_of
 
@@ -25,73 +25,60 @@ def recorder(pg: ProcessGroup) -> OperationLog:
     return comm_of(pg).operation_log
 
 
-@pytest.mark.parametrize("transport", LINKS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-async def test_an_entry_says_what_was_called_where_and_when_it_ended(world_size: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        before = dispatcher_of(pg).runtime.stamp()
-        await pg.allreduce(np.zeros((2, 3), np.float32))
-        line = sys._getframe().f_lineno - 1
-        await pg.broadcast(np.zeros(5), 0, key="weights")
-        first, second = recorder(pg).snapshot()
-        assert (first.op, first.seq, first.key, first.signature.op, first.shape) == (1, 1, None, "ALLREDUCE", (2, 3))
-        assert (second.seq, second.key, second.signature.dtype) == (1, "weights", "float64")
-        assert first.ended is not None
-        assert second.ended is not None
-        assert (
-            before
-            <= first.entered
-            <= first.ended
-            <= second.entered
-            <= second.ended
-            <= dispatcher_of(pg).runtime.stamp()
-        )
-        assert first.code is rank.__code__
-        assert line_of(first.code, first.instruction) == line
-        assert (first.error, second.error, second.peer) == (None, None, None)
-        assert recorder(pg).find(1) == first
-        assert recorder(pg).last() == second
-
-    await run_ranks(world_size, rank, transport=transport)
+@pytest.mark.ranks(1, 2, 3)
+@over(*LINKS)
+async def test_an_entry_says_what_was_called_where_and_when_it_ended(pg: ProcessGroup) -> None:
+    before = dispatcher_of(pg).runtime.stamp()
+    await pg.allreduce(np.zeros((2, 3), np.float32))
+    line = sys._getframe().f_lineno - 1
+    await pg.broadcast(np.zeros(5), 0, key="weights")
+    first, second = recorder(pg).snapshot()
+    assert (first.op, first.seq, first.key, first.signature.op, first.shape) == (1, 1, None, "ALLREDUCE", (2, 3))
+    assert (second.seq, second.key, second.signature.dtype) == (1, "weights", "float64")
+    assert first.ended is not None
+    assert second.ended is not None
+    assert before <= first.entered <= first.ended <= second.entered <= second.ended <= dispatcher_of(pg).runtime.stamp()
+    assert first.code is test_an_entry_says_what_was_called_where_and_when_it_ended.__code__
+    assert line_of(first.code, first.instruction) == line
+    assert (first.error, second.error, second.peer) == (None, None, None)
+    assert recorder(pg).find(1) == first
+    assert recorder(pg).last() == second
 
 
-@pytest.mark.parametrize("transport", LINKS)
-async def test_messages_have_a_ring_of_their_own(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        await pg.barrier()
-        other = 1 - pg.rank()
-        for number in range(MESSAGES + 9):
-            if pg.rank():
-                await pg.recv_anysource(np.zeros(number % 3), tag=7)
-            else:
-                await pg.send(np.zeros(number % 3), other, tag=7)
-        work = pg.recv_object(other, tag=9)
-        barrier, *messages, pending = recorder(pg).snapshot()
-        assert (barrier.signature.op, len(messages) + 1) == ("BARRIER", MESSAGES)
-        for message in messages:
-            assert (message.peer, message.seq, message.op >> 32 & 0xFF) == (other, None, 7)
-            assert message.ended is not None
-            assert message.entered <= message.ended
-        assert (pending.ended, pending.peer, pending.started, pending.signature.dtype) == (None, other, None, "object")
-        await pg.barrier()
-        await pg.send_object("done", other, tag=9)
-        await work
-
-    await run_ranks(2, rank, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_messages_have_a_ring_of_their_own(pg: ProcessGroup) -> None:
+    await pg.barrier()
+    other = 1 - pg.rank()
+    for number in range(MESSAGES + 9):
+        if pg.rank():
+            await pg.recv_anysource(np.zeros(number % 3), tag=7)
+        else:
+            await pg.send(np.zeros(number % 3), other, tag=7)
+    work = pg.recv_object(other, tag=9)
+    barrier, *messages, pending = recorder(pg).snapshot()
+    assert (barrier.signature.op, len(messages) + 1) == ("BARRIER", MESSAGES)
+    for message in messages:
+        assert (message.peer, message.seq, message.op >> 32 & 0xFF) == (other, None, 7)
+        assert message.ended is not None
+        assert message.entered <= message.ended
+    assert (pending.ended, pending.peer, pending.started, pending.signature.dtype) == (None, other, None, "object")
+    await pg.barrier()
+    await pg.send_object("done", other, tag=9)
+    await work
 
 
-async def test_a_message_of_many_frames_has_begun_when_the_first_one_has_come() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        x = np.zeros(3 * SEGMENT, np.uint8)
-        await (pg.recv(x, 0) if pg.rank() else pg.send(x, 1))
-        await (pg.recv(x[:8], 0) if pg.rank() else pg.send(x[:8], 1))
-        long, short = recorder(pg).snapshot()
-        assert long.started is not None
-        assert long.ended is not None
-        assert long.entered <= long.started <= long.ended
-        assert short.started is None
-
-    await run_ranks(2, rank, transport="unix")
+@pytest.mark.ranks(2)
+@over("unix")
+async def test_a_message_of_many_frames_has_begun_when_the_first_one_has_come(pg: ProcessGroup) -> None:
+    x = np.zeros(3 * SEGMENT, np.uint8)
+    await (pg.recv(x, 0) if pg.rank() else pg.send(x, 1))
+    await (pg.recv(x[:8], 0) if pg.rank() else pg.send(x[:8], 1))
+    long, short = recorder(pg).snapshot()
+    assert long.started is not None
+    assert long.ended is not None
+    assert long.entered <= long.started <= long.ended
+    assert short.started is None
 
 
 def test_times_are_those_of_the_clock_of_the_group() -> None:
@@ -144,28 +131,26 @@ def test_an_entry_of_a_failure_names_its_class() -> None:
 
 
 @pytest.mark.pure
-async def test_nothing_of_the_callers_lives_on_in_an_entry() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        class Array(np.ndarray[Any, Any]):
-            pass
+@pytest.mark.ranks(2)
+async def test_nothing_of_the_callers_lives_on_in_an_entry(pg: ProcessGroup) -> None:
+    class Array(np.ndarray[Any, Any]):
+        pass
 
-        arrays = [np.zeros(3).view(Array) for _ in range(4)]
-        other = 1 - pg.rank()
-        works = [pg.recv(arrays[3], other, tag=1)]
-        works += [pg.allreduce(arrays[0]), pg.send(arrays[1], other), pg.recv(arrays[2], other)]
-        for work in works[1:]:
-            await work
-        await pg.barrier()
-        pg.abort("to see a failure")
-        with pytest.raises(GroupError):
-            await works[0]
-        refs = [weakref.ref(each) for each in (*arrays, *works)]
-        del arrays, works, work
-        gc.collect()
-        assert [ref() for ref in refs] == [None] * 8
-        assert len(recorder(pg).snapshot()) == 5
-
-    await run_ranks(2, rank)
+    arrays = [np.zeros(3).view(Array) for _ in range(4)]
+    other = 1 - pg.rank()
+    works = [pg.recv(arrays[3], other, tag=1)]
+    works += [pg.allreduce(arrays[0]), pg.send(arrays[1], other), pg.recv(arrays[2], other)]
+    for work in works[1:]:
+        await work
+    await pg.barrier()
+    pg.abort("to see a failure")
+    with pytest.raises(GroupError):
+        await works[0]
+    refs = [weakref.ref(each) for each in (*arrays, *works)]
+    del arrays, works, work
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 8
+    assert len(recorder(pg).snapshot()) == 5
 
 
 def nbytes(pg: ProcessGroup) -> int:
@@ -178,20 +163,17 @@ def nbytes(pg: ProcessGroup) -> int:
     return sum(seen.values())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-async def test_memory_is_bounded(world_size: int) -> None:
+@pytest.mark.ranks(1, 2)
+async def test_memory_is_bounded(pg: ProcessGroup) -> None:
     """Of collectives alone, and with the messages between them; no two of 600 have the same size."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        x = np.zeros((1000, 1, 1, 3))
-        held = []
-        for number in range(10_000 // world_size**2):
-            await pg.allreduce(x[: number % 601])
-            if world_size == 2:
-                await (pg.send if pg.rank() else pg.recv)(x[: number % 599], 1 - pg.rank())
-            if number % HISTORY == HISTORY - 1:
-                held.append(nbytes(pg))
-        assert max(held) <= NBYTES
-        assert (len(recorder(pg).collectives), len(recorder(pg).messages)) == (HISTORY, MESSAGES * (world_size - 1))
-
-    await run_ranks(world_size, rank)
+    world_size = pg.size()
+    x = np.zeros((1000, 1, 1, 3))
+    held = []
+    for number in range(10_000 // world_size**2):
+        await pg.allreduce(x[: number % 601])
+        if world_size == 2:
+            await (pg.send if pg.rank() else pg.recv)(x[: number % 599], 1 - pg.rank())
+        if number % HISTORY == HISTORY - 1:
+            held.append(nbytes(pg))
+    assert max(held) <= NBYTES
+    assert (len(recorder(pg).collectives), len(recorder(pg).messages)) == (HISTORY, MESSAGES * (world_size - 1))

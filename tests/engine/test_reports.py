@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup
-from aiocoll.testing import run_ranks
 
 from ..internals import comm_of
 from .hosts import Hosts
@@ -158,12 +157,10 @@ async def test_a_long_reason_is_cut(pg: ProcessGroup) -> None:
     assert 60_000 < len(str(cause)) < 70_000
 
 
-async def test_there_is_nothing_to_report_after_the_end() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        await pg.shutdown()
-        pg.report_death(1 - pg.rank(), REASON)
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_there_is_nothing_to_report_after_the_end(pg: ProcessGroup) -> None:
+    await pg.shutdown()
+    pg.report_death(1 - pg.rank(), REASON)
 
 
 @pytest.mark.ranks(3)
