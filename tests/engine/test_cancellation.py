@@ -14,7 +14,7 @@ from aiocoll import ProcessGroup, Recv, ReduceOp, Send, Work
 from aiocoll.testing.virtual import run_virtual
 
 from ..internals import comm_of
-from ..ranks import run_ranks
+from ..ranks import over, run_ranks
 
 SIZE = 3
 #: Elements of float64: a few bytes, and more than may travel unasked.
@@ -124,13 +124,12 @@ def test_a_collective_goes_on_whenever_its_await_is_cancelled(name: str, seconds
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", COUNTS)
-async def test_over_sockets_too(n: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        for name in CALLS:
-            if name != "keyed":
-                await at_every_step(pg, CALLS[name], n, 0)
-
-    await run_ranks(SIZE, rank, transport="unix")
+@pytest.mark.ranks(SIZE)
+@over("unix")
+async def test_over_sockets_too(pg: ProcessGroup, n: int) -> None:
+    for name in CALLS:
+        if name != "keyed":
+            await at_every_step(pg, CALLS[name], n, 0)
 
 
 #: How a test passes steps: turns of the loop, or virtual time between frames; over sockets there are only turns.

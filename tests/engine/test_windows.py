@@ -188,26 +188,24 @@ async def window_is_whole(pg: ProcessGroup) -> None:
         await work
 
 
-@pytest.mark.parametrize("transport", LINKS)
-async def test_all_that_was_consumed_is_reported(transport: str) -> None:
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_all_that_was_consumed_is_reported(pg: ProcessGroup) -> None:
     """Some windows of messages go by, which never fill a lot exactly."""
     nbytes = 200_003
-
-    async def rank(pg: ProcessGroup) -> None:
-        for number in range(5 * LINK_WINDOW // nbytes):
-            await pg.broadcast(np.zeros(nbytes, "uint8"), 0)
-            if number % 8 == 0:
-                await settle(pg)
-        await window_is_whole(pg)
-
-    await run_ranks(2, rank, transport=transport)
+    for number in range(5 * LINK_WINDOW // nbytes):
+        await pg.broadcast(np.zeros(nbytes, "uint8"), 0)
+        if number % 8 == 0:
+            await settle(pg)
+    await window_is_whole(pg)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["memory", "unix"])
+@pytest.mark.ranks(2)
+@over("memory", "unix")
 @pytest.mark.parametrize("fate", ["received", "aborted", "never made"])
 @pytest.mark.parametrize("sort", ["collectives", "messages"])
-async def test_what_came_before_its_group_gives_its_window_back(sort: str, fate: str, transport: str) -> None:
+async def test_what_came_before_its_group_gives_its_window_back(pg: ProcessGroup, sort: str, fate: str) -> None:
     """Rank 0 sends three quarters of the window for a group that rank 1 makes later, or never; and again."""
     count, nbytes = 12, LINK_WINDOW // 16
 
@@ -217,31 +215,28 @@ async def test_what_came_before_its_group_gives_its_window_back(sort: str, fate:
             return group.broadcast(tensor, 0)
         return group.send(tensor, 1) if group.rank() == 0 else group.recv(tensor, 0)
 
-    async def rank(pg: ProcessGroup) -> None:
-        for number in range(2):
-            if pg.rank() == 1:
-                await settle(pg)  # what rank 0 sends for the group is here
-            ranks = [1] if pg.rank() and fate == "never made" else [0, 1]
-            part = await pg.split_group(ranks, group_name=f"part{number}")
-            assert part is not None
-            works = [call(part) for _ in range(count)] if pg.rank() == 0 or fate == "received" else []
-            if pg.rank() == 0:
-                if fate == "aborted":
-                    part.abort("a test")
-                await settle(pg)
-            if fate == "received":
-                for work in works:
-                    await work
-            elif fate == "never made" and pg.rank() == 0:
-                with pytest.raises(CollectiveMismatchError):
-                    await part.barrier()
-            elif fate == "aborted":
-                await part.wait_revoked()
+    for number in range(2):
+        if pg.rank() == 1:
+            await settle(pg)  # what rank 0 sends for the group is here
+        ranks = [1] if pg.rank() and fate == "never made" else [0, 1]
+        part = await pg.split_group(ranks, group_name=f"part{number}")
+        assert part is not None
+        works = [call(part) for _ in range(count)] if pg.rank() == 0 or fate == "received" else []
+        if pg.rank() == 0:
+            if fate == "aborted":
+                part.abort("a test")
             await settle(pg)
-            await part.shutdown()
-        await window_is_whole(pg)
-
-    await run_ranks(2, rank, transport=transport)
+        if fate == "received":
+            for work in works:
+                await work
+        elif fate == "never made" and pg.rank() == 0:
+            with pytest.raises(CollectiveMismatchError):
+                await part.barrier()
+        elif fate == "aborted":
+            await part.wait_revoked()
+        await settle(pg)
+        await part.shutdown()
+    await window_is_whole(pg)
 
 
 def test_what_comes_when_its_group_is_over_gives_its_window_back() -> None:
@@ -262,29 +257,26 @@ def test_what_comes_when_its_group_is_over_gives_its_window_back() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.ranks(3)
+@over(*LINKS)
 @pytest.mark.parametrize("seed", range(3))
-async def test_any_mix_of_keyed_calls_in_any_order_completes(seed: int, transport: str) -> None:
+async def test_any_mix_of_keyed_calls_in_any_order_completes(pg: ProcessGroup, seed: int) -> None:
     sizes = [0, 1, 1000, 100_000, 3_000_000]
-
-    async def rank(pg: ProcessGroup) -> None:
-        calls = [
-            (f"{kind}{number}", kind, size) for kind in ("sum", "links", "gather") for number, size in enumerate(sizes)
-        ]
-        random.Random(seed * 100 + pg.rank()).shuffle(calls)
-        works = []
-        for key, kind, size in calls:
-            tensor = np.full(size, pg.rank() + 1.0, "float32")
-            if kind == "gather":
-                works.append((pg.allgather(None, tensor, key=key), kind))
-            else:
-                op = ReduceOp.SUM if kind == "sum" else ReduceOp.custom(np.add)
-                works.append((pg.allreduce(tensor, op, key=key), kind))
-        for work, kind in reversed(works):
-            result = await work
-            if kind == "gather":
-                assert all((each == rank + 1).all() for rank, each in enumerate(result))
-            else:
-                assert (result == 6).all()
-
-    await run_ranks(3, rank, transport=transport)
+    calls = [
+        (f"{kind}{number}", kind, size) for kind in ("sum", "links", "gather") for number, size in enumerate(sizes)
+    ]
+    random.Random(seed * 100 + pg.rank()).shuffle(calls)
+    works = []
+    for key, kind, size in calls:
+        tensor = np.full(size, pg.rank() + 1.0, "float32")
+        if kind == "gather":
+            works.append((pg.allgather(None, tensor, key=key), kind))
+        else:
+            op = ReduceOp.SUM if kind == "sum" else ReduceOp.custom(np.add)
+            works.append((pg.allreduce(tensor, op, key=key), kind))
+    for work, kind in reversed(works):
+        result = await work
+        if kind == "gather":
+            assert all((each == rank + 1).all() for rank, each in enumerate(result))
+        else:
+            assert (result == 6).all()
