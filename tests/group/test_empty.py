@@ -111,23 +111,21 @@ FULL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [COVER, pytest.param(FULL, marks=pytest.mark.matrix)], ids=["cover", "all"])
-@pytest.mark.parametrize("world_size", SIZES)
-async def test_results_are_those_of_plain_arrays(world_size: int, cases: list[Case]) -> None:
+@pytest.mark.ranks(*SIZES, timeout=240.0)
+@over("shm")
+async def test_results_are_those_of_plain_arrays(pg: ProcessGroup, cases: list[Case]) -> None:
     """Bit by bit, and as they should be."""
-
-    async def rank(pg: ProcessGroup) -> None:
-        count = world_size * 40_000 + 1
-        for op, dtype in [(case["op"], case["dtype"]) for case in cases if case["world_size"] == world_size]:
-            given = data(dtype, op, pg.rank(), 0, count)
-            chosen = reduce_op(op, pg.rank())
-            array, plain = await filled(pg, given), given.copy()
-            assert await pg.allreduce(array, chosen) is array
-            await pg.allreduce(plain, chosen)
-            assert array.tobytes() == plain.tobytes(), f"{op} of {dtype}"
-            inputs = [data(dtype, op, peer, 0, count) for peer in range(world_size)]
-            assert equal(array, reduced(op, dtype, inputs, world_size)), f"{op} of {dtype}"
-
-    await run_ranks(world_size, rank, transport="shm", timeout=240.0)
+    world_size = pg.size()
+    count = world_size * 40_000 + 1
+    for op, dtype in [(case["op"], case["dtype"]) for case in cases if case["world_size"] == world_size]:
+        given = data(dtype, op, pg.rank(), 0, count)
+        chosen = reduce_op(op, pg.rank())
+        array, plain = await filled(pg, given), given.copy()
+        assert await pg.allreduce(array, chosen) is array
+        await pg.allreduce(plain, chosen)
+        assert array.tobytes() == plain.tobytes(), f"{op} of {dtype}"
+        inputs = [data(dtype, op, peer, 0, count) for peer in range(world_size)]
+        assert equal(array, reduced(op, dtype, inputs, world_size)), f"{op} of {dtype}"
 
 
 @pytest.mark.slow
@@ -158,25 +156,23 @@ async def test_some_ranks_use_plain_arrays(pg: ProcessGroup) -> None:
         assert np.array_equal(array, np.arange(LARGE) * pg.size() + total)
 
 
-@pytest.mark.parametrize("transport", ["shm", "memory"])
-async def test_all_other_calls_take_them(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        rank, size = pg.rank(), pg.size()
-        array = await filled(pg, np.full((size, 50_000), rank))
-        assert np.all(await pg.broadcast(array, 1) == 1)
-        array[:] = rank
-        gathered = await pg.empty((size, size, 50_000), int)
-        await pg.allgather_into_tensor(gathered, array)
-        assert all(np.all(gathered[peer] == peer) for peer in range(size))
-        mine = await pg.empty(50_000, int)
-        await pg.reduce_scatter_tensor(mine, array)
-        assert np.all(mine == sum(range(size)))
-        if rank == 0:
-            await pg.send(array, 1)
-        elif rank == 1:
-            assert np.all(await pg.recv(array, 0) == 0)
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over("shm", "memory")
+async def test_all_other_calls_take_them(pg: ProcessGroup) -> None:
+    rank, size = pg.rank(), pg.size()
+    array = await filled(pg, np.full((size, 50_000), rank))
+    assert np.all(await pg.broadcast(array, 1) == 1)
+    array[:] = rank
+    gathered = await pg.empty((size, size, 50_000), int)
+    await pg.allgather_into_tensor(gathered, array)
+    assert all(np.all(gathered[peer] == peer) for peer in range(size))
+    mine = await pg.empty(50_000, int)
+    await pg.reduce_scatter_tensor(mine, array)
+    assert np.all(mine == sum(range(size)))
+    if rank == 0:
+        await pg.send(array, 1)
+    elif rank == 1:
+        assert np.all(await pg.recv(array, 0) == 0)
 
 
 # -- no staging
