@@ -11,50 +11,48 @@ import pytest
 
 from aiocoll import ProcessGroup, ReduceOp
 
-from ..ranks import LINKS, run_ranks
+from ..ranks import LINKS, over
 
 # -- parts of different lengths
 
 
-@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.ranks(3)
+@over(*LINKS)
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [0, 100_000, 1], [1, 2, 300_000]])
-async def test_parts_of_any_length(counts: list[int], transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        rank, world = pg.rank(), range(3)
+async def test_parts_of_any_length(pg: ProcessGroup, counts: list[int]) -> None:
+    rank, world = pg.rank(), range(3)
 
-        def part(source: int, block: int, count: int) -> Any:
-            return np.full(count, 10 * source + block, "int32")
+    def part(source: int, block: int, count: int) -> Any:
+        return np.full(count, 10 * source + block, "int32")
 
-        outputs = [np.zeros(count, "int32") for count in counts]
-        assert await pg.allgather(outputs, part(rank, 0, counts[rank])) is outputs
-        for source, output in enumerate(outputs):
-            np.testing.assert_array_equal(output, part(source, 0, counts[source]))
+    outputs = [np.zeros(count, "int32") for count in counts]
+    assert await pg.allgather(outputs, part(rank, 0, counts[rank])) is outputs
+    for source, output in enumerate(outputs):
+        np.testing.assert_array_equal(output, part(source, 0, counts[source]))
 
-        for root in world:
-            outputs = [np.zeros(count, "int32") for count in counts] if rank == root else []
-            gathered = await pg.gather(outputs, part(rank, 1, counts[rank]), root)
-            for source, output in enumerate(gathered or []):
-                np.testing.assert_array_equal(output, part(source, 1, counts[source]))
-            inputs = [part(root, block, counts[block]) for block in world] if rank == root else None
-            output = await pg.scatter(np.zeros(counts[rank], "int32"), inputs, root)
-            np.testing.assert_array_equal(output, part(root, rank, counts[rank]))
+    for root in world:
+        outputs = [np.zeros(count, "int32") for count in counts] if rank == root else []
+        gathered = await pg.gather(outputs, part(rank, 1, counts[rank]), root)
+        for source, output in enumerate(gathered or []):
+            np.testing.assert_array_equal(output, part(source, 1, counts[source]))
+        inputs = [part(root, block, counts[block]) for block in world] if rank == root else None
+        output = await pg.scatter(np.zeros(counts[rank], "int32"), inputs, root)
+        np.testing.assert_array_equal(output, part(root, rank, counts[rank]))
 
-        output = np.zeros(counts[rank], "int32")
-        await pg.reduce_scatter(output, [part(rank, block, counts[block]) for block in world])
-        np.testing.assert_array_equal(output, np.full(counts[rank], 30 + 3 * rank))
+    output = np.zeros(counts[rank], "int32")
+    await pg.reduce_scatter(output, [part(rank, block, counts[block]) for block in world])
+    np.testing.assert_array_equal(output, np.full(counts[rank], 30 + 3 * rank))
 
-        lengths = [[counts[(source + target) % 3] for target in world] for source in world]
-        outputs = [np.zeros(lengths[source][rank], "int32") for source in world]
-        await pg.alltoall(outputs, [part(rank, target, lengths[rank][target]) for target in world])
-        for source, output in enumerate(outputs):
-            np.testing.assert_array_equal(output, part(source, rank, lengths[source][rank]))
+    lengths = [[counts[(source + target) % 3] for target in world] for source in world]
+    outputs = [np.zeros(lengths[source][rank], "int32") for source in world]
+    await pg.alltoall(outputs, [part(rank, target, lengths[rank][target]) for target in world])
+    for source, output in enumerate(outputs):
+        np.testing.assert_array_equal(output, part(source, rank, lengths[source][rank]))
 
-        into = np.zeros((sum(lengths[source][rank] for source in world), 2), "int32")
-        out_of = np.concatenate([np.full((lengths[rank][target], 2), target, "int32") for target in world])
-        await pg.alltoall_base(into, out_of, [lengths[source][rank] for source in world], lengths[rank])
-        assert (into == rank).all()
-
-    await run_ranks(3, rank, transport=transport)
+    into = np.zeros((sum(lengths[source][rank] for source in world), 2), "int32")
+    out_of = np.concatenate([np.full((lengths[rank][target], 2), target, "int32") for target in world])
+    await pg.alltoall_base(into, out_of, [lengths[source][rank] for source in world], lengths[rank])
+    assert (into == rank).all()
 
 
 @pytest.mark.ranks(2)
@@ -67,57 +65,53 @@ async def test_outputs_are_allocated_on_request(pg: ProcessGroup) -> None:
             assert (each == source).all()
 
 
-@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.ranks(3)
+@over(*LINKS)
 @pytest.mark.parametrize("count", [1, 1000, 300_000])
-async def test_whole_tensors(count: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        size, rank = pg.size(), pg.rank()
-        output = np.zeros((size, count))
-        output[rank] = rank
-        # In place: this rank's part of the output is the input.
-        assert await pg.allgather_into_tensor(output, output[rank]) is output
-        assert all((output[source] == source).all() for source in range(size))
-        part = np.zeros(count)
-        await pg.reduce_scatter_tensor(part, output)
-        assert (part == size * rank).all()
-        # The other way round, in place: the output is this rank's part of the input.
-        await pg.reduce_scatter_tensor(output[rank], output, ReduceOp.MAX)
-        assert (output[rank] == rank).all()
-        exchanged = np.zeros((size, count))
-        await pg.alltoall_base(exchanged, np.full((size, count), float(rank)))
-        assert all((exchanged[source] == source).all() for source in range(size))
-
-    await run_ranks(3, rank, transport=transport)
+async def test_whole_tensors(pg: ProcessGroup, count: int) -> None:
+    size, rank = pg.size(), pg.rank()
+    output = np.zeros((size, count))
+    output[rank] = rank
+    # In place: this rank's part of the output is the input.
+    assert await pg.allgather_into_tensor(output, output[rank]) is output
+    assert all((output[source] == source).all() for source in range(size))
+    part = np.zeros(count)
+    await pg.reduce_scatter_tensor(part, output)
+    assert (part == size * rank).all()
+    # The other way round, in place: the output is this rank's part of the input.
+    await pg.reduce_scatter_tensor(output[rank], output, ReduceOp.MAX)
+    assert (output[rank] == rank).all()
+    exchanged = np.zeros((size, count))
+    await pg.alltoall_base(exchanged, np.full((size, count), float(rank)))
+    assert all((exchanged[source] == source).all() for source in range(size))
 
 
 # -- kinds of memory
 
 
-async def test_strided_tensors_are_staged() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        size, rank = pg.size(), pg.rank()
-        whole = np.zeros((4, 6))
-        columns = whole[:, ::2]
-        columns[...] = rank + 1
-        assert await pg.allreduce(columns) is columns
-        assert (whole[:, ::2] == 3).all()
-        assert (whole[:, 1::2] == 0).all()
-        await pg.broadcast(whole.T, 1)
-        outputs = [np.zeros((2, 8))[:, ::2] for _ in range(size)]
-        result = await pg.allgather(outputs, np.full((4, 4), float(rank))[::2])
-        assert all(given is got for given, got in zip(outputs, result, strict=True))
-        assert [each.mean() for each in outputs] == [0, 1]
-        gathered = np.zeros((3, size)).T
-        await pg.allgather_into_tensor(gathered, np.full(3, rank + 5.0))
-        assert gathered.tolist() == [[5, 5, 5], [6, 6, 6]]
-        target = np.zeros(6)[::3]
-        await pg.reduce_scatter_tensor(target, np.arange(8.0)[::2])
-        assert target.tolist() == [[0, 4], [8, 12]][rank]
-        exchanged = np.zeros((2, size)).T
-        await pg.alltoall_base(exchanged, np.full((2, size), rank + 1.0).T)
-        assert exchanged.tolist() == [[1, 1], [2, 2]]
-
-    await run_ranks(2, rank)
+@pytest.mark.ranks(2)
+async def test_strided_tensors_are_staged(pg: ProcessGroup) -> None:
+    size, rank = pg.size(), pg.rank()
+    whole = np.zeros((4, 6))
+    columns = whole[:, ::2]
+    columns[...] = rank + 1
+    assert await pg.allreduce(columns) is columns
+    assert (whole[:, ::2] == 3).all()
+    assert (whole[:, 1::2] == 0).all()
+    await pg.broadcast(whole.T, 1)
+    outputs = [np.zeros((2, 8))[:, ::2] for _ in range(size)]
+    result = await pg.allgather(outputs, np.full((4, 4), float(rank))[::2])
+    assert all(given is got for given, got in zip(outputs, result, strict=True))
+    assert [each.mean() for each in outputs] == [0, 1]
+    gathered = np.zeros((3, size)).T
+    await pg.allgather_into_tensor(gathered, np.full(3, rank + 5.0))
+    assert gathered.tolist() == [[5, 5, 5], [6, 6, 6]]
+    target = np.zeros(6)[::3]
+    await pg.reduce_scatter_tensor(target, np.arange(8.0)[::2])
+    assert target.tolist() == [[0, 4], [8, 12]][rank]
+    exchanged = np.zeros((2, size)).T
+    await pg.alltoall_base(exchanged, np.full((2, size), rank + 1.0).T)
+    assert exchanged.tolist() == [[1, 1], [2, 2]]
 
 
 @pytest.mark.ranks(2)
@@ -149,22 +143,19 @@ async def test_many_small_summands_are_rounded_once(pg: ProcessGroup) -> None:
     assert (tensor.astype("float32") == 260).all()
 
 
-async def test_torch_tensors_are_taken_as_they_are() -> None:
+@pytest.mark.ranks(2)
+async def test_torch_tensors_are_taken_as_they_are(pg: ProcessGroup) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-
-    async def rank(pg: ProcessGroup) -> None:
-        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-            tensor = torch.ones(4, 3).to(dtype)
-            before = tensor.data_ptr()
-            assert await pg.allreduce(tensor) is tensor
-            assert tensor.data_ptr() == before
-            assert torch.equal(tensor, torch.full((4, 3), 1 if dtype is torch.bool else 2).to(dtype))
-        strided = torch.zeros(4, 4)[:, ::2]
-        strided += pg.rank()
-        await pg.allreduce(strided)
-        assert (strided == 1).all()
-
-    await run_ranks(2, rank)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        tensor = torch.ones(4, 3).to(dtype)
+        before = tensor.data_ptr()
+        assert await pg.allreduce(tensor) is tensor
+        assert tensor.data_ptr() == before
+        assert torch.equal(tensor, torch.full((4, 3), 1 if dtype is torch.bool else 2).to(dtype))
+    strided = torch.zeros(4, 4)[:, ::2]
+    strided += pg.rank()
+    await pg.allreduce(strided)
+    assert (strided == 1).all()
 
 
 # -- numbers
@@ -308,43 +299,41 @@ async def test_memory_that_would_be_overwritten_is_refused(pg: ProcessGroup) -> 
 # -- a call like one before it, whose plan is found by kind, dtype and shape
 
 
-@pytest.mark.parametrize("transport", LINKS)
-async def test_a_second_call_of_the_same_shape_is_a_call_of_its_own(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        rank, world = pg.rank(), pg.size()
-        total = sum(range(1, world + 1))
-        base = np.arange(24.0)
-        alike = {
-            "plain": base[:6].reshape(2, 3),
-            "with gaps": base.reshape(4, 6)[::2, ::2],
-            "transposed": base[6:12].reshape(3, 2).T,
-            "unaligned": np.zeros(49, np.uint8)[1:].view(np.float64).reshape(2, 3),
-            "of a subclass": np.ma.array(base[:6].reshape(2, 3)).view(np.ndarray),
-        }
-        for _ in range(2):
-            for name, tensor in alike.items():
-                assert tensor.shape == (2, 3), name
-                tensor[...] = rank + 1
-                assert await pg.allreduce(tensor) is tensor
-                assert (tensor == total).all(), name
-        for _ in range(2):
-            last = ReduceOp.custom(lambda a, b, out: np.copyto(out, b), commutative=False, name="last")
-            for op, expected in ((ReduceOp.SUM, total), (ReduceOp.MIN, 1), (last, world)):
-                tensor = np.full((2, 3), rank + 1.0)
-                assert await pg.allreduce(tensor, op) is tensor
-                assert (tensor == expected).all()
-            for dtype in ("float64", "int64", "longlong", "float32", np.dtype("f8", metadata={"unit": "m"})):
-                for shape in ((), (1,), (1, 1)):
-                    number = np.full(shape, rank + 1, dtype)
-                    assert await pg.allreduce(number) is number
-                    assert number.shape == shape
-                    assert (number == total).all()
-            for root in range(world):
-                tensor = np.full(6, rank + 1.0)
-                assert (await pg.reduce(tensor, root) == (total if rank == root else rank + 1)).all()
-                assert (await pg.broadcast(tensor, root) == total).all()
-
-    await run_ranks(3, rank, transport=transport)
+@pytest.mark.ranks(3)
+@over(*LINKS)
+async def test_a_second_call_of_the_same_shape_is_a_call_of_its_own(pg: ProcessGroup) -> None:
+    rank, world = pg.rank(), pg.size()
+    total = sum(range(1, world + 1))
+    base = np.arange(24.0)
+    alike = {
+        "plain": base[:6].reshape(2, 3),
+        "with gaps": base.reshape(4, 6)[::2, ::2],
+        "transposed": base[6:12].reshape(3, 2).T,
+        "unaligned": np.zeros(49, np.uint8)[1:].view(np.float64).reshape(2, 3),
+        "of a subclass": np.ma.array(base[:6].reshape(2, 3)).view(np.ndarray),
+    }
+    for _ in range(2):
+        for name, tensor in alike.items():
+            assert tensor.shape == (2, 3), name
+            tensor[...] = rank + 1
+            assert await pg.allreduce(tensor) is tensor
+            assert (tensor == total).all(), name
+    for _ in range(2):
+        last = ReduceOp.custom(lambda a, b, out: np.copyto(out, b), commutative=False, name="last")
+        for op, expected in ((ReduceOp.SUM, total), (ReduceOp.MIN, 1), (last, world)):
+            tensor = np.full((2, 3), rank + 1.0)
+            assert await pg.allreduce(tensor, op) is tensor
+            assert (tensor == expected).all()
+        for dtype in ("float64", "int64", "longlong", "float32", np.dtype("f8", metadata={"unit": "m"})):
+            for shape in ((), (1,), (1, 1)):
+                number = np.full(shape, rank + 1, dtype)
+                assert await pg.allreduce(number) is number
+                assert number.shape == shape
+                assert (number == total).all()
+        for root in range(world):
+            tensor = np.full(6, rank + 1.0)
+            assert (await pg.reduce(tensor, root) == (total if rank == root else rank + 1)).all()
+            assert (await pg.broadcast(tensor, root) == total).all()
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,6 @@ from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.errors import CollectiveMismatchError
 
 from ..internals import Limits, replaced
-from ..ranks import run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed: sparse tensors of torch are not tested")
 
@@ -71,16 +70,17 @@ async def check(pg: ProcessGroup, sparse_dims: int, dense_dims: int, dtype: Any 
 
 
 @pytest.mark.parametrize(("sparse_dims", "dense_dims"), [(1, 0), (2, 0), (3, 0), (1, 1), (1, 2), (1, 3), (2, 1)])
-@pytest.mark.parametrize("size", [1, 2, 4])
-async def test_sparse_and_dense_dimensions(size: int, sparse_dims: int, dense_dims: int, way: str) -> None:
-    await run_ranks(size, check, sparse_dims, dense_dims)
+@pytest.mark.ranks(1, 2, 4)
+async def test_sparse_and_dense_dimensions(pg: ProcessGroup, sparse_dims: int, dense_dims: int, way: str) -> None:
+    await check(pg, sparse_dims, dense_dims)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16",
                                    "float32", "float64", "complex64", "complex128"])  # fmt: skip
 @pytest.mark.parametrize("dense_dims", [0, 1])
-async def test_every_dtype(dtype: str, dense_dims: int, way: str) -> None:
-    await run_ranks(3, check, 1, dense_dims, getattr(torch, dtype))
+@pytest.mark.ranks(3)
+async def test_every_dtype(pg: ProcessGroup, dtype: str, dense_dims: int, way: str) -> None:
+    await check(pg, 1, dense_dims, getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("way", [*WAYS, *OTHERS], indirect=True)
@@ -178,21 +178,18 @@ async def test_what_is_refused_at_the_call(pg: ProcessGroup) -> None:
     await work
 
 
-async def test_the_loop_stays_free() -> None:
+@pytest.mark.ranks(2)
+async def test_the_loop_stays_free(pg: ProcessGroup) -> None:
     """A large tensor is read, added up and written by threads: other tasks run meanwhile."""
-
-    async def one(pg: ProcessGroup) -> int:
-        count = 300_000
-        generator = torch.Generator().manual_seed(pg.rank())
-        indices = torch.randint(0, 50_000_000, (1, count), generator=generator)
-        tensor = torch.sparse_coo_tensor(indices, torch.ones(count), (50_000_000,))
-        work = pg.allreduce(tensor)
-        turns = 0
-        while not work.done():
-            await asyncio.sleep(0)
-            turns += 1
-        await work
-        assert tensor.values().sum() == 2 * count
-        return turns
-
-    assert min(await run_ranks(2, one)) > 10
+    count = 300_000
+    generator = torch.Generator().manual_seed(pg.rank())
+    indices = torch.randint(0, 50_000_000, (1, count), generator=generator)
+    tensor = torch.sparse_coo_tensor(indices, torch.ones(count), (50_000_000,))
+    work = pg.allreduce(tensor)
+    turns = 0
+    while not work.done():
+        await asyncio.sleep(0)
+        turns += 1
+    await work
+    assert tensor.values().sum() == 2 * count
+    assert turns > 10

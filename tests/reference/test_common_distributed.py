@@ -324,38 +324,35 @@ async def test_all_failed_ranks_are_told() -> None:
 # -- sparse arrays: rank r has ones at the places 0 to r of the first dimension, and at 0 of the others
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("sparse_dims", [1, 2])
-async def test_simple_sparse_reduce_tests_of_sparse_dimensions(sparse_dims: int, size: int) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        held = pg.rank() + 1
-        coords = (np.arange(held), *[np.zeros(held, np.int64)] * (sparse_dims - 1))
-        array = scipy.sparse.coo_array((np.ones(held), coords), shape=(size,) * sparse_dims)
-        await pg.allreduce(array)
-        expected = np.zeros((size,) * sparse_dims)
-        expected[(slice(None), *[0] * (sparse_dims - 1))] = range(size, 0, -1)
-        assert array.nnz == size
-        assert np.array_equal(array.toarray(), expected)
-
-    await run_ranks(size, rank)
+async def test_simple_sparse_reduce_tests_of_sparse_dimensions(pg: ProcessGroup, sparse_dims: int) -> None:
+    size = pg.size()
+    held = pg.rank() + 1
+    coords = (np.arange(held), *[np.zeros(held, np.int64)] * (sparse_dims - 1))
+    array = scipy.sparse.coo_array((np.ones(held), coords), shape=(size,) * sparse_dims)
+    await pg.allreduce(array)
+    expected = np.zeros((size,) * sparse_dims)
+    expected[(slice(None), *[0] * (sparse_dims - 1))] = range(size, 0, -1)
+    assert array.nnz == size
+    assert np.array_equal(array.toarray(), expected)
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize(("sparse_dims", "dense_dims"), [(1, 0), (2, 0), (3, 0), (1, 1), (1, 2), (1, 3)])
-async def test_simple_sparse_reduce_tests_of_dense_dimensions(sparse_dims: int, dense_dims: int, size: int) -> None:
+async def test_simple_sparse_reduce_tests_of_dense_dimensions(
+    pg: ProcessGroup, sparse_dims: int, dense_dims: int
+) -> None:
+    size = pg.size()
     torch = pytest.importorskip("torch", reason="torch is not installed: its sparse tensors are not tested")
-
-    async def rank(pg: ProcessGroup) -> None:
-        held, block = pg.rank() + 1, [2] * dense_dims
-        indices = torch.cat([torch.arange(held)[None], torch.zeros((sparse_dims - 1, held), dtype=torch.int64)])
-        with torch.sparse.check_sparse_tensor_invariants(True):
-            tensor = torch.sparse_coo_tensor(indices, torch.ones([held, *block]), [size] * sparse_dims + block)
-        await pg.allreduce(tensor)
-        expected = torch.zeros([size] * sparse_dims + block)
-        for place in range(size):
-            expected[(place, *[0] * (sparse_dims - 1))] = size - place
-        assert tensor._nnz() == size
-        assert torch.equal(tensor.to_dense(), expected)
-
-    await run_ranks(size, rank)
+    held, block = pg.rank() + 1, [2] * dense_dims
+    indices = torch.cat([torch.arange(held)[None], torch.zeros((sparse_dims - 1, held), dtype=torch.int64)])
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        tensor = torch.sparse_coo_tensor(indices, torch.ones([held, *block]), [size] * sparse_dims + block)
+    await pg.allreduce(tensor)
+    expected = torch.zeros([size] * sparse_dims + block)
+    for place in range(size):
+        expected[(place, *[0] * (sparse_dims - 1))] = size - place
+    assert tensor._nnz() == size
+    assert torch.equal(tensor.to_dense(), expected)
