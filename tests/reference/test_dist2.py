@@ -10,7 +10,7 @@ import pytest
 import aiocoll
 from aiocoll import HashStore, ProcessGroup, ReduceOp, TCPStore
 
-from ..ranks import LINKS, run_ranks
+from ..ranks import LINKS, over, run_ranks
 
 COVERS = {
     "ProcessGroupTest.test_context_manager": "test_context_manager",
@@ -39,8 +39,6 @@ LEFT_OUT = {
 
 LIMIT = timedelta(seconds=30)
 
-transports = pytest.mark.parametrize("transport", LINKS)
-
 
 def full(value: float, count: int = 10) -> np.ndarray:
     return np.full(count, value, np.float32)
@@ -63,115 +61,95 @@ async def test_context_manager() -> None:
     await store.aclose()
 
 
-@transports
-async def test_allreduce(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        t = full(1)
-        await pg.allreduce(t, timeout=LIMIT)
-        np.testing.assert_array_equal(t, full(2))
-        await pg.shutdown()
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_allreduce(pg: ProcessGroup) -> None:
+    t = full(1)
+    await pg.allreduce(t, timeout=LIMIT)
+    np.testing.assert_array_equal(t, full(2))
+    await pg.shutdown()
 
 
-@transports
-async def test_barrier(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        await pg.barrier(timeout=LIMIT)
-        await pg.shutdown()
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_barrier(pg: ProcessGroup) -> None:
+    await pg.barrier(timeout=LIMIT)
+    await pg.shutdown()
 
 
-@transports
-async def test_broadcast(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        t = full(pg.rank())
-        await pg.broadcast(t, root=0, timeout=LIMIT)
-        np.testing.assert_array_equal(t, full(0))
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_broadcast(pg: ProcessGroup) -> None:
+    t = full(pg.rank())
+    await pg.broadcast(t, root=0, timeout=LIMIT)
+    np.testing.assert_array_equal(t, full(0))
 
 
-@transports
-async def test_allgather(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        out = [full(0) for _ in range(2)]
-        await pg.allgather(out, full(pg.rank() + 1), timeout=LIMIT)
-        for rank in range(2):
-            np.testing.assert_array_equal(out[rank], full(rank + 1))
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_allgather(pg: ProcessGroup) -> None:
+    out = [full(0) for _ in range(2)]
+    await pg.allgather(out, full(pg.rank() + 1), timeout=LIMIT)
+    for rank in range(2):
+        np.testing.assert_array_equal(out[rank], full(rank + 1))
 
 
-@transports
-async def test_gather(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        out = [full(0) for _ in range(2)] if pg.rank() == 0 else []
-        await pg.gather(out, full(pg.rank() + 1), root=0, timeout=LIMIT)
-        for rank, each in enumerate(out):
-            np.testing.assert_array_equal(each, full(rank + 1))
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_gather(pg: ProcessGroup) -> None:
+    out = [full(0) for _ in range(2)] if pg.rank() == 0 else []
+    await pg.gather(out, full(pg.rank() + 1), root=0, timeout=LIMIT)
+    for rank, each in enumerate(out):
+        np.testing.assert_array_equal(each, full(rank + 1))
 
 
-@transports
-async def test_scatter(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        inputs = [full(rank + 1) for rank in range(2)] if pg.rank() == 0 else []
-        out = full(0)
-        await pg.scatter(out, inputs, root=0, timeout=LIMIT)
-        np.testing.assert_array_equal(out, full(pg.rank() + 1))
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_scatter(pg: ProcessGroup) -> None:
+    inputs = [full(rank + 1) for rank in range(2)] if pg.rank() == 0 else []
+    out = full(0)
+    await pg.scatter(out, inputs, root=0, timeout=LIMIT)
+    np.testing.assert_array_equal(out, full(pg.rank() + 1))
 
 
-@transports
-async def test_reduce(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        t = full(1)
-        await pg.reduce(t, root=0, op=ReduceOp.SUM, timeout=LIMIT)
-        np.testing.assert_array_equal(t, full(2 if pg.rank() == 0 else 1))
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_reduce(pg: ProcessGroup) -> None:
+    t = full(1)
+    await pg.reduce(t, root=0, op=ReduceOp.SUM, timeout=LIMIT)
+    np.testing.assert_array_equal(t, full(2 if pg.rank() == 0 else 1))
 
 
-@transports
-async def test_reduce_scatter(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        out = full(0)
-        await pg.reduce_scatter(out, [full(rank + 1) for rank in range(2)], op=ReduceOp.SUM, timeout=LIMIT)
-        np.testing.assert_array_equal(out, full(2 * (pg.rank() + 1)))
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_reduce_scatter(pg: ProcessGroup) -> None:
+    out = full(0)
+    await pg.reduce_scatter(out, [full(rank + 1) for rank in range(2)], op=ReduceOp.SUM, timeout=LIMIT)
+    np.testing.assert_array_equal(out, full(2 * (pg.rank() + 1)))
 
 
-@transports
-async def test_alltoall_base(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        out = full(0, 20)
-        await pg.alltoall_base(out, full(pg.rank() + 1, 20), [10, 10], [10, 10], timeout=LIMIT)
-        np.testing.assert_array_equal(out, np.repeat(np.float32([1, 2]), 10))
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_alltoall_base(pg: ProcessGroup) -> None:
+    out = full(0, 20)
+    await pg.alltoall_base(out, full(pg.rank() + 1, 20), [10, 10], [10, 10], timeout=LIMIT)
+    np.testing.assert_array_equal(out, np.repeat(np.float32([1, 2]), 10))
 
 
-@transports
-async def test_group_split(transport: str) -> None:
-    async def body(pg: ProcessGroup) -> None:
-        subgroup = await pg.split_group([0], timeout=LIMIT, group_name="subgroup_1")
-        if pg.rank() == 0:
-            assert subgroup is not None
-            assert subgroup.size() == 1
-            assert subgroup.timeout == 30.0
-            assert subgroup.group_name == "subgroup_1"
-        else:
-            assert subgroup is None
-
-    await run_ranks(2, body, transport=transport)
+@pytest.mark.ranks(2)
+@over(*LINKS)
+async def test_group_split(pg: ProcessGroup) -> None:
+    subgroup = await pg.split_group([0], timeout=LIMIT, group_name="subgroup_1")
+    if pg.rank() == 0:
+        assert subgroup is not None
+        assert subgroup.size() == 1
+        assert subgroup.timeout == 30.0
+        assert subgroup.group_name == "subgroup_1"
+    else:
+        assert subgroup is None
 
 
-@transports
+@pytest.mark.parametrize("transport", LINKS)
 async def test_remote_group_merge(transport: str) -> None:
     async with TCPStore("127.0.0.1", 0, world_size=2, is_master=True, wait_for_workers=False) as hosted:
 

@@ -171,15 +171,12 @@ async def test_all_gather_into_tensor_example(pg: ProcessGroup) -> None:
     same(stacked, [[1, 2], [3, 4]])
 
 
-async def test_all_gather_coalesced_example() -> None:
+@pytest.mark.ranks(2)
+async def test_all_gather_coalesced_example(pg: ProcessGroup) -> None:
     given = [[[[1, 1], [1, 1]], [2], [3, 3]], [[[3, 3], [3, 3]], [5], [1, 1]]]
-
-    async def body(pg: ProcessGroup) -> None:
-        outputs = [[np.full_like(np.array(each), -1) for each in tensors] for tensors in given]
-        await dist.all_gather_coalesced(outputs, [np.array(each) for each in given[pg.rank()]])
-        assert [[each.tolist() for each in tensors] for tensors in outputs] == given
-
-    await run_ranks(2, body)
+    outputs = [[np.full_like(np.array(each), -1) for each in tensors] for tensors in given]
+    await dist.all_gather_coalesced(outputs, [np.array(each) for each in given[pg.rank()]])
+    assert [[each.tolist() for each in tensors] for tensors in outputs] == given
 
 
 @pytest.mark.ranks(3)
@@ -355,7 +352,8 @@ async def test_time_estimator_example(pg: ProcessGroup) -> None:
     same(tensor, np.ones(1000))
 
 
-async def test_new_group_errors() -> None:
+@pytest.mark.ranks(2)
+async def test_new_group_errors(pg: ProcessGroup) -> None:
     calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, r"ranks\[2\]=2 is not a rank", {"ranks": [0, 1, 2]}),
         (ValueError, r"ranks\[0\]=-1 is not a rank", {"ranks": [-1]}),
@@ -368,14 +366,10 @@ async def test_new_group_errors() -> None:
         (ValueError, "device_id='tpu:0'", {"device_id": "tpu:0"}),
         (TypeError, "timeout", {"timeout": "soon"}),
     ]
-
-    async def body(pg: ProcessGroup) -> None:
-        for error, words, arguments in calls:
-            with pytest.raises(error, match=words):
-                dist.new_group(**arguments)
-        assert dist.get_pg_count() == 1
-
-    await run_ranks(2, body)
+    for error, words, arguments in calls:
+        with pytest.raises(error, match=words):
+            dist.new_group(**arguments)
+    assert dist.get_pg_count() == 1
 
 
 @pytest.mark.ranks(4)
@@ -415,7 +409,8 @@ async def test_new_subgroups_by_enumeration_example(pg: ProcessGroup) -> None:
     assert await dist.all_reduce(pg.rank(), group=current) == (2 if pg.rank() % 2 == 0 else 4)
 
 
-async def test_new_subgroups_by_enumeration_errors() -> None:
+@pytest.mark.ranks(4)
+async def test_new_subgroups_by_enumeration_errors(pg: ProcessGroup) -> None:
     calls: list[tuple[str, Any]] = [
         ("ranks_per_subgroup_list is empty", []),
         ("ranks_per_subgroup_list is empty", None),
@@ -423,17 +418,14 @@ async def test_new_subgroups_by_enumeration_errors() -> None:
         (r"ranks_per_subgroup_list\[1\]\[0\]=4 is not a rank", [[0], [4]]),
         (r"ranks_per_subgroup_list\[1\] is empty", [[0], []]),
     ]
-
-    async def body(pg: ProcessGroup) -> None:
-        for words, lists in calls:
-            with pytest.raises(ValueError, match=words):
-                dist.new_subgroups_by_enumeration(lists)
-        assert dist.get_pg_count() == 1
-
-    await run_ranks(4, body)
+    for words, lists in calls:
+        with pytest.raises(ValueError, match=words):
+            dist.new_subgroups_by_enumeration(lists)
+    assert dist.get_pg_count() == 1
 
 
-async def test_split_group_errors() -> None:
+@pytest.mark.ranks(2)
+async def test_split_group_errors(pg: ProcessGroup) -> None:
     calls: list[tuple[str, Any]] = [
         ("split_ranks is empty", None),
         ("split_ranks is empty", []),
@@ -442,20 +434,17 @@ async def test_split_group_errors() -> None:
         (r"split_ranks\[0\]\[2\]=2 is not a rank", [[0, 1, 2]]),
         ("rank 1", [[0, 1], [1]]),
     ]
-
-    async def body(pg: ProcessGroup) -> None:
-        for words, lists in calls:
-            with pytest.raises(ValueError, match=words):
-                dist.split_group(split_ranks=lists)
-        alone = await dist.split_group(pg, [[1]], timeout=7.0, group_desc="alone")
-        assert (alone is None) is (pg.rank() == 0)
-        if alone is not None:
-            assert (alone.timeout, alone.group_desc, alone.size()) == (7.0, "alone", 1)
-
-    await run_ranks(2, body)
+    for words, lists in calls:
+        with pytest.raises(ValueError, match=words):
+            dist.split_group(split_ranks=lists)
+    alone = await dist.split_group(pg, [[1]], timeout=7.0, group_desc="alone")
+    assert (alone is None) is (pg.rank() == 0)
+    if alone is not None:
+        assert (alone.timeout, alone.group_desc, alone.size()) == (7.0, "alone", 1)
 
 
-async def test_shrink_group_errors() -> None:
+@pytest.mark.ranks(3)
+async def test_shrink_group_errors(pg: ProcessGroup) -> None:
     calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "ranks_to_exclude must be a list", {"ranks_to_exclude": (1,)}),
         (ValueError, "ranks_to_exclude is empty", {"ranks_to_exclude": []}),
@@ -466,20 +455,16 @@ async def test_shrink_group_errors() -> None:
         (ValueError, "shrink_flags=2", {"ranks_to_exclude": [2], "shrink_flags": 2}),
         (ValueError, "pg_options", {"ranks_to_exclude": [2], "pg_options": {}}),
     ]
-
-    async def body(pg: ProcessGroup) -> None:
-        for error, words, arguments in calls:
-            with pytest.raises(error, match=words):
-                await dist.shrink_group(**arguments)
-        with pytest.raises(RuntimeError, match="this one: only the remaining ranks call it"):
-            await dist.shrink_group([pg.rank()])
-        alone = await dist.new_group([0])
-        if pg.rank() == 0:
-            with pytest.raises(ValueError, match="one rank only"):
-                await dist.shrink_group([0], group=alone)
-        assert await dist.all_reduce(1) == 3
-
-    await run_ranks(3, body)
+    for error, words, arguments in calls:
+        with pytest.raises(error, match=words):
+            await dist.shrink_group(**arguments)
+    with pytest.raises(RuntimeError, match="this one: only the remaining ranks call it"):
+        await dist.shrink_group([pg.rank()])
+    alone = await dist.new_group([0])
+    if pg.rank() == 0:
+        with pytest.raises(ValueError, match="one rank only"):
+            await dist.shrink_group([0], group=alone)
+    assert await dist.all_reduce(1) == 3
 
 
 @pytest.mark.ranks(3)
