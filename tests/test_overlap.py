@@ -11,7 +11,6 @@ import pytest
 from aiocoll import ProcessGroup
 
 from .pages import code, commands, execute, files, is_shown, shell, write
-from .ranks import run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.torch
@@ -21,29 +20,27 @@ WIDTH = 16
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 4 * WIDTH * WIDTH, 1 << 30])
-async def test_gradients_are_the_averages(bucket_bytes: int) -> None:
+@pytest.mark.ranks(2)
+async def test_gradients_are_the_averages(pg: ProcessGroup, bucket_bytes: int) -> None:
     overlap = (await execute(files(PAGE)["overlap.py"]))["Overlap"]
-
-    async def body(pg: ProcessGroup) -> None:
-        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-        unused = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-        model = torch.nn.ParameterList([unused, *(each for layer in layers for each in layer.parameters())])
-        reducer = overlap(pg, model, bucket_bytes)
-        for factor in (1, 2):
-            # Each layer by itself: the gradient of a weight is the input, that of a bias is 1 for each row.
-            x = torch.full((4, WIDTH), float(factor * (pg.rank() + 1)))
-            await reducer.backward(sum(layer(x).sum() for layer in layers))
-            for layer in layers:
-                assert layer.weight.grad.unique().tolist() == [4 * factor * 1.5]
-                assert layer.bias.grad.unique().tolist() == [4.0]
-            model.zero_grad()
-        with pytest.raises(RuntimeError, match="got no gradient"):
-            await reducer.backward(layers[0](x).sum())
-
-    await run_ranks(2, body)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    unused = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+    model = torch.nn.ParameterList([unused, *(each for layer in layers for each in layer.parameters())])
+    reducer = overlap(pg, model, bucket_bytes)
+    for factor in (1, 2):
+        # Each layer by itself: the gradient of a weight is the input, that of a bias is 1 for each row.
+        x = torch.full((4, WIDTH), float(factor * (pg.rank() + 1)))
+        await reducer.backward(sum(layer(x).sum() for layer in layers))
+        for layer in layers:
+            assert layer.weight.grad.unique().tolist() == [4 * factor * 1.5]
+            assert layer.bias.grad.unique().tolist() == [4.0]
+        model.zero_grad()
+    with pytest.raises(RuntimeError, match="got no gradient"):
+        await reducer.backward(layers[0](x).sum())
 
 
-async def test_ranks_learn_the_same_from_different_data() -> None:
+@pytest.mark.ranks(2)
+async def test_ranks_learn_the_same_from_different_data(pg: ProcessGroup) -> None:
     overlap = (await execute(files(PAGE)["overlap.py"]))["Overlap"]
 
     class Optimizer:
@@ -57,17 +54,14 @@ async def test_ranks_learn_the_same_from_different_data() -> None:
             for parameter in self.model.parameters():
                 parameter.data -= 0.5 * parameter.grad
 
-    async def body(pg: ProcessGroup) -> Any:
-        model = torch.nn.Linear(1, 1, bias=False)
-        model.weight.data.fill_(0.0)
-        # At this rate the first step goes all the way to the average of all y, which is 3, and the second stays there.
-        batches = [(torch.ones(4, 1), torch.full((4, 1), 2.0 + 2.0 * pg.rank()))] * 2
-        loop = code(PAGE, "Overlap with backward", 2)
-        names = {"Overlap": overlap, "torch": torch, "optimizer": Optimizer(model)}
-        await execute(loop, pg=pg, model=model, batches=batches, **names)
-        return model.weight.item()
-
-    assert await run_ranks(2, body) == [3.0, 3.0]
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(0.0)
+    # At this rate the first step goes all the way to the average of all y, which is 3, and the second stays there.
+    batches = [(torch.ones(4, 1), torch.full((4, 1), 2.0 + 2.0 * pg.rank()))] * 2
+    loop = code(PAGE, "Overlap with backward", 2)
+    names = {"Overlap": overlap, "torch": torch, "optimizer": Optimizer(model)}
+    await execute(loop, pg=pg, model=model, batches=batches, **names)
+    assert model.weight.item() == 3.0
 
 
 @pytest.mark.slow
