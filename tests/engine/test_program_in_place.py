@@ -32,6 +32,7 @@ from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.slots import SlotWriter
 
 from ..internals import comm_of, plans_of, replaced, wrapped
+from ..ranks import over
 
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
 
@@ -197,38 +198,35 @@ async def test_memory_that_cannot_be_shown_goes_in_frames(kind: str, monkeypatch
     await run_ranks(3, rank, options=SHM)
 
 
-async def test_elements_that_do_not_fill_a_piece() -> None:
+@pytest.mark.ranks(3)
+@over("shm")
+async def test_elements_that_do_not_fill_a_piece(pg: ProcessGroup) -> None:
     """Structures of 24 bytes, and pairs of 12: a piece that is reduced has whole ones."""
     three = np.dtype([("a", "f8"), ("b", "f8"), ("c", "i8")])
     pair = np.dtype([("value", "f8"), ("index", "i4")])
-
-    async def rank(pg: ProcessGroup) -> None:
-        always(pg)
-        tensor = np.zeros(LARGE, three)
-        tensor["c"] = np.arange(LARGE) + pg.rank()
-        await pg.broadcast(tensor, 1)
-        assert (tensor["c"] == np.arange(LARGE) + 1).all()
-        pairs = np.zeros(LARGE, pair)
-        pairs["value"], pairs["index"] = np.arange(LARGE) % 7 - pg.rank(), pg.rank()
-        await pg.allreduce(pairs, ReduceOp.MINLOC)
-        assert (pairs["value"] == np.arange(LARGE) % 7 - 2).all()
-        assert (pairs["index"] == 2).all()
-        assert {ProgramInPlace} <= executors(pg)
-
-    await run_ranks(3, rank, options=SHM)
+    always(pg)
+    tensor = np.zeros(LARGE, three)
+    tensor["c"] = np.arange(LARGE) + pg.rank()
+    await pg.broadcast(tensor, 1)
+    assert (tensor["c"] == np.arange(LARGE) + 1).all()
+    pairs = np.zeros(LARGE, pair)
+    pairs["value"], pairs["index"] = np.arange(LARGE) % 7 - pg.rank(), pg.rank()
+    await pg.allreduce(pairs, ReduceOp.MINLOC)
+    assert (pairs["value"] == np.arange(LARGE) % 7 - 2).all()
+    assert (pairs["index"] == 2).all()
+    assert {ProgramInPlace} <= executors(pg)
 
 
 @pytest.mark.parametrize(
     "op", [ReduceOp.AVG, ReduceOp.PREMUL_SUM(0.5), ReduceOp.custom(lambda a, b, out: np.maximum(a, b, out=out))]
 )
-async def test_other_ops(op: ReduceOp) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        always(pg)
-        tensor = np.full(LARGE, pg.rank() + 1.0)
-        await pg.allreduce(tensor, op)
-        assert (tensor == (2 if op == ReduceOp.AVG else 3)).all()
-
-    await run_ranks(3, rank, options=SHM)
+@pytest.mark.ranks(3)
+@over("shm")
+async def test_other_ops(pg: ProcessGroup, op: ReduceOp) -> None:
+    always(pg)
+    tensor = np.full(LARGE, pg.rank() + 1.0)
+    await pg.allreduce(tensor, op)
+    assert (tensor == (2 if op == ReduceOp.AVG else 3)).all()
 
 
 # -- who decides
@@ -332,19 +330,18 @@ async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(kind
     assert "failed" in outcomes
 
 
-async def test_a_timeout_names_who_has_not_read() -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        always(pg)
-        await CALLS["allreduce"](pg, LARGE)
-        if pg.rank() == 0:
-            work = pg.scatter(np.empty(LARGE), [np.empty(LARGE)] * 2, 0, timeout=0.2)
-            assert [each.awaited() for each in comm_of(pg).operations.values()] == [[1]]
-            with pytest.raises(CollectiveTimeoutError, match="it waits for rank 1"):
-                await work
-        else:
-            await pg.wait_revoked()
-
-    await run_ranks(2, rank, options=SHM)
+@pytest.mark.ranks(2)
+@over("shm")
+async def test_a_timeout_names_who_has_not_read(pg: ProcessGroup) -> None:
+    always(pg)
+    await CALLS["allreduce"](pg, LARGE)
+    if pg.rank() == 0:
+        work = pg.scatter(np.empty(LARGE), [np.empty(LARGE)] * 2, 0, timeout=0.2)
+        assert [each.awaited() for each in comm_of(pg).operations.values()] == [[1]]
+        with pytest.raises(CollectiveTimeoutError, match="it waits for rank 1"):
+            await work
+    else:
+        await pg.wait_revoked()
 
 
 MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], Any]]] = {
