@@ -117,52 +117,43 @@ async def test_ranks_meet_on_a_redis_server(tmp_path: Path) -> None:
         assert server.tell("EXISTS", "aiocoll:train-17") == "1"
 
 
-async def test_a_work_is_awaited_later() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        x = np.ones(3)
-        space = await execute(code("docs/guide.md", "Works"), pg=pg, x=x)
-        assert space["work"].done()
-        assert x.tolist() == [2.0] * 3
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_a_work_is_awaited_later(pg: ProcessGroup) -> None:
+    x = np.ones(3)
+    space = await execute(code("docs/guide.md", "Works"), pg=pg, x=x)
+    assert space["work"].done()
+    assert x.tolist() == [2.0] * 3
 
 
-async def test_tasks_meet_by_key() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        names = [f"layer{number}" for number in range(GRADIENTS)]
-        gradients = {name: np.ones(2) for name in (reversed(names) if pg.rank() else names)}
-        await execute(code("docs/guide.md", "Keys"), pg=pg, asyncio=asyncio, gradients=gradients)
-        assert all(gradient.tolist() == [2.0, 2.0] for gradient in gradients.values())
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_tasks_meet_by_key(pg: ProcessGroup) -> None:
+    names = [f"layer{number}" for number in range(GRADIENTS)]
+    gradients = {name: np.ones(2) for name in (reversed(names) if pg.rank() else names)}
+    await execute(code("docs/guide.md", "Keys"), pg=pg, asyncio=asyncio, gradients=gradients)
+    assert all(gradient.tolist() == [2.0, 2.0] for gradient in gradients.values())
 
 
-async def test_messages_arrive() -> None:
+@pytest.mark.ranks(2)
+async def test_messages_arrive(pg: ProcessGroup) -> None:
     calls, server = code("docs/guide.md", "Messages").replace("    ...", "    break").split("\nasync for")
-
-    async def body(pg: ProcessGroup) -> tuple[Any, ...]:
-        x, y = np.full(2, pg.rank()), np.full(2, 7)
-        await execute(calls, aiocoll=aiocoll, pg=pg, x=x, y=y)
-        sending = pg.send_object("last", 1 - pg.rank())
-        space = await execute(f"async for{server}", pg=pg)
-        await sending
-        return y.tolist(), space["source"], space["message"]
-
-    assert await run_ranks(2, body) == [([1, 1], 1, "last"), ([0, 0], 0, "last")]
+    other = 1 - pg.rank()
+    x, y = np.full(2, pg.rank()), np.full(2, 7)
+    await execute(calls, aiocoll=aiocoll, pg=pg, x=x, y=y)
+    sending = pg.send_object("last", other)
+    space = await execute(f"async for{server}", pg=pg)
+    await sending
+    assert (y.tolist(), space["source"], space["message"]) == ([other, other], other, "last")
 
 
-async def test_a_grid_and_a_plan() -> None:
-    async def body(pg: ProcessGroup) -> Any:
-        x = np.ones(1)
-        space = await execute(code("docs/guide.md", "Grids"), pg=pg, np=np, x=x)
-        await execute(code("docs/guide.md", "Plans"), pg=pg, x=(planned := np.ones(2)))
-        here = space["row"], space["column"], space["above"], space["below"]
-        return here, space["rows"].dims, x.tolist(), planned.tolist(), space["u"].shape
-
-    assert await run_ranks(2, body) == [
-        ((0, 0, -2, 1), (1,), [1.0], [4.0, 4.0], (12, 22)),
-        ((1, 0, 0, -2), (1,), [1.0], [4.0, 4.0], (12, 22)),
-    ]
+@pytest.mark.ranks(2)
+async def test_a_grid_and_a_plan(pg: ProcessGroup) -> None:
+    x = np.ones(1)
+    space = await execute(code("docs/guide.md", "Grids"), pg=pg, np=np, x=x)
+    await execute(code("docs/guide.md", "Plans"), pg=pg, x=(planned := np.ones(2)))
+    here = space["row"], space["column"], space["above"], space["below"]
+    assert here == ((1, 0, 0, -2) if pg.rank() else (0, 0, -2, 1))
+    assert (space["rows"].dims, space["u"].shape) == ((1,), (12, 22))
+    assert (x.tolist(), planned.tolist()) == ([1.0], [4.0, 4.0])
 
 
 async def test_hooks_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,53 +181,47 @@ def test_the_tests_of_the_guide_pass(pytester: pytest.Pytester, monkeypatch: pyt
     result.assert_outcomes(passed=4)
 
 
-async def test_blocks_of_calls_are_coalesced() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        gradients = [np.full(3, pg.rank()) for _ in range(GRADIENTS)]
-        step = np.array([7 - 7 * pg.rank()])
-        space = await execute(
-            code("docs/coalescing-and-keys.md", "Coalescing"),
-            pg=pg,
-            ReduceOp=ReduceOp,
-            loss=1.5,
-            gradients=[gradient.astype(float) for gradient in gradients],
-            step=step,
-        )
-        assert space["loss"].result() == 3.0
-        assert all(gradient.tolist() == [0.5] * 3 for gradient in space["gradients"])
-        assert step == 7
-
-    await run_ranks(2, body)
+@pytest.mark.ranks(2)
+async def test_blocks_of_calls_are_coalesced(pg: ProcessGroup) -> None:
+    gradients = [np.full(3, pg.rank()) for _ in range(GRADIENTS)]
+    step = np.array([7 - 7 * pg.rank()])
+    space = await execute(
+        code("docs/coalescing-and-keys.md", "Coalescing"),
+        pg=pg,
+        ReduceOp=ReduceOp,
+        loss=1.5,
+        gradients=[gradient.astype(float) for gradient in gradients],
+        step=step,
+    )
+    assert space["loss"].result() == 3.0
+    assert all(gradient.tolist() == [0.5] * 3 for gradient in space["gradients"])
+    assert step == 7
 
 
-async def test_tasks_of_a_block_are_coalesced() -> None:
+@pytest.mark.ranks(2)
+async def test_tasks_of_a_block_are_coalesced(pg: ProcessGroup) -> None:
     class Layer:
         async def reduce(self, pg: ProcessGroup) -> None:
             self.sum = await pg.allreduce(1)
 
-    async def body(pg: ProcessGroup) -> None:
-        layers = [Layer() for _ in range(GRADIENTS)]
-        await execute(code("docs/coalescing-and-keys.md", "Coalescing", 2), pg=pg, asyncio=asyncio, layers=layers)
-        assert [layer.sum for layer in layers] == [2] * GRADIENTS
-        gradient = np.ones(2)
-        await execute(code("docs/coalescing-and-keys.md", "Keys"), pg=pg, gradient=gradient, name="layer3")
-        assert gradient.tolist() == [2.0, 2.0]
-
-    await run_ranks(2, body)
+    layers = [Layer() for _ in range(GRADIENTS)]
+    await execute(code("docs/coalescing-and-keys.md", "Coalescing", 2), pg=pg, asyncio=asyncio, layers=layers)
+    assert [layer.sum for layer in layers] == [2] * GRADIENTS
+    gradient = np.ones(2)
+    await execute(code("docs/coalescing-and-keys.md", "Keys"), pg=pg, gradient=gradient, name="layer3")
+    assert gradient.tolist() == [2.0, 2.0]
 
 
-async def test_blocks_that_differ_say_what_the_page_says() -> None:
-    async def body(pg: ProcessGroup) -> None:
-        async def differ() -> None:
-            async with pg.coalescing():
-                for op in [*[ReduceOp.SUM] * 5, (ReduceOp.SUM, ReduceOp.MAX)[pg.rank()]]:
-                    pg.allreduce(np.ones(4), op)
+@pytest.mark.ranks(2)
+async def test_blocks_that_differ_say_what_the_page_says(pg: ProcessGroup) -> None:
+    async def differ() -> None:
+        async with pg.coalescing():
+            for op in [*[ReduceOp.SUM] * 5, (ReduceOp.SUM, ReduceOp.MAX)[pg.rank()]]:
+                pg.allreduce(np.ones(4), op)
 
-        with pytest.raises(CollectiveMismatchError) as caught:
-            await differ()
-        assert is_shown(code("docs/coalescing-and-keys.md", "Coalescing", language="text"), str(caught.value))
-
-    await run_ranks(2, body)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        await differ()
+    assert is_shown(code("docs/coalescing-and-keys.md", "Coalescing", language="text"), str(caught.value))
 
 
 async def test_an_estimate_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ import aiocoll
 from aiocoll import ProcessGroup
 
 from .pages import code, commands, execute, files, shell, write
-from .ranks import run_ranks
 
 TRAINING = "docs/training.md"
 SERVER = "docs/parameter-server.md"
@@ -70,18 +69,15 @@ def test_the_others_go_on_when_a_server_or_a_worker_is_killed(tmp_path: Path, vi
     assert (shown if victim else shown.replace("[0]", "[1]")) in said, said
 
 
-async def test_workers_exchange_parts_with_several_servers() -> None:
+@pytest.mark.ranks(3)
+async def test_workers_exchange_parts_with_several_servers(pg: ProcessGroup) -> None:
     """Rank 0 and 1 serve; both answer with what they have been sent, doubled."""
-
-    async def body(pg: ProcessGroup) -> list[float]:
-        names = await execute(code(SERVER, "Several servers"), aiocoll=aiocoll, np=np, WEIGHTS=1)
+    names = await execute(code(SERVER, "Several servers"), aiocoll=aiocoll, np=np, WEIGHTS=1)
+    if pg.rank() == 2:
         weights = np.zeros(5)
-        if pg.rank() == 2:
-            await names["exchange"](pg, 2, np.arange(5.0), weights)
-        else:
-            async for worker, part in pg.incoming():
-                await pg.send(2 * part, worker, 1)
-                break
-        return weights.tolist()
-
-    assert (await run_ranks(3, body))[2] == [0.0, 2.0, 4.0, 6.0, 8.0]
+        await names["exchange"](pg, 2, np.arange(5.0), weights)
+        assert weights.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    else:
+        async for worker, part in pg.incoming():
+            await pg.send(2 * part, worker, 1)
+            break
