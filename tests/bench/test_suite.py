@@ -18,7 +18,6 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.cli.calls import call_of, combine_of
 from aiocoll.cli.measure import Effort, Timing, measure, times_of
-from aiocoll.testing import run_ranks
 from bench.inflight import Case, Workloads, calls_of
 
 FOLDER = Path(__file__).parents[2] / "bench"
@@ -185,14 +184,12 @@ def test_a_launch_measures_all_cases(bench: Any) -> None:
     assert [(len(timing.nanoseconds), timing.wrong) for timing in done.timings.values()] == [(3, 0)] * 4
 
 
-async def test_many_in_flight() -> None:
-    async def measured(pg: ProcessGroup) -> Timing:
-        loads = Workloads(Case("allreduce", 4096, inflight=64), pg.rank(), pg.size())
-        call = calls_of([call_of(pg, load) for load in loads.all])
-        return await measure(loads, times_of(call), combine_of(pg), Effort(0, 3, 3))
-
-    for timing in await run_ranks(2, measured):
-        assert (len(timing.nanoseconds), timing.wrong) == (3, 0)
+@pytest.mark.ranks(2)
+async def test_many_in_flight(pg: ProcessGroup) -> None:
+    loads = Workloads(Case("allreduce", 4096, inflight=64), pg.rank(), pg.size())
+    call = calls_of([call_of(pg, load) for load in loads.all])
+    timing = await measure(loads, times_of(call), combine_of(pg), Effort(0, 3, 3))
+    assert (len(timing.nanoseconds), timing.wrong) == (3, 0)
 
 
 def test_what_is_wrong_in_any_of_many_in_flight_is_found() -> None:

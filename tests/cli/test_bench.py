@@ -44,11 +44,12 @@ async def test_every_collective_is_measured_alike_on_all_ranks_and_right(world_s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-async def test_every_op_on_every_dtype_is_right(dtype: str) -> None:
+@pytest.mark.ranks(3)
+async def test_every_op_on_every_dtype_is_right(pg: ProcessGroup, dtype: str) -> None:
     ops = [(kind, op) for kind in KINDS if spec_of(kind).reduces for op in OPS if (kind, op) != ("scan", "avg")]
     cases = [Case(kind, 5000, dtype=dtype, op=op) for kind, op in ops]
-    for timings in await run_ranks(3, measured, cases):
-        assert {case: timing.wrong for case, timing in zip(cases, timings, strict=True)} == dict.fromkeys(cases, 0)
+    timings = await measured(pg, cases)
+    assert {case: timing.wrong for case, timing in zip(cases, timings, strict=True)} == dict.fromkeys(cases, 0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
@@ -72,20 +73,19 @@ def test_a_single_wrong_element_is_found() -> None:
     assert load.wrong() == 4
 
 
-async def test_what_a_rank_finds_wrong_is_counted() -> None:
-    async def spoilt(pg: ProcessGroup) -> Timing:
-        load = Workload(Case("allreduce", 4096), pg.rank(), pg.size())
+@pytest.mark.ranks(2)
+async def test_what_a_rank_finds_wrong_is_counted(pg: ProcessGroup) -> None:
+    load = Workload(Case("allreduce", 4096), pg.rank(), pg.size())
 
-        async def call() -> None:
-            x: Any = load.inplace
-            await pg.allreduce(x)
-            if pg.rank() == 1:
-                x[17] = -1
+    async def call() -> None:
+        x: Any = load.inplace
+        await pg.allreduce(x)
+        if pg.rank() == 1:
+            x[17] = -1
 
-        return await measure(load, times_of(call), combine_of(pg), FEW)
-
+    timing = await measure(load, times_of(call), combine_of(pg), FEW)
     # Rank 1 after a first call, twice; and both ranks, to whom it comes, in two blocks: one is to warm up.
-    assert [timing.wrong for timing in await run_ranks(2, spoilt)] == [6, 6]
+    assert timing.wrong == 6
 
 
 async def test_it_ends_when_the_time_is_spent_or_the_most_is_reached() -> None:

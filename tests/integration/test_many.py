@@ -12,7 +12,7 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.testing import run_processes
-from tests.ranks import LINKS, run_ranks
+from tests.ranks import LINKS, over
 from tests.testing.every import every_call
 
 
@@ -27,25 +27,23 @@ def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", LINKS)
-async def test_sixty_four_ranks_run_every_collective(transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        size, rank = pg.size(), pg.rank()
-        total = size * (size - 1) // 2
-        await pg.barrier()
-        assert await pg.allreduce(rank) == total
-        assert (await pg.allreduce(np.full(5000, rank)) == total).all()
-        assert await pg.reduce(rank, 5) == (total if rank == 5 else rank)
-        assert await pg.broadcast(rank, 63) == 63
-        assert await pg.scan(1) == rank + 1
-        assert await pg.exscan(1) == (rank or 1)
-        assert [each.tolist() for each in await pg.allgather(None, np.array([rank]))] == [[r] for r in range(size)]
-        gathered = await pg.gather(None, np.array([rank]), 7)
-        assert gathered is None or [int(each[0]) for each in gathered] == list(range(size))
-        inputs = [np.array([3 * block]) for block in range(size)] if rank == 9 else None
-        assert (await pg.scatter(np.zeros(1, int), inputs, 9))[0] == 3 * rank
-        assert (await pg.reduce_scatter_tensor(np.zeros(1, int), np.arange(size)))[0] == size * rank
-        assert (await pg.alltoall_base(np.zeros(size, int), np.full(size, rank))).tolist() == list(range(size))
-        assert await pg.allgather_object(rank) == list(range(size))
-
-    await run_ranks(64, rank, transport=transport, timeout=600.0)
+@pytest.mark.ranks(64, timeout=600.0)
+@over(*LINKS)
+async def test_sixty_four_ranks_run_every_collective(pg: ProcessGroup) -> None:
+    size, rank = pg.size(), pg.rank()
+    total = size * (size - 1) // 2
+    await pg.barrier()
+    assert await pg.allreduce(rank) == total
+    assert (await pg.allreduce(np.full(5000, rank)) == total).all()
+    assert await pg.reduce(rank, 5) == (total if rank == 5 else rank)
+    assert await pg.broadcast(rank, 63) == 63
+    assert await pg.scan(1) == rank + 1
+    assert await pg.exscan(1) == (rank or 1)
+    assert [each.tolist() for each in await pg.allgather(None, np.array([rank]))] == [[r] for r in range(size)]
+    gathered = await pg.gather(None, np.array([rank]), 7)
+    assert gathered is None or [int(each[0]) for each in gathered] == list(range(size))
+    inputs = [np.array([3 * block]) for block in range(size)] if rank == 9 else None
+    assert (await pg.scatter(np.zeros(1, int), inputs, 9))[0] == 3 * rank
+    assert (await pg.reduce_scatter_tensor(np.zeros(1, int), np.arange(size)))[0] == size * rank
+    assert (await pg.alltoall_base(np.zeros(size, int), np.full(size, rank))).tolist() == list(range(size))
+    assert await pg.allgather_object(rank) == list(range(size))
