@@ -224,6 +224,7 @@ async def test_a_mismatch_names_both_sides_and_ends_the_group(other: int, known:
         for _ in range(3 if known else 1):
             await looped(pg, gpu, 1)
             await pg.broadcast(gpu.tensor(np.ones(2), rank), 1)
+        await pg.barrier()  # or one may still await these when the group ends
         works = [pg.allreduce(gpu.tensor(np.ones(3), rank)) for _ in range(3)] if rank != other else []
         if rank == other:
             await pg.allreduce(gpu.tensor(np.ones(3), rank)).on_stream()
