@@ -160,6 +160,7 @@ async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(lim
 @pytest.mark.parametrize("forced", [False, True])
 async def test_what_was_launched_ahead_holds_up_no_group_for_long(forced: bool) -> None:
     """Rank 1 makes a call of the first group, which rank 0 has launched, only when that of the other one is done."""
+    looked = asyncio.Event()
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
@@ -177,7 +178,11 @@ async def test_what_was_launched_ahead_holds_up_no_group_for_long(forced: bool) 
             set_nccl_only(other, True)
         waits = other.allreduce(another)
         if forced:
-            await asyncio.sleep(0.05)
+            if rank == 0:
+                await asyncio.sleep(0.05)
+                assert not waits.done()
+                looked.set()
+            await looked.wait()
             assert not waits.done()
         else:
             await waits
