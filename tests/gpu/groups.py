@@ -21,6 +21,7 @@ from ..fakes.cuda import FakeCuda, Gate
 from ..fakes.nccl import FakeNccl
 from ..internals import dispatcher_of
 from ..lookalikes import Torch
+from ..ranks import until
 from .adapted import adapted
 
 #: How CUDA arrays go: by NCCL, or through the host.
@@ -108,6 +109,12 @@ def host(tensor: Any) -> NDArray[Any]:
     """Return what is in the tensor at this moment."""
     values: NDArray[Any] = tensor.values
     return values
+
+
+async def launcher_rests(pg: ProcessGroup, gpu: Gpus) -> None:
+    """Wait until the launcher is done with calls whose ends it has told: until then, calls go through its thread."""
+    launcher = gpu.engine(pg.rank())._launcher
+    await until(lambda: not launcher._unfinished)
 
 
 def is_native(pg: ProcessGroup) -> bool:

@@ -22,7 +22,7 @@ from aiocoll.group.cuda import pacing, program_order
 
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host
+from .groups import Gpus, gpus, host, launcher_rests
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 LARGE = 40_000
@@ -45,6 +45,7 @@ async def looped(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -
         assert await pg.allreduce(tensor) is tensor
         assert host(tensor).tolist() == [float(pg.size() ** number)] * count
     tensor.values[:] = 1
+    await launcher_rests(pg, gpu)
     return tensor
 
 
@@ -64,8 +65,7 @@ async def test_a_loop_launches_at_the_call_and_its_first_pass_waits(world_size: 
         await pg.barrier()
         calls.clear()
         await pg.barrier()
-        launcher = gpu.engine(pg.rank())._launcher
-        await until(lambda: not launcher._unfinished)  # of the second, whose end it has told
+        await launcher_rests(pg, gpu)
         works = [pg.allreduce(tensor) for _ in range(5)]
         # All are on the device, though no rank has heard of any other one.
         assert calls.count("all_reduce") >= 5

@@ -17,7 +17,7 @@ from aiocoll.group.cuda import slots as slots_module
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end, set_nccl_only
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, is_native
+from .groups import Gpus, gpus, host, is_native, launcher_rests
 
 LARGE = EAGER_WINDOW // 8 + 1
 ROUNDS = 5
@@ -140,6 +140,7 @@ async def test_the_first_group_on_a_device_goes_ahead_until_there_is_another(lim
             await pg.allreduce(tensor)
         calls.clear()
         await pg.barrier()
+        await launcher_rests(pg, gpu)
         work = pg.allreduce(tensor)
         assert "all_reduce" in calls
         await work
