@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,8 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, GroupOptions, PeerLostError, ProcessGroup, errors, testing
 
-from ..internals import comm_of
-from ..ranks import LINKS, over
+from ..internals import Limits, comm_of, wrapped
+from ..ranks import LINKS, over, until
 
 WORLDS = (1, 2, 3, 4, 7)
 #: Elements that a rank gives, of p: none on some, one, about as many as ranks, as many as go in many frames.
@@ -172,6 +174,38 @@ async def test_blocks(world_size: int, debug: Any) -> None:
                 check(rooted[1].result(), [2] * p)
 
     await testing.run_ranks(world_size, rank, options=GroupOptions(debug=debug))
+
+
+@pytest.mark.parametrize("debug", ["off", "detail"])
+async def test_a_step_that_takes_long_is_no_mismatch(
+    debug: Any, monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    """Reports of the rank that waits and of the one that is asked describe the same call."""
+    limits(report_after=0.01)
+    steps: dict[int, Callable[[], None]] = {}
+
+    def counted(original: Callable[[Any], None], operation: Any) -> None:
+        steps[operation.comm.rank] = partial(original, operation)
+
+    def reported(original: Callable[[Any, Any], float], stalls: Any, operation: Any) -> float:
+        """Rank 0 is asked before it reports."""
+        return original(stalls, operation) if operation.comm.rank == 1 else inf
+
+    wrapped(monkeypatch, unsized_counted=counted, stall_reported=reported)
+
+    async def rank(pg: ProcessGroup) -> None:
+        comm = comm_of(pg)
+        work = pg.allgather(None, given(pg.rank(), 3))
+        if pg.rank() == 1:
+            await until(lambda: len(steps) == 3)
+            steps[0]()
+            steps[1]()
+            step = list(comm.operations)[-1]
+            await until(lambda: work.done() or comm.stalls.finding(step) is not None)
+            steps[2]()
+        check(await work, [3] * 3)
+
+    await testing.run_ranks(3, rank, options=GroupOptions(debug=debug))
 
 
 @pytest.mark.ranks(2)

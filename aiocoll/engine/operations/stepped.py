@@ -12,6 +12,7 @@ from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Children, Make
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.offload import Offload, in_thread
+from aiocoll.engine.operations.operation_log import SIGNATURE
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.work import Work
@@ -99,7 +100,7 @@ class Stepped(ProgramExecutor):
     def _next(self, step: str, make: Make, then: Callable[[], None]) -> None:
         def named(identity: int, work: Work[Any]) -> Operation:
             operation = make(identity, work)
-            operation.signature = self.signature  # messages refer to the call
+            operation.signature = self.entry[SIGNATURE]  # messages refer to the call, as other ranks are told it
             return operation
 
         def ended(_: Any, error: BaseException | None) -> None:
