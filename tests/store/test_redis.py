@@ -639,10 +639,11 @@ async def test_a_connection_to_a_silent_server_is_closed_at_once(
     redis: RedisServer, opened: Open, limits: Limits
 ) -> None:
     """TLS would wait until the server closes it, too."""
-    limits(redis_patience=0.05)
-    for url in (redis.url, redis.tls_url):
-        store = opened(url, tls_ca=redis.ca if url == redis.tls_url else None)
+    stores = [opened(redis.url), opened(redis.tls_url, tls_ca=redis.ca)]
+    for store in stores:
         await store.set("k", b"v")
+    limits(redis_patience=0.05)  # only now: connecting may take longer
+    for store in stores:
         used = store._client._connection._transport.get_extra_info("socket")
         redis.freeze()
         store.timeout = 0.2
