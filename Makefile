@@ -41,13 +41,13 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST = PYTHONASYNCIODEBUG=1 $(VENV)/bin/python -m pytest
 PARALLEL = -n 3 --dist worksteal
-PAIRS = -n 2 --dist loadfile
+BESIDE = -n 3 --dist loadfile
 
-# First what runs in one process, three tests at a time, since some of them wait; then what starts processes: two tests
-# at a time, or one, if it measures seconds. With ARGS, some of the three may have no test: pytest says so with the status 5.
+# First what runs in one process, then what starts processes: three tests at a time, since some of them wait; one at a
+# time, if it measures seconds. With ARGS, some of the three may have no test: pytest says so with the status 5.
 test: test-in-process
-	$(PYTEST) -m 'paired and not slow and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m 'processes and not paired and not slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'beside and not slow and not matrix and not soak' $(BESIDE) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'processes and not beside and not slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
 test-in-process: $(VENV)/installed
 	$(PYTEST) -m 'not processes and not slow and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
@@ -55,14 +55,14 @@ test-in-process: $(VENV)/installed
 # What `test-all` has besides.
 test-rest: $(VENV)/installed
 	$(PYTEST) -m 'not processes and slow and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m 'paired and slow and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m 'processes and not paired and slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'beside and slow and not matrix and not soak' $(BESIDE) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'processes and not beside and slow and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
 # Both at once, so that tests are read, and workers started, three times instead of six.
 test-all: $(VENV)/installed
 	$(PYTEST) -m 'not processes and not matrix and not soak' $(PARALLEL) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m 'paired and not matrix and not soak' $(PAIRS) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m 'processes and not paired and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'beside and not matrix and not soak' $(BESIDE) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m 'processes and not beside and not matrix and not soak' $(ARGS) || [ $$? = 5 ]
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .

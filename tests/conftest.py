@@ -34,8 +34,8 @@ _FDS = Path("/proc/self/fd")
 _HERE = Path(__file__).parent
 #: Folders and files whose tests start processes: `make test` runs these after the others.
 _PROCESSES = ("bench", "chaos", "cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
-#: Of these, those that run two at a time; what measures seconds, or looks at the whole machine, does not.
-_PAIRED = ("cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
+#: Of these, those that run beside each other; what measures seconds, or looks at the whole machine, does not.
+_BESIDE = ("cli", "hosts", "integration", "integrations", "reference", "testing", "typing")
 _ALONE = (
     "cli/test_bench.py",
     "cli/test_tune.py",
@@ -46,7 +46,7 @@ _ALONE = (
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py",
           "test_site.py", "test_tutorials.py")  # fmt: skip
 #: Marks that tests have because of where they are, and no others: `-m` leaves out whole files.
-_BY_PLACE = {"processes", "paired"}
+_BY_PLACE = {"processes", "beside"}
 #: Tests after those of other libraries: what they show has tests of our own.
 _SECOND_LOOK = "reference"
 #: Tests of what is above the transports: `make test` takes the first one that a test names.
@@ -128,7 +128,7 @@ def _marks(path: Path) -> set[str]:
     top = file.parts[0]
     return {
         *(["processes"] if top in (*_PROCESSES, *_PAGES) else []),
-        *(["paired"] if top in (*_PAIRED, *_PAGES) and file.as_posix() not in _ALONE else []),
+        *(["beside"] if top in (*_BESIDE, *_PAGES) and file.as_posix() not in _ALONE else []),
         *(["slow"] if top == _SECOND_LOOK else []),
     }
 
