@@ -27,8 +27,8 @@ def options(transport: str) -> GroupOptions:
     return GroupOptions(transport="auto" if transport == "memory" else transport)  # type: ignore[arg-type]
 
 
-def over(*transports: str) -> Callable[[Test], Test]:
-    """Run a test that is marked with `ranks` over each of these transports."""
+def over(*transports: Any) -> Callable[[Test], Test]:
+    """Run a test that is marked with `ranks` over each of these transports, which `pytest.param` may mark."""
 
     def decorate(test: Test) -> Test:
         parametrized = pytest.mark.parametrize("transport", transports, indirect=True)(test)

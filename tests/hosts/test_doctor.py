@@ -180,13 +180,13 @@ async def test_a_host_that_never_comes(network: Callable[[int], Network], ranks:
     """Those that come are told of each other."""
     net = network(3)
     started = [
-        await ranks.examine(host, 3, net.hosts[0].ipv4, "--timeout", "10") for host in (net.hosts[0], net.hosts[2])
+        await ranks.examine(host, 3, net.hosts[0].ipv4, "--timeout", "6") for host in (net.hosts[0], net.hosts[2])
     ]
     first, other = [await said(process) for process in started]
     assert first.text == other.text
     assert [[cell[:2] for cell in row] for row in first.table] == [["-", "ok"], ["ok", "-"]]
     assert first.problems == [
-        "host(s) 1 of 3 did not come within 10 s: does `aiocoll doctor --nnodes 3 --node-rank 1` run there, with the "
+        "host(s) 1 of 3 did not come within 6 s: does `aiocoll doctor --nnodes 3 --node-rank 1` run there, with the "
         "same --master-addr? It says why it cannot use the store, which listens on 10.77.0.1 port 29500"
     ]
     assert first.verdict == DOES_NOT
@@ -211,7 +211,7 @@ async def test_a_wrong_key_on_one_host(network: Callable[[int], Network], ranks:
     net = network(2)
     master = net.hosts[0].ipv4
     started = [
-        await ranks.examine(net.hosts[0], 2, master, "--timeout", "10"),
+        await ranks.examine(net.hosts[0], 2, master, "--timeout", "6"),
         await ranks.examine(net.hosts[1], 2, master, key=b"of another test, and no other"),
     ]
     first, other = [await said(process) for process in started]
@@ -227,7 +227,7 @@ async def test_encryption_that_differs(network: Callable[[int], Network], ranks:
     net = network(2)
     master = net.hosts[0].ipv4
     started = [
-        await ranks.examine(net.hosts[0], 2, master, "--timeout", "10"),
+        await ranks.examine(net.hosts[0], 2, master, "--timeout", "6"),
         await ranks.examine(net.hosts[1], 2, master, "--timeout", "3", AIOCOLL_ENCRYPTION="none"),
     ]
     first, other = [await said(process) for process in started]

@@ -25,7 +25,7 @@ async def kill(kills: int, net: Network, ranks: Ranks) -> None:
 
 
 async def test_some_kills(network: Callable[[int], Network], ranks: Ranks) -> None:
-    await kill(10, network(2), ranks)
+    await kill(6, network(2), ranks)
 
 
 @pytest.mark.soak

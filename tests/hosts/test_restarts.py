@@ -66,7 +66,7 @@ async def test_all_hosts_begin_anew(network: Callable[[int], Network], ranks: Ra
         assert complaints.splitlines()[-1] == f"aiocoll run: {by}all ranks are started anew (restart 1 of 2)"
 
 
-@pytest.mark.parametrize("victim", ["0", "2", "5"])
+@pytest.mark.parametrize("victim", ["0", pytest.param("2", marks=pytest.mark.soak), "5"])
 async def test_a_group_that_mends_itself_gets_a_newcomer(
     network: Callable[[int], Network], ranks: Ranks, tmp_path: Path, victim: str
 ) -> None:

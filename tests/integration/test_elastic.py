@@ -13,7 +13,7 @@ from tests.integration.elastic_job import Plan, supervise
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_some_kills(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kill(Plan(size, kills=10), tmp_path, monkeypatch)
+    kill(Plan(size, kills=6), tmp_path, monkeypatch)
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.testing import run_processes
-from tests.ranks import LINKS, over
+from tests.ranks import over
 from tests.testing.every import every_call
 
 
@@ -28,7 +28,7 @@ def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.slow
 @pytest.mark.ranks(64, timeout=600.0)
-@over(*LINKS)
+@over("memory", "unix", pytest.param("shm", marks=pytest.mark.soak))
 async def test_sixty_four_ranks_run_every_collective(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     total = size * (size - 1) // 2
