@@ -77,7 +77,7 @@ def measure(world_size: int, seconds: float) -> Roofline:
     )
 
 
-def _together(roles: Sequence[Callable[[Callable[[], None]], float]]) -> list[float]:
+def together(roles: Sequence[Callable[[Callable[[], None]], float]]) -> list[float]:
     """Run each in a forked process; return what each returns. They are given what lets them start together."""
     ready, gate, results = os.pipe(), os.pipe(), [os.pipe() for _ in roles]
 
@@ -118,7 +118,7 @@ def _memory(work: Callable[[Any, Any], int], world_size: int, seconds: float) ->
             moved += work(a, b)
         return moved / (time.monotonic() - start)
 
-    return sum(_together([role] * world_size))
+    return sum(together([role] * world_size))
 
 
 def _copy(a: Any, b: Any) -> int:
@@ -186,7 +186,7 @@ def _trip(pair: tuple[socket.socket, socket.socket], seconds: float) -> float:
 
 def _alone(pair: tuple[socket.socket, socket.socket], *roles: Callable[[Callable[[], None]], float]) -> float:
     """Run both sides of a connection; return what the one of them that has a result has found."""
-    found = _together(roles)
+    found = together(roles)
     for each in pair:
         each.close()
     return max(found)
@@ -220,7 +220,7 @@ def _flag(seconds: float) -> float:
                 flags[theirs] = seen
         return 0.0
 
-    return max(_together([ask, answer]))
+    return max(together([ask, answer]))
 
 
 if __name__ == "__main__":
