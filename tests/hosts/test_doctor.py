@@ -215,7 +215,7 @@ async def test_a_wrong_key_on_one_host(network: Callable[[int], Network], ranks:
         await ranks.examine(net.hosts[1], 2, master, key=b"of another test, and no other"),
     ]
     first, other = [await said(process) for process in started]
-    assert first.problems[0].startswith("host(s) 1 of 2 did not come within 10 s: ")
+    assert first.problems[0].startswith("host(s) 1 of 2 did not come within 6 s: ")
     assert other.problems == [
         "cannot use the store at 10.77.0.1:29500: the other end did not prove that it holds this job's key: every rank "
         "and the store need the same job_key (AIOCOLL_JOB_KEY)"
@@ -231,7 +231,7 @@ async def test_encryption_that_differs(network: Callable[[int], Network], ranks:
         await ranks.examine(net.hosts[1], 2, master, "--timeout", "3", AIOCOLL_ENCRYPTION="none"),
     ]
     first, other = [await said(process) for process in started]
-    assert first.problems[0].startswith("host(s) 1 of 2 did not come within 10 s: ")
+    assert first.problems[0].startswith("host(s) 1 of 2 did not come within 6 s: ")
     (problem,) = other.problems
     assert problem.startswith("no store at 10.77.0.1:29500: something listens there but closes the connection")
     assert "is it, too, given encryption='none' (AIOCOLL_ENCRYPTION)?" in problem
