@@ -201,6 +201,9 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     keeps = request.node.get_closest_marker("gpu") is not None
     threads, files = set(threading.enumerate()), None if keeps else _open_files()
     yield
+    for thread in set(threading.enumerate()) - threads:
+        if thread.name.startswith("asyncio-waitpid-"):
+            thread.join(1.0)  # asyncio says that a process has ended from its thread, which goes on for a moment
     if _leaks(threads, files):
         gc.collect()  # what only a cycle keeps is no leak; collecting after every test would take minutes
     assert not (left := _leaks(threads, files)), f"the test left behind: {left}"
