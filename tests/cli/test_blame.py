@@ -53,7 +53,7 @@ def blocks(err: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("ranks", [2, 7, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (3, 4))])
 def test_the_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch, ranks: int) -> None:
     script = SCRIPT.format(fault="raise ValueError('no data')", other=BARRIER)
     done = launch("-n", ranks, script=script).finish()

@@ -63,7 +63,7 @@ def read_until(job: Job, *patterns: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 4, *(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (2, 3))])
 def test_the_launcher_has_its_ranks_tell_and_goes_on(launch: Launch, tmp_path: Path, ranks: int) -> None:
     os.mkfifo(tmp_path / "fifo")
     job = launch("-n", ranks, script=SCRIPT, args=[tmp_path / "fifo"])

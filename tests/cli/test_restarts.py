@@ -40,7 +40,9 @@ def check_sums(output: str, size: int = SIZE) -> None:
     assert found[0]["sum"] == found[0]["steps"] * (2**size - 1) > 0
 
 
-@pytest.mark.parametrize("victims", [(0,), (1,), (2,), (0, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "victims", [(0,), (1, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((1,), (2,), (0, 1)))], ids=str
+)
 def test_a_group_that_mends_itself_gets_newcomers(launch: Launch, tmp_path: Path, victims: tuple[int, ...]) -> None:
     job = launch("-n", SIZE, "--max-restarts", 2, script=ELASTIC, args=[enough(tmp_path)])
     ranks = Ranks(job)

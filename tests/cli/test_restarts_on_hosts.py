@@ -53,8 +53,15 @@ FAILS = """
 """
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("fault", ["raise ValueError('no data')", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    ("fault", "rank"),
+    [
+        ("raise ValueError('no data')", 0),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 2),
+        pytest.param("raise ValueError('no data')", 2, marks=pytest.mark.soak),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 0, marks=pytest.mark.soak),
+    ],
+)
 def test_all_ranks_of_all_hosts_begin_anew(start: Start, rank: int, fault: str) -> None:
     script = FAILS.format(rank=rank, times=2, fault=fault)
     options = ("--nproc-list", "2,1", "--max-restarts", 2)
@@ -151,7 +158,9 @@ def test_a_host_that_comes_late_finds_the_restart_that_the_others_are_in(start: 
     assert one.stdout == "[1] start 1 1\n"
 
 
-@pytest.mark.parametrize("victims", [(0,), (3,), (0, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "victims", [(0,), (1, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((3,), (0, 1)))], ids=str
+)
 def test_a_group_that_mends_itself_gets_newcomers_on_each_host(
     start: Start, tmp_path: Path, victims: tuple[int, ...]
 ) -> None:

@@ -78,7 +78,9 @@ def all_match(patterns: Sequence[str], sentences: Sequence[str]) -> bool:
     return len(patterns) == len(sentences) and all(map(re.fullmatch, patterns, sentences))
 
 
-@pytest.mark.parametrize(("size", "version"), [(2, 4), (3, 4), (2, 6), (3, 6)])
+@pytest.mark.parametrize(
+    ("size", "version"), [(3, 4), (2, 6), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, 4), (3, 6)))]
+)
 async def test_all_reach_all(network: Callable[[int], Network], ranks: Ranks, size: int, version: int) -> None:
     net = network(size)
     found = await examined(net, ranks, master=net.hosts[0].ipv6 if version == 6 else "")

@@ -42,8 +42,9 @@ def answers(host: Host, address: str, seconds: float = LIMIT) -> bool:
     return subprocess.run(host.command(sys.executable, "-c", PROBE, address, str(seconds))).returncode == 0
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize(
+    ("version", "size"), [(4, 3), (6, 2), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((4, 2), (6, 3)))]
+)
 async def test_ranks_on_several_hosts_meet(
     network: Callable[[int], Network], ranks: Ranks, size: int, version: int
 ) -> None:

@@ -11,8 +11,15 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-@pytest.mark.parametrize("victim", [0, 2])  # the hub, which hosts the store too, and another
+@pytest.mark.parametrize(
+    ("victim", "transport"),  # the hub, which hosts the store too, and another
+    [
+        (0, "unix"),
+        (0, "shm"),
+        (2, "tcp"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((0, "tcp"), (2, "unix"), (2, "shm"))),
+    ],
+)
 def test_a_rank_is_killed(ranks: Ranks, port: int, victim: int, transport: str) -> None:
     env = {"VICTIM": str(victim), "AIOCOLL_TRANSPORT": transport}
     results = ranks("lose", f"tcp://127.0.0.1:{port}", 4, env=env, killed=[victim])
