@@ -20,7 +20,7 @@ from tests.engine.hosts import Hosts
 
 #: Seeds of `make test-all`, and of `make soak`, where there may be more. Taken out of the environment, where the
 #: library refuses what it does not know.
-FEW = 100
+FEW = 200
 MANY = int(os.environ.pop("AIOCOLL_SPLIT_SEEDS", "20000"))
 #: Virtual second by which all faults have been, and the one by which all cuts have healed and stopped ranks go on.
 CALM, HEALED = 30.0, 60.0
