@@ -135,6 +135,8 @@ def _marks(path: Path) -> set[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give the ranks of a test its transport; mark what starts processes, and what is slow."""
+    # Long files first: with one of them at the end, all workers but one would have nothing to do.
+    items.sort(key=lambda item: item.path.name not in _PAGES)
     first: dict[tuple[Path, str], str] = {}
     for item in items:
         top = item.path.relative_to(_HERE).parts[0]

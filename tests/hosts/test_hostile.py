@@ -113,7 +113,7 @@ def check(found: dict[str, list[float]], store: Any, worked: list[Any], met: lis
         assert cost["longest"] <= MEETING
 
 
-@pytest.mark.parametrize("encryption", ["auto", "none"])
+@pytest.mark.parametrize("encryption", ["auto", pytest.param("none", marks=pytest.mark.soak)])
 async def test_strangers_of_every_kind(network: Callable[..., Network], ranks: Ranks, encryption: str) -> None:
     job = Job(network(3), ranks, encryption)
     recorded = await job.start()

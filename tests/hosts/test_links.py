@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from tests.hosts.conftest import Ranks
 
 
-@pytest.mark.parametrize("encryption", ["auto", "none"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "encryption"),
+    [(3, "auto"), (2, "none"), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, "auto"), (3, "none")))],
+)
 async def test_all_ranks_know_the_slowest_link(
     network: Callable[[int], Network], ranks: Ranks, size: int, encryption: str
 ) -> None:

@@ -16,7 +16,7 @@ from tests.ranks import over
 from tests.testing.every import every_call
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
