@@ -1,12 +1,12 @@
-"""What a collective of two ranks takes at least: `python bench/bounds.py`, in under a minute.
+"""What a collective takes at least: `python bench/bounds.py`, of 2 ranks and of 4, in a minute.
 
-Each rank calls, puts its own block in its place, if there is one, and reads once every byte of the other rank that its
+Each rank calls, puts its own block in its place, if there is one, and reads once every byte of the other ranks that its
 result holds or is made of. So a bound is the sum of
 
 - *call*: the cheapest awaited call there is, an allreduce in a group of one rank, which has nothing to do;
-- *moved*: `np.copyto`, or `np.add` where it reduces, from memory that another process has filled and that both map, and
-  `np.copyto` of the own block: in both processes at once where each rank has to, else in one. Arrays stay in whatever
-  cache holds them;
+- *moved*: `np.copyto`, or `np.add` where it reduces, from memory that another process has filled and that all map, and
+  `np.copyto` of the own block: in all processes at once that have to. Arrays stay in whatever cache holds them. Of an
+  allreduce each rank adds its part of the others' arrays, and copies the other parts;
 - *told*: half a round trip of a flag that both poll.
 
 It leaves out what else the ranks tell each other, plans of blocks, second copies, and turns of the loop. Medians; the
@@ -15,13 +15,14 @@ size is that of one rank's array, or of one block.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter_ns
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import uvloop
@@ -32,35 +33,37 @@ from roofline import roofline, together
 from aiocoll import GroupOptions, new_group
 
 SIZES = (8, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20)
-WORLD_SIZE = 2
+WORLD_SIZES = (2, 4)
 #: Nanoseconds for each figure, and the repetitions that are timed at the least.
 ENOUGH, LEAST = 300_000_000, 15
 
 
 class Move(NamedTuple):
-    """What has to be done with the bytes of one block: the other rank's added or copied, the own ones copied as well.
+    """What ranks have to do with blocks.
 
     Attributes:
-        adds: the other rank's are added.
-        each: both ranks have to do it, not one.
-        own: besides, the own block is copied.
+        who: which of them have to: "each", "root", or "others", which are all but the root.
+        adds, copies: of how many ranks besides this one they add, or copy, a whole block: "all", "one", or "none"; or
+            "parts", which is one part of as many as there are ranks of each.
+        own: they copy their own block, too.
     """
 
-    adds: bool
-    each: bool
+    who: Literal["each", "root", "others"]
+    adds: Literal["all", "one", "parts", "none"] = "none"
+    copies: Literal["all", "one", "parts", "none"] = "none"
     own: bool = False
 
 
 MOVES = {
-    "allreduce": Move(adds=True, each=True),
-    "broadcast": Move(adds=False, each=False),
-    "reduce": Move(adds=True, each=False),
-    "allgather": Move(adds=False, each=True, own=True),
-    "reduce_scatter": Move(adds=True, each=True),
-    "alltoall": Move(adds=False, each=True, own=True),
-    "gather": Move(adds=False, each=False, own=True),
-    "scatter": Move(adds=False, each=False),
-    "scan": Move(adds=True, each=False),
+    "allreduce": Move("each", adds="parts", copies="parts"),
+    "broadcast": Move("others", copies="one"),
+    "reduce": Move("root", adds="all"),
+    "allgather": Move("each", copies="all", own=True),
+    "reduce_scatter": Move("each", adds="all"),
+    "alltoall": Move("each", copies="all", own=True),
+    "gather": Move("root", copies="all", own=True),
+    "scatter": Move("others", copies="one"),
+    "scan": Move("others", adds="one"),
 }
 
 
@@ -78,46 +81,60 @@ async def calling() -> float:
     return median(taken) / 1e3
 
 
-def moving(move: Move, nbytes: int) -> float:
-    """Return the microseconds that it takes the slower process."""
-    written = [np.frombuffer(mmap.mmap(-1, nbytes), np.float32) for _ in range(WORLD_SIZE)]
+def moving(move: Move, nbytes: int, world_size: int) -> float:
+    """Return the microseconds that it takes the slowest process."""
+    written = [np.frombuffer(mmap.mmap(-1, nbytes), np.float32) for _ in range(world_size)]
 
     def role(rank: int) -> Callable[[Callable[[], None]], float]:
         def run(meet: Callable[[], None]) -> float:
             written[rank][:] = rank
-            result, own, place = (np.zeros(nbytes // 4, np.float32) for _ in range(3))
+            own = np.zeros(nbytes // 4, np.float32)
+            others = [each for number, each in enumerate(written) if number != rank]
+            adds, copies = (taken(others, how) for how in (move.adds, move.copies))
+            copies += [own] if move.own else []
+            places = [np.zeros_like(each) for each in copies]
             meet()
-            return repeated(move, result, written[1 - rank], own, place) if move.each or rank == 0 else 0.0
+            has_to = move.who == "each" or (move.who == "root") == (rank == 0)
+            return repeated(adds, copies, places) if has_to else 0.0
 
         return run
 
-    return max(together([role(rank) for rank in range(WORLD_SIZE)]))
+    return max(together([role(rank) for rank in range(world_size)]))
 
 
-def repeated(move: Move, result: Any, theirs: Any, own: Any, place: Any) -> float:
-    taken: list[int] = []
+def taken(others: Sequence[Any], how: str) -> list[Any]:
+    """Return what is taken of the blocks of other ranks."""
+    if how == "parts":
+        return [each[: max(1, len(each) // (len(others) + 1))] for each in others]
+    return list(others[: {"all": len(others), "one": 1, "none": 0}[how]])
+
+
+def repeated(adds: Sequence[Any], copies: Sequence[Any], places: Sequence[Any]) -> float:
+    total = np.zeros_like(adds[0]) if adds else None
+    passed: list[int] = []
     end = perf_counter_ns() + ENOUGH
-    while (start := perf_counter_ns()) < end or len(taken) < LEAST:
-        if move.adds:
-            np.add(result, theirs, result)
-        else:
-            np.copyto(result, theirs)
-        if move.own:
-            np.copyto(place, own)
-        taken.append(perf_counter_ns() - start)
-    return median(taken) / 1e3
+    while (start := perf_counter_ns()) < end or len(passed) < LEAST:
+        for each in adds:
+            np.add(total, each, total)
+        for place, each in zip(places, copies, strict=True):
+            np.copyto(place, each)
+        passed.append(perf_counter_ns() - start)
+    return median(passed) / 1e3
 
 
 def main() -> None:
-    told = roofline(WORLD_SIZE, 0.5).flag * 1e6 / 2
-    moved = {(move, nbytes): moving(move, nbytes) for move in dict.fromkeys(MOVES.values()) for nbytes in SIZES}
+    told = {world_size: roofline(world_size, 0.5).flag * 1e6 / 2 for world_size in WORLD_SIZES}
+    moves = dict.fromkeys(MOVES.values())
+    moved = {each: moving(*each) for each in itertools.product(moves, SIZES, WORLD_SIZES)}
     call = uvloop.run(calling())
-    print(machine(), f"\n### {ranks_of(WORLD_SIZE)}: µs, {call:.1f} for the call and {told:.1f} to be told\n", sep="\n")
-    rows = []
-    for kind, move in MOVES.items():
-        bounds = (call + moved[move, nbytes] + told for nbytes in SIZES)
-        rows.append((kind, *(f"{bound:,.1f}" for bound in bounds)))
-    print(table(("collective", *map(size_of, SIZES)), rows))
+    print(machine())
+    for world_size, news in told.items():
+        print(f"\n### {ranks_of(world_size)}: µs, {call:.1f} for the call and {news:.1f} to be told\n")
+        rows = [
+            (kind, *(f"{call + moved[move, nbytes, world_size] + news:,.1f}" for nbytes in SIZES))
+            for kind, move in MOVES.items()
+        ]
+        print(table(("collective", *map(size_of, SIZES)), rows))
 
 
 if __name__ == "__main__":
