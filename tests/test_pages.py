@@ -73,7 +73,9 @@ def run_sync(block: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("victim", [2, *(pytest.param(victim, marks=pytest.mark.slow) for victim in (None, 0))])
+@pytest.mark.parametrize(
+    "victim", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.soak)]
+)
 def test_the_elastic_program(victim: int | None, tmp_path: Path) -> None:
     programs = files("docs/elastic.md")
     if victim is not None:

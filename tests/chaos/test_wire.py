@@ -170,12 +170,12 @@ async def try_stores(whats: Iterable[str], step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["cut", "stall", "garble"])
 async def test_links(what: str) -> None:
-    await try_links(what, 13)
+    await try_links(what, 29)
 
 
 @pytest.mark.slow
 async def test_stores() -> None:
-    await try_stores(["cut", "stall", "garble"], 29)
+    await try_stores(["cut", "stall", "garble"], 59)
 
 
 @pytest.mark.soak

@@ -36,7 +36,7 @@ def where(tmp_path: Path, port: int) -> tuple[object, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (1, 2, 1)])
+@pytest.mark.parametrize("sizes", [pytest.param((3, 1), marks=pytest.mark.soak), (1, 3), (1, 2, 1)])
 def test_ranks_go_in_the_order_of_hosts(launch: Launch, where: tuple[object, ...], sizes: tuple[int, ...]) -> None:
     listed = ",".join(map(str, sizes))
     script = launch.write(SUM)

@@ -11,7 +11,7 @@ from tests.integration.elastic_job import Plan, supervise
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_some_kills(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kill(Plan(size, kills=6), tmp_path, monkeypatch)
 

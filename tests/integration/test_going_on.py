@@ -19,7 +19,13 @@ PROGRAM = str(Path(__file__).with_name("going_on.py"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("death", "second"), [("shrink", 0), ("shrinking", 1), ("growing", 0), ("growing", 1), ("grown", 1)]
+    ("death", "second"),
+    [
+        ("shrinking", 1),
+        ("growing", 0),
+        ("grown", 1),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("shrink", 0), ("growing", 1))),
+    ],
 )
 async def test_the_recipe_outlives_a_death_while_it_is_at_work(ranks: Ranks, death: str, second: int) -> None:
     server = StoreServer(key=KEY)

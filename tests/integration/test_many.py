@@ -28,7 +28,7 @@ def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.slow
 @pytest.mark.ranks(64, timeout=600.0)
-@over("memory", "unix", pytest.param("shm", marks=pytest.mark.soak))
+@over("unix", pytest.param("memory", marks=pytest.mark.soak), pytest.param("shm", marks=pytest.mark.soak))
 async def test_sixty_four_ranks_run_every_collective(pg: ProcessGroup) -> None:
     size, rank = pg.size(), pg.rank()
     total = size * (size - 1) // 2
