@@ -70,15 +70,15 @@ MOVES = {
 async def calling() -> float:
     """Return the microseconds of the cheapest awaited call."""
     x = np.zeros(2, np.float32)
-    taken = []
+    passed = []
     with tempfile.TemporaryDirectory() as folder:
         options = GroupOptions(transport="shm", job_key=secrets.token_hex(16))
         async with new_group(init_method=f"file://{folder}/store", rank=0, world_size=1, options=options) as pg:
             end = perf_counter_ns() + ENOUGH
             while (start := perf_counter_ns()) < end:
                 await pg.allreduce(x)
-                taken.append(perf_counter_ns() - start)
-    return median(taken) / 1e3
+                passed.append(perf_counter_ns() - start)
+    return median(passed) / 1e3
 
 
 def moving(move: Move, nbytes: int, world_size: int) -> float:
