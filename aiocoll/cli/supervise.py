@@ -1,8 +1,8 @@
 """Supervise the ranks: forward signals, stop all when one fails, report which rank failed first, start them anew.
 
-One queue gets all events, from the threads that listen to the ranks and to other hosts, and from signal handlers; the
-main thread handles them. (Threads rather than an event loop: a terminal that blocks our output must not block Ctrl-C,
-and `Process.wait` of some asyncio releases waits for the output of grandchildren.)
+One queue gets all events, from the threads that listen to the ranks, to other hosts and to signals; the main thread
+handles them. (Threads rather than an event loop: a terminal that blocks our output must not block Ctrl-C, and
+`Process.wait` of some asyncio releases waits for the output of grandchildren.)
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import queue
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from math import inf
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from aiocoll.cli.output import Output
 from aiocoll.cli.program import Program, Start
 from aiocoll.cli.rank import DRAIN, Exit, RankProcess, Report, SaidElastic
 from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Restarts, Verdict
+from aiocoll.cli.signals import signals_to
 from aiocoll.cli.verdict import RankOutcome, culprit, headline, replaced, tracebacks, words
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
@@ -57,7 +58,7 @@ def supervise(program: Program, restarts: Restarts) -> int:
     """
     events = _Events()
     output = Output(on_closed=lambda: events.put(signal.SIGPIPE))
-    with _signals_to(events), closing(restarts):
+    with signals_to(events.put), closing(restarts):
         restarts.begin(events.put)
         ending = _await_start(events, output)
         while (number := ending.verdict.restarts) is not None:
@@ -81,23 +82,6 @@ def _await_start(events: _Events, output: Output) -> _Ending:
 
 def _say(output: Output, lines: Iterable[str]) -> None:
     output.write(sys.stderr, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
-
-
-@contextmanager
-def _signals_to(events: _Events) -> Iterator[None]:
-    """Queue the signals that end programs, and SIGUSR2; one that is ignored (as nohup asks for) stays ignored."""
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    for number in before:
-        signal.signal(number, lambda received, frame: events.put(signal.Signals(received)))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Attempt:
