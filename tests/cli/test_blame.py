@@ -196,7 +196,7 @@ def test_another_hosts_launcher_names_what_it_knows(launch: Launch, tmp_path: Pa
 
 
 def test_the_tracebacks_of_all_ranks_are_whole_after_ctrl_c(launch: Launch) -> None:
-    script = "import signal\ndef here():\n    print('ready')\n    signal.pause()\nhere()"
+    script = "import time\ndef here():\n    print('ready')\n    while True:\n        time.sleep(0.05)\nhere()"
     job = launch("-n", 3, script=script)
     job.read("[0] ready", "[1] ready", "[2] ready")
     job.process.send_signal(signal.SIGINT)
@@ -266,7 +266,7 @@ def test_a_rank_that_is_failing_may_take_its_time_to_end(launch: Launch) -> None
 def test_a_rank_that_ends_when_it_is_told_to_is_not_to_blame(launch: Launch) -> None:
     """Rank 1 never comes; the others know it only by a timeout, and it says nothing until it is stopped."""
     script = """
-import asyncio, signal, sys
+import asyncio, signal, sys, time
 import aiocoll
 
 async def main():
@@ -274,7 +274,8 @@ async def main():
         await pg.barrier()
         if pg.rank() == 1:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-            signal.pause()
+            while True:
+                time.sleep(0.05)
         await pg.barrier(timeout=0.1)
 
 asyncio.run(main())

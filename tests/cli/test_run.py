@@ -22,7 +22,8 @@ from ..internals import Limits
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
 
-WAIT = "import signal\nprint('ready')\nsignal.pause()\n"
+#: `signal.pause` would miss a signal that comes when it is just about to wait.
+WAIT = "import time\nprint('ready')\nwhile True:\n    time.sleep(0.05)\n"
 
 
 def last_line(text: str) -> str:
@@ -105,7 +106,7 @@ def test_a_line_without_end_is_cut(launch: Launch) -> None:
 
 def test_the_first_failure_stops_the_others_and_is_what_the_user_sees_last(launch: Launch) -> None:
     script = """
-        import os, signal, sys
+        import os, signal, sys, time
         fd = os.open(sys.argv[1], os.O_RDWR)
         if os.environ["RANK"] == "2":
             for _ in range(3):  # the others are ready
@@ -114,7 +115,7 @@ def test_the_first_failure_stops_the_others_and_is_what_the_user_sees_last(launc
         signal.signal(signal.SIGTERM, lambda *_: (print("told to stop"), sys.exit(5)))
         os.write(fd, b".")
         while True:
-            signal.pause()
+            time.sleep(0.05)
     """
     os.mkfifo(launch.path / "fifo")
     done = launch("-n", 4, script=script, args=(launch.path / "fifo",)).finish()
@@ -186,7 +187,7 @@ def test_signals_are_forwarded_and_end_the_launcher_as_people_expect(launch: Lau
 
 
 HANDLES = """
-    import os, signal, sys
+    import os, signal, sys, time
     seen = []
     def on_signal(number, frame):
         seen.append(signal.Signals(number).name)
@@ -198,7 +199,7 @@ HANDLES = """
         signal.signal(number, on_signal)
     print("ready")
     while True:
-        signal.pause()
+        time.sleep(0.05)
 """
 
 
