@@ -7,6 +7,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,16 @@ def turns() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@contextmanager
+def handled(number: signal.Signals, handler: Any) -> Iterator[None]:
+    """Have a handler, whatever this process was started with: nohup lets it ignore SIGHUP."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.usefixtures("turns")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
 def test_a_signal_is_heard_by_a_main_thread_that_is_about_to_wait(number: signal.Signals) -> None:
@@ -39,22 +51,28 @@ def test_a_signal_is_heard_by_a_main_thread_that_is_about_to_wait(number: signal
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with signals_to(events.put):
+    with handled(number, signal.SIG_DFL), signals_to(events.put):
         main_waits.release()
         assert events.get(timeout=LIMIT) == number
     thread.join()
 
 
+def test_what_is_ignored_stays_ignored() -> None:
+    events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+    with handled(signal.SIGHUP, signal.SIG_IGN), handled(signal.SIGTERM, signal.SIG_DFL), signals_to(events.put):
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+        assert events.get(timeout=LIMIT) == signal.SIGTERM
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert events.empty()
+
+
 def test_other_signals_have_the_handlers_that_they_had() -> None:
     events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
     heard = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(len(heard)))
-    try:
-        with signals_to(events.put):
-            signal.raise_signal(signal.SIGUSR1)
-            signal.raise_signal(signal.SIGTERM)
-            assert events.get(timeout=LIMIT) == signal.SIGTERM
-            assert heard == [0]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handled(signal.SIGUSR1, lambda *_: heard.append(len(heard))), signals_to(events.put):
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert events.get(timeout=LIMIT) == signal.SIGTERM
+        assert heard == [0]
     assert events.empty()
