@@ -40,10 +40,10 @@ demo: $(VENV)/installed
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST = PYTHONASYNCIODEBUG=1 $(VENV)/bin/python -m pytest
-PARALLEL = -n 3 --dist worksteal
-BESIDE = -n 3 --dist loadfile
+PARALLEL = -n 4 --dist worksteal
+BESIDE = -n 4 --dist loadfile
 
-# First what runs in one process, then what starts processes: three tests at a time, since some of them wait; one at a
+# First what runs in one process, then what starts processes: four tests at a time, since some of them wait; one at a
 # time, if it measures seconds. With ARGS, some of the three may have no test: pytest says so with the status 5.
 test: test-in-process
 	$(PYTEST) -m 'beside and not slow and not matrix and not soak' $(BESIDE) $(ARGS) || [ $$? = 5 ]
