@@ -59,7 +59,7 @@ def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, a
     nbytes = _check_size(data, max_bytes)
     decoder = _Decoder(allow_pickle)
     with _refusing(nbytes):
-        obj = msgpack.unpackb(data, **decoder.options)
+        obj = msgpack.unpackb(data, **decoder.options())
         decoder.end()
     return obj
 
@@ -72,7 +72,7 @@ def reading(
     if nbytes <= _STEP:
         return loads(data, max_bytes=max_bytes, allow_pickle=allow_pickle)
     decoder = _Decoder(allow_pickle)
-    unpacker = msgpack.Unpacker(max_buffer_size=nbytes, **decoder.options)
+    unpacker = msgpack.Unpacker(max_buffer_size=nbytes, **decoder.options())
     whole = memoryview(data)
     for start in range(0, nbytes, _STEP):
         with _refusing(nbytes):
@@ -136,7 +136,10 @@ class _Decoder:
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
         self._open: list[_Tag] = []
-        self.options: dict[str, Any] = {
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of msgpack's `unpackb` and `Unpacker`."""
+        return {
             "list_hook": self._list,
             "object_pairs_hook": self._dict,
             "ext_hook": self._tag,

@@ -90,6 +90,7 @@ class Packer:
         if not self._left and not self.done:
             self.done = True
             self.ended()
+            self._let_go()
         self._rest()
 
     def look(self) -> bool:
@@ -103,10 +104,16 @@ class Packer:
         self._jobs.clear()
         self._rest()
         fail(self._members, error)
+        self._let_go()
 
     def pending(self) -> list[Work[Any]]:
         """Return the works of the user's that have not ended."""
         return list(dict.fromkeys(member.visible() for member in self._members if not member.done()))
+
+    def _let_go(self) -> None:
+        """Keep nothing that keeps this: all that a block has recorded would stay until garbage is collected."""
+        self._members = ()
+        self._start = self.ended = self.wrong = _nothing
 
     def _rest(self) -> None:
         """Let the next turn, or an await that polls, go on if there is more to do."""
@@ -208,7 +215,7 @@ class Flush(Operation):
     def __init__(self, comm: Group, identity: int, layout: Layout, packer: Packer, work: Work[Any]) -> None:
         super().__init__(comm, identity, layout.signature, layout.fingerprint, work)
         self._packer = packer
-        self.children = Children(self)
+        self.children = Children()
         packer.ended = self._packed_out
         packer.wrong = self._differs
 
@@ -242,6 +249,10 @@ class Flush(Operation):
 
     def _differs(self, rank: int) -> None:
         self.comm.mismatches.disagree(rank, self.id, self.describe())
+
+
+def _nothing(*_: object) -> None:
+    """Nothing is left to do."""
 
 
 def fail(members: Sequence[DeferredWork], error: BaseException) -> None:

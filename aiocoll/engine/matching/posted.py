@@ -168,6 +168,11 @@ class PostedReceive(Receive):
             )
         )
 
+    def succeed(self, result: Any) -> None:
+        """End successfully; the message, which has this receive, is let go."""
+        super().succeed(result)
+        self.arrival = None
+
     def fail(self, error: BaseException) -> None:
         """End with `error`; the rest of a matched message is dropped."""
         self._receives.withdraw(self)

@@ -41,31 +41,26 @@ class ChildWork(Work[Any]):
 
 
 class Children:
-    """The children of one operation.
+    """The children of one operation, which calls `fail` when it fails; it has them, and they do not keep it."""
 
-    Args:
-        parent: it calls `fail` when it fails.
-    """
+    __slots__ = ("_running", "algorithm")
 
-    __slots__ = ("_parent", "_running", "algorithm")
-
-    def __init__(self, parent: Operation) -> None:
-        self._parent = parent
+    def __init__(self) -> None:
         self._running: dict[Operation, None] = {}
         #: The algorithm of the child that was started last.
         self.algorithm: str | None = None
 
-    def start(self, name: str, make: Make, ended: Ended, *, reported: bool = False) -> None:
+    def start(self, parent: Operation, name: str, make: Make, ended: Ended, *, reported: bool = False) -> None:
         """Start a child.
 
         Args:
+            parent: whose.
             name: the child's id is a hash of it: unique, and the same on all ranks. No key has the same hash input,
                 since keys are hashed with their count, after a zero byte.
             make: makes it.
             ended: called at its end, unless the parent has ended before.
             reported: from now on, stall reports and expiry refer to it in place of the parent.
         """
-        parent = self._parent
         #: The child until its end: it would keep itself, and its arrays, by what its work reports to.
         running: list[Operation] = []
 

@@ -259,6 +259,8 @@ class ProgramExecutor(Operation):
         if moved == plan.totals[index]:
             self._waits[index] = _COMPLETE
             self._remaining -= 1
+            if self._messages is not None:
+                self._messages.pop(index, None)  # which has this operation
             for dependent in plan.dependents[index]:
                 self._waits[dependent] -= 1
                 if not self._waits[dependent]:

@@ -37,7 +37,7 @@ class Stepped(ProgramExecutor):
         self._mine = np.zeros(1, np.int64)
         arrays: list[NDArray[Any] | None] = [self.counts[rank : rank + 1] for rank in range(len(comm.ranks))]
         super().__init__(comm, identity, plan, [*arrays, self._mine], work)
-        self._children = Children(self)
+        self._children = Children()
         self._is_counted = False
 
     def enter(self) -> None:
@@ -109,7 +109,7 @@ class Stepped(ProgramExecutor):
             else:
                 self.fail(error)
 
-        self._children.start(f"{self.id}\0{step}\0step", named, ended, reported=True)
+        self._children.start(self, f"{self.id}\0{step}\0step", named, ended, reported=True)
 
     def _attempt(self, then: Callable[[], None]) -> None:
         """Revoke the group if a step cannot be run here: the other ranks would wait for it."""

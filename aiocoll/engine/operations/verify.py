@@ -53,7 +53,7 @@ class Compared(Post):
             signature = signature._replace(debug=self.MARK)
         super().__init__(comm, identity, signature, sources, work)
         self._make = make
-        #: From the first one to the end, since they keep this operation.
+        #: From the first one on.
         self._children: Children | None = None
         self._settled = False
         self._outcome: tuple[Any, BaseException | None] | None = None
@@ -90,17 +90,11 @@ class Compared(Post):
         else:
             super().expire()
 
-    def succeed(self, result: Any) -> None:
-        """End successfully."""
-        super().succeed(result)
-        self._children = None
-
     def fail(self, error: BaseException) -> None:
         """End with `error`, and fail the actual operation, too."""
         super().fail(error)
-        children, self._children = self._children, None
-        if children is not None:
-            children.fail(error)
+        if self._children is not None:
+            self._children.fail(error)
 
     def _says(self) -> bytes:
         """Return what rank 0 is sent."""
@@ -150,8 +144,8 @@ class Compared(Post):
 
     def _start_child(self, name: str, make: Make, ended: Ended) -> None:
         if self._children is None:
-            self._children = Children(self)
-        self._children.start(name, make, ended)
+            self._children = Children()
+        self._children.start(self, name, make, ended)
 
     def refused(self) -> None:
         """Record that it fails on all ranks without revoking the group."""

@@ -68,6 +68,9 @@ class Batch(Recorder):
                     work._withdraw()
             self._dispatcher.comm.on_revoked.remove(self._revoked)
             del self._open[self]
+            # They have this block.
+            self._started.clear()
+            del self.recording
         for each in self._failures:
             # A receive that was withdrawn does not matter any more.
             if not getattr(each, "looked", False) and not isinstance(each._exception, asyncio.CancelledError):
@@ -122,6 +125,7 @@ class Batch(Recorder):
         self.recording = self._new()
         part = self._flusher.flush(recording, self._outer)
         started = [*self._started, *(work for work, _ in recording.loose), *recording.followed]
+        recording.loose, recording.followed = [], []
         if part is not None:
             self.seq = part.seq
             started.append(part)

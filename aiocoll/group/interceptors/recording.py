@@ -120,6 +120,7 @@ class Recording:
                     work._finish([member.result() for member in members])
                 else:
                     fail([work], wrong)
+        self.lists = []
 
     def _withdraw(self, work: DeferredWork) -> None:
         """Nobody waits any more for a receive that has not started."""
@@ -194,7 +195,7 @@ class Flusher:
             call = self._bucket_call(layout, bucket, arrays, members, limit, alone)._replace(key=key)
             if outer is None:
                 make = _in_flush(call, layout, limit)
-                flush.children.start(f"bucket {number} of {identity}", make, ended)
+                flush.children.start(flush, f"bucket {number} of {identity}", make, ended)
             else:
                 _at_end(outer.take(call), ended)
 

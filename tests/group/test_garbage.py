@@ -1,0 +1,102 @@
+"""What a call has used goes when the call is over, with the last reference: nothing waits for the garbage collector.
+
+An array that only a cycle kept would hold its memory until that runs, which a program of few objects seldom lets it do.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from aiocoll import ProcessGroup, Recv, Send
+
+from ..ranks import LINKS, run_ranks
+
+SIZE = 2
+#: In the order of ranks: what each call gets besides `array`, it makes itself.
+Call = Callable[[ProcessGroup, NDArray[Any]], Awaitable[Any]]
+
+
+async def _message(pg: ProcessGroup, array: NDArray[Any]) -> None:
+    await (pg.send(array, 1) if pg.rank() == 0 else pg.recv(array, 0))
+
+
+async def _block(pg: ProcessGroup, array: NDArray[Any]) -> None:
+    async with pg.coalescing():
+        pg.allreduce(array)
+        pg.allreduce(array.copy())
+        pg.broadcast(array.copy(), 1)
+        pg.allreduce(array.copy(), key="key")
+        pg.send(array.copy(), 1 - pg.rank())
+        pg.recv(array.copy(), 1 - pg.rank())
+
+
+CALLS: dict[str, Call] = {
+    "allreduce": lambda pg, array: pg.allreduce(array),
+    "allreduce with a key": lambda pg, array: pg.allreduce(array, key="key"),
+    "reduce": lambda pg, array: pg.reduce(array, 1),
+    "broadcast": lambda pg, array: pg.broadcast(array, 1),
+    "scan": lambda pg, array: pg.scan(array),
+    "barrier": lambda pg, _: pg.barrier(),
+    "monitored_barrier": lambda pg, _: pg.monitored_barrier(),
+    "allgather": lambda pg, array: pg.allgather([array.copy() for _ in range(SIZE)], array),
+    "allgather of any counts": lambda pg, array: pg.allgather(None, array[pg.rank() :]),
+    "allgather_into_tensor": lambda pg, array: pg.allgather_into_tensor(np.zeros(SIZE * len(array)), array),
+    "gather": lambda pg, array: pg.gather(None, array, 1),
+    "scatter": lambda pg, array: pg.scatter(array, [array.copy() for _ in range(SIZE)] if pg.rank() else None, 1),
+    "reduce_scatter": lambda pg, array: pg.reduce_scatter(array, [array.copy() for _ in range(SIZE)]),
+    "alltoall": lambda pg, array: pg.alltoall([array.copy() for _ in range(SIZE)], [array] * SIZE),
+    "allreduce_coalesced": lambda pg, array: pg.allreduce_coalesced([array, array.copy()]),
+    "allgather_object": lambda pg, array: pg.allgather_object({"array": array, "list": [1, 2]}),
+    "batch": lambda pg, array: pg.batch([Send(array, 1 - pg.rank()), Recv(array.copy(), 1 - pg.rank())]),
+    "message": _message,
+    "block": _block,
+}
+
+
+@contextmanager
+def all_garbage() -> Iterator[list[Any]]:
+    """Give a list that has, in the end, what only the collector has found."""
+    found: list[Any] = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.parametrize("count", [2, 40_000, 400_000])
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_call_leaves_nothing_to_the_collector(name: str, count: int, transport: str) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        async def call() -> None:
+            await CALLS[name](pg, np.zeros(count))
+
+        await call()  # what is made once for all such calls
+        await pg.barrier()
+        if pg.rank() == 0:
+            with all_garbage() as garbage:
+                await pg.barrier()
+                await call()
+                await pg.barrier()
+            assert not garbage, Counter(type(each).__name__ for each in garbage)
+        else:
+            await pg.barrier()
+            await call()
+            await pg.barrier()
+
+    await run_ranks(SIZE, rank, transport=transport)
