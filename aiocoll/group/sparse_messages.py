@@ -131,6 +131,7 @@ class _LateSend(OutboundMessage):
         super().succeed(result)
         # It may have been sent before the receiver has answered its announcement.
         self.comm.channels[self.peer].drop(self)
+        del self._message  # which has this send
 
     def _read(self) -> None:
         self._payload = self.task()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 from numpy.typing import NDArray
 
 from aiocoll import ProcessGroup, Recv, Send
@@ -20,12 +21,22 @@ from aiocoll import ProcessGroup, Recv, Send
 from ..ranks import LINKS, run_ranks
 
 SIZE = 2
-#: In the order of ranks: what each call gets besides `array`, it makes itself.
+#: What each call needs besides `array`, it makes itself.
 Call = Callable[[ProcessGroup, NDArray[Any]], Awaitable[Any]]
 
 
 async def _message(pg: ProcessGroup, array: NDArray[Any]) -> None:
     await (pg.send(array, 1) if pg.rank() == 0 else pg.recv(array, 0))
+
+
+async def _sparse_message(pg: ProcessGroup, array: NDArray[Any]) -> None:
+    matrix = _sparse(array)
+    await (pg.send(matrix, 1) if pg.rank() == 0 else pg.recv(matrix, 0))
+
+
+def _sparse(array: NDArray[Any]) -> Any:
+    array[::2] = 1
+    return scipy.sparse.csr_array(array.reshape(2, -1))
 
 
 async def _block(pg: ProcessGroup, array: NDArray[Any]) -> None:
@@ -56,7 +67,11 @@ CALLS: dict[str, Call] = {
     "allreduce_coalesced": lambda pg, array: pg.allreduce_coalesced([array, array.copy()]),
     "allgather_object": lambda pg, array: pg.allgather_object({"array": array, "list": [1, 2]}),
     "batch": lambda pg, array: pg.batch([Send(array, 1 - pg.rank()), Recv(array.copy(), 1 - pg.rank())]),
+    "sparse allreduce": lambda pg, array: pg.allreduce(_sparse(array)),
+    "sparse broadcast": lambda pg, array: pg.broadcast(_sparse(array), 1),
+    "sparse allgather": lambda pg, array: pg.allgather(None, _sparse(array)),
     "message": _message,
+    "sparse message": _sparse_message,
     "block": _block,
 }
 

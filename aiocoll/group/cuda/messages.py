@@ -194,6 +194,8 @@ class DeviceSend(OutboundMessage, _OneEnd):
         super().succeed(result)
         # It may have been sent before the receiver has answered its announcement.
         self.comm.channels[self.peer].drop(self)
+        if self._view.nbytes:
+            del self._message  # which has this send
         self._leave()
 
     def _stage(self) -> None:
