@@ -197,6 +197,13 @@ def _on_no_known_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _slow_tests_need_no_debug_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let asyncio's debug mode, which takes an eighth of the time, look at what `make test` runs, and no further."""
+    if request.node.get_closest_marker("slow") is not None:
+        monkeypatch.delenv("PYTHONASYNCIODEBUG", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test leaves a thread or an open file; set up before and torn down after the loop of the test."""
     # CUDA and NCCL keep files of their own for the life of the process.
