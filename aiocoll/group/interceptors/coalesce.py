@@ -93,8 +93,9 @@ class Batch(Recorder):
         if key is not None or executor is not None:
             return self.take(self._dispatcher.call(plan, arrays, shape, result, timeout, key, unwrap, executor))
         recording = self.recording
-        # The user's call is five frames away: the call of the group and what it goes through, most of it compiled.
-        work = DeferredWork(recording, plan.signature.op, None, None, self._dispatcher.group, depth=5, compiled_depth=2)
+        # The user's call is five frames away: the call of the group and what it goes through, and two where most of it
+        # is compiled. By position: arguments with names would take a quarter of all that a new work takes.
+        work = DeferredWork(recording, plan.signature.op, None, None, self._dispatcher.group, 5, 2)
         work.plan = plan
         work.arrays = arrays
         work._value = result
