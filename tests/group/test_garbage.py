@@ -16,9 +16,9 @@ import pytest
 import scipy.sparse
 from numpy.typing import NDArray
 
-from aiocoll import ProcessGroup, Recv, Send
+from aiocoll import GroupOptions, ProcessGroup, Recv, Send, testing
 
-from ..ranks import LINKS, run_ranks
+from ..ranks import LINKS, options
 
 SIZE = 2
 #: What each call needs besides `array`, it makes itself.
@@ -97,21 +97,26 @@ def all_garbage() -> Iterator[list[Any]]:
 @pytest.mark.parametrize("count", [2, 40_000, 400_000])
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_call_leaves_nothing_to_the_collector(name: str, count: int, transport: str) -> None:
-    async def rank(pg: ProcessGroup) -> None:
-        async def call() -> None:
-            await CALLS[name](pg, np.zeros(count))
+    await testing.run_ranks(SIZE, called, name, count, options=options(transport))
 
-        await call()  # what is made once for all such calls
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_nor_does_one_that_is_compared_before(name: str) -> None:
+    await testing.run_ranks(SIZE, called, name, 2, options=GroupOptions(debug="detail"))
+
+
+async def called(pg: ProcessGroup, name: str, count: int) -> None:
+    async def call() -> None:
+        await CALLS[name](pg, np.zeros(count))
         await pg.barrier()
-        if pg.rank() == 0:
-            with all_garbage() as garbage:
-                await pg.barrier()
-                await call()
-                await pg.barrier()
-            assert not garbage, Counter(type(each).__name__ for each in garbage)
-        else:
+
+    await call()  # what is made once for all such calls
+    if pg.rank() == 0:
+        with all_garbage() as garbage:
             await pg.barrier()
             await call()
-            await pg.barrier()
-
-    await run_ranks(SIZE, rank, transport=transport)
+        assert not garbage, Counter(type(each).__name__ for each in garbage)
+    else:
+        await pg.barrier()
+        await call()
+    await pg.barrier()

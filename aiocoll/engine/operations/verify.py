@@ -136,7 +136,8 @@ class Compared(Post):
         if found is not None:
             self._refuse(found)
         elif self._make is not None:
-            self._start(self._make)
+            make, self._make = self._make, None  # it may have the operation that it makes
+            self._start(make)
 
     def _start(self, make: Make) -> None:
         """Start the actual operation."""
