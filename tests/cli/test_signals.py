@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import sys
@@ -76,3 +77,17 @@ def test_other_signals_have_the_handlers_that_they_had() -> None:
         assert events.get(timeout=LIMIT) == signal.SIGTERM
         assert heard == [0]
     assert events.empty()
+
+
+def test_who_was_woken_by_signals_is_woken_again() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing)
+    try:
+        with signals_to(lambda _: None):
+            pass
+        assert signal.set_wakeup_fd(before) == writing
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)

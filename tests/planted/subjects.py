@@ -124,6 +124,20 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "plans by arrays": Subject(("Parts.find",), (("test_in_parts.py",),)),
+        "what is kept": Subject(
+            (
+                "Packer._let_go",
+                "Batch.__aexit__",
+                "Recording.settle",
+                "PostedReceive.succeed",
+                "ProgramExecutor._progress",
+                "Compared._conclude",
+                "_LateSend.succeed",
+                "DeviceSend.succeed",
+            ),
+            (("group/test_garbage.py",), ("gpu/test_garbage.py",)),
+        ),
+        "signals": Subject(("signals_to",), (("cli/test_signals.py",),)),
         "redis store": Subject(
             (
                 "RedisStore._wait",
@@ -180,6 +194,8 @@ BY_HAND = (
     "order on devices",
     "nccl",
     "plans by arrays",
+    "what is kept",
+    "signals",
 )
 
 

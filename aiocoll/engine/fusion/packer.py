@@ -112,7 +112,6 @@ class Packer:
 
     def _let_go(self) -> None:
         """Keep nothing that keeps this: all that a block has recorded would stay until garbage is collected."""
-        self._members = ()
         self._start = self.ended = self.wrong = _nothing
 
     def _rest(self) -> None:
