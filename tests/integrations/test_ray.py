@@ -20,10 +20,14 @@ KINDS = pytest.mark.parametrize("kind", ["async", "blocking"])
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    """With everything on 127.0.0.1, without reports to anybody, and with no file of a token in anybody's home."""
+    """With everything on 127.0.0.1, without reports to anybody, and with no file of a token in anybody's home.
+
+    Ray's workers are nice to other processes by default, so much that beside four tests they would hardly run.
+    """
     driver = Driver(
         "tests.integrations.ray_driver",
         RAY_USAGE_STATS_ENABLED="0",
+        RAY_worker_niceness="0",
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_AUTH_TOKEN=secrets.token_hex(16),
     )
