@@ -190,6 +190,7 @@ class Device:
         done: Callable[[DeviceError | None], None],
         *,
         at_once: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> Launched:
         """Launch a call on a stream without blocking the running loop.
 
@@ -202,6 +203,7 @@ class Device:
             keep: objects that must live until the work is done.
             done: called in this loop when the work is done, with its error or None; not if the loop is closed by then.
             at_once: the call does not block: make it here, if the launcher has nothing to do.
+            loop: the running one; None: look which it is, for which Python 3.11 makes a system call.
 
         Raises:
             RuntimeError: no loop runs in this thread; or after a fork.
@@ -211,7 +213,8 @@ class Device:
         waiter = self._waiters.get(stream)
         if waiter is None:
             raise ValueError(f"stream {stream:#x} is closed, or is not one of CUDA device {self.ordinal}")
-        loop = asyncio.get_running_loop()
+        if loop is None:
+            loop = asyncio.get_running_loop()
         launched = Launched(self._events, waiter, stream, call, keep, done, loop)
         if waiter.admit(launched.launch) and not (at_once and self._launcher.attempt(launched)):
             self._launcher.put(launched.launch)

@@ -60,10 +60,12 @@ class LaunchThread:
             self._queue.put(call)
 
     def attempt(self, launched: Launched) -> bool:
-        """Launch a call in this thread, unless an earlier one has not returned; return whether it was launched."""
-        with self._counting:
-            if self._unfinished or not self._calling.acquire(blocking=False):
-                return False
+        """Launch a call in this thread, unless an earlier one has not returned; return whether it was launched.
+
+        What another thread queues meanwhile may come before or behind it.
+        """
+        if self._unfinished or not self._calling.acquire(blocking=False):
+            return False
         try:
             launched.events.on_device(launched.launch, False)
         finally:

@@ -493,7 +493,7 @@ class Said:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.said: list[Any] = []
-        self.order = program_order.ProgramOrder(lambda *_: None, lambda _: None, lambda: None)
+        self.order = program_order.ProgramOrder(lambda *_: None, lambda _: None, lambda: None, alone=False)
         self.pacing = pacing.Pacing(
             2,
             self.order,

@@ -135,7 +135,8 @@ class DeviceCommunicator:
         self._in_flight += 1
         if self._timer is None:
             self._timer = self._group.call_later(ASK_EVERY, self._ask)
-        return self._device.launch(self.stream, call, keep, ended, at_once=kind in self._connected)
+        at_once, loop = kind in self._connected, self._group.endpoint.loop
+        return self._device.launch(self.stream, call, keep, ended, at_once=at_once, loop=loop)
 
     # -- while something is in flight
 

@@ -71,6 +71,7 @@ class ProgramOrder:
         report: called with the last position, its hash, and the number of its call among all of the group.
         call_soon: calls in the next turn of the loop.
         moved: called when calls have started.
+        alone: there is no other rank, with whose calls they would be compared.
 
     Attributes:
         called: last position.
@@ -85,10 +86,13 @@ class ProgramOrder:
         report: Callable[[int, int, int], None],
         call_soon: Callable[[Callable[[], None]], None],
         moved: Callable[[], None],
+        *,
+        alone: bool,
     ) -> None:
         self._report = report
         self._call_soon = call_soon
         self._moved = moved
+        self._alone = alone
         self.called = self.started = self.confirmed = self._reported = 0
         self.through: int | None = None
         self.is_staged = False
@@ -120,7 +124,8 @@ class ProgramOrder:
         entry = Entry(call, self.called, (self._last, terms), seq, is_numbered)
         self._last, self._seq = terms, seq
         self._entries.append(entry)
-        self._unhashed.append(entry)
+        if not self._alone:
+            self._unhashed.append(entry)
         self._waiting.append(entry)
         self._go_on()
         # Somebody waits for it, or nothing else is on its way: else together with what follows.
