@@ -40,6 +40,7 @@ MODULES = (
     "aiocoll/engine/operations/shm_ring.py",
     "aiocoll/engine/polling.py",
     "aiocoll/group/dispatch/dispatcher.py",
+    "aiocoll/group/dispatch/lists.py",
     "aiocoll/group/dispatch/parts.py",
     "aiocoll/transport/shm/chunk_queue.py",
     "aiocoll/transport/shm/doorbell.py",

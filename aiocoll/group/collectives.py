@@ -15,6 +15,7 @@ from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.arguments import Arguments, slices
 from aiocoll.group.dispatch.call import Recorder
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.dispatch.lists import Lists
 from aiocoll.group.dispatch.parts import Parts
 from aiocoll.group.unsized import allgather_unsized, gather_unsized
 from aiocoll.loading import loading
@@ -45,6 +46,7 @@ class Collectives:
         self._size = dispatcher.size
         self._arguments = Arguments(dispatcher.rank, dispatcher.size)
         self._parts = Parts(dispatcher.planner, dispatcher.size)
+        self._lists = Lists(dispatcher.planner, dispatcher.rank, dispatcher.size)
 
     def reduce_sparse(
         self, error: TypeError, tensor: Any, op: ReduceOp, root: int | None, timeout: Timeout, key: str | None
@@ -100,6 +102,9 @@ class Collectives:
         self, outputs: Sequence[Any] | None, tensor: Any, timeout: Timeout, key: str | None
     ) -> Work[list[Any]]:
         """Start an allgather into an array per rank."""
+        if outputs is not None and (found := self._lists.find("allgather", outputs, tensor)) is not None:
+            result = outputs if isinstance(outputs, list) else list(outputs)
+            return self._dispatcher.launch(*found, tensor.shape, result, timeout, key)
         try:
             source = view(tensor, name="tensor", writable=False)
         except TypeError as error:
@@ -141,6 +146,8 @@ class Collectives:
         """Start a gather."""
         d = self._dispatcher
         root = d.check_rank(root, "root")
+        if (found := self._lists.find("gather", outputs, tensor, root=root)) is not None:
+            return d.launch(*found, tensor.shape, None if outputs is None else list(outputs), timeout, key)
         try:
             source = view(tensor, name="tensor", writable=False)
         except TypeError as error:
@@ -172,6 +179,8 @@ class Collectives:
         """Start a scatter."""
         d = self._dispatcher
         root = d.check_rank(root, "root")
+        if (found := self._lists.find("scatter", inputs, output, root=root)) is not None:
+            return d.launch(*found, output.shape, output, timeout, key)
         target = view(output, name="output")
         blocks: list[Buffer | None] = [None] * self._size
         counts = [0] * self._size
@@ -194,6 +203,8 @@ class Collectives:
         self, output: Any, inputs: Sequence[Any], op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Start a reduce_scatter of an array per rank."""
+        if (found := self._lists.find("reduce_scatter", inputs, output, op=op)) is not None:
+            return self._dispatcher.launch(*found, inputs[self._rank].shape, output, timeout, key)
         target = view(output, name="output")
         if (wrong := self._dispatcher.miscounted(inputs, "inputs", "array")) is not None:
             return self._refuse(wrong, "reduce_scatter", target, timeout, key, op=op)
@@ -216,14 +227,16 @@ class Collectives:
         self, outputs: Sequence[Any], inputs: Sequence[Any], timeout: Timeout, key: str | None
     ) -> Work[list[Any]]:
         """Start an alltoall of an array to and from each rank."""
+        if (found := self._lists.find("alltoall", inputs, outputs)) is not None:
+            return self._dispatcher.launch(*found, inputs[0].shape, list(outputs), timeout, key)
         for values, name in ((inputs, "inputs"), (outputs, "outputs")):
             if (wrong := self._dispatcher.miscounted(values, name, "array")) is not None:
                 return self._refuse(wrong, "alltoall", None, timeout, key)
         sources = self._arguments.blocks(inputs, "inputs", None, "inputs[0]", writable=False)
         targets = self._arguments.blocks(outputs, "outputs", sources[0], "inputs[0]")
-        found = clash([each.array for each in targets], [each.array for each in sources])
-        if found is not None:
-            first, second = found[0], found[1] - self._size
+        shared = clash([each.array for each in targets], [each.array for each in sources])
+        if shared is not None:
+            first, second = shared[0], shared[1] - self._size
             raise ValueError(f"outputs[{first}] shares memory with inputs[{second}]: alltoall needs separate arrays")
         return self._exchanging(list(outputs), targets, sources, (), timeout, key)
 

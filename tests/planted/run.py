@@ -1,7 +1,7 @@
 """Plant faults in a copy of the tree, one at a time, and see which ones the tests do not notice.
 
 python -m tests.planted                     all faults: those by hand, and those that were drawn
-python -m tests.planted --only relay        those of a subject, or with such words in their line
+python -m tests.planted --only relay        those of a subject, or of a function
 python -m tests.planted --draw              draw again those whose place is not there any more
 """
 

@@ -123,7 +123,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_program_in_place.py", "-k", "not 7"),
             ),
         ),
-        "plans by arrays": Subject(("Parts.find",), (("test_in_parts.py",),)),
+        "plans by arrays": Subject(("Parts.find", "Lists.find"), (("test_in_parts.py",), ("test_lists.py",))),
         "what is kept": Subject(
             (
                 "Packer._let_go",

@@ -74,7 +74,7 @@ class Parts:
             return None
         size = self._size
         count = whole.size // size
-        if not count or count * size != whole.size or dtype.storage is not whole.dtype or dtype.kind == "record":
+        if not count or count * size != whole.size or dtype.storage is not whole.dtype:
             return None
         counts = (count,) * size
         if kind != "alltoall":

@@ -1,0 +1,301 @@
+"""Collectives on a list of a plain array per rank, whose plans are found by their arrays: as right as all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup, ReduceOp
+from aiocoll.work import Work
+
+from ..internals import spied
+from ..ranks import over
+
+#: Shapes of an array; ranks may have longer ones, along the first axis.
+SHAPES = [(1,), (3,), (1000,), (2, 5)]
+DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, and may be two types
+
+#: What a rank gives to each rank, or to all; and what it gets from each, or from all.
+Arrays = tuple[Any, Any]
+#: Starts a call with such arrays, at a root if it has one.
+Call = Callable[..., Work[Any]]
+
+
+def value(first: int, src: int, dst: int) -> int:
+    """Return what all elements are that one rank gives to another."""
+    return first + 10 * src + dst
+
+
+def allgather(pg: ProcessGroup, given: Any, got: Any, root: int, **options: Any) -> Work[Any]:
+    return pg.allgather(got, given, **options)
+
+
+def gather(pg: ProcessGroup, given: Any, got: Any, root: int, **options: Any) -> Work[Any]:
+    return pg.gather(got, given, root, **options)
+
+
+def scatter(pg: ProcessGroup, given: Any, got: Any, root: int, **options: Any) -> Work[Any]:
+    return pg.scatter(got, given, root, **options)
+
+
+def reduce_scatter(pg: ProcessGroup, given: Any, got: Any, root: int, **options: Any) -> Work[Any]:
+    return pg.reduce_scatter(got, given, **options)
+
+
+def alltoall(pg: ProcessGroup, given: Any, got: Any, root: int, **options: Any) -> Work[Any]:
+    return pg.alltoall(got, given, **options)
+
+
+CALLS = [allgather, gather, scatter, reduce_scatter, alltoall]
+
+
+def arrays(
+    call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int, root: int, grow: int
+) -> Arrays:
+    """Return what this rank gives and gets; what goes from rank r to rank s is longer by `grow` (r + s) rows.
+
+    In an allgather and a gather s counts as 0, in a scatter and a reduce_scatter r.
+    """
+    size, rank = pg.size(), pg.rank()
+    all_give, all_get = call in (scatter, reduce_scatter), call in (allgather, gather)
+
+    def array(src: int, dst: int, fill: int) -> Any:
+        rows = shape[0] + grow * ((0 if all_give else src) + (0 if all_get else dst))
+        return np.full((rows, *shape[1:]), fill, dtype)
+
+    given: Any = [array(rank, peer, value(first, rank, peer)) for peer in range(size)]
+    got: Any = [array(peer, rank, -1) for peer in range(size)]
+    if all_get:
+        given = array(rank, 0, value(first, rank, 0))
+    if all_give:
+        got = array(0, rank, -1)
+    if call is gather and rank != root:
+        got = None
+    if call is scatter and rank != root:
+        given = None
+    return given, got
+
+
+def check(call: Call, pg: ProcessGroup, got: Any, first: int, root: int) -> None:
+    size, rank = pg.size(), pg.rank()
+    if call is reduce_scatter:
+        assert (got == sum(value(first, src, rank) for src in range(size))).all()
+    elif call is scatter:
+        assert (got == value(first, root, rank)).all()
+    elif got is not None:
+        for src, each in enumerate(got):
+            assert (each == value(first, src, rank if call is alltoall else 0)).all()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.ranks(1, 2, 3, 4, 7)
+@over("shm", "memory")
+async def test_the_same_call_again_and_again(call: Call, pg: ProcessGroup) -> None:
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            for first in range(3):
+                root = first % pg.size()
+                given, got = arrays(call, pg, shape, dtype, first, root, 0)
+                result = await call(pg, given, got, root)
+                check(call, pg, got, first, root)
+                # It is the caller's own arrays that are returned.
+                same = [result], [got]
+                if isinstance(got, list):
+                    same = result, got
+                assert [id(each) for each in same[0]] == [id(each) for each in same[1]]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.ranks(2, 3, 4)
+@over("shm", "memory")
+async def test_ranks_with_longer_arrays(call: Call, pg: ProcessGroup) -> None:
+    for grow in (1, 2, 40_000):
+        for first in range(2):
+            for root in range(pg.size()):
+                given, got = arrays(call, pg, (1,), "f4", first, root, grow)
+                await call(pg, given, got, root)
+                check(call, pg, got, first, root)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.ranks(1)
+@over("memory")
+async def test_a_call_like_an_earlier_one_views_nothing(
+    call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await call(pg, *arrays(call, pg, (4,), "f4", 0, 0, 0), 0)
+    viewed: list[Any] = []
+    spy = lambda *args, **_: viewed.append(args)  # noqa: E731
+    spied(monkeypatch, collective_view=spy, whole_view=spy)
+    given, got = arrays(call, pg, (4,), "f4", 1, 0, 0)
+    await call(pg, given, got, 0)
+    check(call, pg, got, 1, 0)
+    assert viewed == []
+    strided = np.zeros((4, 2), "f4")[:, 0]
+    if call in (allgather, gather):
+        await call(pg, strided, got, 0)
+    else:
+        await call(pg, [strided], got, 0)
+    assert len(viewed) > 1
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.ranks(3)
+@over("memory")
+async def test_with_a_key_in_a_block_as_tuples_and_with_no_elements(call: Call, pg: ProcessGroup) -> None:
+    for first in range(2):
+        given, got = arrays(call, pg, (4,), "f4", first, 1, 0)
+        await call(pg, given, got, 1, key="a")
+        check(call, pg, got, first, 1)
+        both = [arrays(call, pg, (4,), "f4", first + part, 1, 0) for part in range(2)]
+        async with pg.coalescing():
+            works = [call(pg, given, got, 1) for given, got in both]
+        for part, (work, (_, got)) in enumerate(zip(works, both, strict=True)):
+            await work
+            check(call, pg, got, first + part, 1)
+        given, got = arrays(call, pg, (4,), "f4", first, 1, 0)
+        result = await call(pg, *(tuple(each) if isinstance(each, list) else each for each in (given, got)), 1)
+        check(call, pg, got, first, 1)
+        assert isinstance(result, list) == isinstance(got, list)
+        await call(pg, *arrays(call, pg, (0,), "f4", first, 1, 0), 1)
+        given, got = arrays(call, pg, (0,), "f4", first, 1, 1)  # rank 0 has none
+        await call(pg, given, got, 1)
+        check(call, pg, got, first, 1)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.ranks(3)
+@over("memory")
+async def test_what_is_not_plain_is_right_after_what_is(call: Call, pg: ProcessGroup) -> None:
+    """Strided, or read-only, of the same shape and dtype as in a call before."""
+
+    def strided(array: Any) -> Any:
+        other = np.zeros((*array.shape, 2), array.dtype)[..., 0]
+        other[:] = array
+        return other
+
+    def each(change: Callable[[Any], Any], given: Any) -> Any:
+        if given is None:
+            return None
+        return [change(array) for array in given] if isinstance(given, list) else change(given)
+
+    def frozen(array: Any) -> Any:
+        array.flags.writeable = False
+        return array
+
+    for first, change in enumerate((lambda array: array, strided, lambda array: array)):
+        given, got = arrays(call, pg, (4,), "i4", first, 0, 0)
+        given, got = each(change, given), each(change, got)
+        await call(pg, given, got, 0)
+        check(call, pg, got, first, 0)
+    given, got = arrays(call, pg, (4,), "i4", 3, 0, 0)
+    await call(pg, each(frozen, given), got, 0)
+    check(call, pg, got, 3, 0)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.ranks(2, 4)
+@over("memory")
+async def test_what_is_wrong_is_refused_after_what_is_right(call: Call, pg: ProcessGroup) -> None:
+    size, rank = pg.size(), pg.rank()
+    other = (rank + 1) % size
+    given, got = arrays(call, pg, (4,), "f4", 0, rank, 0)
+    for root in range(size):
+        await call(pg, *arrays(call, pg, (4,), "f4", 0, root, 0), root)
+
+    def own(arrays: Any) -> Any:
+        """Return the array that this rank gives itself, or gets from itself."""
+        return arrays[rank] if isinstance(arrays, list) else arrays
+
+    def instead(arrays: Any, place: int, array: Any) -> Any:
+        if not isinstance(arrays, list):
+            return array
+        return [array if each == place else arrays[each] for each in range(size)]
+
+    with pytest.raises(ValueError, match="elements"):
+        call(pg, given, instead(got, rank, np.zeros(3, "f4")), rank)
+    with pytest.raises(TypeError, match="dtype"):
+        call(pg, instead(given, rank, own(given).astype("f8")), got, rank)
+    with pytest.raises((TypeError, ValueError)):
+        call(pg, given, "text", rank)
+    blocks = got if isinstance(got, list) else given
+    for wrong in ([], blocks[1:], [*blocks, blocks[0]], np.zeros(5, "f4"), dict(enumerate(blocks))):
+        with pytest.raises((TypeError, ValueError)):
+            call(pg, *((given, wrong) if isinstance(got, list) else (wrong, got)), rank)
+    # What another rank gives, or is given, is that of this rank.
+    if isinstance(got, list):
+        across = given, instead(got, other, own(given))
+    else:
+        across = instead(given, other, own(got)), got
+    if call is not reduce_scatter:
+        with pytest.raises(ValueError, match=r"shares? memory"):
+            call(pg, *across, rank)
+    if isinstance(got, list):
+        with pytest.raises(ValueError, match="share memory"):
+            call(pg, given, instead(got, other, got[rank]), rank)
+    own(got).flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        call(pg, given, got, rank)
+    given, got = arrays(call, pg, (4,), "f4", 1, 0, 0)
+    await call(pg, given, got, 0)
+    check(call, pg, got, 1, 0)
+
+
+@pytest.mark.parametrize("call", [gather, scatter])
+@pytest.mark.ranks(2)
+@over("memory")
+async def test_only_the_root_has_a_list(call: Call, pg: ProcessGroup) -> None:
+    root = 1 - pg.rank()
+    mine, lists = np.zeros(4, "f4"), [np.zeros(4, "f4") for _ in range(2)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="only the root"):
+            call(pg, *((mine, lists) if call is gather else (lists, mine)), root)
+        with pytest.raises(ValueError, match="root"):
+            call(pg, *((mine, None) if call is gather else (None, mine)), 2)
+        given, got = arrays(call, pg, (4,), "f4", 5, 1, 0)
+        # An empty list is as none.
+        await call(pg, [] if given is None else given, [] if got is None else got, 1)
+        check(call, pg, got, 5, 1)
+        result = await pg.gather(None, np.full(4, pg.rank(), "f4"), 0)
+        assert result is None if pg.rank() else [each.tolist() for each in result] == [[0.0] * 4, [1.0] * 4]
+
+
+@pytest.mark.ranks(3)
+@over("memory")
+async def test_arrays_that_overlap_where_they_may(pg: ProcessGroup) -> None:
+    rank, size = pg.rank(), pg.size()
+    for first in range(2):
+        for call in (allgather, gather):
+            given, got = arrays(call, pg, (4,), "f4", first, rank, 0)
+            got[rank][:] = given
+            got = got if call is allgather or not rank else None
+            await call(pg, given if got is None else got[rank], got, 0)
+            check(call, pg, got, first, 0)
+        given, got = arrays(scatter, pg, (4,), "f4", first, 0, 0)
+        got = got if given is None else given[0]
+        await pg.scatter(got, given, 0)
+        check(scatter, pg, got, first, 0)
+        for place in range(size):
+            given, _ = arrays(reduce_scatter, pg, (4,), "f4", first, 0, 0)
+            await pg.reduce_scatter(given[place], given)
+            check(reduce_scatter, pg, given[place], first, 0)
+        same = np.full(4, value(first, rank, 0), "f4")
+        got = [np.zeros(4, "f4") for _ in range(size)]
+        await pg.alltoall(got, [same] * size)
+        assert [each.tolist() for each in got] == [[value(first, src, 0)] * 4 for src in range(size)]
+
+
+@pytest.mark.ranks(2)
+@over("memory")
+async def test_each_op_has_its_plan(pg: ProcessGroup) -> None:
+    rank = pg.rank()
+    for op, expected in ((ReduceOp.SUM, 10.0), (ReduceOp.MAX, 10.0), (ReduceOp.AVG, 5.0), (ReduceOp.MIN, 0.0)) * 2:
+        given, got = arrays(reduce_scatter, pg, (4,), "f4", 0, 0, 0)
+        await pg.reduce_scatter(got, given, op)
+        assert (got == expected + rank * (2 if op == ReduceOp.SUM else 1)).all()
+    with pytest.raises(TypeError):
+        pg.reduce_scatter(np.zeros(2), [np.zeros(2)] * 2, ReduceOp.BAND)
