@@ -138,6 +138,7 @@ PARTS = {
     "frame_asked": "aiocoll.engine.links.channel.Channel.control",
     "frame_delivered": "aiocoll.engine.links.channel.Channel.deliver",
     "memory_arrived": "aiocoll.transport.memory.MemoryLink._arrive",
+    "memory_read": "aiocoll.transport.shm.process_memory.PeerMemory.read",
     "memory_written": "aiocoll.transport.memory.MemoryLink.write",
     "written_by_reference": "aiocoll.transport.shm.references.ReferenceWriter.write",
     "placed": "aiocoll.transport.shm.references.ReferenceWriter.find",

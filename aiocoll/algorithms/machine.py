@@ -63,7 +63,7 @@ class SingleCopy(NamedTuple):
         reduced: of one that is reduced into something.
     """
 
-    moved: float = 16.0 * 1024 * 1024
+    moved: float = 2.0 * 1024 * 1024
     spread: float = 512.0 * 1024
     reduced: float = math.inf
 

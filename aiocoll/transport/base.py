@@ -136,6 +136,9 @@ class SharedMemoryLink(Link, Protocol):
     def announce(self) -> None:
         """Wake the peer, if it sleeps, after a slot or a chunk queue has changed; only while the link is open."""
 
+    def is_being_read(self) -> bool:
+        """Whether the peer is in the midst of reading memory of this rank, and will soon be done."""
+
     def is_beside(self) -> bool:
         """Whether the peer, when it last waited for long, was on the core on which this rank is now."""
 

@@ -66,7 +66,7 @@ class SlotWriter(Protocol):
         """Whether the peer has given back the slot."""
 
     def pieces(self) -> int:
-        """Return how many pieces the peer has read of what posts point to."""
+        """Return a number that grows as the peer reads what posts point to, and is odd while it does."""
 
     def void(self, slot: int) -> None:
         """Tell the peer that what a post points to may change from now on."""
@@ -93,8 +93,11 @@ class SlotReader(Protocol):
     def is_void(self, slot: int) -> bool:
         """Whether what the post points to may have changed since."""
 
-    def has_read(self) -> None:
-        """Tell the peer that a piece has been read of what a post points to: that the slot will soon be free."""
+    def begin_read(self) -> None:
+        """Tell the peer that a piece is being read of what a post points to: that the slot will soon be free."""
+
+    def end_read(self) -> None:
+        """Tell the peer that the piece has been read."""
 
     def free(self, slot: int) -> None:
         """Give the slot back, once for each post."""

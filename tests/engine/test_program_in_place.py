@@ -31,8 +31,9 @@ from aiocoll.transport.shared_memory import IN_PLACE
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.slots import SlotWriter
 
-from ..internals import comm_of, plans_of, replaced, wrapped
+from ..internals import comm_of, plans_of, replaced, spied, wrapped
 from ..ranks import over
+from .test_oneshot import jobs
 
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
 
@@ -279,6 +280,31 @@ async def test_below_the_limit_nothing_is_pointed_to(kind: str) -> None:
     assert await run_ranks(3, rank, nbytes + 17, options=SHM) == [False] * 3
 
 
+async def test_a_sender_polls_on_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with jobs(2) as ((zero, one),):
+        for pg in (zero, one):
+            always(pg)
+        await asyncio.gather(*(CALLS["scatter"](pg, LARGE) for pg in (zero, one)))
+        work = zero.scatter(np.zeros(LARGE), [np.zeros(LARGE), np.ones(LARGE)], 0)
+        (operation,) = comm_of(zero).pending
+        link = comm_of(one).channels[0].shared
+        assert isinstance(operation, ProgramInPlace)
+        assert link is not None
+        assert operation.look() is False, "nobody reads yet"
+        link.slot_reader.begin_read()
+        assert [operation.look(), operation.look()] == [True, True]
+        assert operation.needs(1), "it does not wait here until that is over"
+        link.slot_reader.end_read()
+        assert [operation.look(), operation.look()] == [True, False]
+        looks: list[bool] = []
+        spied(monkeypatch, memory_read=lambda *_: looks.append(operation.look()))
+        output = np.zeros(LARGE)
+        await asyncio.gather(work.join(), one.scatter(output, None, 0).join())
+        assert (output == 1).all()
+        assert looks
+        assert all(looks)
+
+
 # -- ends before the end
 
 PATTERN = -7.0
@@ -395,3 +421,26 @@ async def test_calls_that_do_not_match(name: str) -> None:
 
     for swapped in (False,) if "block" in name else (False, True):  # only the root has blocks to scatter
         await run_ranks(2, rank, swapped, options=SHM)
+
+
+@pytest.mark.parametrize("given", ["more", "a place"])
+async def test_nothing_is_read_of_a_message_whose_ends_differ(given: str) -> None:
+    """Not what its receiver has room for, nor what bytes of a small one would point to, if they were a place."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        always(pg)
+        await allreduce(pg, LARGE)
+        output, other = np.full(LARGE, 7, np.uint64), np.zeros(LARGE, np.uint64)
+        blocks = [np.zeros(LARGE + 1, np.uint64)] * 2
+        if given == "a place":
+            blocks = [np.array([0, other.__array_interface__["data"][0], other.nbytes, 0], np.uint64)] * 2
+        with suppress(CollectiveMismatchError):
+            async with asyncio.timeout(1):
+                if pg.rank() == 0:
+                    await pg.scatter(np.zeros(blocks[0].size, np.uint64), blocks, 0)
+                else:
+                    await pg.scatter(output, None, 0)
+                await pg.wait_revoked()
+        assert (output == 7).all()
+
+    await run_ranks(2, rank, options=SHM)

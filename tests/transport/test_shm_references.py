@@ -16,7 +16,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.runtime import Runtime
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind, Header
 from aiocoll.transport.shared_memory import MOST_BY_REFERENCE
-from aiocoll.transport.shm.link import ShmLink
+from aiocoll.transport.shm.link import PIECE_TIME, ShmLink
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import UnreadableError
 from aiocoll.transport.shm.registered_memory import RegisteredMemory
@@ -249,6 +249,54 @@ async def test_a_callback_ends_after_its_time_in_the_midst_of_a_frame(where: str
             assert len(both.got.frames) == pieces
         await until(lambda: both.read)
         assert b"".join(payload for _, payload in both.got.frames) == known(4 * SEGMENT)
+
+
+async def test_the_writer_knows_while_it_is_read(where: str) -> None:
+    async with ends(where) as both:
+        array = await both.array(3 * SEGMENT)
+        found: list[bool] = []
+
+        def place(header: Header) -> None:
+            found.append(both.near.is_being_read())
+
+        both.got.place = place
+        for op in (1, 2):
+            assert both.write(array, op)
+            assert not both.near.is_being_read()
+            await until(lambda op=op: op in both.read)
+            assert not both.near.is_being_read()
+        assert found == [True] * 6
+
+
+async def test_the_writer_does_not_wait_for_a_reader_that_was_stopped() -> None:
+    now = 1.0
+    runtime = Runtime(asyncio.get_running_loop(), lambda: now)
+    async with ends("segment", runtime) as both:
+        near, reader = both.near, both.far.slot_reader
+        for _ in range(2):
+            reader.begin_read()
+            assert near.is_being_read()
+            now += PIECE_TIME / 2
+            assert near.is_being_read()
+            now += PIECE_TIME
+            assert not near.is_being_read()
+            reader.begin_read()  # as what was voided has no end
+            assert not near.is_being_read()
+            reader.end_read()
+            assert not near.is_being_read()
+        reader.end_read()
+        assert not near.is_being_read()
+        array = await both.array(SEGMENT)
+        assert both.write(array)
+        assert near.poll() is False
+        reader.begin_read()
+        assert near.poll() is True
+        now += 2 * PIECE_TIME
+        assert near.poll() is False
+        reader.end_read()
+        reader.begin_read()
+        near.close()
+        assert not near.is_being_read()
 
 
 async def test_a_sink_that_closes_the_link_amid_a_frame(where: str) -> None:

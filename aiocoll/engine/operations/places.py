@@ -82,6 +82,7 @@ def read(
     link = channel.shared
     assert link is not None
     reader = link.slot_reader
+    reader.begin_read()
     try:
         piece = link.read(place.segment, place.address + start, nbytes, into)
     except OSError as error:
@@ -90,9 +91,8 @@ def read(
         return None
     if reader.is_void(slot):
         return None
-    if start + nbytes < place.nbytes:
-        reader.has_read()
-    else:
+    reader.end_read()
+    if start + nbytes == place.nbytes:
         reader.free(slot)
         if link is channel.link:
             link.announce()

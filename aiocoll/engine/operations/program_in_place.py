@@ -40,7 +40,7 @@ class _Posted(NamedTuple):
     Attributes:
         action: index of the one that sends it.
         link: to the receiver.
-        pieces: that the receiver had read when it was last looked at.
+        pieces: what the receiver had read when it was last looked at; see `SlotWriter.pieces`.
     """
 
     action: int
@@ -85,6 +85,10 @@ class ProgramInPlace(ProgramWithSlots):
             self.look()
 
     def look(self) -> bool:
+        """Go on; return whether anything moved, or is being moved."""
+        return self._go_on() or any(posted.link.is_being_read() for posted in self._posted.values())
+
+    def _go_on(self) -> bool:
         """Post, read, and see what has been read, for at most `BUDGET` seconds; return whether anything moved."""
         ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
@@ -235,7 +239,7 @@ class ProgramInPlace(ProgramWithSlots):
 
     def needs(self, peer: int) -> bool:
         """Whether something to or from `peer` is missing, when all that can be read has been."""
-        while not self.done and self.look():
+        while not self.done and self._go_on():
             pass
         return not self.done and ProgramExecutor.needs(self, peer)
 

@@ -49,7 +49,7 @@ class Direction(NamedTuple):
     freed: int
     """Words, one per slot: posts its reader is done with."""
     pieces: int
-    """Word: how often its reader has read a piece of what posts point to."""
+    """Word: twice how many pieces its reader has read of what posts point to, and one while it reads another one."""
     ring: int
     data: int
     data_nbytes: int

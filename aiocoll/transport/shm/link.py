@@ -35,8 +35,10 @@ from aiocoll.transport.shm.ring import ELSEWHERE, ENTRY, RingWriter
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
 from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
-__all__ = ["Pair", "ShmLink"]
+__all__ = ["PIECE_TIME", "Pair", "ShmLink"]
 
+#: Seconds for which a peer is taken to read one piece, several times what that takes: it may have been stopped.
+PIECE_TIME = 500e-6
 _KINDS = frozenset(FrameKind)
 _NOTHING = memoryview(b"")
 #: What a closed link reads: no stamp ever comes there.
@@ -78,6 +80,8 @@ class ShmLink:
         "_order",
         "_out",
         "_peer_doorbell",
+        "_pieces",
+        "_pieces_since",
         "_receiving",
         "_reference_reader",
         "_references",
@@ -139,6 +143,8 @@ class ShmLink:
         self._references = ReferenceWriter(self._out, self.segment_sharing, in_place, attach=pair.is_read)
         self.place_of = self._references.find
         self._reference_reader = ReferenceReader(self.segment_sharing, pair.peer_memory, in_place)
+        # What the peer has read where it lies, when that was last looked at, and when it was first seen so.
+        self._pieces, self._pieces_since = 0, 0.0
         self._next = 1
         # Index of the word in which the next stamp will be.
         self._at = self._ring >> 3
@@ -210,7 +216,7 @@ class ShmLink:
         """Hand out what has arrived, for at most `BUDGET` seconds, and send what had to wait."""
         moved = self._flush() if self._kept else False
         if self._references.unread:
-            moved = self._collect() or moved
+            moved = self._collect() or self.is_being_read() or moved
         if self._words[self._at] != self._next or not self._started or self._receiving:
             return moved
         self._receiving = True
@@ -223,6 +229,16 @@ class ShmLink:
         finally:
             self._receiving = self._refusing
         return True
+
+    def is_being_read(self) -> bool:
+        """Whether the peer is in the midst of reading memory of this rank, and will soon be done."""
+        pieces = 0 if self._closed else self.slot_writer.pieces()
+        if not pieces % 2:
+            return False
+        now = self._runtime.ticks()
+        if pieces != self._pieces:
+            self._pieces, self._pieces_since = pieces, now
+        return now - self._pieces_since < PIECE_TIME
 
     def is_beside(self) -> bool:
         """Whether the peer waits on the core of this rank."""
@@ -332,7 +348,10 @@ class ShmLink:
             raise ProtocolError(f"rank {self.peer} wrote a frame of kind {header[0]} and length {header[7]}")
         ticks = self._runtime.ticks
         entry = self._words[self._at : self._at + LINE // 8]
+        reader = self.slot_reader
+        reader.begin_read()
         taken = self._reference_reader.take(self, segment, entry, header, lambda: ticks() > deadline)
+        reader.end_read()
         if not taken and not self._closed:
             self._runtime.call_soon(self.poll)
         return taken

@@ -120,7 +120,7 @@ class SlotWriter(_SlotEnd):
         return bool(self._words[self._freed + slot] == self._posted[slot])
 
     def pieces(self) -> int:
-        """Return how many pieces the peer has read of what posts point to."""
+        """Return a number that grows as the peer reads what posts point to, and is odd while it does."""
         return self._words[self._pieces]
 
     def void(self, slot: int) -> None:
@@ -182,9 +182,13 @@ class SlotReader(_SlotEnd):
             self._order()
         return self._words[self._lines[slot] + _FIRST] == _VOID
 
-    def has_read(self) -> None:
-        """Tell the peer that a piece has been read of what a post points to: that the slot will soon be free."""
-        self._words[self._pieces] += 1
+    def begin_read(self) -> None:
+        """Tell the peer that a piece is being read of what a post points to: that the slot will soon be free."""
+        self._words[self._pieces] |= 1
+
+    def end_read(self) -> None:
+        """Tell the peer that the piece has been read."""
+        self._words[self._pieces] = (self._words[self._pieces] | 1) + 1
 
     def free(self, slot: int) -> None:
         """Give the slot back, once for each post."""
