@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
+from aiocoll.gpu.launcher import Launched
 from aiocoll.group.cuda.communicator import DeviceCommunicator
 
 from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
@@ -61,6 +63,37 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(
         await fails(pg, work, "enough")
         gate.open()
 
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
+async def test_the_loop_gives_way_until_the_launcher_has_come_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less and less often: it may be in a call that waits for another rank."""
+    free = threading.Event()
+    looks: dict[Launched, list[tuple[float, bool]]] = defaultdict(list)
+    given: list[float] = []
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        device = dispatcher_of(pg).device_state.device  # type: ignore[union-attr]
+        waiting = device.run(lambda: free.wait(10))
+        work = called(pg, gpu)
+        await until(lambda: len(given) >= 4)
+        free.set()
+        await waiting
+        await work
+        launched = max(looks, key=lambda each: len(looks[each]))
+        await until(lambda: looks[launched][-1][1])
+        waits = [waited for waited, _ in looks[launched]]
+        assert waits == [0.001 * 2**number for number in range(len(waits))]
+        found = [enqueued for each in looks.values() for _, enqueued in each]
+        # The launcher may come to it behind a look.
+        assert len(given) <= found.count(False)
+
+    def look(_: DeviceCommunicator, launched: Launched, waited: float) -> None:
+        looks[launched].append((waited, launched.enqueued))
+
+    spied(monkeypatch, device_give_way=look, device_given_way=given.append)
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 

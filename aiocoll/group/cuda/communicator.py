@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from time import sleep
 
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.job.ids import hash62
@@ -31,6 +32,9 @@ __all__ = ["DeviceCommunicator", "connect_at_once"]
 _CONNECT = "NCCL_RUNTIME_CONNECT"
 #: Seconds between two checks for asynchronous errors, while anything is in flight.
 ASK_EVERY = 0.25
+#: Seconds until the loop gives way to the launcher for the first time, then twice as many, and so on; and for which it
+#: does.
+GIVE_WAY_AFTER, GIVE_WAY_FOR = 0.001, 50e-6
 #: Seconds that closing ranks wait for each other, at most: then the communicator is aborted.
 PARTING = 5.0
 #: Seconds after which an abort that does not return is abandoned.
@@ -136,7 +140,20 @@ class DeviceCommunicator:
         if self._timer is None:
             self._timer = self._group.call_later(ASK_EVERY, self._ask)
         at_once, loop = kind in self._connected, self._group.endpoint.loop
-        return self._device.launch(self.stream, call, keep, ended, at_once=at_once, loop=loop)
+        launched = self._device.launch(self.stream, call, keep, ended, at_once=at_once, loop=loop)
+        if not launched.enqueued:
+            self._group.call_later(GIVE_WAY_AFTER, self._give_way, launched, GIVE_WAY_AFTER)
+        return launched
+
+    def _give_way(self, launched: Launched, waited: float) -> None:
+        """Let the launcher have the interpreter, if it has not launched a call yet.
+
+        Python takes the interpreter from a thread that has it for 5 ms. A loop that always has a callback to run, none
+        as long as that, lets go of it in between, but has it again before another thread has woken up.
+        """
+        if not launched.enqueued and not self._over:
+            sleep(GIVE_WAY_FOR)
+            self._group.call_later(2 * waited, self._give_way, launched, 2 * waited)
 
     # -- while something is in flight
 
