@@ -106,6 +106,14 @@ class Runtime:
         """Return `n` bytes fit for keys and nonces."""
         return random_bytes(n)
 
+    def give_way(self) -> None:
+        """Let other threads have the interpreter for a moment, 50 µs and what it takes to get it back.
+
+        Python takes the interpreter from a thread that has it for 5 ms. A loop that always has a callback to run, none
+        as long as that, lets go of it in between, but has it again before another thread has woken up.
+        """
+        time.sleep(50e-6)
+
     async def sleep(self, seconds: float) -> None:
         """Suspend for `seconds` of this runtime's time."""
         await asyncio.sleep(seconds)

@@ -195,7 +195,7 @@ PARTS = {
     "device_ask": "aiocoll.group.cuda.communicator.DeviceCommunicator._ask",
     "device_decided": "aiocoll.group.cuda.device_state.DeviceState._decided",
     "device_give_way": "aiocoll.group.cuda.communicator.DeviceCommunicator._give_way",
-    "device_given_way": "aiocoll.group.cuda.communicator.sleep",
+    "device_given_way": "aiocoll.runtime.Runtime.give_way",
     "device_judge": "aiocoll.group.cuda.device_state.DeviceState.judge",
     "device_launch": "aiocoll.gpu.device.Device.launch",
     "device_matched": "aiocoll.group.cuda.matching.BatchMatching.matched",

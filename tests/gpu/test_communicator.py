@@ -71,7 +71,7 @@ async def test_the_loop_gives_way_until_the_launcher_has_come_to_a_call(monkeypa
     """Less and less often: it may be in a call that waits for another rank."""
     free = threading.Event()
     looks: dict[Launched, list[tuple[float, bool]]] = defaultdict(list)
-    given: list[float] = []
+    given: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
@@ -93,7 +93,7 @@ async def test_the_loop_gives_way_until_the_launcher_has_come_to_a_call(monkeypa
     def look(_: DeviceCommunicator, launched: Launched, waited: float) -> None:
         looks[launched].append((waited, launched.enqueued))
 
-    spied(monkeypatch, device_give_way=look, device_given_way=given.append)
+    spied(monkeypatch, device_give_way=look, device_given_way=lambda _: given.append(1))
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)
 

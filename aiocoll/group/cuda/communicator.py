@@ -12,7 +12,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from time import sleep
 
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.job.ids import hash62
@@ -32,9 +31,8 @@ __all__ = ["DeviceCommunicator", "connect_at_once"]
 _CONNECT = "NCCL_RUNTIME_CONNECT"
 #: Seconds between two checks for asynchronous errors, while anything is in flight.
 ASK_EVERY = 0.25
-#: Seconds until the loop gives way to the launcher for the first time, then twice as many, and so on; and for which it
-#: does.
-GIVE_WAY_AFTER, GIVE_WAY_FOR = 0.001, 50e-6
+#: Seconds until the loop gives way to the launcher for the first time; then twice as many, and so on.
+GIVE_WAY_AFTER = 0.001
 #: Seconds that closing ranks wait for each other, at most: then the communicator is aborted.
 PARTING = 5.0
 #: Seconds after which an abort that does not return is abandoned.
@@ -146,13 +144,9 @@ class DeviceCommunicator:
         return launched
 
     def _give_way(self, launched: Launched, waited: float) -> None:
-        """Let the launcher have the interpreter, if it has not launched a call yet.
-
-        Python takes the interpreter from a thread that has it for 5 ms. A loop that always has a callback to run, none
-        as long as that, lets go of it in between, but has it again before another thread has woken up.
-        """
+        """Let the launcher have the interpreter, if it has not launched a call yet."""
         if not launched.enqueued and not self._over:
-            sleep(GIVE_WAY_FOR)
+            self._group.runtime.give_way()
             self._group.call_later(2 * waited, self._give_way, launched, 2 * waited)
 
     # -- while something is in flight
