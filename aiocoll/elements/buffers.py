@@ -168,8 +168,11 @@ def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] 
     """
     arrays = [*written, *read]
     if len(arrays) <= _FEW:
-        pairs = ((i, j) for i in range(len(written)) for j in range(i + 1, len(arrays)))
-        return next((pair for pair in pairs if overlaps(arrays[pair[0]], arrays[pair[1]])), None)
+        for first, array in enumerate(written):
+            for second in range(first + 1, len(arrays)):
+                if overlaps(array, arrays[second]):
+                    return first, second
+        return None
     spans = sorted((_address(array), array.nbytes, index) for index, array in enumerate(arrays) if array.nbytes)
     # The array with the highest end so far, and the written one with the highest end.
     any_end, any_index, written_end, written_index = 0, -1, 0, -1

@@ -18,10 +18,6 @@ from aiocoll.group.dispatch.planner import Known, Planner, keep
 __all__ = ["Lists"]
 
 _ndarray: Final = np.ndarray
-#: Compares bounds, which is exact for contiguous arrays.
-_share: Final = np.may_share_memory
-#: Up to so many arrays, each is compared with all others.
-_FEW: Final = 4
 
 
 class Lists:
@@ -97,13 +93,7 @@ class Lists:
         """Whether any array that is written shares memory with another one; the first `count` are the blocks."""
         blocks, others = arrays[:count], arrays[count:]
         written, read = (blocks, others) if kind in ("allgather", "gather") else (others, blocks)
-        if len(arrays) > _FEW:
-            return clash(written, read) is not None
-        for place, array in enumerate(written):
-            for each in (*written[:place], *read):
-                if _share(array, each):
-                    return True
-        return False
+        return clash(written, read) is not None
 
     def _plan(
         self, kind: str, like: Any, sizes: list[int], count: int, root: int | None, op: ReduceOp | None
