@@ -16,6 +16,7 @@ from ..ranks import over
 
 #: Shapes of a part, whose first axis is that of the ranks in the whole.
 SHAPES = [(1,), (3,), (1000,), (2, 5)]
+DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, and may be two types
 #: Starts a call with two arrays, the whole one first.
 Call = Callable[..., Work[Any]]
 
@@ -33,6 +34,14 @@ def alltoall(pg: ProcessGroup, whole: Any, other: Any, **options: Any) -> Work[A
 
 
 CALLS = [allgather, reduce_scatter, alltoall]
+
+
+def viewing(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets an entry for each array that a call looks at as if it were like none before."""
+    viewed: list[Any] = []
+    spy = lambda *args, **_: viewed.append(args)  # noqa: E731
+    spied(patch, collective_view=spy, whole_view=spy)
+    return viewed
 
 
 def arrays(call: Call, pg: ProcessGroup, shape: tuple[int, ...], dtype: Any, first: int) -> tuple[Any, Any]:
@@ -60,13 +69,7 @@ def check(call: Call, pg: ProcessGroup, whole: Any, other: Any, first: int) -> N
 @over("shm", "memory")
 async def test_the_same_call_again_and_again(call: Call, pg: ProcessGroup) -> None:
     for shape in SHAPES:
-        for dtype in (
-            "f4",
-            "f8",
-            "i8",
-            np.dtype("q"),
-            np.dtype("l"),
-        ):  # the last two have one width, and may be two types
+        for dtype in DTYPES:
             for first in range(3):
                 whole, other = arrays(call, pg, shape, dtype, first)
                 result = await call(pg, whole, other)
@@ -92,9 +95,7 @@ async def test_a_call_like_an_earlier_one_views_nothing(
     call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0))
-    viewed: list[Any] = []
-    spy = lambda *args, **_: viewed.append(args)  # noqa: E731
-    spied(monkeypatch, collective_view=spy, whole_view=spy)
+    viewed = viewing(monkeypatch)
     whole, other = arrays(call, pg, (4,), "f4", 1)
     await call(pg, whole, other)
     check(call, pg, whole, other, 1)

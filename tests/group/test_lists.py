@@ -11,12 +11,8 @@ import pytest
 from aiocoll import ProcessGroup, ReduceOp
 from aiocoll.work import Work
 
-from ..internals import spied
 from ..ranks import over
-
-#: Shapes of an array; ranks may have longer ones, along the first axis.
-SHAPES = [(1,), (3,), (1000,), (2, 5)]
-DTYPES = ["f4", "f8", "i8", np.dtype("q"), np.dtype("l")]  # the last two have one width, and may be two types
+from .test_in_parts import DTYPES, SHAPES, viewing
 
 #: What a rank gives to each rank, or to all; and what it gets from each, or from all.
 Arrays = tuple[Any, Any]
@@ -128,9 +124,7 @@ async def test_a_call_like_an_earlier_one_views_nothing(
     call: Call, pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await call(pg, *arrays(call, pg, (4,), "f4", 0, 0, 0), 0)
-    viewed: list[Any] = []
-    spy = lambda *args, **_: viewed.append(args)  # noqa: E731
-    spied(monkeypatch, collective_view=spy, whole_view=spy)
+    viewed = viewing(monkeypatch)
     given, got = arrays(call, pg, (4,), "f4", 1, 0, 0)
     await call(pg, given, got, 0)
     check(call, pg, got, 1, 0)
