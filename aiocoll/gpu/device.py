@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import threading
 from collections import deque
@@ -31,6 +32,9 @@ T = TypeVar("T")
 #: The devices of this process, by runtime and ordinal. A forked child gets a new lock.
 _devices: dict[tuple[int, int], Device] = {}
 _lock = threading.Lock()
+#: The threads of `Device.run_in_thread`, and the seconds that a process which exits waits for each.
+_calling: set[threading.Thread] = set()
+EXITING = 5.0
 
 
 class Device:
@@ -290,12 +294,21 @@ class Device:
 
     def _start_thread(self, carry: Callable[[], None]) -> None:
         def there() -> None:
-            with suppress(DeviceError):  # `call` will raise it
-                self.cuda.use(self.ordinal)
-                self.cuda.relax()
-            carry()
+            try:
+                with suppress(DeviceError):  # `call` will raise it
+                    self.cuda.use(self.ordinal)
+                    self.cuda.relax()
+                carry()
+            finally:
+                _calling.discard(thread)
 
-        threading.Thread(target=there, name=f"aiocoll-call-{self.ordinal}", daemon=True).start()
+        thread = threading.Thread(target=there, name=f"aiocoll-call-{self.ordinal}", daemon=True)
+        _calling.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            _calling.discard(thread)
+            raise
 
     async def close_stream(self, stream: int, seconds: float) -> bool:
         """Destroy a stream when all calls launched on it have ended.
@@ -420,4 +433,12 @@ def _forked() -> None:
         device.forked = True
 
 
+@atexit.register
+def _exiting() -> None:
+    """Wait for calls of NCCL: the process would crash if its library were taken down under them."""
+    for thread in list(_calling):
+        thread.join(EXITING)
+
+
 os.register_at_fork(after_in_child=_forked)
+    _calling.clear()

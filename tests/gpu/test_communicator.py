@@ -258,6 +258,28 @@ async def test_nothing_is_asked_of_a_communicator_that_ends(end: str, limits: Li
             asking.set()
             assert go_on.wait(10)
 
+async def test_a_group_is_not_closed_before_its_communicator_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ended then would take down NCCL under the thread that aborts it."""
+    go_on = threading.Event()
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        await allreduced(pg, gpu)
+        end = nccl_end(pg)
+        abort, destroyed = end.abort, gpu.cuda.calls["stream_destroy"]
+        monkeypatch.setattr(end, "abort", lambda: go_on.wait(10) and abort())
+        pg.abort("enough")
+        shut = asyncio.ensure_future(pg.shutdown())
+        await until(lambda: gpu.cuda.calls["stream_destroy"] == destroyed + 2)
+        await asyncio.sleep(0)
+        assert not shut.done()
+        go_on.set()
+        await shut
+        assert end.aborted
+
+    with gpus(1) as gpu:
+        await run_ranks(1, body, gpu)
+
+
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
         await gpu.engine(0).run(lambda: None)

@@ -86,6 +86,7 @@ class DeviceCommunicator:
         size, rank = len(comm.ranks), comm.rank
 
         def init() -> None:
+        self._aborted: asyncio.Future[None] | None = None
             connect_at_once()
             try:
                 device.prepare()
@@ -186,9 +187,14 @@ class DeviceCommunicator:
         """Abandon everything in flight, without waiting for it."""
         if not self._over:
             self._stop()
-            aborted = self._device.run_in_thread(self._give_up)
+            self._aborted = self._device.run_in_thread(self._give_up)
             timer = self._group.endpoint.runtime.call_later(ABORTING, self._tell_stuck)
-            aborted.add_done_callback(lambda _: timer.cancel())
+            self._aborted.add_done_callback(lambda _: timer.cancel())
+
+    async def release(self, seconds: float) -> None:
+        """Wait until an abort is over, for so long at most: who ends the process meanwhile would crash it."""
+        if self._aborted is not None:
+            await asyncio.wait([self._aborted], timeout=seconds)
 
     async def close(self) -> None:
         """End it together with the other ranks; if they do not, abort it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -433,9 +433,9 @@ class DeviceState:
 
     async def release(self) -> None:
         """Release the device resources of the group, which has ended."""
-        ends = [self.device.close_stream(self.stream, RELEASE)]
+        ends: list[Awaitable[object]] = [self.device.close_stream(self.stream, RELEASE)]
         if self.communicator is not None:
-            ends.append(self.device.leave_common_stream(RELEASE))
+            ends += [self.device.leave_common_stream(RELEASE), self.communicator.release(RELEASE)]
         await asyncio.gather(*ends)
 
 

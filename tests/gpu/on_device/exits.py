@@ -1,5 +1,6 @@
 """A process that must end by itself: ``python -m tests.gpu.on_device.exits HOW KIND``. It prints what it has heard.
 
+aborting    it ends while a thread aborts its communicator
 lonely      its communicator waits for a rank that never comes
 unclosed    it does not shut its group down
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,39 @@ from .worlds import PLAYED, World, world
 
 #: Seconds after which a call has hung: on a real device, and on one that is played.
 LIMIT = (5.0, 0.3)
+_left: list[object] = []
+#: Seconds that an abort takes: longer than the process to its end.
+SLOW = 1.0
+
+
+class Slow:
+    """NCCL that takes its time to abort."""
+
+    def __init__(self, nccl: Any) -> None:
+        self._nccl = nccl
+
+    def init(self, world_size: int, unique_id: bytes, rank: int) -> Any:
+        made = self._nccl.init(world_size, unique_id, rank)
+        abort = made.abort
+
+        def slow() -> None:
+            time.sleep(SLOW)
+            abort()
+            print("aborted", flush=True)
+
+        made.abort = slow
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._nccl, name)
+
+
+async def aborting(made: World) -> None:
+    cuda, nccl = runtime()
+    with provide(cuda, Slow(nccl)):  # type: ignore[arg-type]
+        pg = await new_group(store=HashStore(), rank=0, world_size=1)
+        await pg.allreduce(made.tensor(np.ones(3)))
+        pg.abort("enough")
 
 
 class Lonely:
@@ -54,8 +89,12 @@ async def unclosed(made: World) -> None:
 def main(how: str, kind: str) -> None:
     if kind in PLAYED:
         side_module.RELEASE = 0.1  # it is known what hangs, and that it does so for ever
-    with world(kind, stuck=how == "lonely") as made:
-        asyncio.run({"lonely": lonely, "unclosed": unclosed}[how](made))
+    made = world(kind, stuck=how == "lonely")
+    asyncio.run({"aborting": aborting, "lonely": lonely, "unclosed": unclosed}[how](made.__enter__()))
+    if how == "aborting":
+        _left.append(made)  # whose end would wait for that thread
+    else:
+        made.__exit__(None, None, None)
 
 
 if __name__ == "__main__":
