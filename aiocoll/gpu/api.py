@@ -72,8 +72,8 @@ class Cuda(Protocol):
     def is_capturing(self, stream: int) -> bool:
         """Whether work for `stream` is being captured into a graph."""
 
-    def event_create(self) -> int:
-        """Return a new event of the thread's device; waiting for it sleeps instead of spinning."""
+    def event_create(self, sleeps: bool = False) -> int:
+        """Return a new event of the thread's device; waiting for it spins, or `sleeps`: of these few may be pending."""
 
     def event_destroy(self, event: int) -> None:
         """Destroy an event."""

@@ -44,7 +44,7 @@ class Bounce:
             DeviceError: it cannot be done.
         """
         cuda, block = self._cuda, self._block
-        stream, event = cuda.stream_create(), cuda.event_create()
+        stream, event = cuda.stream_create(), cuda.event_create(sleeps=True)
         try:
             with self._lock:
                 for array, address in pairs:

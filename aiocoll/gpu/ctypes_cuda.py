@@ -115,9 +115,9 @@ class CtypesCuda(Driver):
         self._call("cuStreamIsCapturing", stream, ctypes.byref(status))
         return bool(status.value)
 
-    def event_create(self) -> int:
+    def event_create(self, sleeps: bool = False) -> int:
         """Return a new event."""
-        return self._address("cuEventCreate", _BLOCKING_SYNC | _DISABLE_TIMING)
+        return self._address("cuEventCreate", _DISABLE_TIMING | (_BLOCKING_SYNC if sleeps else 0))
 
     def event_destroy(self, event: int) -> None:
         """Destroy an event."""

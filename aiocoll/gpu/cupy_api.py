@@ -138,8 +138,9 @@ class _Cuda:
         return bool(runtime.streamIsCapturing(stream))
 
     @_named("cudaEventCreateWithFlags")
-    def event_create(self) -> int:
-        return int(runtime.eventCreateWithFlags(runtime.eventBlockingSync | runtime.eventDisableTiming))
+    def event_create(self, sleeps: bool = False) -> int:
+        flags = runtime.eventDisableTiming | (runtime.eventBlockingSync if sleeps else 0)
+        return int(runtime.eventCreateWithFlags(flags))
 
     @_named("cudaEventDestroy")
     def event_destroy(self, event: int) -> None:

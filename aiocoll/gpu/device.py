@@ -55,7 +55,8 @@ class Device:
         self.cuda = cuda
         self.ordinal = ordinal
         self.forked = False
-        self._events = Events(cuda, ordinal)
+        self._events = Events(cuda, ordinal, sleeping=True)
+        self._marks = Events(cuda, ordinal)
         # Completion threads by stream; and those of closed streams that have not ended yet.
         self._waiters: dict[int, CompletionThread] = {}
         self._closing: dict[int, CompletionThread] = {}
@@ -236,7 +237,7 @@ class Device:
             RuntimeError: it is being captured into a graph; or after a fork.
         """
         self._check()
-        return self._events.on_device(self._events.record if is_checked else self._mark, stream)
+        return self._marks.on_device(self._marks.record if is_checked else self._mark, stream)
 
     def after(self, marks: Sequence[int], *streams: int) -> None:
         """Make later work on `streams` wait for `marks`, which must not be used again; in the launcher."""
@@ -246,11 +247,11 @@ class Device:
                     self.cuda.stream_wait(stream, mark)
         finally:
             for mark in marks:
-                self._events.give(mark)
+                self._marks.give(mark)
 
     def unmark(self, mark: int) -> None:
         """Release a mark that is not needed."""
-        self._events.give(mark)
+        self._marks.give(mark)
 
     def check_capture(self, stream: int) -> None:
         """Refuse a stream that is being captured into a graph.
@@ -262,7 +263,7 @@ class Device:
 
     def _mark(self, before: int) -> int:
         self._check_capture(before)
-        return self._events.record(before)
+        return self._marks.record(before)
 
     def _check_capture(self, stream: int) -> None:
         try:
@@ -367,6 +368,7 @@ class Device:
 def close_devices(seconds: float = 10.0) -> bool:
     """Close all devices of this process; return whether all their threads have ended within `seconds` each."""
     with _lock:
+        self._marks.destroy()
         devices = list(_devices.values())
         _devices.clear()
     closed = [device.close(seconds) for device in devices]

@@ -26,8 +26,8 @@ from aiocoll.gpu.launcher import Launched, LaunchThread
 __all__ = ["CompletionThread"]
 
 #: Calls on a stream that have not ended; later ones are not launched yet. A launch blocks, and the thread with it, when
-#: a stream has some thousand entries, of which a call has a few.
-AT_MOST = 64
+#: a stream has some thousand entries, of which a call has a few, or too many events are pending, see `Events`.
+AT_MOST = 48
 
 #: Ended calls that one callback in a loop reports: some microseconds each, so that other callbacks run in between.
 AT_ONCE = 16

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +25,7 @@ from aiocoll.gpu.api import DeviceError
 
 from .memory import HOST, BadAddressError, FakeMemory
 from .occupancy import Room
-from .streams import Blocked, FakeDevice, FakeStream, Gate, Mark
+from .streams import SLEEPING, Blocked, FakeDevice, FakeStream, Gate, Mark
 
 #: Streams that nobody makes: the default one of the thread's device, by both its names, and the one of each thread.
 LEGACY = (0, 1)
@@ -47,8 +47,9 @@ class _Thread(threading.local):
 
 
 class _Event:
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device: FakeDevice, sleeps: bool) -> None:
         self.device = device
+        self.sleeps = sleeps
         self.mark: Mark | None = None
 
 
@@ -71,7 +72,7 @@ class FakeCuda:
         stalls: a query of what is not done does not come back before it is: the kernel holds the driver up.
         stalled: the threads whose queries were held up.
         overdue: those of them whose queries nothing has ended.
-        full: the threads that had to wait for room in a stream.
+        full: the threads that had to wait for room in a stream, or until fewer events were pending.
         held_up: the threads that have locked or freed memory while kernels of NCCL ran, whose end that waits for.
         blocked: where threads wait, for the end to let them go.
         disturbed: the calls, and their threads, by which captures of other threads were made invalid.
@@ -262,12 +263,12 @@ class FakeCuda:
                               "blocking stream", fatal=False, status=906)  # fmt: skip
         return found.capturing
 
-    def event_create(self) -> int:
-        """Return a new event of the thread's device; who waits for it sleeps."""
+    def event_create(self, sleeps: bool = False) -> int:
+        """Return a new event of the thread's device; who waits for it `sleeps`, in the fake in any case."""
         device = self._begin("event_create")
         with self._lock:
             handle = next(self._handles)
-            self._events[handle] = _Event(device)
+            self._events[handle] = _Event(device, sleeps)
         return handle
 
     def event_destroy(self, event: int) -> None:
@@ -284,7 +285,11 @@ class FakeCuda:
         if found.device is not on.device:
             message = f"{INVALID_HANDLE}: event of device {found.device.ordinal}, stream of {on.device.ordinal}"
             raise DeviceError("event_record", message, fatal=False)
+        if found.sleeps:
+            self._wait_for_room(on.sleeping)
         found.mark = on.mark()
+        if found.sleeps:
+            on.sleeping.append(found.mark)
 
     def event_done(self, event: int) -> bool:
         """Whether what was before the event is done; raises if it has failed."""
@@ -445,6 +450,14 @@ class FakeCuda:
         if not 0 <= device < len(self._devices):
             raise DeviceError(call, f"invalid device ordinal {device}", fatal=False)
         return self._devices[device]
+
+    def _wait_for_room(self, pending: deque[Mark]) -> None:
+        """Wait until few of these are pending."""
+        while pending and (pending[0].passed.is_set() or len(pending) >= SLEEPING):
+            if not pending[0].passed.is_set():
+                self.full.append(threading.current_thread().name)
+                self.blocked.wait(pending[0].passed)
+            pending.popleft()
 
     def _event(self, event: int, call: str) -> _Event:
         found = self._events.get(event)

@@ -11,6 +11,8 @@ from aiocoll.gpu.api import DeviceError
 
 #: Entries of a stream for which there is room; who puts more waits until one is done.
 ROOM = 1024
+#: Events that threads sleep for and that may be pending on a stream; who records one more waits until one is done.
+SLEEPING = 56
 
 
 class Blocked:
@@ -118,6 +120,8 @@ class FakeStream:
         self._wake = threading.Condition(self._lock)
         self._steps: int | None = None
         self._is_busy = False
+        #: Of the events that threads sleep for, perhaps some that are done.
+        self.sleeping: deque[Mark] = deque()
         # At the end of the fake, none takes anything any more.
         self._over = blocked.over
 

@@ -41,6 +41,8 @@ DRIVER_H = {
 }
 SUCCESS, REFUSED, NOT_READY, FAILED = 0, 1, 600, 719
 IN_PROGRESS, NCCL_FAILED, NCCL_REFUSED = 7, 1, 4
+#: The flag of an event for which threads sleep.
+_SLEEPS = 1
 _MAJOR = 75
 _WIDE = ctypes.c_uint64
 _NAME = ctypes.create_string_buffer(b"CUDA_ERROR_OF_A_FAKE")
@@ -93,7 +95,7 @@ def libcuda(cuda: FakeCuda) -> Any:
         "cuStreamDestroy_v2": cuda.stream_destroy,
         "cuStreamIsCapturing": lambda stream, where: put(where, cuda.is_capturing(stream)),
         "cuStreamWaitEvent": lambda stream, event, flags: cuda.stream_wait(stream, event),
-        "cuEventCreate": lambda where, flags: put(where, cuda.event_create(), _WIDE),
+        "cuEventCreate": lambda where, flags: put(where, cuda.event_create(bool(flags & _SLEEPS)), _WIDE),
         "cuEventDestroy_v2": cuda.event_destroy,
         "cuEventRecord": cuda.event_record,
         "cuEventSynchronize": cuda.event_synchronize,
@@ -242,7 +244,7 @@ class _Played(stub_cupy.Log):
             "streamCreateWithFlags": lambda flags: cuda.stream_create(),
             "streamDestroy": cuda.stream_destroy,
             "streamIsCapturing": cuda.is_capturing,
-            "eventCreateWithFlags": lambda flags: cuda.event_create(),
+            "eventCreateWithFlags": lambda flags: cuda.event_create(bool(flags & _SLEEPS)),
             "eventDestroy": cuda.event_destroy,
             "eventRecord": cuda.event_record,
             "eventSynchronize": cuda.event_synchronize,

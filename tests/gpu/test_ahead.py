@@ -20,6 +20,7 @@ from aiocoll import (
 )
 from aiocoll.group.cuda import pacing, program_order
 
+from ..fakes.streams import ROOM
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
 from ..ranks import run_ranks, until
 from .groups import Gpus, gpus, host, launcher_rests
@@ -137,17 +138,20 @@ async def test_an_await_ends_when_the_device_is_done_and_all_are_known_to_have_c
 
 
 @pytest.mark.parametrize("key", [False, True])
-async def test_no_launch_waits_for_room_in_the_stream(key: bool) -> None:
+@pytest.mark.parametrize("behind", ["ours", "the caller's"])
+async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) -> None:
     """Neither in the loop nor in the launcher, which has other calls to make; those in flight keep their order."""
+    count = 1200 if behind == "ours" else ROOM - 24  # the caller's own stream has room for no more than that
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await looped(pg, gpu)
-        gate = gpu.cuda.gate(dispatcher_of(pg).device_state.communicator.stream, 0)  # type: ignore[union-attr]
-        works = [pg.allreduce(tensor, key=str(number) if key else None) for number in range(1200)]
+        ours = dispatcher_of(pg).device_state.communicator.stream  # type: ignore[union-attr]
+        gate = gpu.cuda.gate(ours if behind == "ours" else gpu.stream(0), 0)
+        works = [pg.allreduce(tensor, key=str(number) if key else None) for number in range(count)]
         await asyncio.sleep(0.05)
         gate.open()
         await asyncio.gather(*(work.join() for work in works))
-        assert [work.is_success() for work in works] == [True] * 1200
+        assert [work.is_success() for work in works] == [True] * count
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

@@ -17,6 +17,7 @@ import pytest
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.launcher import Launched
+from aiocoll.gpu.waiter import AT_MOST, AT_ONCE
 
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
@@ -367,13 +368,13 @@ async def test_a_batch_wakes_the_loop_once_and_is_told_in_several_turns(cuda: Fa
     stream = device.stream()
     loop = Counting(asyncio.get_running_loop())
     batch = Batch(cuda, device, stream)
-    calls = [begin(device, stream, call) for call in [batch, *[nothing] * 59]]
-    await batch.waited_for(60)
+    calls = [begin(device, stream, call) for call in [batch, *[nothing] * (AT_MOST - 1)]]
+    await batch.waited_for(AT_MOST)
     for launched, _ in calls:
         launched.loop = loop  # type: ignore[assignment]
     batch.open()
     await asyncio.gather(*(ended for _, ended in calls))
-    assert (loop.told, loop.turns) == (1, 3)
+    assert (loop.told, loop.turns) == (1, AT_MOST // AT_ONCE - 1)
 
 
 @pytest.mark.parametrize("by", ["thread", "launcher"])
@@ -388,7 +389,7 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeC
         told.append(0)
         while waiter._is_awake:
             time.sleep(0)
-        device.launch(stream, nothing, None, lambda error: told.append(60))
+        device.launch(stream, nothing, None, lambda error: told.append(AT_MOST))
         more.append(begin(device, stream)[1])
         # What tells of it comes in the loop's queue before the rest does.
         if by == "launcher":
@@ -399,13 +400,13 @@ async def test_a_batch_that_is_told_in_several_turns_keeps_its_place(cuda: FakeC
             assert ran.wait(10)
 
     device.launch(stream, batch, None, first)
-    for number in range(1, 60):
+    for number in range(1, AT_MOST):
         device.launch(stream, nothing, None, lambda error, number=number: told.append(number))
-    await batch.waited_for(60)
+    await batch.waited_for(AT_MOST)
     batch.open()
     await until(lambda: more)
     await more[0]
-    assert told == list(range(61))
+    assert told == list(range(AT_MOST + 1))
 
 
 async def test_thousands_of_calls_leave_nothing(cuda: FakeCuda, device: Device) -> None:

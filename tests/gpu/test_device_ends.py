@@ -21,6 +21,7 @@ import pytest
 from aiocoll.gpu import device as module
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.device import Device, close_devices
+from aiocoll.gpu.waiter import AT_MOST
 
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
@@ -243,19 +244,19 @@ def test_a_loop_that_is_closed_in_the_midst_of_a_batch(cuda: FakeCuda, device: D
 
     async def main() -> None:
         device.launch(stream, batch, None, lambda error: loop.stop())
-        for _ in range(59):
+        for _ in range(AT_MOST - 1):
             begin(device, stream, keep=kept.new())
-        await batch.waited_for(60)
+        await batch.waited_for(AT_MOST)
 
     loop.run_until_complete(main())
     batch.open()
     loop.run_forever()
-    assert 0 < len(kept.gone) < 59
+    assert 0 < len(kept.gone) < AT_MOST - 1
     loop.close()
     waiter = waiter_of(device, stream)
     assert device.close(10)  # its thread may have had a batch in its hands
     gc.collect()
-    assert len(kept.gone) == 59
+    assert len(kept.gone) == AT_MOST - 1
     assert not waiter._left
     assert cuda.live()["events"] == 0
 

@@ -146,7 +146,7 @@ class Direct:
     def finish(self, device: int, stream: int) -> None:
         """Wait for all that is on a stream."""
         with self.on(device):
-            event = self.cuda.event_create()
+            event = self.cuda.event_create(sleeps=True)
             try:
                 self.cuda.event_record(event, stream)
                 self.cuda.event_synchronize(event)
