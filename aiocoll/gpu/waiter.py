@@ -6,6 +6,10 @@ that long whether a call has ended, if no other call is queued. Calls that have 
     launcher    puts it on the stream; has it ended?  yes: wakes the loop  no: wakes the thread
     thread                                                                     sleeps until it has ended, wakes the loop
 
+What a loop launches itself wakes the thread when the loop's turn is over: each call of CUDA lets go of the interpreter,
+and a thread that wants it would have to be told so every time, which takes longer than the call. Where the last turn
+launched one call, the next one wakes the thread at once, which then is awake a bit earlier.
+
 The loop itself never asks CUDA: the driver may be blocked by a kernel that waits for a lost rank, and the loop has to
 abort that kernel. There is a thread for each stream: waiting for one collective, which waits for other ranks, must not
 hide the end of another call that those ranks may be waiting for.
@@ -57,8 +61,14 @@ class CompletionThread:
         # The launcher puts them in, and wakes the thread, which takes them out.
         self._calls: deque[Launched] = deque()
         self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
+        #: Who wakes the thread releases it; a condition would take some microseconds more.
+        self._wake = threading.Lock()
+        self._wake.acquire()
         self._is_awake = False
+        # The loop at the end of whose turn the thread will be woken, how many calls that turn has launched, and whether
+        # the last such turn has launched several.
+        self._due_in: asyncio.AbstractEventLoop | None = None
+        self._in_turn, self._in_rows = 0, False
         # Batches whose turn has come for a part, by the identity of their loop, in which alone they are looked at. What
         # that loop is to call keeps them: with it they go.
         self._left: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
@@ -98,16 +108,21 @@ class CompletionThread:
                 return
         with self._lock:
             self._calls.append(launched)
-            if not self._is_awake:
-                self._is_awake = True
-                self._wake.notify()
+            if look:
+                self._waken()
+            elif self._due_in is launched.loop:
+                self._in_turn += 1
+            else:
+                if not self._in_rows:
+                    self._waken()
+                self._due_in, self._in_turn = launched.loop, 1
+                launched.loop.call_soon(self._due)
 
     def stop(self, ended: Callable[[], object]) -> None:
         """End the thread after the earlier calls, and call `ended` in it; called in the launcher."""
         with self._lock:
             self._ended = ended
-            self._is_awake = True
-            self._wake.notify()
+            self._waken()
 
     def join(self, seconds: float) -> bool:
         """Return whether the stopped thread has ended within `seconds`."""
@@ -124,6 +139,13 @@ class CompletionThread:
         return False
 
     # -- in the loop
+
+    def _due(self) -> None:
+        """Wake the thread for the calls that were launched in one turn of the loop."""
+        with self._lock:
+            self._due_in, self._in_rows = None, self._in_turn > 1
+            if self._calls:
+                self._waken()
 
     def _end(self, loop: asyncio.AbstractEventLoop, batch: deque[Launched]) -> None:
         """Report a batch, after the rest of earlier ones."""
@@ -146,6 +168,11 @@ class CompletionThread:
 
     # -- the thread
 
+    def _waken(self) -> None:
+        if not self._is_awake:
+            self._is_awake = True
+            self._wake.release()
+
     def _run(self) -> None:
         with suppress(DeviceError):  # the waiting will raise it
             self._cuda.use(self._ordinal)
@@ -161,13 +188,14 @@ class CompletionThread:
 
     def _sleep(self) -> bool:
         """Sleep until there is a call to wait for; return False if there will be none."""
-        with self._lock:
-            while not (self._is_awake and self._calls):
+        while True:
+            with self._lock:
+                if self._is_awake and self._calls:
+                    return True
                 if self._ended is not None and not self._admitted:
                     return False
                 self._is_awake = False
-                self._wake.wait()
-        return True
+            self._wake.acquire()
 
     def _wait(self, launched: Launched) -> None:
         try:
@@ -212,6 +240,5 @@ class CompletionThread:
             launches = [self._held.popleft() for _ in range(min(len(self._held), AT_MOST - self._admitted))]
             self._admitted += len(launches)
             if self._ended is not None:
-                self._is_awake = True
-                self._wake.notify()
+                self._waken()
         return launches

@@ -266,6 +266,32 @@ async def test_what_comes_while_the_thread_waits_is_left_to_it(cuda: FakeCuda, d
     assert cuda.calls["event_synchronize"] == waits
 
 
+async def at_once(device: Device, stream: int, calls: list[int], count: int) -> list[asyncio.Future[None]]:
+    """Launch calls in this thread, which `calls` notes."""
+    ended = [asyncio.get_running_loop().create_future() for _ in range(count)]
+    for each in ended:
+        call = lambda: calls.append(threading.get_ident())  # noqa: E731
+        device.launch(stream, call, None, each.set_result, at_once=True)
+    return ended
+
+
+async def test_calls_that_a_turn_launches_wake_the_thread_when_it_is_over(
+    cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would want the interpreter while they are launched; at once where the last turn launched a single one."""
+    stream, wakes = device.stream(), list[int]()
+    waiter = waiter_of(device, stream)
+    waken = waiter._waken
+    monkeypatch.setattr(waiter, "_waken", lambda: (wakes.append(len(calls)), waken()))
+    for several, first in ((1, 1), (5, 1), (5, 5), (5, 5), (1, 1), (5, 1)):
+        await until(lambda: not waiter._is_awake)
+        wakes.clear()
+        calls: list[int] = []
+        await asyncio.gather(*await at_once(device, stream, calls, several))
+        assert set(calls) == {threading.get_ident()}
+        assert wakes[0] == first
+
+
 def test_a_loop_that_is_held_up_does_not_hide_the_ends_of_another(cuda: FakeCuda, device: Device) -> None:
     stream = device.stream()
     go_on = threading.Event()
