@@ -95,6 +95,12 @@ class _StreamAddress:
 class _Cuda:
     """`Cuda` by `cupy.cuda.runtime`; calls that must not hold the GIL or make a context go to the driver."""
 
+    # CuPy's own, with no function of ours in between: every collective calls these.
+    current = staticmethod(_named("cudaGetDevice")(runtime.getDevice))
+    is_capturing = staticmethod(_named("cudaStreamIsCapturing")(runtime.streamIsCapturing))
+    event_record = staticmethod(_named("cudaEventRecord")(runtime.eventRecord))
+    stream_wait = staticmethod(_named("cudaStreamWaitEvent")(runtime.streamWaitEvent))
+
     def __init__(self, driver: Driver) -> None:
         self.use = driver.use
         self.has_context = driver.has_context
@@ -121,10 +127,6 @@ class _Cuda:
         major, minor = (int(runtime.deviceGetAttribute(attribute, device)) for attribute in _CAPABILITY)
         return major, minor
 
-    @_named("cudaGetDevice")
-    def current(self) -> int:
-        return int(runtime.getDevice())
-
     @_named("cudaStreamCreateWithFlags")
     def stream_create(self) -> int:
         return int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
@@ -132,10 +134,6 @@ class _Cuda:
     @_named("cudaStreamDestroy")
     def stream_destroy(self, stream: int) -> None:
         runtime.streamDestroy(stream)
-
-    @_named("cudaStreamIsCapturing")
-    def is_capturing(self, stream: int) -> bool:
-        return bool(runtime.streamIsCapturing(stream))
 
     @_named("cudaEventCreateWithFlags")
     def event_create(self, sleeps: bool = False) -> int:
@@ -146,17 +144,9 @@ class _Cuda:
     def event_destroy(self, event: int) -> None:
         runtime.eventDestroy(event)
 
-    @_named("cudaEventRecord")
-    def event_record(self, event: int, stream: int) -> None:
-        runtime.eventRecord(event, stream)
-
     @_named("cudaEventSynchronize")
     def event_synchronize(self, event: int) -> None:
         runtime.eventSynchronize(event)
-
-    @_named("cudaStreamWaitEvent")
-    def stream_wait(self, stream: int, event: int) -> None:
-        runtime.streamWaitEvent(stream, event)
 
     @_named("cudaHostAlloc")
     def pinned(self, nbytes: int) -> NDArray[Any]:
@@ -203,34 +193,13 @@ class _Communicator:
         self._made = made
         self._ending = threading.Lock()
         self._ended = False
-
-    @_named("ncclAllReduce")
-    def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        self._made.allReduce(source, target, count, dtype, op, stream)
-
-    @_named("ncclReduce")
-    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
-        self._made.reduce(source, target, count, dtype, op, root, stream)
-
-    @_named("ncclBroadcast")
-    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
-        self._made.broadcast(source, target, count, dtype, root, stream)
-
-    @_named("ncclAllGather")
-    def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        self._made.allGather(source, target, count, dtype, stream)
-
-    @_named("ncclReduceScatter")
-    def reduce_scatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        self._made.reduceScatter(source, target, count, dtype, op, stream)
-
-    @_named("ncclSend")
-    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        self._made.send(source, count, dtype, peer, stream)
-
-    @_named("ncclRecv")
-    def recv(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        self._made.recv(target, count, dtype, peer, stream)
+        self.all_reduce = _named("ncclAllReduce")(made.allReduce)
+        self.reduce = _named("ncclReduce")(made.reduce)
+        self.broadcast = _named("ncclBroadcast")(made.broadcast)
+        self.all_gather = _named("ncclAllGather")(made.allGather)
+        self.reduce_scatter = _named("ncclReduceScatter")(made.reduceScatter)
+        self.send = _named("ncclSend")(made.send)
+        self.recv = _named("ncclRecv")(made.recv)
 
     def async_error(self) -> str | None:
         try:
