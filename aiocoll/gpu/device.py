@@ -225,6 +225,11 @@ class Device:
             self._launcher.put(launched.launch)
         return launched
 
+    @property
+    def is_launching(self) -> bool:
+        """Whether the launcher has a call, or should have it."""
+        return self._launcher.is_busy
+
     def mark(self, stream: int, is_checked: bool = False) -> int:
         """Return an event that is done when the work on the caller's `stream` so far is; for `after` or `unmark`.
 
@@ -363,12 +368,12 @@ class Device:
         while self._closing:
             self.cuda.stream_destroy(self._closing.popitem()[0])
         self._events.destroy()
+        self._marks.destroy()
 
 
 def close_devices(seconds: float = 10.0) -> bool:
     """Close all devices of this process; return whether all their threads have ended within `seconds` each."""
     with _lock:
-        self._marks.destroy()
         devices = list(_devices.values())
         _devices.clear()
     closed = [device.close(seconds) for device in devices]
@@ -428,13 +433,6 @@ def _settle(
         late()
 
 
-def _forked() -> None:
-    global _lock
-    _lock = threading.Lock()
-    for device in _devices.values():
-        device.forked = True
-
-
 @atexit.register
 def _exiting() -> None:
     """Wait for calls of NCCL: the process would crash if its library were taken down under them."""
@@ -442,5 +440,12 @@ def _exiting() -> None:
         thread.join(EXITING)
 
 
-os.register_at_fork(after_in_child=_forked)
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()
     _calling.clear()
+    for device in _devices.values():
+        device.forked = True
+
+
+os.register_at_fork(after_in_child=_forked)

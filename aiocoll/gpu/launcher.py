@@ -72,6 +72,11 @@ class LaunchThread:
             self._calling.release()
         return True
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is queued or running."""
+        return self._unfinished > 0
+
     def is_wanted(self) -> bool:
         """Whether a call is queued."""
         return not self._queue.empty()

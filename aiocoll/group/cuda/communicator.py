@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
 from aiocoll.engine.communicator import Communicator
@@ -31,8 +32,8 @@ __all__ = ["DeviceCommunicator", "connect_at_once"]
 _CONNECT = "NCCL_RUNTIME_CONNECT"
 #: Seconds between two checks for asynchronous errors, while anything is in flight.
 ASK_EVERY = 0.25
-#: Seconds until the loop gives way to the launcher for the first time; then twice as many, and so on.
-GIVE_WAY_AFTER = 0.001
+#: Seconds until the loop gives way to a launcher that launches nothing; then twice as many, and so on, to the latter.
+GIVE_WAY = 0.001, 0.016
 #: Seconds that closing ranks wait for each other, at most: then the communicator is aborted.
 PARTING = 5.0
 #: Seconds after which an abort that does not return is abandoned.
@@ -82,11 +83,13 @@ class DeviceCommunicator:
         self._asking = False
         self._in_flight = 0
         self._connected: set[Hashable] = set()
+        #: Calls that were not launched at once, perhaps some that have been since.
+        self._unlaunched: deque[Launched] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._aborted: asyncio.Future[None] | None = None
         size, rank = len(comm.ranks), comm.rank
 
         def init() -> None:
-        self._aborted: asyncio.Future[None] | None = None
             connect_at_once()
             try:
                 device.prepare()
@@ -141,14 +144,29 @@ class DeviceCommunicator:
         at_once, loop = kind in self._connected, self._group.endpoint.loop
         launched = self._device.launch(self.stream, call, keep, ended, at_once=at_once, loop=loop)
         if not launched.enqueued:
-            self._group.call_later(GIVE_WAY_AFTER, self._give_way, launched, GIVE_WAY_AFTER)
+            self._unlaunched.append(launched)
+            if len(self._unlaunched) == 1:
+                self._group.call_later(GIVE_WAY[0], self._give_way, launched, GIVE_WAY[0])
         return launched
 
-    def _give_way(self, launched: Launched, waited: float) -> None:
-        """Let the launcher have the interpreter, if it has not launched a call yet."""
-        if not launched.enqueued and not self._over:
+    def _give_way(self, first: Launched, waited: float) -> None:
+        """Let the launcher have the interpreter, if it has a call and has launched none for a while.
+
+        Args:
+            first: of those that were not launched the last time.
+            waited: seconds since then.
+        """
+        waiting = self._unlaunched
+        while waiting and (waiting[0].enqueued or self._over):
+            waiting.popleft()
+        if not waiting:
+            return
+        if waiting[0] is not first:
+            waited = 0.0
+        elif self._device.is_launching:
             self._group.runtime.give_way()
-            self._group.call_later(2 * waited, self._give_way, launched, 2 * waited)
+        waited = min(max(2 * waited, GIVE_WAY[0]), GIVE_WAY[1])
+        self._group.call_later(waited, self._give_way, waiting[0], waited)
 
     # -- while something is in flight
 
