@@ -371,7 +371,8 @@ def test_what_cupy_does_its_own_way() -> None:
         with pytest.raises(KeyError):
             nccl.NcclError(status)
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
-    assert runtime.CUDARuntimeError(600).status == 600
+    # In a process of its own, since the text of the error is CUDA's, which keeps what it opens.
+    assert run("from cupy.cuda import runtime; print(runtime.CUDARuntimeError(600).status)") == "600"
     # What `init` takes for granted: it can be made first, and is nothing then.
     made = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
     assert made.comm == 0
