@@ -57,4 +57,19 @@ def launching(cuda: FakeCuda) -> dict[str, Callable[..., None]]:
             arguments.append(device)
         cuda.kernel(stream, lambda: run(*arguments), device)
 
-    return {"cuModuleLoadData": load, "cuModuleGetFunction": function, "cuLaunchKernel": launch}
+    def begin_capture(stream: int, mode: int) -> None:
+        assert mode == 0, "the fake captures in the default mode"
+        cuda.capture(stream, True)
+
+    def end_capture(stream: int, graph: Pointer) -> None:
+        cuda.capture(stream, False)
+        put(graph, _MODULE, ctypes.c_uint64)
+
+    return {
+        "cuModuleLoadData": load,
+        "cuModuleGetFunction": function,
+        "cuLaunchKernel": launch,
+        "cuStreamBeginCapture_v2": begin_capture,
+        "cuStreamEndCapture": end_capture,
+        "cuGraphDestroy": lambda graph: None,
+    }

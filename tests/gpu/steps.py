@@ -26,6 +26,8 @@ EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
 #: How much longer steps may take on the fake device: that is no machine for this, but any, which others use as well.
 SLOW = 2
 
+#: What two ranks do by each adapter, see `on_device/ours.py`.
+PAIRED = ("sum", "killed", "aborted", "mismatched", "crossed", "queued")
 #: What tests import, also those that are not run by pytest; and what those need that are.
 TESTS = ("nccl", "pytest", "ml_dtypes")
 PYTEST = (*TESTS, "pytest_asyncio")
@@ -121,12 +123,11 @@ class _Maker(NamedTuple):
     def pairs(self) -> Iterator[Step]:
         """Two ranks on one device, by aiocoll."""
         yield self.two("ours", "ours", "sum", after=f"raw by {self.raw_by}")
-        yield self.two("killed", "ours", "killed")
-        yield self.two("aborted", "ours", "aborted")
+        yield from (self.two(how, "ours", how) for how in PAIRED[1:])
         yield self.two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1")
         yield self.two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1")
         if self.fake:
-            for how in ("sum", "killed", "aborted"):
+            for how in PAIRED:
                 yield self.two(f"{how} played", "ours", how, "raw by library", "played")
 
     def tests(
@@ -156,7 +157,7 @@ class _Maker(NamedTuple):
         more = () if self.fake else ("cupy", "ctypes")
         steps = [
             Step(f"alone {kind}", 45, ("-m", "tests.gpu.on_device.alone", kind), TESTS),
-            *(self.two(how, "ours", how, kind=kind) for how in ("sum", "killed", "aborted")),
+            *(self.two(how, "ours", how, kind=kind) for how in PAIRED),
             *(step for step in self.tests("streams", 50) if step.name.endswith(kind)),
         ]
         if self.fake:  # of a real one there are not enough

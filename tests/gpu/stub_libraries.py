@@ -42,6 +42,9 @@ CUDA_H = {
 }
 #: Those of cuda.h that tests on a device call besides, see `on_device/direct.py`.
 LAUNCH_H = {
+    "cuStreamBeginCapture_v2": "CUstream hStream, CUstreamCaptureMode mode",
+    "cuStreamEndCapture": "CUstream hStream, CUgraph *phGraph",
+    "cuGraphDestroy": "CUgraph hGraph",
     "cuModuleLoadData": "CUmodule *module, const void *image",
     "cuModuleGetFunction": "CUfunction *hfunc, CUmodule hmod, const char *name",
     "cuLaunchKernel": (
@@ -89,6 +92,8 @@ _KINDS = {
     "CUdeviceptr": ctypes.c_uint64,
     "CUcontext": ctypes.c_uint64,
     "CUstream": ctypes.c_uint64,
+    "CUstreamCaptureMode": ctypes.c_int,
+    "CUgraph": ctypes.c_uint64,
     "CUevent": ctypes.c_uint64,
     "CUmodule": ctypes.c_uint64,
     "CUfunction": ctypes.c_uint64,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 #: Where figures are written, one JSON object a line.
 FIGURES = "GPU_FIGURES"
+#: Seconds that a task sleeps, again and again, to see how late it wakes.
+NAP = 0.001
 
 
 class Gate(Protocol):
@@ -70,6 +76,10 @@ class World:
         """Let nothing begin that comes on the current stream of a device until the gate is opened."""
         raise NotImplementedError
 
+    def capturing(self, device: int) -> AbstractContextManager[None]:
+        """Capture what comes on the current stream of a device into a graph, in this block, in CUDA's default mode."""
+        raise NotImplementedError
+
     def poke(self, device: int) -> None:
         """Make calls of the runtime such as those of another thread of the user's."""
         raise NotImplementedError
@@ -77,6 +87,26 @@ class World:
     def figure(self, name: str, value: Any) -> None:
         """Write down what was measured."""
         figure(self.kind, name, value)
+
+
+@asynccontextmanager
+async def naps() -> AsyncIterator[list[float]]:
+    """Yield the seconds by which a task has woken late, while this block lasts."""
+    late: list[float] = []
+
+    async def nap() -> None:
+        while True:
+            start = perf_counter()
+            await asyncio.sleep(NAP)
+            late.append(perf_counter() - start - NAP)
+
+    napping = asyncio.create_task(nap())
+    await asyncio.sleep(0)
+    try:
+        yield late
+    finally:
+        napping.cancel()
+        await asyncio.wait([napping])
 
 
 def figure(kind: str, name: str, value: Any) -> None:

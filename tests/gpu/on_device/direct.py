@@ -79,9 +79,14 @@ done:
 #: Bytes that are copied at a time.
 NBYTES = 1 << 20
 
-_UINT, _POINTER = ctypes.c_uint, ctypes.c_void_p
+_INT, _UINT, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
+#: How CUDA captures if nothing else is said: what any thread does that is not safe then makes the capture invalid.
+_GLOBAL = 0
 #: Functions of cuda.h that tests call besides those of the library.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuStreamBeginCapture_v2": (_POINTER, _INT),
+    "cuStreamEndCapture": (_POINTER, _POINTER),
+    "cuGraphDestroy": (_POINTER,),
     "cuModuleLoadData": (_POINTER, _POINTER),
     "cuModuleGetFunction": (_POINTER, _POINTER, _POINTER),
     "cuLaunchKernel": (_POINTER, *[_UINT] * 7, _POINTER, _POINTER, _POINTER),
@@ -159,6 +164,18 @@ class Direct:
             kernel = self._kernel(name, device)
             given = (_POINTER * len(arguments))(*map(ctypes.addressof, arguments))
             self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, given, None)
+
+    @contextmanager
+    def capturing(self, device: int, stream: int) -> Iterator[None]:
+        """Capture what comes on a stream into a graph in this block; fails if the capture was made invalid."""
+        graph = ctypes.c_void_p()
+        with self.on(device):
+            self._call("cuStreamBeginCapture_v2", stream, _GLOBAL)
+            try:
+                yield
+            finally:
+                self._call("cuStreamEndCapture", stream, ctypes.byref(graph))
+            self._call("cuGraphDestroy", graph)
 
     def _kernel(self, name: str, device: int) -> ctypes.c_void_p:
         if (device, name) not in self._kernels:

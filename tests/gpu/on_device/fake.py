@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from numpy.typing import NDArray
@@ -52,6 +54,16 @@ class Fake(World):
 
     def gate(self, device: int) -> Gate:
         return self.gpu.gate(device)
+
+    @contextmanager
+    def capturing(self, device: int) -> Iterator[None]:
+        stream = self.current(device)
+        self.gpu.cuda.capture(stream, True, device)
+        try:
+            yield
+        finally:
+            self.gpu.cuda.capture(stream, False, device)
+        assert self.gpu.cuda.disturbed == []
 
     def poke(self, device: int) -> None:
         cuda = self.gpu.cuda

@@ -84,7 +84,7 @@ class FarCommunicator:
         def kernel() -> None:
             mine = self._cuda.memory.at(source, nbytes, self._device).view(kind)
             theirs = self._exchanged(mine.tobytes())
-            if theirs is None:  # the peer is gone
+            if theirs is None or len(theirs) != nbytes:  # the peer is gone, or its kernel is not this one
                 self._cuda.blocked.wait(self._aborted)
             else:
                 self._cuda.memory.at(target, nbytes, self._device).view(kind)[:] = mine + np.frombuffer(theirs, kind)

@@ -5,6 +5,9 @@
 sum        reduces arrays, and shuts the group down
 killed     rank 1 kills itself while rank 0's kernel waits for it
 aborted    rank 0 aborts while its kernel waits for rank 1, which is held up on its device
+mismatched rank 1 calls with fewer elements; both ranks launch that before they compare it
+crossed    each rank calls two groups in another order, with keys and without, and nothing is staged
+queued     more calls than a stream has room for, behind a kernel that holds them up
 left       ends without a word, the group still open
 """
 
@@ -23,10 +26,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import GroupError, PeerLostError, ProcessGroup, new_group
+from aiocoll import CollectiveMismatchError, GroupError, PeerLostError, ProcessGroup, new_group
 from aiocoll.gpu.provider import provide, runtime
 
-from ...internals import dispatcher_of
+from ...internals import dispatcher_of, set_limits
+from .base import naps
+from .clocked import Clocked
 from .two import Posing
 from .worlds import World, world
 
@@ -38,6 +43,10 @@ ROUNDS = 20
 SOON = 3.0
 #: Seconds for a call, the making of the communicator included.
 TIMEOUT = 30.0
+#: Calls that are queued, each a wait, a kernel and an event: a stream has room for 1,024 of these.
+QUEUED = 500
+#: Seconds for which nothing may hold up the loop.
+LAG = 0.5
 
 
 @contextmanager
@@ -46,7 +55,7 @@ def placed(kind: str, rank: int) -> Iterator[World]:
     with world(kind, stuck=True, processes=True) as made:  # perhaps: NCCL may not give back what is aborted
         cuda, nccl = runtime()
         assert nccl is not None, "there is no NCCL"
-        with provide(Posing(cuda, rank), nccl):  # type: ignore[arg-type]
+        with provide(Posing(cuda, rank), Clocked(nccl)):  # type: ignore[arg-type]
             yield made
 
 
@@ -122,11 +131,78 @@ async def left(pg: ProcessGroup, made: World) -> None:
     await reduced(pg, made, 1000)
 
 
-HOW = {"sum": sum_, "killed": killed, "aborted": aborted, "left": left}
+async def mismatched(pg: ProcessGroup, made: World) -> None:
+    rank, (_, few, many) = pg.rank(), COUNTS
+    for count in (few, few, many, many, few, few):  # of both it is known that either has followed them
+        await reduced(pg, made, count)
+    tensor = made.tensor(np.ones(few if rank else many, np.float32))
+    clock = runtime()[1]
+    assert isinstance(clock, Clocked)
+    start = perf_counter()
+    work = pg.allreduce(tensor)
+    assert clock.last[rank] > start, "it was not launched at the call"
+    await fails(pg, work, CollectiveMismatchError, rf"(?s){many}.*{few}|{few}.*{many}", made, "a call that differs")
+
+
+async def crossed(pg: ProcessGroup, made: World) -> None:
+    other = await pg.split_group([[0, 1]], group_name="other")
+    assert other is not None
+    groups, times = ((pg, other) if pg.rank() else (other, pg)), []
+    for number in range(ROUNDS):
+        calls = [
+            (group, key) for key in (None, f"{number} a", f"{number} b")[: 1 + 2 * (number % 2)] for group in groups
+        ]
+        tensors = [made.tensor(np.full(1000, pg.rank() + 1, np.float32)) for _ in calls]
+        start = perf_counter()
+        works = [group.allreduce(each, key=key) for (group, key), each in zip(calls, tensors, strict=True)]
+        await asyncio.gather(*(work.join() for work in works))
+        times.append((perf_counter() - start) / len(calls))
+        assert all((made.host(each) == 3).all() for each in tensors)
+    posing = runtime()[0]
+    assert isinstance(posing, Posing)
+    assert posing.staged == 0
+    if pg.rank() == 0:
+        made.figure("allreduces of two groups, in another order on each rank: us p50", round(median(times) * 1e6, 1))
+    await other.shutdown()
+
+
+async def queued(pg: ProcessGroup, made: World) -> None:
+    made.stream(0)
+    tensor = made.tensor(np.full(1000, pg.rank() + 1.0))
+    await pg.allreduce(tensor)
+    async with naps() as late:
+        gate = made.gate(0)
+        start = perf_counter()
+        works = [pg.allreduce(tensor) for _ in range(QUEUED)]
+        called = perf_counter() - start
+        await pg.barrier()
+        assert not works[0].done()
+        gate.open()
+        for work in works:
+            await work
+    assert set(made.host(tensor)) == {3 * 2.0**QUEUED}
+    assert max(called, *late) < LAG
+    if pg.rank() == 0:
+        made.figure(f"to call {QUEUED} allreduces in a row: us each", round(called / QUEUED * 1e6, 1))
+        made.figure(
+            "loop lag meanwhile: ms p50, p99, max", (np.percentile(late, (50, 99, 100)) * 1e3).round(3).tolist()
+        )
+
+
+HOW = {
+    "sum": sum_,
+    "killed": killed,
+    "aborted": aborted,
+    "mismatched": mismatched,
+    "crossed": crossed,
+    "queued": queued,
+    "left": left,
+}
 
 
 async def body(how: str, kind: str, meeting: str, rank: int) -> None:
-    with placed(kind, rank) as made:
+    with placed(kind, rank) as made, pytest.MonkeyPatch.context() as patch:
+        set_limits(patch, slot_patience=TIMEOUT)  # nothing is staged because a rank is slow
         pg = await new_group(init_method=f"file://{meeting}/store", rank=rank, world_size=2, timeout=TIMEOUT)
         await first(pg, made)
         await HOW[how](pg, made)

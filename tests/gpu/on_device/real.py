@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 from itertools import cycle
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -85,6 +86,9 @@ class Real(World):
     def _hold(self, place: int, seconds: float, device: int) -> None:
         flag = ctypes.c_uint64(self._flags[place:].ctypes.data)
         self.direct.launch("until", 1, 1, device, self.current(device), flag, ctypes.c_uint64(int(seconds * 1e9)))
+
+    def capturing(self, device: int) -> AbstractContextManager[None]:
+        return self.direct.capturing(device, self.current(device))
 
     def finish(self, device: int) -> None:
         """Wait for all that is on the current stream of a device."""

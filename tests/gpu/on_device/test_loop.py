@@ -15,18 +15,10 @@ from aiocoll.gpu.provider import runtime
 
 from ...ranks import run_ranks
 from ..groups import WAYS
+from .base import naps
 from .worlds import PLAYED, World, world
 
 both = pytest.mark.parametrize("way", WAYS)
-#: Seconds that a task sleeps, again and again, to see how late it wakes.
-NAP = 0.001
-
-
-async def naps(late: list[float]) -> None:
-    while True:
-        start = perf_counter()
-        await asyncio.sleep(NAP)
-        late.append(perf_counter() - start - NAP)
 
 
 @both
@@ -35,17 +27,13 @@ async def test_the_loop_goes_on_while_a_long_kernel_is_before_a_call(kind: str, 
         device = pg.rank() % made.devices
         tensor = made.tensor(np.ones(1000), device)
         await pg.allreduce(tensor)
-        late: list[float] = []
-        napping = asyncio.create_task(naps(late))
-        await asyncio.sleep(0)
-        made.delay(made.slow, device)
-        start = perf_counter()
-        work = pg.allreduce(tensor)
-        called = perf_counter() - start
-        await work
-        took = perf_counter() - start
-        napping.cancel()
-        await asyncio.wait([napping])
+        async with naps() as late:
+            made.delay(made.slow, device)
+            start = perf_counter()
+            work = pg.allreduce(tensor)
+            called = perf_counter() - start
+            await work
+            took = perf_counter() - start
         assert took > made.slow * 0.9
         # One callback that waits for the device would be late by all of it.
         assert max(called, *late) < made.slow / 2

@@ -106,6 +106,29 @@ async def test_default_streams_have_an_order_as_well(kind: str, way: str, per_th
 
 
 @both
+async def test_what_another_thread_captures_stays_valid_and_no_call_gets_into_it(kind: str, way: str) -> None:
+    async def body(pg: ProcessGroup, made: World) -> None:
+        device = pg.rank() % made.devices
+        tensor = made.tensor(np.ones(1000), device)
+        await pg.allreduce(tensor)
+        gate = made.gate(device)
+        work = pg.allreduce(tensor)
+        await pg.barrier()
+        made.stream(device)
+        with made.capturing(device):
+            with pytest.raises(RuntimeError, match="being captured into a graph"):
+                pg.allreduce(tensor)
+            gate.open()
+            await work  # whose end threads ask for
+        await pg.allreduce(tensor)
+        assert set(made.host(tensor)) == {pg.size() ** 3}
+
+    with world(kind, way, 1) as made:
+        made.stream(0)
+        await run_ranks(1, body, made)
+
+
+@both
 async def test_freed_memory_is_given_to_nobody_while_calls_read_it(kind: str, way: str) -> None:
     turns, together, count = (32 if kind in PLAYED else 2000), 8, 5000
 

@@ -61,13 +61,22 @@ def way(version: int) -> str:
 
 
 class Posing:
-    """CUDA whose device says that it is another: else ranks of one device are staged."""
+    """CUDA whose device says that it is another: else ranks of one device are staged.
+
+    Attributes:
+        staged: how often something was copied to the host.
+    """
 
     def __init__(self, cuda: Any, rank: int) -> None:
         self._cuda, self._rank = cuda, rank
+        self.staged = 0
 
     def bus_id(self, device: int) -> str:
         return f"{self._cuda.bus_id(device)}/{self._rank}"
+
+    def copy_to_host(self, *args: Any) -> None:
+        self.staged += 1
+        self._cuda.copy_to_host(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cuda, name)
