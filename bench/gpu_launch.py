@@ -1,12 +1,13 @@
-"""How long a collective on CUDA arrays takes to be on its stream: ``python bench/gpu_launch.py``, on the fake device.
+"""How long a collective on CUDA arrays takes to be on its stream: ``python bench/gpu_launch.py [--kind torch]``.
 
 That is what `pg.allreduce` of 8 B takes in steady state, when it launches in the loop before any other rank is asked,
 1 ms after the last one, or one right after the other: until it calls NCCL's function, and until it returns. It is told
 beside the bare call: the same functions of CUDA and NCCL, made by hand. Then the time from the call to NCCL's function
 in a loop that others keep busy, in slices of 5 ms.
 
-The fake's functions are Python: a real device's are not. So another table tells how much of a call is theirs. Bare
-calls and ours take turns, and what counts is the round that was disturbed least: the speed of the machine changes.
+Another table tells how much of a call is in functions of CUDA and NCCL; those of the fake device, which ``--fake``
+measures on, are Python. Bare calls and ours take turns, and what counts is the round that was disturbed least: the
+speed of the machine changes.
 """
 
 from __future__ import annotations
@@ -29,44 +30,30 @@ from machine import machine
 from markdown import micros, table
 
 from aiocoll import ProcessGroup, testing
+from aiocoll.elements import buffers
 from aiocoll.elements.streams import stream_address
-from aiocoll.gpu.provider import runtime
+from aiocoll.gpu.provider import provide, runtime
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.fakes.cuda import FakeCuda
-from tests.fakes.nccl import FakeCommunicator
-from tests.gpu.groups import Gpus, gpus
-from tests.gpu.on_device.worlds import Fake
+from tests.gpu.on_device.clocked import Clocked, ClockedEnd
+from tests.gpu.on_device.worlds import REAL, World, missing, world
 
 #: Calls that are measured in each round: in an idle loop, and in a busy one; and those in a row.
 CALLS, BUSY_CALLS, ROW = 200, 60, 20
-#: Rounds of bare calls and of ours, which take turns.
-TURNS = 7
+#: Rounds of bare calls and of ours, which take turns: on a device, where each makes a communicator; on the fake one.
+TURNS = {False: 3, True: 7}
 #: Seconds for which another task keeps the loop at a time.
 SLICE = 0.005
 #: Microseconds: what a call may add to the bare one in an idle loop, and what a launch may take in a busy one.
 ADDED, BUSY = 25.0, 1000.0
 #: NCCL's numbers of float64 and of sum.
 FLOAT64, SUM = 8, 0
-#: Seconds until NCCL's function is called, until the call returns, and in functions of the fake; how many of these.
+#: Seconds until NCCL's function is called, until the call returns, and in functions of the device; how many of these.
 Times = tuple[float, float, float, int]
 
 
-class Launches:
-    """When each rank has called NCCL last."""
-
-    def __init__(self, gpu: Gpus) -> None:
-        self._gpu = gpu
-        self.last: dict[int, float] = {}
-        gpu.nccl.hooks.append(self._called)
-
-    def _called(self, call: str) -> None:
-        if call == "all_reduce":
-            self.last[self._gpu.cuda.current()] = perf_counter()
-
-
 class Share:
-    """How many functions of the fake this thread calls, and the seconds it is in them."""
+    """How many functions of CUDA and NCCL, or of the fake, this thread calls, and the seconds it is in them."""
 
     def __init__(self) -> None:
         self.calls, self.seconds = 0, 0.0
@@ -74,23 +61,25 @@ class Share:
         self._is_inside = False
 
     @contextmanager
-    def counting(self, gpu: Gpus) -> Iterator[None]:
+    def counting(self, made: World) -> Iterator[None]:
         """Count in this block, which itself takes time."""
-        before = [(kind, name, getattr(kind, name)) for kind, names in self._counted(gpu) for name in names]
-        for kind, name, call in before:
-            setattr(kind, name, self._counting(call))
+        before = [(owner, name, getattr(owner, name)) for owner, names in self._counted(made) for name in names]
+        for owner, name, call in before:
+            setattr(owner, name, self._counting(call))
         try:
             yield
         finally:
-            for kind, name, call in before:
-                setattr(kind, name, call)
+            for owner, name, call in before:
+                setattr(owner, name, call)
 
     @staticmethod
-    def _counted(gpu: Gpus) -> tuple[tuple[type, tuple[str, ...]], ...]:
+    def _counted(made: Any) -> tuple[tuple[Any, tuple[str, ...]], ...]:
+        calls = ("current", "use", "has_context", "is_capturing", "event_record", "stream_wait")
+        of_arrays = ("get_device", "resolve_conj", "resolve_neg", "contiguous", "data_ptr", "numel")
         return (
-            (FakeCuda, ("current", "use", "has_context", "is_capturing", "event_record", "stream_wait")),
-            (FakeCommunicator, ("all_reduce",)),
-            (gpu.torch.Tensor, ("get_device", "resolve_conj", "resolve_neg", "contiguous", "data_ptr", "numel")),
+            (runtime()[0], calls),
+            (ClockedEnd, ("all_reduce",)),
+            *([(made.gpu.torch.Tensor, of_arrays)] if made.kind == "fake" else []),
         )
 
     def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,16 +98,26 @@ class Share:
         return counting
 
 
-async def bare(gpu: Gpus, launches: Launches, share: Share, calls: int, row: int) -> list[Times]:
+@contextmanager
+def clocked(kind: str, devices: int) -> Iterator[tuple[World, Clocked]]:
+    """Provide devices, and NCCL with a clock."""
+    with world(kind, devices=devices) as made:
+        cuda, nccl = runtime()
+        clock = Clocked(nccl)
+        with provide(cuda, clock):  # type: ignore[arg-type]
+            yield made, clock
+
+
+async def bare(made: World, clock: Clocked, share: Share, calls: int, row: int) -> list[Times]:
     """Return the times of each call by hand, on a communicator of one rank: it is launched, and waited for after."""
     cuda, nccl = runtime()
     assert nccl is not None
     cuda.use(0)
-    array = gpu.tensor(np.ones(1), 0)
-    address = array.data_ptr()
+    tensor = made.tensor(np.ones(1))
+    address = buffers.view(tensor).array.ptr
     end = nccl.init(1, nccl.unique_id(), 0)
     stream, mark, event = cuda.stream_create(), cuda.event_create(), cuda.event_create()
-    before = stream_address(Fake(gpu, 1).stream(0))
+    before = stream_address(made.stream(0))
     times = []
     for number in range(calls):
         if number % row == 0:
@@ -131,19 +130,19 @@ async def bare(gpu: Gpus, launches: Launches, share: Share, calls: int, row: int
         cuda.stream_wait(stream, mark)
         end.all_reduce(address, address, 1, FLOAT64, SUM, stream)
         cuda.event_record(event, stream)
-        times.append((launches.last[0] - start, perf_counter() - start, share.seconds, share.calls))
+        times.append((clock.last[0] - start, perf_counter() - start, share.seconds, share.calls))
     cuda.event_synchronize(event)
     end.destroy()
     return times
 
 
-async def idle(pg: ProcessGroup, gpu: Gpus, launches: Launches, share: Share, calls: int, row: int) -> list[Times]:
+async def idle(pg: ProcessGroup, made: World, clock: Clocked, share: Share, calls: int, row: int) -> list[Times]:
     """Return the times of each call until it returns, when it is on its stream.
 
     The device of a rank is the thread's current one, as in a process of its own.
     """
     cuda, _ = runtime()
-    tensor = gpu.tensor(np.ones(1), pg.rank())
+    tensor = made.tensor(np.ones(1), pg.rank())
     times = []
     for number in range(calls // row + 5):
         works = []
@@ -153,7 +152,7 @@ async def idle(pg: ProcessGroup, gpu: Gpus, launches: Launches, share: Share, ca
             start = perf_counter()
             works.append(pg.allreduce(tensor))
             if number >= 5:
-                launched = launches.last[pg.rank()]
+                launched = clock.last[pg.rank()]
                 assert launched > start, "it has not been launched at the call"
                 times.append((launched - start, perf_counter() - start, share.seconds, share.calls))
         for work in works:
@@ -163,9 +162,9 @@ async def idle(pg: ProcessGroup, gpu: Gpus, launches: Launches, share: Share, ca
     return times
 
 
-async def busy(pg: ProcessGroup, gpu: Gpus, launches: Launches, calls: int) -> list[float]:
+async def busy(pg: ProcessGroup, made: World, clock: Clocked, calls: int) -> list[float]:
     """Return the seconds from each call to that of NCCL's function, beside a task that keeps the loop busy."""
-    tensor = gpu.tensor(np.ones(1), pg.rank())
+    tensor = made.tensor(np.ones(1), pg.rank())
     for _ in range(5):
         await pg.allreduce(tensor)
     times: list[float] = []
@@ -181,32 +180,31 @@ async def busy(pg: ProcessGroup, gpu: Gpus, launches: Launches, calls: int) -> l
         while len(times) < calls:
             start = perf_counter()
             work = pg.allreduce(tensor)
-            launched = launches.last.get(pg.rank(), 0.0)
+            launched = clock.last.get(pg.rank(), 0.0)
             await work
-            times.append((launched if launched > start else launches.last[pg.rank()]) - start)
+            times.append((launched if launched > start else clock.last[pg.rank()]) - start)
 
     await asyncio.gather(others(), calling())
     return times
 
 
-async def by_hand(row: int, count: bool = False) -> list[Times]:
-    """Return the times of bare calls; those in functions of the fake if they `count`."""
+async def by_hand(made: World, clock: Clocked, row: int, count: bool = False) -> list[Times]:
+    """Return the times of bare calls; those in functions of the device if they `count`."""
     share = Share()
-    with gpus(1) as gpu, share.counting(gpu) if count else nullcontext():
-        return await bare(gpu, Launches(gpu), share, CALLS, row)
+    with share.counting(made) if count else nullcontext():
+        return await bare(made, clock, share, CALLS, row)
 
 
-async def by_us(world_size: int, row: int, count: bool = False) -> list[Times]:
+async def by_us(made: World, clock: Clocked, world_size: int, row: int, count: bool = False) -> list[Times]:
     """Return the same of ours."""
     share = Share()
-    with gpus(world_size) as gpu, share.counting(gpu) if count else nullcontext():
-        found = await testing.run_ranks(world_size, idle, gpu, Launches(gpu), share, CALLS, row)
+    with share.counting(made) if count else nullcontext():
+        found = await testing.run_ranks(world_size, idle, made, clock, share, CALLS, row)
     return [each for times in found for each in times]
 
 
-async def in_busy_loop(world_size: int) -> list[float]:
-    with gpus(world_size) as gpu:
-        found = await testing.run_ranks(world_size, busy, gpu, Launches(gpu), BUSY_CALLS)
+async def in_busy_loop(made: World, clock: Clocked, world_size: int) -> list[float]:
+    found = await testing.run_ranks(world_size, busy, made, clock, BUSY_CALLS)
     return [each for times in found for each in times]
 
 
@@ -223,12 +221,12 @@ def least(rounds: Sequence[Sequence[Times]], what: int) -> float:
     return min(median(each[what] for each in times) for times in rounds)
 
 
-def rows_of(row: int, what: str) -> Iterator[tuple[str, ...]]:
+def rows_of(made: World, clock: Clocked, sizes: Sequence[int], row: int, what: str) -> Iterator[tuple[str, ...]]:
     """Yield what a bare call takes, and what ours add to it."""
-    rounds: dict[int, list[list[Times]]] = {0: [], 1: [], 2: []}
-    for _ in range(TURNS):
+    rounds: dict[int, list[list[Times]]] = {size: [] for size in (0, *sizes)}
+    for _ in range(TURNS[made.kind == "fake"]):
         for world_size, found in rounds.items():
-            found.append(uvloop.run(by_us(world_size, row) if world_size else by_hand(row)))
+            found.append(uvloop.run(by_us(made, clock, world_size, row) if world_size else by_hand(made, clock, row)))
     bare_early, bare_whole = (least(rounds[0], each) for each in (0, 1))
     for world_size, found in rounds.items():
         early, whole = (least(found, each) for each in (0, 1))
@@ -240,10 +238,10 @@ def rows_of(row: int, what: str) -> Iterator[tuple[str, ...]]:
         yield f"{what}, world size {world_size}", *shown, *added, verdict(whole - bare_whole, ADDED)
 
 
-def shares_of(row: int, what: str) -> Iterator[tuple[str, ...]]:
-    """Yield how much of a call is the fake's, in the round that was disturbed least."""
-    for name, run in (("bare", by_hand), ("ours", partial(by_us, 1))):
-        rounds = [uvloop.run(run(row, True)) for _ in range(TURNS)]
+def shares_of(made: World, clock: Clocked, row: int, what: str) -> Iterator[tuple[str, ...]]:
+    """Yield how much of a call is the device's, in the round that was disturbed least."""
+    for name, run in (("bare", partial(by_hand, made, clock)), ("ours", partial(by_us, made, clock, 1))):
+        rounds = [uvloop.run(run(row, True)) for _ in range(TURNS[made.kind == "fake"])]
         times = min(rounds, key=lambda times: median(each[1] for each in times))
         inside, calls = median(each[2] for each in times), median(each[3] for each in times)
         rest = median(each[1] - each[2] for each in times)
@@ -252,17 +250,24 @@ def shares_of(row: int, what: str) -> Iterator[tuple[str, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How long a call on CUDA arrays takes to be on its stream.")
+    parser.add_argument("--fake", action="store_true", help="measure on the fake device")
+    parser.add_argument("--kind", choices=REAL, help="what arrays are of (default: CuPy where it is, else torch)")
     parser.add_argument("--output", type=Path, help="write the results there too")
     args = parser.parse_args()
+    kind = "fake" if args.fake else args.kind or next((each for each in REAL if not missing(each)), REAL[0])
+    if reason := missing(kind):
+        parser.exit(2, f"{reason}: nothing was measured. On the fake device: --fake\n")
+    sizes = (1, 2) if args.fake else (1,)  # the ranks of one process have a device each
     rows: list[Any] = []
     shares: list[Any] = []
-    for row, what in ((1, "after 1 ms"), (ROW, "in a row")):
-        rows += rows_of(row, what)
-        shares += shares_of(row, what)
-    for world_size in (1, 2):
-        times = uvloop.run(in_busy_loop(world_size))
-        name = f"busy loop, world size {world_size}"
-        rows.append((name, micros(median(times)), "", p99(times), "", "", verdict(median(times), BUSY)))
+    with clocked(kind, len(sizes)) as (made, clock):
+        for row, what in ((1, "after 1 ms"), (ROW, "in a row")):
+            rows += rows_of(made, clock, sizes, row, what)
+            shares += shares_of(made, clock, row, what)
+        for world_size in sizes:
+            times = uvloop.run(in_busy_loop(made, clock, world_size))
+            name = f"busy loop, world size {world_size}"
+            rows.append((name, micros(median(times)), "", p99(times), "", "", verdict(median(times), BUSY)))
     head = (
         "8 B, in one process",
         "to NCCL, µs p50",
@@ -271,16 +276,14 @@ def main() -> None:
         "above bare, to NCCL",
         "until it returns",
     )
-    text = "\n\n".join(
-        (
-            "# Launching calls on CUDA arrays",
-            machine(),
-            "**There was no GPU.** All of this was measured on the fake device.",
-            table((*head, f"{ADDED:g} / {BUSY:g} µs"), rows),
-            "How much of a call is the fake's, world size 1; to count that takes time, too:",
-            table(("8 B", "functions of the fake", "µs p50 in them", "the rest"), shares),
-        )
-    )
+    texts = ["# Launching calls on CUDA arrays", machine(), table((*head, f"{ADDED:g} / {BUSY:g} µs"), rows)]
+    if args.fake:
+        texts.insert(2, "**There was no GPU.** All of this was measured on the fake device.")
+    texts += [
+        "How much of a call are functions of CUDA and NCCL, world size 1; to count that takes time, too:",
+        table(("8 B", "functions", "µs p50 in them", "the rest"), shares),
+    ]
+    text = "\n\n".join(texts)
     print(text)
     if args.output:
         args.output.write_text(text + "\n")
