@@ -235,14 +235,14 @@ class Device:
 
         Args:
             stream: the stream.
-            is_checked: `check_capture` has been called just now.
+            is_checked: `check_capture` has returned True just now.
 
         Raises:
             DeviceError: the stream cannot be waited for.
             RuntimeError: it is being captured into a graph; or after a fork.
         """
         self._check()
-        return self._marks.on_device(self._marks.record if is_checked else self._mark, stream)
+        return self._marks.record(stream) if is_checked else self._marks.on_device(self._mark, stream)
 
     def after(self, marks: Sequence[int], *streams: int) -> None:
         """Make later work on `streams` wait for `marks`, which must not be used again; in the launcher."""
@@ -258,13 +258,18 @@ class Device:
         """Release a mark that is not needed."""
         self._marks.give(mark)
 
-    def check_capture(self, stream: int) -> None:
-        """Refuse a stream that is being captured into a graph.
+    def check_capture(self, stream: int) -> bool:
+        """Refuse a stream that is being captured into a graph; return whether this is the thread's current device.
 
         Raises:
             RuntimeError: it is.
         """
-        self._events.on_device(self._check_capture, stream)
+        is_current = self.cuda.current() == self.ordinal
+        if is_current:
+            self._check_capture(stream)
+        else:
+            self._marks.on_device(self._check_capture, stream)
+        return is_current
 
     def _mark(self, before: int) -> int:
         self._check_capture(before)

@@ -50,7 +50,7 @@ class DeviceCall:
         state: the group's state on the device.
         kind: what to do.
         arrays: on the device, numbered as the plan's buffers; None where this rank has none.
-        is_checked: just now, none of their streams was being captured.
+        is_checked: just now, none of their streams was being captured, and their device is the thread's current one.
         signature: what the ranks must agree on.
     """
 

@@ -131,13 +131,15 @@ class DeviceState:
             found = self._kinds[plan] = Kind(plan)
         return found
 
-    def mark(self, arrays: Iterable[DeviceArray | None], is_checked: bool = False) -> tuple[int, ...]:
+    def mark(self, arrays: Sequence[DeviceArray | None], is_checked: bool = False) -> tuple[int, ...]:
         """Record the position of the caller's streams: the call's work waits for it.
 
         Args:
             arrays: the call's; None where this rank has none.
-            is_checked: just now, none of the streams was being captured.
+            is_checked: just now, none of the streams was being captured, and the device is the thread's current one.
         """
+        if len(arrays) == 1 and (only := arrays[0]) is not None:
+            return (self.device.mark(only.stream, is_checked),)
         marks: dict[int, int] = {}
         for each in arrays:
             if each is not None and each.stream not in marks:

@@ -49,14 +49,14 @@ class DeviceCalls:
             device.check_capture(stream)
         return DeviceCalls(DeviceState(comm, device, nccl, forced, ahead))
 
-    def check(self, arrays: Sequence[DeviceArray | None]) -> None:
-        """Refuse arrays that the group cannot take, or not now.
+    def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
+        """Refuse arrays that the group cannot take, or not now; return whether the thread's device is theirs.
 
         Raises:
             ValueError: they are on another device than those of earlier calls.
             RuntimeError: the caller's stream is being captured into a graph.
         """
-        device, checked = self.state.device, None
+        device, checked, is_current = self.state.device, None, True
         for each in arrays:
             if each is not None and each.device != device.ordinal:
                 self._check_device(arrays)
@@ -64,10 +64,11 @@ class DeviceCalls:
         for each in arrays:
             if each is not None and each.stream != checked:
                 checked = each.stream
-                device.check_capture(checked)
+                is_current = device.check_capture(checked)
+        return is_current
 
     def executor(self, plan: Plan, arrays: Sequence[DeviceArray | None], at_once: bool) -> DeviceCall:
-        """Return what carries out a collective on arrays that were just checked; `at_once`: now, or maybe later."""
+        """Return what carries out a collective on arrays that were checked; `at_once`: now, on the current device."""
         return DeviceCall(self.state, self.state.kind(plan), arrays, at_once)
 
     def batched(self, members: Sequence[Member], ordered: bool) -> Make:

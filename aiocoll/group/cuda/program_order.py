@@ -129,7 +129,8 @@ class ProgramOrder:
         self._waiting.append(entry)
         self._go_on()
         # Somebody waits for it, or nothing else is on its way: else together with what follows.
-        if self._waiting or self._reported <= self.confirmed or self.called - self._reported >= TOGETHER:
+        is_first = self._reported <= self.confirmed and not self._alone
+        if self._waiting or is_first or self.called - self._reported >= TOGETHER:
             self._report_now()
         elif not self._reports_soon:
             self._reports_soon = True

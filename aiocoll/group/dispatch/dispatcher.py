@@ -435,11 +435,12 @@ class Dispatcher:
         if self.dry:
             return plan.executor
         calls = self._device_calls
+        is_current = False
         if calls is None:
             calls = self.on_device(arrays)
         else:  # the group is checked as the call is launched
-            calls.check(arrays)
-        return calls.executor(plan, arrays, not self._diverts)
+            is_current = calls.check(arrays)
+        return calls.executor(plan, arrays, is_current and not self._diverts)
 
     def as_one(self, calls: Sequence[Call], ordered: bool) -> Make:
         """Return what makes one operation of several collectives on CUDA arrays, which have been checked.
