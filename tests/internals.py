@@ -86,6 +86,7 @@ LIMITS = {
     "agreement_parting": ("aiocoll.group.cuda.backend_agreement.PARTING",),
     "device_aborting": ("aiocoll.group.cuda.communicator.ABORTING",),
     "device_ask_every": ("aiocoll.group.cuda.communicator.ASK_EVERY",),
+    "device_exiting": ("aiocoll.gpu.device.EXITING",),
     "device_kept_calls": ("aiocoll.group.cuda.device_state.KEPT", "aiocoll.group.cuda.kinds.KEPT"),
     "device_looks": ("aiocoll.gpu.waiter.LOOKS",),
     "device_parting": ("aiocoll.group.cuda.communicator.PARTING",),

@@ -26,7 +26,7 @@ from aiocoll.gpu.waiter import AT_MOST
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
-from ..internals import waiter_of
+from ..internals import Limits, waiter_of
 from ..ranks import until
 from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
 
@@ -287,6 +287,34 @@ async def test_what_the_launcher_calls_may_fail(device: Device, error: BaseExcep
     cancelled = device.run(fail)
     cancelled.cancel()
     assert await device.run(lambda: 1) == 1
+
+
+async def test_the_end_of_the_process_waits_for_calls_in_threads(device: Device, limits: Limits) -> None:
+    """And for one that does not come back no longer than a limit."""
+    go_on = threading.Event()
+    call = device.run_in_thread(lambda: go_on.wait(10))
+    limits(device_exiting=0.01)
+    module._exiting()
+    assert not call.done()
+    limits(device_exiting=10.0)
+    threading.Timer(0.02, go_on.set).start()
+    module._exiting()
+    assert go_on.is_set()
+    assert await call
+
+
+async def test_a_thread_that_cannot_be_started_is_not_waited_for(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = set(module._calling)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start"):
+            device.run_in_thread(lambda: None)
+    assert module._calling == before
 
 
 async def test_a_result_that_nobody_waits_for_is_undone(device: Device, caplog: pytest.LogCaptureFixture) -> None:
