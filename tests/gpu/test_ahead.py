@@ -18,6 +18,7 @@ from aiocoll import (
     ReduceOp,
     Send,
 )
+from aiocoll.gpu.waiter import AT_MOST
 from aiocoll.group.cuda import pacing, program_order
 
 from ..fakes.streams import ROOM
@@ -146,9 +147,10 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await looped(pg, gpu)
         ours = dispatcher_of(pg).device_state.communicator.stream  # type: ignore[union-attr]
+        device = gpu.engine(0)
         gate = gpu.cuda.gate(ours if behind == "ours" else gpu.stream(0), 0)
         works = [pg.allreduce(tensor, key=str(number) if key else None) for number in range(count)]
-        await asyncio.sleep(0.05)
+        await until(lambda: len(waiter_of(device, ours)._held) == count - AT_MOST and not device.is_launching)
         gate.open()
         await asyncio.gather(*(work.join() for work in works))
         assert [work.is_success() for work in works] == [True] * count
