@@ -124,6 +124,7 @@ class _Maker(NamedTuple):
         """Two ranks on one device, by aiocoll."""
         yield self.two("ours", "ours", "sum", after=f"raw by {self.raw_by}")
         yield from (self.two(how, "ours", how) for how in PAIRED[1:])
+        yield self.two("compared before", "ours", "sum", AIOCOLL_VERIFY="before")
         yield self.two("exit with RAS", "ours", "sum", NCCL_RAS_ENABLE="1")
         yield self.two("exit with RAS unclosed", "ours", "left", NCCL_RAS_ENABLE="1")
         if self.fake:

@@ -142,7 +142,7 @@ def test_the_order_of_the_steps() -> None:
     tests = [f"{name} {kind}" for name in ("failures", "streams", "staged 2", "staged 4", "staged 8", "loop", "calls")
              for kind in kinds]  # fmt: skip
     raw, exits = ["raw by cupy", "raw by library"], ["exit with RAS", "exit with RAS unclosed"]
-    pair = [*raw, "ours", *PAIRED[1:], *exits]
+    pair = [*raw, "ours", *PAIRED[1:], "compared before", *exits]
     two_ranks = [f"two ranks {kind}" for kind in kinds]
     by = [f"{name} by ctypes" for name in ("alone torch", *PAIRED, "streams torch")]
     assert names == ["signatures", "alone cupy", "alone torch", *pair, *two_ranks, *tests, *by, "bench"]

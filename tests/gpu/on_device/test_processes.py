@@ -40,6 +40,12 @@ async def talk(pg: ProcessGroup, made: World) -> str:
     assert [made.host(each)[0] for each in into] == [peer * size + rank for peer in range(size)]
     await pg.allgather(into, parts[0])
     assert [made.host(each)[0] for each in into] == [peer * size for peer in range(size)]
+    one, two = made.tensor(np.full(3, rank + 1.0), device), made.tensor(np.full(3, rank), device)
+    async with pg.coalescing():
+        pg.allreduce(one)
+        pg.broadcast(two, size - 1)
+    assert made.host(one).tolist() == [size * (size + 1) / 2] * 3
+    assert made.host(two).tolist() == [size - 1] * 3
     if size > 1:  # nobody sends to itself
         right, left = (rank + 1) % size, (rank - 1) % size
         sent = pg.send(made.tensor(np.full(100_000, rank), device), right, tag=2)
