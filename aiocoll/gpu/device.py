@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from numpy.typing import NDArray
 
@@ -32,8 +33,8 @@ T = TypeVar("T")
 #: The devices of this process, by runtime and ordinal. A forked child gets a new lock.
 _devices: dict[tuple[int, int], Device] = {}
 _lock = threading.Lock()
-#: The threads of `Device.run_in_thread`, and the seconds that a process which exits waits for each.
-_calling: set[threading.Thread] = set()
+#: The threads of `Device.run_in_thread` that have not ended, and the seconds that a process which exits waits for each.
+_threads: WeakSet[threading.Thread] = WeakSet()
 EXITING = 5.0
 
 
@@ -305,21 +306,14 @@ class Device:
 
     def _start_thread(self, carry: Callable[[], None]) -> None:
         def there() -> None:
-            try:
-                with suppress(DeviceError):  # `call` will raise it
-                    self.cuda.use(self.ordinal)
-                    self.cuda.relax()
-                carry()
-            finally:
-                _calling.discard(thread)
+            with suppress(DeviceError):  # `call` will raise it
+                self.cuda.use(self.ordinal)
+                self.cuda.relax()
+            carry()
 
         thread = threading.Thread(target=there, name=f"aiocoll-call-{self.ordinal}", daemon=True)
-        _calling.add(thread)
-        try:
-            thread.start()
-        except RuntimeError:
-            _calling.discard(thread)
-            raise
+        thread.start()
+        _threads.add(thread)
 
     async def close_stream(self, stream: int, seconds: float) -> bool:
         """Destroy a stream when all calls launched on it have ended.
@@ -441,14 +435,14 @@ def _settle(
 @atexit.register
 def _exiting() -> None:
     """Wait for calls of NCCL: the process would crash if its library were taken down under them."""
-    for thread in list(_calling):
+    for thread in list(_threads):
         thread.join(EXITING)
 
 
 def _forked() -> None:
     global _lock
     _lock = threading.Lock()
-    _calling.clear()
+    _threads.clear()
     for device in _devices.values():
         device.forked = True
 

@@ -309,12 +309,12 @@ async def test_a_thread_that_cannot_be_started_is_not_waited_for(
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    before = set(module._calling)
+    before = set(module._threads)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="can't start"):
             device.run_in_thread(lambda: None)
-    assert module._calling == before
+    assert set(module._threads) == before
 
 
 async def test_a_result_that_nobody_waits_for_is_undone(device: Device, caplog: pytest.LogCaptureFixture) -> None:

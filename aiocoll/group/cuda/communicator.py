@@ -161,11 +161,13 @@ class DeviceCommunicator:
             waiting.popleft()
         if not waiting:
             return
+        soonest, latest = GIVE_WAY
         if waiting[0] is not first:
-            waited = 0.0
-        elif self._device.is_launching:
-            self._group.runtime.give_way()
-        waited = min(max(2 * waited, GIVE_WAY[0]), GIVE_WAY[1])
+            waited = soonest
+        else:
+            waited = min(2 * waited, latest)
+            if self._device.is_launching:
+                self._group.runtime.give_way()
         self._group.call_later(waited, self._give_way, waiting[0], waited)
 
     # -- while something is in flight
