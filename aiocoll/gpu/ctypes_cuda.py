@@ -47,7 +47,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 _NON_BLOCKING = 1
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2
 _MAJOR, _MINOR = 75, 76
-_SUCCESS, _INVALID_CONTEXT = 0, 201
+_INVALID_CONTEXT = 201
 _NO_DEVICE = -1
 _BUS_ID = 64
 
@@ -67,9 +67,6 @@ class CtypesCuda(Driver):
         for name, types in SIGNATURES.items():
             call = self._calls[name] = getattr(library, name)
             call.argtypes, call.restype = types, _INT
-        # Every collective calls these.
-        self._current, self._capturing = self._calls["cuCtxGetDevice"], self._calls["cuStreamIsCapturing"]
-        self._record, self._wait = self._calls["cuEventRecord"], self._calls["cuStreamWaitEvent"]
 
     def version(self) -> int:
         """Return the version of CUDA that the driver has, such as 12080."""
@@ -93,11 +90,12 @@ class CtypesCuda(Driver):
 
     def current(self) -> int:
         """Return the current device of this thread; -1 if it has none."""
-        number = ctypes.c_int(_NO_DEVICE)
-        status = self._current(ctypes.byref(number))
-        if status not in (_SUCCESS, _INVALID_CONTEXT):
-            raise self._error("cuCtxGetDevice", status)
-        return number.value
+        try:
+            return self._number("cuCtxGetDevice")
+        except DeviceError as error:
+            if error.status != _INVALID_CONTEXT:
+                raise
+            return _NO_DEVICE
 
     def has_context(self, device: int) -> bool:
         """Whether this process has a context on the device, if it is one."""
@@ -113,10 +111,9 @@ class CtypesCuda(Driver):
 
     def is_capturing(self, stream: int) -> bool:
         """Whether work for `stream` is being captured into a graph."""
-        found = ctypes.c_int()
-        if status := self._capturing(stream, ctypes.byref(found)):
-            raise self._error("cuStreamIsCapturing", status)
-        return bool(found.value)
+        status = ctypes.c_int()
+        self._call("cuStreamIsCapturing", stream, ctypes.byref(status))
+        return bool(status.value)
 
     def event_create(self, sleeps: bool = False) -> int:
         """Return a new event."""
@@ -128,8 +125,7 @@ class CtypesCuda(Driver):
 
     def event_record(self, event: int, stream: int) -> None:
         """Record `event` on `stream`."""
-        if status := self._record(event, stream):
-            raise self._error("cuEventRecord", status)
+        self._call("cuEventRecord", event, stream)
 
     def event_synchronize(self, event: int) -> None:
         """Block this thread until the event is done."""
@@ -137,8 +133,7 @@ class CtypesCuda(Driver):
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Make later work on `stream` wait for `event`."""
-        if status := self._wait(stream, event, 0):
-            raise self._error("cuStreamWaitEvent", status)
+        self._call("cuStreamWaitEvent", stream, event, 0)
 
     def pinned(self, nbytes: int) -> NDArray[Any]:
         """Return page-locked host memory."""
