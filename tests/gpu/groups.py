@@ -113,8 +113,8 @@ def host(tensor: Any) -> NDArray[Any]:
 
 async def launcher_rests(pg: ProcessGroup, gpu: Gpus) -> None:
     """Wait until the launcher is done with calls whose ends it has told: until then, calls go through its thread."""
-    launcher = gpu.engine(pg.rank())._launcher
-    await until(lambda: not launcher._unfinished)
+    device = gpu.engine(pg.rank())
+    await until(lambda: not device.is_launching)
 
 
 def is_native(pg: ProcessGroup) -> bool:

@@ -21,7 +21,7 @@ from .kinds import ADAPTER, ADAPTERS
 from .on_device import two
 from .played import machine
 from .run import Run
-from .steps import PAIRED, ROOT, Ended, Step, carry_out, end, steps
+from .steps import ROOT, Ended, Step, carry_out, end, steps
 
 EVERYTHING: dict[str, Any] = {
     "modules": dict.fromkeys(things.MODULES, "99.0"),
@@ -142,9 +142,10 @@ def test_the_order_of_the_steps() -> None:
     tests = [f"{name} {kind}" for name in ("failures", "streams", "staged 2", "staged 4", "staged 8", "loop", "calls")
              for kind in kinds]  # fmt: skip
     raw, exits = ["raw by cupy", "raw by library"], ["exit with RAS", "exit with RAS unclosed"]
-    pair = [*raw, "ours", *PAIRED[1:], "compared before", *exits]
+    paired = ("killed", "aborted", "mismatched", "crossed", "queued")
+    pair = [*raw, "ours", *paired, "compared before", *exits]
     two_ranks = [f"two ranks {kind}" for kind in kinds]
-    by = [f"{name} by ctypes" for name in ("alone torch", *PAIRED, "streams torch")]
+    by = [f"{name} by ctypes" for name in ("alone torch", "sum", *paired, "streams torch")]
     assert names == ["signatures", "alone cupy", "alone torch", *pair, *two_ranks, *tests, *by, "bench"]
     assert max(step.limit for step in found) <= 60
     for step in found:
@@ -186,7 +187,8 @@ def test_each_adapter_has_its_steps_on_the_fake() -> None:
     found = steps(fake=True, folder=Path("there"), plugins=[], missing=())
     for adapter in ADAPTERS:
         names = [step.name for step in found if step.environment.get(ADAPTER) == adapter]
-        assert names == [f"{name} by {adapter}" for name in ("alone fake", *PAIRED, "streams fake", "overlapping")]
+        paired = ("sum", "killed", "aborted", "mismatched", "crossed", "queued")
+        assert names == [f"{name} by {adapter}" for name in ("alone fake", *paired, "streams fake", "overlapping")]
 
 
 def test_what_is_missing_is_no_pass(run: Run) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
+
+from aiocoll import ProcessGroup
 
 #: Where figures are written, one JSON object a line.
 FIGURES = "GPU_FIGURES"
@@ -107,6 +110,24 @@ async def naps() -> AsyncIterator[list[float]]:
     finally:
         napping.cancel()
         await asyncio.wait([napping])
+
+
+def lag(late: Sequence[float]) -> list[float]:
+    """Return the median of these seconds, their 99th percentile and the most, in ms."""
+    found: list[float] = (np.percentile(late, (50, 99, 100)) * 1e3).round(3).tolist()
+    return found
+
+
+async def held(pg: ProcessGroup, made: World, value: float = 1.0) -> tuple[int, Any, Gate]:
+    """Return this rank's device, a tensor there that was reduced, and a gate behind which all waits that comes now.
+
+    The first call of a group makes its communicator, or takes the memory that a staged call needs, for which CUDA may
+    wait for the device.
+    """
+    device = pg.rank() % made.devices
+    tensor = made.tensor(np.full(1000, value), device)
+    await pg.allreduce(tensor)
+    return device, tensor, made.gate(device)
 
 
 def figure(kind: str, name: str, value: Any) -> None:

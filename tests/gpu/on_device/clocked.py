@@ -5,8 +5,10 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
+from .through import Through
 
-class Clocked:
+
+class Clocked(Through):
     """NCCL, whichever it is.
 
     Attributes:
@@ -14,26 +16,21 @@ class Clocked:
     """
 
     def __init__(self, nccl: Any) -> None:
-        self._nccl = nccl
+        super().__init__(nccl)
         self.last: dict[int, float] = {}
 
     def init(self, world_size: int, unique_id: bytes, rank: int) -> Any:
-        return ClockedEnd(self._nccl.init(world_size, unique_id, rank), self.last, rank)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._nccl, name)
+        return ClockedEnd(self._other.init(world_size, unique_id, rank), self.last, rank)
 
 
-class ClockedEnd:
+class ClockedEnd(Through):
     """One rank's end of a communicator."""
 
     def __init__(self, end: Any, last: dict[int, float], rank: int) -> None:
-        self._end, self._last, self._rank = end, last, rank
+        super().__init__(end)
+        self._last, self._rank = last, rank
         self._all_reduce = end.all_reduce
 
     def all_reduce(self, *args: Any) -> None:
         self._last[self._rank] = perf_counter()
         self._all_reduce(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._end, name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -19,23 +20,22 @@ from aiocoll.gpu.provider import provide, runtime
 from aiocoll.group.cuda import device_state as side_module
 from aiocoll.store import HashStore
 
+from .through import Through
 from .worlds import PLAYED, World, world
 
 #: Seconds after which a call has hung: on a real device, and on one that is played.
 LIMIT = (5.0, 0.3)
+#: What the process ends without: that would wait for the thread that aborts.
 _left: list[object] = []
 #: Seconds that an abort takes: longer than the process to its end.
 SLOW = 1.0
 
 
-class Slow:
+class Slow(Through):
     """NCCL that takes its time to abort."""
 
-    def __init__(self, nccl: Any) -> None:
-        self._nccl = nccl
-
     def init(self, world_size: int, unique_id: bytes, rank: int) -> Any:
-        made = self._nccl.init(world_size, unique_id, rank)
+        made = self._other.init(world_size, unique_id, rank)
         abort = made.abort
 
         def slow() -> None:
@@ -46,9 +46,6 @@ class Slow:
         made.abort = slow
         return made
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._nccl, name)
-
 
 async def aborting(made: World) -> None:
     cuda, nccl = runtime()
@@ -58,17 +55,11 @@ async def aborting(made: World) -> None:
         pg.abort("enough")
 
 
-class Lonely:
+class Lonely(Through):
     """NCCL whose communicators have a rank more than anybody knows of."""
 
-    def __init__(self, nccl: Any) -> None:
-        self._nccl = nccl
-
     def init(self, world_size: int, unique_id: bytes, rank: int) -> Any:
-        return self._nccl.init(world_size + 1, unique_id, rank)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._nccl, name)
+        return self._other.init(world_size + 1, unique_id, rank)
 
 
 async def lonely(made: World) -> None:
@@ -89,12 +80,11 @@ async def unclosed(made: World) -> None:
 def main(how: str, kind: str) -> None:
     if kind in PLAYED:
         side_module.RELEASE = 0.1  # it is known what hangs, and that it does so for ever
-    made = world(kind, stuck=how == "lonely")
-    asyncio.run({"aborting": aborting, "lonely": lonely, "unclosed": unclosed}[how](made.__enter__()))
-    if how == "aborting":
-        _left.append(made)  # whose end would wait for that thread
-    else:
-        made.__exit__(None, None, None)
+    with ExitStack() as stack:
+        made = stack.enter_context(world(kind, stuck=how == "lonely"))
+        asyncio.run({"aborting": aborting, "lonely": lonely, "unclosed": unclosed}[how](made))
+        if how == "aborting":
+            _left.append(stack.pop_all())
 
 
 if __name__ == "__main__":

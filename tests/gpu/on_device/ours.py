@@ -30,7 +30,7 @@ from aiocoll import CollectiveMismatchError, GroupError, PeerLostError, ProcessG
 from aiocoll.gpu.provider import provide, runtime
 
 from ...internals import dispatcher_of, set_limits
-from .base import naps
+from .base import lag, naps
 from .clocked import Clocked
 from .two import Posing
 from .worlds import World, world
@@ -184,9 +184,7 @@ async def queued(pg: ProcessGroup, made: World) -> None:
     assert max(called, *late) < LAG
     if pg.rank() == 0:
         made.figure(f"to call {QUEUED} allreduces in a row: us each", round(called / QUEUED * 1e6, 1))
-        made.figure(
-            "loop lag meanwhile: ms p50, p99, max", (np.percentile(late, (50, 99, 100)) * 1e3).round(3).tolist()
-        )
+        made.figure("loop lag meanwhile: ms p50, p99, max", lag(late))
 
 
 HOW = {

@@ -17,6 +17,7 @@ from aiocoll.store import HashStore
 
 from ...ranks import run_ranks
 from ..groups import WAYS
+from .base import held
 from .worlds import World, ranks, world
 
 both = pytest.mark.parametrize("way", WAYS)
@@ -28,10 +29,7 @@ HUNG = 40.0
 @both
 async def test_a_group_is_aborted_while_a_long_kernel_holds_up_its_call(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
-        device = pg.rank() % made.devices
-        tensor = made.tensor(np.ones(1000), device)
-        await pg.allreduce(tensor)
-        gate = made.gate(device)
+        _, tensor, gate = await held(pg, made)
         works = [pg.allreduce(tensor) for _ in range(3)]
         await pg.barrier()
         start = perf_counter()

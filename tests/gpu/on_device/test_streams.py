@@ -11,6 +11,7 @@ from aiocoll import ProcessGroup
 
 from ...ranks import run_ranks
 from ..groups import WAYS
+from .base import held
 from .worlds import PLAYED, World, ranks, world
 
 both = pytest.mark.parametrize("way", WAYS)
@@ -35,10 +36,7 @@ async def test_a_call_comes_after_a_long_kernel_on_the_callers_stream(kind: str,
 
 async def test_a_stream_is_ordered_without_the_host_waiting(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
-        device = pg.rank() % made.devices
-        tensor, other = (made.tensor(np.zeros(1000), device) for _ in range(2))
-        await pg.allreduce(other)  # makes the communicator, for which CUDA may wait for the device
-        gate = made.gate(device)
+        _, tensor, gate = await held(pg, made, 0.0)
         made.add(tensor, pg.rank() + 1.0)
         work = pg.allreduce(tensor)
         assert await work.on_stream() is tensor
@@ -60,10 +58,7 @@ async def test_a_stream_is_ordered_without_the_host_waiting(kind: str) -> None:
 
 async def test_another_stream_can_be_ordered(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
-        device = pg.rank() % made.devices
-        tensor = made.tensor(np.ones(1000), device)
-        await pg.allreduce(tensor)
-        gate = made.gate(device)
+        device, tensor, gate = await held(pg, made)
         work = pg.allreduce(tensor)
         other = made.stream(device)
         await work.on_stream(other)
@@ -85,10 +80,7 @@ async def test_default_streams_have_an_order_as_well(kind: str, way: str, per_th
         pytest.skip("torch makes no use of the default streams of threads")
 
     async def body(pg: ProcessGroup, made: World) -> None:
-        device = pg.rank() % made.devices
-        tensor = made.tensor(np.zeros(1000), device)
-        await pg.allreduce(tensor)  # takes the memory that a staged call needs, for which CUDA may wait for the device
-        gate = made.gate(device)
+        _, tensor, gate = await held(pg, made, 0.0)
         made.add(tensor, pg.rank() + 1.0)
         work = pg.allreduce(tensor)
         await pg.barrier()
@@ -108,10 +100,7 @@ async def test_default_streams_have_an_order_as_well(kind: str, way: str, per_th
 @both
 async def test_what_another_thread_captures_stays_valid_and_no_call_gets_into_it(kind: str, way: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> None:
-        device = pg.rank() % made.devices
-        tensor = made.tensor(np.ones(1000), device)
-        await pg.allreduce(tensor)
-        gate = made.gate(device)
+        device, tensor, gate = await held(pg, made)
         work = pg.allreduce(tensor)
         await pg.barrier()
         made.stream(device)

@@ -19,6 +19,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from .through import Through
+
 #: What both ranks need, whatever lets NCCL do it.
 TWO_HOSTS = {
     "NCCL_NET": "Socket",
@@ -60,7 +62,7 @@ def way(version: int) -> str:
     return WAYS[version >= MULTI_RANK]
 
 
-class Posing:
+class Posing(Through):
     """CUDA whose device says that it is another: else ranks of one device are staged.
 
     Attributes:
@@ -68,18 +70,16 @@ class Posing:
     """
 
     def __init__(self, cuda: Any, rank: int) -> None:
-        self._cuda, self._rank = cuda, rank
+        super().__init__(cuda)
+        self._rank = rank
         self.staged = 0
 
     def bus_id(self, device: int) -> str:
-        return f"{self._cuda.bus_id(device)}/{self._rank}"
+        return f"{self._other.bus_id(device)}/{self._rank}"
 
     def copy_to_host(self, *args: Any) -> None:
         self.staged += 1
-        self._cuda.copy_to_host(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cuda, name)
+        self._other.copy_to_host(*args)
 
 
 def said(meeting: Path, rank: int) -> Path:
