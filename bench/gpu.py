@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from gpu_devices import add_arguments, chosen
 from inflight import Case
 from machine import machine
 from markdown import micros, size_of, table
@@ -36,7 +37,7 @@ from aiocoll.gpu.provider import runtime
 from aiocoll.store import HashStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.gpu.on_device.worlds import REAL, World, missing, world
+from tests.gpu.on_device.worlds import World, world
 
 SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 #: Sizes and iterations of a glance.
@@ -239,16 +240,13 @@ async def staged_of(kind: str, world_size: int, transport: str, sizes: Sequence[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What calls on CUDA arrays take.")
-    parser.add_argument("--fake", action="store_true", help="measure on the fake device")
-    parser.add_argument("--kind", choices=REAL, help="what arrays are of (default: CuPy where it is, else torch)")
+    add_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="a glance: few sizes and iterations")
     parser.add_argument("--pin", action="store_true", help="keep the process of NCCL on one core, on the fake device")
     parser.add_argument("--output", type=Path, help="write the results there too")
     parser.add_argument("--plots", type=Path, help="draw pictures into this folder")
     args = parser.parse_args()
-    kind = "fake" if args.fake else args.kind or next((each for each in REAL if not missing(each)), REAL[0])
-    if reason := missing(kind):
-        parser.exit(2, f"{reason}: nothing was measured. On the fake device: --fake\n")
+    kind = chosen(parser, args)
     sizes, most = (QUICK, 100) if args.quick else (SIZES, 1000)
     cores = os.sched_getaffinity(0)
     if args.pin:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from gpu_devices import add_arguments, chosen
 from machine import machine
 from markdown import micros, table
 
@@ -36,12 +37,12 @@ from aiocoll.gpu.provider import provide, runtime
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.gpu.on_device.clocked import Clocked, ClockedEnd
-from tests.gpu.on_device.worlds import REAL, World, missing, world
+from tests.gpu.on_device.worlds import World, world
 
 #: Calls that are measured in each round: in an idle loop, and in a busy one; and those in a row.
 CALLS, BUSY_CALLS, ROW = 200, 60, 20
 #: Rounds of bare calls and of ours, which take turns: on a device, where each makes a communicator; on the fake one.
-TURNS = {False: 3, True: 7}
+TURNS, FAKE_TURNS = 3, 7
 #: Seconds for which another task keeps the loop at a time.
 SLICE = 0.005
 #: Microseconds: what a call may add to the bare one in an idle loop, and what a launch may take in a busy one.
@@ -188,6 +189,10 @@ async def busy(pg: ProcessGroup, made: World, clock: Clocked, calls: int) -> lis
     return times
 
 
+def turns(made: World) -> int:
+    return FAKE_TURNS if made.kind == "fake" else TURNS
+
+
 async def by_hand(made: World, clock: Clocked, row: int, count: bool = False) -> list[Times]:
     """Return the times of bare calls; those in functions of the device if they `count`."""
     share = Share()
@@ -224,7 +229,7 @@ def least(rounds: Sequence[Sequence[Times]], what: int) -> float:
 def rows_of(made: World, clock: Clocked, sizes: Sequence[int], row: int, what: str) -> Iterator[tuple[str, ...]]:
     """Yield what a bare call takes, and what ours add to it."""
     rounds: dict[int, list[list[Times]]] = {size: [] for size in (0, *sizes)}
-    for _ in range(TURNS[made.kind == "fake"]):
+    for _ in range(turns(made)):
         for world_size, found in rounds.items():
             found.append(uvloop.run(by_us(made, clock, world_size, row) if world_size else by_hand(made, clock, row)))
     bare_early, bare_whole = (least(rounds[0], each) for each in (0, 1))
@@ -241,7 +246,7 @@ def rows_of(made: World, clock: Clocked, sizes: Sequence[int], row: int, what: s
 def shares_of(made: World, clock: Clocked, row: int, what: str) -> Iterator[tuple[str, ...]]:
     """Yield how much of a call is the device's, in the round that was disturbed least."""
     for name, run in (("bare", partial(by_hand, made, clock)), ("ours", partial(by_us, made, clock, 1))):
-        rounds = [uvloop.run(run(row, True)) for _ in range(TURNS[made.kind == "fake"])]
+        rounds = [uvloop.run(run(row, True)) for _ in range(turns(made))]
         times = min(rounds, key=lambda times: median(each[1] for each in times))
         inside, calls = median(each[2] for each in times), median(each[3] for each in times)
         rest = median(each[1] - each[2] for each in times)
@@ -250,13 +255,10 @@ def shares_of(made: World, clock: Clocked, row: int, what: str) -> Iterator[tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How long a call on CUDA arrays takes to be on its stream.")
-    parser.add_argument("--fake", action="store_true", help="measure on the fake device")
-    parser.add_argument("--kind", choices=REAL, help="what arrays are of (default: CuPy where it is, else torch)")
+    add_arguments(parser)
     parser.add_argument("--output", type=Path, help="write the results there too")
     args = parser.parse_args()
-    kind = "fake" if args.fake else args.kind or next((each for each in REAL if not missing(each)), REAL[0])
-    if reason := missing(kind):
-        parser.exit(2, f"{reason}: nothing was measured. On the fake device: --fake\n")
+    kind = chosen(parser, args)
     sizes = (1, 2) if args.fake else (1,)  # the ranks of one process have a device each
     rows: list[Any] = []
     shares: list[Any] = []
