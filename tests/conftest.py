@@ -41,7 +41,7 @@ _ALONE = (
     "cli/test_tune.py",
     "hosts/test_hostile.py",
     "hosts/test_links.py",
-    *(f"integration/test_{name}.py" for name in ("alive", "namespaces", "other_user", "recovery")),
+    *(f"integration/test_{name}.py" for name in ("alive", "mismatch", "namespaces", "other_user", "recovery")),
 )
 _PAGES = ("test_contributing.py", "test_docs.py", "test_examples.py", "test_overlap.py", "test_pages.py",
           "test_site.py", "test_tutorials.py")  # fmt: skip

@@ -55,11 +55,11 @@ class SingleCopy(NamedTuple):
 
     The kernel does that page by page, at half the speed at which a core copies from memory that both map, to which the
     sender has to copy first. While it copies, though, the receiver can take what is there. So reading in place pays
-    where the sender has more to do, and for what is larger than the caches.
+    where one of the two has more to do, and for what is larger than the caches.
 
     Attributes:
         moved: of a message that is copied.
-        spread: of one that is copied while its sender has others to copy, too.
+        spread: of one that is copied while its sender or its receiver has others to copy, too.
         reduced: of one that is reduced into something.
     """
 
@@ -71,8 +71,7 @@ class SingleCopy(NamedTuple):
         """Return that of the messages of a collective among `size` ranks."""
         if reduces:
             return self.reduced
-        alone = kind == "gather" or (kind == "broadcast" and size == 2)
-        return self.moved if alone else self.spread
+        return self.moved if size == 2 and kind in ("gather", "broadcast") else self.spread
 
 
 class Tuning(NamedTuple):

@@ -235,7 +235,7 @@ def _said(single_copy: SingleCopy | None) -> str:
 def _write(path: Path, text: str) -> None:
     """Write the whole file or nothing: a group may read it at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh = path.with_name(f"{path.name}.{os.urandom(8).hex()}")  # several hosts may share the folder
     try:
         fresh.write_text(text)
         fresh.replace(path)

@@ -8,7 +8,7 @@ import string
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TextIO
 
 __all__ = ["FORMAT", "KEYS", "VERSION", "file_name", "write_json"]
 
@@ -20,7 +20,6 @@ KEYS = 10_000
 _LONGEST = 160
 #: Characters of it that stay as they are.
 _PLAIN = frozenset(string.ascii_letters + string.digits + "_.-~")
-_numbers = itertools.count()
 
 
 def file_name(group: str, rank: int) -> str:
@@ -37,13 +36,21 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     """Write `content` to `path` atomically, for this user alone; OSError if that fails."""
     import json  # many programs never need it
 
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name[:200]}.{os.getpid()}.{next(_numbers)}")
-    try:
-        with open(temporary, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+    with _beginning(*os.path.split(path)) as file:
+        try:
             json.dump(content, file, separators=(",", ":"))
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
+
+
+def _beginning(folder: str, name: str) -> TextIO:
+    """Make a file beside that of this name; processes that were killed, on any host, may have left some there."""
+    numbers = itertools.count()
+    while True:
+        beginning = os.path.join(folder, f".{name[:200]}.{next(numbers)}")
+        with suppress(FileExistsError):
+            return open(beginning, "x", encoding="ascii", opener=lambda path, flags: os.open(path, flags, 0o600))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import frexp, nan
 from typing import Any, Final
 
@@ -425,6 +426,10 @@ class Communicator:
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Run `attempt` in the next turn of the loop."""
         self.runtime.call_soon(self.attempt, callback, *args)
+
+    def before_turn_ends(self, callback: Callable[[], object]) -> None:
+        """Run `attempt` at the end of this turn of the loop, or when an await polls."""
+        self.runtime.before_turn_ends(partial(self.attempt, callback))
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
         """Run `attempt` in `delay` seconds."""

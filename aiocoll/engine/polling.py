@@ -80,9 +80,14 @@ class Polling:
         self._busy = False
         self._turn = 0.0
 
+    @property
+    def polls(self) -> bool:
+        """Whether awaits poll at all."""
+        return self._spin > 0.0
+
     def spin(self, work: Work[Any]) -> None:
         """Poll the links for a moment; without result at most once per turn of the loop."""
-        if not self._spun and self._spin and self.links:
+        if not self._spun and self._spin and (self.links or self.lookers):
             self._quiet.run(self._poll, work, 0)
 
     def poll_once(self) -> None:
@@ -106,6 +111,11 @@ class Polling:
         now = ticks()
         idle, limit, doubt = now + spin, now + BUDGET, now + DOUBT
         while now < idle and now < limit:
+            if give_way is not None:
+                # Before it looks: who comes here has looked just now, and waits for a rank that may need this core.
+                give_way()
+                given, now = now, ticks()
+                idle += now - given
             moved = False
             for link in self.links:
                 if link.poll():
@@ -116,13 +126,7 @@ class Polling:
                 idle = now + spin
             if (moved and self._in_flight() < before) if work is None else work._done:
                 return
-            if give_way is not None:
-                given = ticks()
-                give_way()
-                now = ticks()
-                idle += now - given
-            else:
-                now = ticks()
+            now = ticks()
             if now > doubt:
                 doubt = limit
                 self._beside = self._is_beside_a_peer()

@@ -90,6 +90,9 @@ class Cuda(Protocol):
     def stream_wait(self, stream: int, event: int) -> None:
         """Make later work on `stream` wait for `event`."""
 
+    def stream_write(self, stream: int, address: int, value: int) -> None:
+        """Write an unsigned int of 32 bits to page-locked memory when the work enqueued so far is done."""
+
     def pinned(self, nbytes: int) -> NDArray[Any]:
         """Return `nbytes` of page-locked host memory as uint8, which is freed with the last reference."""
 

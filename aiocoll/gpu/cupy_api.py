@@ -107,6 +107,7 @@ class _Cuda:
         self.relax = driver.relax
         self.device_of = driver.device_of
         self.event_done = driver.event_done
+        self.stream_write = driver.stream_write
 
     @_named("cudaRuntimeGetVersion")
     def version(self) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from aiocoll.gpu.api import Cuda, DeviceError
 from aiocoll.gpu.bounce import Bounce
 from aiocoll.gpu.driver import CAPTURES
+from aiocoll.gpu.end_word import EndWord
 from aiocoll.gpu.events import Events
 from aiocoll.gpu.launch_order import LaunchOrder
 from aiocoll.gpu.launcher import Launched, LaunchThread
@@ -63,6 +64,7 @@ class Device:
         self._closing: dict[int, CompletionThread] = {}
         self._launcher = LaunchThread(cuda, ordinal)
         self.staging = Staging(cuda, self._when_idle)
+        self._word = EndWord(cuda)
         self._bounce: Bounce | None = None
         #: What is called in the launcher when no call of NCCL is on the device.
         self._waiting: deque[Callable[[], None]] = deque()
@@ -109,7 +111,7 @@ class Device:
             DeviceError: CUDA refuses.
         """
         self._check()
-        waiter = CompletionThread(self.cuda, self.ordinal, self._launcher, self._idle)
+        waiter = CompletionThread(self.cuda, self.ordinal, self._launcher, self._word, self._idle)
         try:
             stream = self._events.on_device(self.cuda.stream_create)
         except BaseException:
@@ -144,14 +146,19 @@ class Device:
             self._common = None
         return await self.close_stream(stream, seconds)
 
-    def prepare(self) -> None:
+    def prepare(self, polls: bool) -> None:
         """Lock the memory that is needed while calls of NCCL are on the device; in the launcher.
+
+        Args:
+            polls: there are awaits that look whether a call has ended.
 
         Raises:
             DeviceError: no memory is left that could be locked.
         """
         if self._bounce is None:
             self._bounce = Bounce(self.cuda)
+            if polls:
+                self._word.lock()
 
     def page_locked(self, nbytes: int) -> NDArray[Any] | None:
         """Return a block of `staging`; None if to lock one would wait for calls of NCCL. In the launcher.
@@ -196,6 +203,7 @@ class Device:
         done: Callable[[DeviceError | None], None],
         *,
         at_once: bool = False,
+        is_current: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> Launched:
         """Launch a call on a stream without blocking the running loop.
@@ -209,6 +217,7 @@ class Device:
             keep: objects that must live until the work is done.
             done: called in this loop when the work is done, with its error or None; not if the loop is closed by then.
             at_once: the call does not block: make it here, if the launcher has nothing to do.
+            is_current: the thread's current device is this one.
             loop: the running one; None: look which it is, for which Python 3.11 makes a system call.
 
         Raises:
@@ -222,9 +231,14 @@ class Device:
         if loop is None:
             loop = asyncio.get_running_loop()
         launched = Launched(self._events, waiter, stream, call, keep, done, loop)
-        if waiter.admit(launched.launch) and not (at_once and self._launcher.attempt(launched)):
+        if waiter.admit(launched.launch) and not (at_once and self._launcher.attempt(launched, is_current)):
             self._launcher.put(launched.launch)
         return launched
+
+    def look(self, stream: int, loop: asyncio.AbstractEventLoop) -> bool | None:
+        """Report, in the running `loop`, the first call on a stream if it has ended; see `CompletionThread.look`."""
+        waiter = self._waiters.get(stream)
+        return None if waiter is None else waiter.look(loop)
 
     @property
     def is_launching(self) -> bool:
@@ -359,6 +373,7 @@ class Device:
         with suppress(DeviceError):
             self._events.on_device(self._give_back)
         self._bounce = None
+        self._word.free()
         return True
 
     def _give_back(self) -> None:

@@ -27,6 +27,7 @@ _DEVICE_ORDINAL = 9
 _SIGNATURES = {
     "cuInit": (ctypes.c_uint,),
     "cuEventQuery": (ctypes.c_void_p,),
+    "cuStreamWriteValue32_v2": (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint),
     "cuDeviceGet": (ctypes.c_void_p, ctypes.c_int),
     "cuDevicePrimaryCtxGetState": (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
     "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
@@ -38,7 +39,7 @@ _SIGNATURES = {
 
 
 class Driver:
-    """Some of the driver's calls; none but `use` makes a context, and none needs one to be current in the thread.
+    """Some of the driver's calls; none but `use` makes a context, and none but `stream_write` needs one in the thread.
 
     Args:
         library: libcuda, as `ctypes.CDLL` has loaded it.
@@ -76,6 +77,10 @@ class Driver:
         if status in (_SUCCESS, _NOT_READY):
             return bool(status == _SUCCESS)
         raise self._error("cuEventQuery", status)
+
+    def stream_write(self, stream: int, address: int, value: int) -> None:
+        """Write 32 bits behind what is on the stream; what is before it can be seen by whoever sees that."""
+        self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
 
     def has_context(self, device: int) -> bool:
         """Whether the primary context of a device, the runtime's, has been made."""

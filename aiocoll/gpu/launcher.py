@@ -59,15 +59,22 @@ class LaunchThread:
             self._unfinished += 1
             self._queue.put(call)
 
-    def attempt(self, launched: Launched) -> bool:
+    def attempt(self, launched: Launched, is_current: bool) -> bool:
         """Launch a call in this thread, unless an earlier one has not returned; return whether it was launched.
 
         What another thread queues meanwhile may come before or behind it.
+
+        Args:
+            launched: the call.
+            is_current: the thread's current device is this one.
         """
         if self._unfinished or not self._calling.acquire(blocking=False):
             return False
         try:
-            launched.events.on_device(launched.launch, False)
+            if is_current:
+                launched.launch(False)
+            else:
+                launched.events.on_device(launched.launch, False)
         finally:
             self._calling.release()
         return True
@@ -109,6 +116,8 @@ class Launched:
         error: its error or None; set before `enqueued`, or at the end.
         events: of its device.
         event: done when all of its work on the stream is; 0 before and after.
+        number: what the device writes behind it, see `EndWord`; 0: nothing.
+        stream: where its work goes.
     """
 
     __slots__ = (
@@ -116,7 +125,6 @@ class Launched:
         "_call",
         "_done",
         "_keep",
-        "_stream",
         "_waiter",
         "_wanted",
         "enqueued",
@@ -124,6 +132,8 @@ class Launched:
         "event",
         "events",
         "loop",
+        "number",
+        "stream",
     )
 
     def __init__(
@@ -139,10 +149,10 @@ class Launched:
         self.loop = loop
         self.enqueued = False
         self.error: DeviceError | None = None
-        self.event = 0
+        self.event = self.number = 0
         self.events = events
+        self.stream = stream
         self._waiter = waiter
-        self._stream = stream
         self._call: Callable[[], None] | None = call
         self._keep: object = keep
         self._done: Callable[[DeviceError | None], None] | None = done
@@ -157,7 +167,7 @@ class Launched:
             self.failed(exc)
         try:
             # After an error too: earlier work on the stream, perhaps a part of this call, is not done yet.
-            self.event = self.events.record(self._stream)
+            self.event = self.events.record(self.stream)
         except BaseException as exc:
             self.failed(exc)
         # Not earlier: an event that was not recorded counts as done.

@@ -1,18 +1,21 @@
-"""`CompletionThread`: notices that calls on a stream have ended, in the launcher or else a thread, and tells the loop.
+"""`CompletionThread`: notices that calls on a stream have ended, in who has launched them or else a thread.
 
 Waking a thread takes tens of microseconds, as long as a short collective. So the launcher, which is awake, checks for
-that long whether a call has ended, if no other call is queued. Calls that have not ended are left to the thread.
+that long whether a call has ended, if no other call is queued; and so does an await that polls in the loop that has
+launched calls. Those that have not ended are left to the thread.
 
     launcher    puts it on the stream; has it ended?  yes: wakes the loop  no: wakes the thread
+    loop        puts it on the stream; await: ended?  yes: goes on         no: wakes the thread at the end of its turn
     thread                                                                     sleeps until it has ended, wakes the loop
 
-What a loop launches itself wakes the thread when the loop's turn is over: each call of CUDA lets go of the interpreter,
-and a thread that wants it would have to be told so every time, which takes longer than the call. Where the last turn
-launched one call, the next one wakes the thread at once, which then is awake a bit earlier.
-
 The loop itself never asks CUDA: the driver may be blocked by a kernel that waits for a lost rank, and the loop has to
-abort that kernel. There is a thread for each stream: waiting for one collective, which waits for other ranks, must not
-hide the end of another call that those ranks may be waiting for.
+abort that kernel. It reads a word that the device writes behind a call that has no other one before it, see `EndWord`.
+
+Nor does it wake the thread while it launches: each call of CUDA lets go of the interpreter, and a thread that wants it
+would have to be told so every time, which takes longer than the call.
+
+There is a thread for each stream: waiting for one collective, which waits for other ranks, must not hide the end of
+another call that those ranks may be waiting for.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from contextlib import suppress
 from weakref import WeakValueDictionary
 
 from aiocoll.gpu.api import Cuda, DeviceError
+from aiocoll.gpu.end_word import EndWord
 from aiocoll.gpu.launcher import Launched, LaunchThread
 
 __all__ = ["CompletionThread"]
@@ -47,16 +51,20 @@ class CompletionThread:
         cuda: the runtime.
         ordinal: of the device.
         launcher: launches the calls.
+        word: the device's.
         idle: called in any thread when all calls have ended.
 
     Raises:
         RuntimeError: no more threads can be started.
     """
 
-    def __init__(self, cuda: Cuda, ordinal: int, launcher: LaunchThread, idle: Callable[[], None]) -> None:
+    def __init__(
+        self, cuda: Cuda, ordinal: int, launcher: LaunchThread, word: EndWord, idle: Callable[[], None]
+    ) -> None:
         self._cuda = cuda
         self._ordinal = ordinal
         self._launcher = launcher
+        self._word = word
         self._idle = idle
         # The launcher puts them in, and wakes the thread, which takes them out.
         self._calls: deque[Launched] = deque()
@@ -65,12 +73,11 @@ class CompletionThread:
         self._wake = threading.Lock()
         self._wake.acquire()
         self._is_awake = False
-        # The loop at the end of whose turn the thread will be woken, how many calls that turn has launched, and whether
-        # the last such turn has launched several.
+        # The loop at the end of whose turn the thread will be woken.
         self._due_in: asyncio.AbstractEventLoop | None = None
-        self._in_turn, self._in_rows = 0, False
-        # Batches whose turn has come for a part, by the identity of their loop, in which alone they are looked at. What
-        # that loop is to call keeps them: with it they go.
+        # Batches by the identity of their loop: the last one that was posted to it, and one whose turn has come for a
+        # part, in that loop alone. What the loop is to call keeps them: with it they go.
+        self._posted: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._left: WeakValueDictionary[int, deque[Launched]] = WeakValueDictionary()
         self._ended: Callable[[], object] | None = None
         #: How many calls were admitted and have not ended; what launches later ones.
@@ -107,16 +114,34 @@ class CompletionThread:
                 self._deliver(deque([launched]))
                 return
         with self._lock:
+            is_first = not (self._is_awake or self._calls)
             self._calls.append(launched)
             if look:
                 self._waken()
-            elif self._due_in is launched.loop:
-                self._in_turn += 1
-            else:
-                if not self._in_rows:
-                    self._waken()
-                self._due_in, self._in_turn = launched.loop, 1
+            elif self._due_in is not launched.loop:
+                self._due_in = launched.loop
                 launched.loop.call_soon(self._due)
+        if is_first and not look:
+            launched.number = self._word.follow(launched.stream)
+
+    def look(self, loop: asyncio.AbstractEventLoop) -> bool | None:
+        """Report the first call if it has ended, in the running `loop`.
+
+        Returns:
+            Whether it has; None: the thread looks, or the device writes nothing behind it.
+        """
+        with self._lock:
+            # What was posted before is reported first.
+            if self._is_awake or not self._calls or self._posted.get(id(loop)):
+                return None
+            number = self._calls[0].number
+            if not number:
+                return None
+            if not self._word.shows(number):
+                return False
+            ended = deque([self._calls.popleft()])
+        self._deliver(ended, loop)
+        return True
 
     def stop(self, ended: Callable[[], object]) -> None:
         """End the thread after the earlier calls, and call `ended` in it; called in the launcher."""
@@ -143,7 +168,7 @@ class CompletionThread:
     def _due(self) -> None:
         """Wake the thread for the calls that were launched in one turn of the loop."""
         with self._lock:
-            self._due_in, self._in_rows = None, self._in_turn > 1
+            self._due_in = None
             if self._calls:
                 self._waken()
 
@@ -217,8 +242,13 @@ class CompletionThread:
             launched.failed(exc)
             return True
 
-    def _deliver(self, batch: deque[Launched]) -> None:
-        """Report the ended calls to the loops that made them, one callback per loop; let later ones start."""
+    def _deliver(self, batch: deque[Launched], here: asyncio.AbstractEventLoop | None = None) -> None:
+        """Report the ended calls to the loops that made them, one callback per loop; let later ones start.
+
+        Args:
+            batch: the calls.
+            here: the loop that runs in this thread.
+        """
         for launch in self._released(len(batch)):
             self._launcher.put(launch)
         if self.is_idle:
@@ -227,6 +257,10 @@ class CompletionThread:
             loop = batch[0].loop
             mine = deque(launched for launched in batch if launched.loop is loop)
             batch = deque(launched for launched in batch if launched.loop is not loop)
+            if loop is here:
+                self._end(loop, mine)
+                continue
+            self._posted[id(loop)] = mine
             try:
                 loop.call_soon_threadsafe(self._end, loop, mine)
             except RuntimeError:  # it is closed

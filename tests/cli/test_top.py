@@ -218,8 +218,30 @@ def test_which_job(launch: Launch, env: Mapping[str, str], tmp_path: Path) -> No
     both[0].process.wait()
     assert [job.number for job in jobs(env)] == [second]
     with job_folder(env, ["a.py"], 3) as folder:
-        assert sorted(os.listdir(os.path.dirname(folder))) == sorted(map(str, (second, os.getpid())))
-        assert [(job.number, job.ranks, job.command) for job in jobs(env)][1:] == [(os.getpid(), 3, "a.py")]
+        running = jobs(env)
+        assert sorted(os.listdir(os.path.dirname(folder))) == sorted(os.path.basename(job.folder) for job in running)
+        assert [(job.number, job.ranks, job.command) for job in running][1:] == [(os.getpid(), 3, "a.py")]
+
+
+def test_launchers_of_several_containers_may_have_one_number(
+    env: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two pods that share /tmp do, in each of which the launcher is process 1."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with job_folder(env, ["a.py"], 3) as first:
+        with job_folder(env, ["b.py"], 2) as second:
+            assert [(job.number, job.folder, job.command) for job in jobs(env)] == [
+                (1, first, "a.py"),
+                (1, second, "b.py"),
+            ]
+            several = top(tmp_path, env, "--once", "1")
+            assert several.returncode == 2
+            assert f"jobs in several containers have number 1; give the folder of one:\n  {first}  a.py\n" in (
+                several.stderr
+            )
+            assert top(tmp_path, env, "--once", second).stdout == "no rank has an open group\n"
+        assert [job.folder for job in jobs(env)] == [first]
+    assert jobs(env) == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,22 @@ def test_what_cannot_be_written_is_said(found: dict, path: Path, capsys: pytest.
     assert tune.run(ARGS) == 1
     assert "aiocoll bench: [Errno 21] Is a directory" in capsys.readouterr().err
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_two_hosts_may_write_at_once(found: dict, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a folder that they share, and as processes of one number."""
+    replace, written = Path.replace, []
+
+    def meanwhile(fresh: Path, target: Path) -> Path:
+        if not written:
+            written.append(target)
+            assert tune.run(ARGS) == 0
+        return replace(fresh, target)
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(Path, "replace", meanwhile)
+    assert tune.run(ARGS) == 0
+    assert list(path.parent.iterdir()) == written == [path]
 
 
 @pytest.mark.parametrize("error", [RendezvousError("nobody came"), TimeoutError("it did not end"), KeyboardInterrupt()])

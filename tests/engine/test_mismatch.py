@@ -27,7 +27,6 @@ from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.testing.virtual import run_virtual
 
 from ..internals import group_of, wrapped
-from ..ranks import LINKS, run_ranks
 
 #: Seconds a frame takes at least and at most where the ranks have links in memory.
 LATENCY = (0.0005, 0.02)
@@ -37,8 +36,6 @@ GUARD = 64
 MARK = 0x7E
 #: The contract: seconds from the last call until every rank knows.
 SOON = 1.0
-#: Cases that run at the same time over sockets.
-CHUNK = 6
 
 Call = Callable[[ProcessGroup, "Memory"], Work[Any] | list[Work[Any]]]
 
@@ -287,21 +284,6 @@ def test_it_is_always_found_on_every_rank(case: Case) -> None:
         find(case, place, terms)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, len(TABLE), CHUNK), ids=lambda start: TABLE[start].name)
-async def test_it_is_found_over_sockets(start: int) -> None:
-    """Several groups at a time: what no data tells takes a report, and waiting for them one by one takes minutes."""
-    transport = ("unix", "tcp", "shm")[start // CHUNK % 3]
-    cases = TABLE[start : start + CHUNK]
-    places = [PLACES[(start + index) % len(PLACES)] for index in range(len(cases))]
-    runs = [
-        run_ranks(world_size, disagree, case, odd, DELAYS["together"], transport=transport)
-        for case, (world_size, odd) in zip(cases, places, strict=True)
-    ]
-    for case, (world_size, odd), told in zip(cases, places, await asyncio.gather(*runs), strict=True):
-        check(case, odd, world_size, told)
-
-
 def limits(kind: str, world_size: int) -> list[int]:
     """Return the sizes in bytes of the whole vector up to which some rule of a kind holds."""
     found = set()
@@ -320,15 +302,6 @@ def test_sizes_that_choose_different_schedules(kind: str) -> None:
             below, above = counting(kind, limit // share, "uint8"), counting(kind, limit // share + 1, "uint8")
             for most, other in ((below, above), (above, below)):
                 run(Case(kind, "counts, shape", most, other), world_size, odd, DELAYS["together"], LATENCY)
-
-
-@pytest.mark.parametrize("transport", LINKS)
-@pytest.mark.parametrize("kind", ["allreduce", "broadcast"])
-async def test_a_word_against_64_mib(kind: str, transport: str) -> None:
-    word, giant = counting(kind, 1, "float32"), counting(kind, 16 * 1024 * 1024, "float32")
-    for odd in (0, 1):
-        case = Case(kind, "counts, shape", giant, word)
-        check(case, odd, 2, await run_ranks(2, disagree, case, odd, DELAYS["together"], transport=transport))
 
 
 @pytest.mark.parametrize(("kind", "odd"), [("allreduce", 0), ("barrier", 7), ("alltoall_object", 15)])
@@ -399,12 +372,6 @@ async def misfit(pg: ProcessGroup, send: Call, receive: Call, fields: str, delay
 @pytest.mark.parametrize(("send", "receive", "fields"), P2P_TABLE)
 def test_a_message_that_does_not_fit(send: Call, receive: Call, fields: str, latency: Any, delay: float) -> None:
     assert len(set(run_virtual(3, misfit, send, receive, fields, delay, latency=latency))) == 1
-
-
-@pytest.mark.parametrize("transport", LINKS[1:])
-async def test_a_message_that_does_not_fit_over_sockets(transport: str) -> None:
-    runs = [run_ranks(3, misfit, *row, 0.0, transport=transport) for row in P2P_TABLE]
-    assert all(len(set(texts)) == 1 for texts in await asyncio.gather(*runs))
 
 
 @pytest.mark.parametrize(

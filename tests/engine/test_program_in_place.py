@@ -254,8 +254,9 @@ async def test_all_ranks_decide_alike(forbidding: int | None) -> None:
     ("kind", "reduces", "size", "limit"),
     [
         ("broadcast", False, 2, 1),
-        ("gather", False, 7, 1),
+        ("gather", False, 2, 1),
         ("broadcast", False, 3, 2),
+        ("gather", False, 3, 2),
         ("scatter", False, 2, 2),
         ("allgather", False, 2, 2),
         ("alltoall", False, 4, 2),

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 
 from aiocoll import GroupError, HashStore, ProcessGroup, ReduceOp, new_group
 from tests.ranks import options, run_ranks
+from tests.shared_memory import mapped
 
 #: Elements of float64 that go through lanes, in some pieces of them.
 LARGE = 400_003
@@ -86,14 +85,6 @@ def heard() -> Iterator[None]:
     yield
     assert told == []
     loop.set_exception_handler(None)
-
-
-def mapped() -> list[str]:
-    """Return what this process has mapped of memory without a name, and holds open of it."""
-    fds = Path("/proc/self/fd")
-    files = [os.readlink(fds / fd) for fd in os.listdir(fds) if (fds / fd).is_symlink()]
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return [each for each in (*maps, *files) if "memfd:aiocoll" in each]
 
 
 async def test_the_memory_goes_with_the_group_and_waits_for_no_collector() -> None:

@@ -324,6 +324,17 @@ class FakeCuda:
         if mark is not None:
             on.wait(mark)
 
+    def stream_write(self, stream: int, address: int, value: int) -> None:
+        """Write 32 bits to page-locked memory when all that is on `stream` now is done."""
+        self._begin("stream_write", check=False)
+        self.check("stream_write", address, 4, HOST)
+        written = np.frombuffer(np.uint32(value).tobytes(), np.uint8)
+
+        def work() -> None:
+            self.memory.at(address, 4, HOST)[:] = written
+
+        self._open(stream, "stream_write").kernel(work, 0.0)
+
     def pinned(self, nbytes: int) -> NDArray[Any]:
         """Return `nbytes` of page-locked host memory as uint8, which is freed with the last reference."""
         self._begin("pinned")

@@ -31,6 +31,7 @@ from .stub_libraries import CUDA_H, LAUNCH_H, NCCL_H, RAW_H, kinds
 DRIVER_H = {
     "cuInit": "unsigned int Flags",
     "cuEventQuery": "CUevent hEvent",
+    "cuStreamWriteValue32_v2": "CUstream stream, CUdeviceptr addr, cuuint32_t value, unsigned int flags",
     "cuDeviceGet": "CUdevice *device, int ordinal",
     "cuDevicePrimaryCtxGetState": "CUdevice dev, unsigned int *flags, int *active",
     "cuDevicePrimaryCtxRetain": "CUcontext *pctx, CUdevice dev",
@@ -79,6 +80,7 @@ def libcuda(cuda: FakeCuda) -> Any:
     functions: dict[str, Callable[..., int | None]] = {
         "cuInit": lambda flags: None,
         "cuEventQuery": lambda event: SUCCESS if cuda.event_done(event) else NOT_READY,
+        "cuStreamWriteValue32_v2": lambda stream, address, value, flags: cuda.stream_write(stream, address, value),
         "cuDeviceGet": put,
         "cuDevicePrimaryCtxGetState": lambda device, flags, active: put(active, cuda.has_context(device)),
         "cuDevicePrimaryCtxRetain": lambda where, device: put(where, CONTEXT + device, _WIDE),

@@ -117,6 +117,17 @@ async def launcher_rests(pg: ProcessGroup, gpu: Gpus) -> None:
     await until(lambda: not device.is_launching)
 
 
+async def looped(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -> Any:
+    """Call the same a few times: from then on it goes ahead."""
+    tensor = gpu.tensor(np.ones(count), pg.rank())
+    for number in range(1, passes + 1):
+        assert await pg.allreduce(tensor) is tensor
+        assert host(tensor).tolist() == [float(pg.size() ** number)] * count
+    tensor.values[:] = 1
+    await launcher_rests(pg, gpu)
+    return tensor
+
+
 def is_native(pg: ProcessGroup) -> bool:
     """Whether the group has a communicator of NCCL."""
     return (

@@ -36,6 +36,9 @@ def driver(call: Callable[[str, tuple[Any, ...]], Any]) -> Any:
     return SimpleNamespace(
         cuInit=function("cuInit", nothing, ctypes.c_uint),
         cuEventQuery=function("cuEventQuery", nothing, ctypes.c_uint64),
+        cuStreamWriteValue32_v2=function(
+            "cuStreamWriteValue32_v2", nothing, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+        ),
         cuDeviceGet=function("cuDeviceGet", lambda where, device: put(where, device), Pointer, ctypes.c_int),
         cuDevicePrimaryCtxGetState=function(
             "cuDevicePrimaryCtxGetState",

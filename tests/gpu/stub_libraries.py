@@ -86,6 +86,7 @@ class UniqueId(ctypes.Structure):
 _KINDS = {
     "int": ctypes.c_int,
     "unsigned int": ctypes.c_uint,
+    "cuuint32_t": ctypes.c_uint32,
     "size_t": ctypes.c_size_t,
     "CUdevice": ctypes.c_int,
     "CUdevice_attribute": ctypes.c_int,

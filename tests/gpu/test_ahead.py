@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from aiocoll.group.cuda import pacing, program_order
 from ..fakes.streams import ROOM
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
 from ..ranks import run_ranks, until
-from .groups import Gpus, gpus, host, launcher_rests
+from .groups import Gpus, gpus, host, launcher_rests, looped
 
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 LARGE = 40_000
@@ -38,17 +39,6 @@ def order_of(pg: ProcessGroup) -> Any:
 def program_of(pg: ProcessGroup) -> program_order.ProgramOrder:
     found: program_order.ProgramOrder = order_of(pg).program
     return found
-
-
-async def looped(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -> Any:
-    """Call the same a few times: from then on it goes ahead."""
-    tensor = gpu.tensor(np.ones(count), pg.rank())
-    for number in range(1, passes + 1):
-        assert await pg.allreduce(tensor) is tensor
-        assert host(tensor).tolist() == [float(pg.size() ** number)] * count
-    tensor.values[:] = 1
-    await launcher_rests(pg, gpu)
-    return tensor
 
 
 # -- when calls are launched
@@ -97,6 +87,43 @@ async def test_a_launch_waits_for_no_turn_of_the_loop() -> None:
     with gpus(2) as gpu:
         gpu.nccl.hooks.append(called)
         await run_ranks(2, body, gpu, launched)
+
+
+async def test_a_call_that_starts_later_finds_another_device_current(
+    limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits(device_ask_every=1000)  # the launcher has nothing else to do
+
+    async def body(pg: ProcessGroup, gpu: Gpus) -> None:
+        rank, cuda = pg.rank(), gpu.cuda
+        tensor = await looped(pg, gpu)
+        await pg.broadcast(tensor, 0)
+        await launcher_rests(pg, gpu)
+        await pg.barrier()
+        cuda.use(rank)
+        later = pg.allreduce(tensor)  # follows what it has not followed before
+        cuda.use(1 - rank)
+        gpu.engine(rank)._events.destroy()  # so one has to be made, on the right device
+        await later
+        await launcher_rests(pg, gpu)
+        cuda.use(rank)
+        looks.clear()
+        work = pg.allreduce(tensor)
+        assert looks == [rank] * 4  # three are the array's
+        await work
+        assert host(tensor).tolist() == [4.0] * 3
+
+    def looked() -> int:
+        found = current()
+        if threading.current_thread() is threading.main_thread():
+            looks.append(found)
+        return found
+
+    looks: list[int] = []
+    with gpus(2) as gpu:
+        current = gpu.cuda.current
+        monkeypatch.setattr(gpu.cuda, "current", looked)
+        await run_ranks(2, body, gpu)
 
 
 async def test_on_stream_needs_no_other_rank() -> None:
@@ -413,19 +440,25 @@ async def test_what_others_come_to_only_later_does_not_hold_it_up(what: str) -> 
         await run_ranks(2, body, gpu)
 
 
-async def test_a_group_that_must_not_stage_waits_for_the_place() -> None:
+async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has launched a call that rank 1 makes only when rank 0's patience with the other thing is over."""
+    monkeypatch.setattr(pacing, "PATIENCE", 0.0)
+
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         set_nccl_only(pg, True)
         rank = pg.rank()
-        tensor = await looped(pg, gpu)
+        tensor, keyed = await looped(pg, gpu), gpu.tensor(np.ones(3), rank)
         copies = gpu.cuda.calls["copy_to_host"]
         await pg.barrier()
         if rank:
-            await asyncio.sleep(2 * pacing.PATIENCE)
+            other, over = pg.allreduce(keyed, key="other"), asyncio.Event()
+            await until(lambda: program_of(pg).through is not None)
+            comm_of(pg).call_later(pacing.PATIENCE, over.set)  # after rank 0's timer: they share a loop
+            await over.wait()
             work = pg.allreduce(tensor)
         else:
-            work = pg.allreduce(tensor)
-        await asyncio.gather(work.join(), pg.allreduce(gpu.tensor(np.ones(3), rank), key="other").join())
+            work, other = pg.allreduce(tensor), pg.allreduce(keyed, key="other")
+        await asyncio.gather(work.join(), other.join())
         assert gpu.cuda.calls["copy_to_host"] == copies
 
     with gpus(2) as gpu:

@@ -134,6 +134,7 @@ def test_both_adapters_have_all_that_the_protocols_want() -> None:
         (lambda c: c.event_done(EVENT), ("cuEventQuery", (EVENT,)), True),
         (lambda c: c.event_synchronize(EVENT), ("cuEventSynchronize", (EVENT,)), None),
         (lambda c: c.stream_wait(STREAM, EVENT), ("cuStreamWaitEvent", (STREAM, EVENT, 0)), None),
+        (lambda c: c.stream_write(STREAM, MEMORY, 5), ("cuStreamWriteValue32_v2", (STREAM, MEMORY, 5, 0)), None),
         (lambda c: c.copy_to_host(1, MEMORY, 3, STREAM), ("cuMemcpyDtoHAsync_v2", (1, MEMORY, 3, STREAM)), None),
         (lambda c: c.copy_to_device(MEMORY, 2, 3, STREAM), ("cuMemcpyHtoDAsync_v2", (MEMORY, 2, 3, STREAM)), None),
         (lambda c: c.copy(MEMORY, MEMORY, 3, 4), ("cuMemcpyDtoDAsync_v2", (MEMORY, MEMORY, 3, 4)), None),

@@ -78,6 +78,7 @@ def communicator(api: Any, log: Log) -> NcclCommunicator:
         (lambda c: c.event_done(0xE0), ("cuEventQuery", (0xE0,)), True),
         (lambda c: c.event_synchronize(0xE0), ("eventSynchronize", (0xE0,)), None),
         (lambda c: c.stream_wait(0x70, 0xE0), ("streamWaitEvent", (0x70, 0xE0)), None),
+        (lambda c: c.stream_write(0x70, 0x99, 5), ("cuStreamWriteValue32_v2", (0x70, 0x99, 5, 0)), None),
         (lambda c: c.copy_to_host(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 2, 4)), None),
         (lambda c: c.copy_to_device(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 1, 4)), None),
         (lambda c: c.copy(1, 2, 3, 4), ("memcpyAsync", (1, 2, 3, 3, 4)), None),

@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,18 +23,7 @@ from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
 from ..internals import Limits, waiter_of
 from ..ranks import until
-from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
-
-
-@pytest.fixture
-def cuda() -> Iterator[FakeCuda]:
-    with faked() as made:
-        yield made
-
-
-@pytest.fixture
-def device(cuda: FakeCuda) -> Device:
-    return Device.of(cuda, 0)
+from .devices import Batch, Gated, Kept, begin, hold_up, nothing
 
 
 async def test_calls_are_launched_done_and_told_in_their_order(cuda: FakeCuda, device: Device) -> None:
@@ -275,21 +264,48 @@ async def at_once(device: Device, stream: int, calls: list[int], count: int) -> 
     return ended
 
 
+async def test_a_loop_does_not_overtake_what_the_launcher_is_about_to_call(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, go_on = threading.Lock(), threading.Event()
+
+    class Late:
+        """A lock that the launcher takes late."""
+
+        acquire, release = lock.acquire, lock.release
+
+        def __enter__(self) -> None:
+            assert go_on.wait(10)
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    monkeypatch.setattr(device._launcher, "_calling", Late())
+    stream, called = device.stream(), list[int]()
+    over = asyncio.get_running_loop().create_future()
+    device.launch(stream, partial(called.append, 1), None, lambda _: None)
+    device.launch(stream, partial(called.append, 2), None, over.set_result, at_once=True)
+    go_on.set()
+    await over
+    assert called == [1, 2]
+
+
 async def test_calls_that_a_turn_launches_wake_the_thread_when_it_is_over(
     cuda: FakeCuda, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would want the interpreter while they are launched; at once where the last turn launched a single one."""
+    """Else it would want the interpreter while they are launched."""
     stream, wakes = device.stream(), list[int]()
     waiter = waiter_of(device, stream)
     waken = waiter._waken
     monkeypatch.setattr(waiter, "_waken", lambda: (wakes.append(len(calls)), waken()))
-    for several, first in ((1, 1), (5, 1), (5, 5), (5, 5), (1, 1), (5, 1)):
+    for several in (1, 5, 5, 1):
         await until(lambda: not waiter._is_awake)
         wakes.clear()
         calls: list[int] = []
         await asyncio.gather(*await at_once(device, stream, calls, several))
         assert set(calls) == {threading.get_ident()}
-        assert wakes[0] == first
+        assert wakes[0] == several
 
 
 def test_a_loop_that_is_held_up_does_not_hide_the_ends_of_another(cuda: FakeCuda, device: Device) -> None:

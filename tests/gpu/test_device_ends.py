@@ -11,7 +11,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,9 @@ from ..fakes.cuda import FakeCuda
 from ..fakes.nccl import FakeNccl
 from ..internals import Limits, waiter_of
 from ..ranks import until
-from .devices import Batch, Gated, Kept, begin, faked, hold_up, nothing
+from .devices import Batch, Gated, Kept, begin, hold_up, nothing
 
 FLOAT32, SUM = 7, 0
-
-
-@pytest.fixture
-def cuda() -> Iterator[FakeCuda]:
-    with faked() as made:
-        yield made
-
-
-@pytest.fixture
-def device(cuda: FakeCuda) -> Device:
-    return Device.of(cuda, 0)
 
 
 # -- errors

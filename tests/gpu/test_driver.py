@@ -48,6 +48,11 @@ def log() -> Log:
     ("call", "returned", "logged"),
     [
         (lambda d: d.event_done(EVENT), True, [("cuEventQuery", (EVENT,))]),
+        (
+            lambda d: d.stream_write(0x7700_0000_0000, EVENT, 0xFFFF_FFFF),
+            None,
+            [("cuStreamWriteValue32_v2", (0x7700_0000_0000, EVENT, 0xFFFF_FFFF, 0))],
+        ),
         (lambda d: d.has_context(3), True, [("cuDeviceGet", (3,)), ("cuDevicePrimaryCtxGetState", (3,))]),
         (
             lambda d: (d.use(3), d.use(3)),

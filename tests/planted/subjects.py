@@ -115,6 +115,10 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_oneshot_moves.py", "test_unsized.py", "-k", "not 7"),
             ),
         ),
+        "sharing memory": Subject(
+            ("propose", "SharedRegion.open", "Doorbell.__init__"),
+            (("test_shm_passing.py",), ("test_shm_region.py",)),
+        ),
         "single copy": Subject(
             ("ReferenceWriter.write", "PeerMemory.read", "ProgramInPlace._place", "Gathered._read"),
             (
@@ -157,9 +161,16 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "blocking": Subject(("LoopThread.call",), (("test_blocking.py",),)),
         "sparse messages": Subject(("_LateSend._is_read",), (("test_sparse_messages.py",),)),
         "devices": Subject(
-            ("Device.page_locked", "CompletionThread.admit", "LaunchThread.attempt", "Staging.give", "Events.record"),
             (
-                ("test_bounce.py", "test_contexts.py", "test_stalls.py", "test_driver.py"),
+                "Device.page_locked",
+                "CompletionThread.admit",
+                "LaunchThread.attempt",
+                "Staging.give",
+                "Events.record",
+                "EndWord.follow",
+            ),
+            (
+                ("test_bounce.py", "test_contexts.py", "test_stalls.py", "test_driver.py", "test_looks.py"),
                 ("gpu/test_device.py", "test_device_ends.py", "gpu/test_staging.py"),
                 ("gpu/test_ahead.py", "gpu/test_communicator.py"),
                 ("gpu/test_groups.py", "test_groups_failing.py", "test_groups_sends.py"),
@@ -172,7 +183,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "nccl": Subject(
             ("DeviceCommunicator.launch", "CtypesCommunicator.finish", "_Nccl.init"),
             (
-                ("test_ctypes_api.py", "test_cupy_api.py", "gpu/test_communicator.py"),
+                ("test_ctypes_api.py", "test_cupy_api.py", "gpu/test_communicator.py", "test_looks.py"),
                 ("test_adapted.py", "test_contexts.py", "test_bounce.py", "gpu/test_ahead.py"),
             ),
         ),
@@ -183,6 +194,7 @@ BY_HAND = (
     "session",
     "control",
     "slots",
+    "sharing memory",
     "single copy",
     "redis store",
     "elastic",

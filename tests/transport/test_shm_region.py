@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import signal
@@ -15,9 +16,10 @@ from collections.abc import Callable
 import pytest
 
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shm.region import PAGE, SharedRegion, create, open_region
+from aiocoll.transport.shm.region import PAGE, SharedRegion, create, create_mapped, open_region
 
 from ..internals import failing
+from ..shared_memory import mapped
 
 NBYTES = 3 * PAGE
 #: More than is reserved in one turn, and no multiple of it.
@@ -50,7 +52,18 @@ def bit_by_bit(nbytes: int) -> tuple[int, mmap.mmap]:
     return fd, made.memory
 
 
-@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit])
+def with_pages(nbytes: int) -> tuple[int, mmap.mmap]:
+    """Make memory whose pages are mapped here, too."""
+    return asyncio.run(create_mapped(nbytes))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_mapped_yet() -> None:
+    """Of tests before this one."""
+    gc.collect()
+
+
+@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit, with_pages])
 @pytest.mark.parametrize("nbytes", [PAGE, NBYTES, LARGE])
 def test_it_is_zero_and_all_there(make: Make, nbytes: int) -> None:
     fd, memory = make(nbytes)
@@ -63,7 +76,7 @@ def test_it_is_zero_and_all_there(make: Make, nbytes: int) -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit])
+@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit, with_pages])
 def test_nobody_can_change_its_size(make: Make) -> None:
     fd, memory = make(NBYTES)
     for nbytes in (0, NBYTES - 1, NBYTES + 1):
@@ -142,7 +155,7 @@ def test_strange_memory_is_refused_by_name_and_closed(what: str) -> None:
         os.fstat(fd)
 
 
-@pytest.mark.parametrize("make", [create, in_turns])
+@pytest.mark.parametrize("make", [create, in_turns, with_pages])
 @pytest.mark.parametrize(
     ("name", "code"),
     [("memfd_create", errno.EPERM), ("ftruncate", errno.EFBIG), ("posix_fallocate", errno.ENOSPC)],
@@ -154,25 +167,39 @@ def test_what_cannot_be_made_leaves_nothing_open(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, name, refuse)
-    with pytest.raises(OSError, match=os.strerror(code)):
+    with pytest.raises(OSError, match=os.strerror(code)) as raised:
         make(NBYTES)
+    assert mapped() == [], raised
 
 
-@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit])
+def test_what_cannot_be_reserved_leaves_nothing_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where it is made nor where it is opened, even if the error is kept, and its frames with it."""
+    fd, memory = create(NBYTES)
+    memory.close()
+    monkeypatch.setattr(SharedRegion, "reserve", lambda region, start, end: False)
+    with pytest.raises(OSError, match="no memory left to share") as making:
+        asyncio.run(SharedRegion.create(NBYTES, [(0, PAGE)]))
+    with pytest.raises(OSError, match="no memory left to share") as opening:
+        SharedRegion.open(fd, NBYTES, [(0, PAGE)])
+    assert mapped() == [], (making, opening)
+
+
+@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit, with_pages])
 def test_a_python_that_was_built_without_memfd(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="built without memfd_create"):
         make(NBYTES)
 
 
-@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit])
+@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit, with_pages])
 def test_what_cannot_be_mapped_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    with pytest.raises(OSError, match="Cannot allocate memory"):
+    with pytest.raises(OSError, match="Cannot allocate memory") as raised:
         make(NBYTES)
+    assert mapped() == [], raised
 
 
 async def test_the_loop_turns_meanwhile(old_kernel: None) -> None:
@@ -191,8 +218,9 @@ async def test_nothing_is_left_of_a_cancelled_one(old_kernel: None, turns: int) 
     for _ in range(turns):
         await asyncio.sleep(0)
     making.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(asyncio.CancelledError) as raised:
         await making
+    assert mapped() == [], raised
 
 
 LIMITED = """

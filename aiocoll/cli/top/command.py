@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -162,11 +163,17 @@ def _find(job: str | None) -> tuple[str, str]:
             "aiocoll run has started no job of this user that still runs here; for ranks that something else has "
             "started, set AIOCOLL_TOP_DIR for them, and give that folder"
         )
-    lines = "".join(f"\n  {_described(each)}" for each in running)
     if job is None:
-        raise _NoJob(f"several jobs run here; give the number of one:{lines}")
-    raise _NoJob(f"no job {job} of this user runs here; these do:{lines}")
+        raise _NoJob(f"several jobs run here; give the number of one:{_listed(running)}")
+    if found:
+        lines = "".join(f"\n  {each.folder}  {each.command}" for each in found)
+        raise _NoJob(f"jobs in several containers have number {job}; give the folder of one:{lines}")
+    raise _NoJob(f"no job {job} of this user runs here; these do:{_listed(running)}")
 
 
-def _described(job: Job) -> str:
-    return f"{job.number}  {job.ranks} ranks  {words.duration(time.time() - job.started)}  {job.command}"
+def _listed(running: Sequence[Job]) -> str:
+    now = time.time()
+    return "".join(
+        f"\n  {each.number}  {each.ranks} ranks  {words.duration(now - each.started)}  {each.command}"
+        for each in running
+    )

@@ -1,7 +1,12 @@
-"""The jobs of this user on this host that `aiocoll run` has started: a folder each, by the number of the launcher."""
+"""The jobs of this user on this host that `aiocoll run` has started: a folder each, with a file about the job in it.
+
+The launcher locks that file as long as it lives: containers may share the folder of the jobs, and a process sees
+nothing of those in other containers, whose numbers may be the same, but the kernel's locks are the same for all.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -9,9 +14,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
-from aiocoll.process import GONE, ProcessId, state, this_process
 from aiocoll.rendezvous.private_folder import private_folder
 
 __all__ = ["Job", "job_folder", "jobs"]
@@ -24,7 +28,7 @@ class Job:
     """A running job.
 
     Attributes:
-        number: of its launcher.
+        number: of its launcher, as that knows it itself.
         folder: in which its ranks listen.
         command: what its ranks run.
         ranks: how many of them there are on this host.
@@ -57,16 +61,17 @@ def job_folder(env: Mapping[str, str], command: Sequence[str], ranks: int) -> It
     parent = os.path.join(private_folder(env), _FOLDER)
     os.makedirs(parent, mode=0o700, exist_ok=True)
     _sweep(parent)
-    folder = os.path.join(parent, str(os.getpid()))
-    shutil.rmtree(folder, ignore_errors=True)  # of a launcher that had this number in another namespace
+    folder = os.path.join(parent, f"{os.getpid()}-{os.urandom(8).hex()}")
     os.mkdir(folder, 0o700)
     try:
-        about = {"process": this_process(), "command": " ".join(command), "ranks": ranks, "started": time.time()}
+        about = {"number": os.getpid(), "command": " ".join(command), "ranks": ranks, "started": time.time()}
         beginning = os.path.join(folder, f".{_FILE}")
         with open(beginning, "w", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             json.dump(about, file)
-        os.rename(beginning, os.path.join(folder, _FILE))
-        yield folder
+            file.flush()
+            os.rename(beginning, os.path.join(folder, _FILE))
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -79,28 +84,33 @@ def jobs(env: Mapping[str, str]) -> list[Job]:
     """
     parent = os.path.join(private_folder(env), _FOLDER)
     found = []
-    for name, about in _read(parent):
-        if not _is_over(about):
-            folder = os.path.join(parent, name)
-            found.append(Job(about["process"][1], folder, about["command"], about["ranks"], about["started"]))
+    for folder, file in _files(parent):
+        if not _is_over(file):
+            about: dict[str, Any] = json.load(file)
+            found.append(Job(about["number"], folder, about["command"], about["ranks"], about["started"]))
     return sorted(found, key=lambda job: job.started)
 
 
 def _sweep(parent: str) -> None:
     """Remove the folders of launchers that were killed."""
-    for name, about in _read(parent):
-        if _is_over(about):
-            shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
+    for folder, file in _files(parent):
+        if _is_over(file):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read(parent: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _files(parent: str) -> Iterator[tuple[str, TextIO]]:
+    """Yield the folder of each job, and the file about it."""
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(parent)):
-            with suppress(OSError, ValueError), open(os.path.join(parent, name, _FILE), encoding="utf-8") as file:
-                yield name, json.load(file)
+            folder = os.path.join(parent, name)
+            with suppress(OSError), open(os.path.join(folder, _FILE), encoding="utf-8") as file:
+                yield folder, file
 
 
-def _is_over(about: Mapping[str, Any]) -> bool:
-    """Whether the launcher is gone; one in another namespace cannot be seen from here, and may live."""
-    launcher = ProcessId._make(about["process"])
-    return launcher.namespace == this_process().namespace != 0 and state(launcher) == GONE
+def _is_over(file: TextIO) -> bool:
+    """Whether the launcher is gone: it holds the lock no more."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -125,6 +125,7 @@ class Agreed(Compared):
             self._device_state.broken(error, self)
         else:
             self._device_state.enter(self)
+        self._is_checked = False  # later there may be another device
 
     def ask(self) -> None:
         """Describe it to rank 0, which decides when it starts."""
@@ -278,7 +279,9 @@ class Agreed(Compared):
         assert communicator is not None
         self._by_nccl = True
         kind = calls[0].enqueue if len(calls) == 1 else tuple([call.enqueue for call in calls])
-        self._flies(communicator.launch(self._marks, put, calls, self._ended, others, kind), last=True)
+        self._flies(
+            communicator.launch(self._marks, put, calls, self._ended, others, kind, self._is_checked), last=True
+        )
 
     def _stage(self) -> None:
         """Copy the inputs to the host."""

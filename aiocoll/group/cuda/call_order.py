@@ -48,7 +48,7 @@ class CallOrder:
         self._comm = comm
         self._number = number
         self._hold = hold
-        self.program = ProgramOrder(self._report, comm.call_soon, moved, alone=len(comm.ranks) == 1)
+        self.program = ProgramOrder(self._report, comm.before_turn_ends, moved, alone=len(comm.ranks) == 1)
         if is_shared:
             self.program.through = 0
         self._pacing: Pacing | None = None

@@ -54,6 +54,7 @@ class DeviceCommunicator:
         broken: called with an asynchronous error.
 
     Attributes:
+        comm: this rank's part in the group.
         stream: the stream of its calls, and of those of all groups on the device.
         is_begun: NCCL has made it.
     """
@@ -68,7 +69,7 @@ class DeviceCommunicator:
         broken: Callable[[BaseException], None],
     ) -> None:
         self.stream = device.common_stream()
-        self._group = comm
+        self.comm = comm
         self._device = device
         self._made = made
         self._broken = broken
@@ -87,12 +88,12 @@ class DeviceCommunicator:
         self._unlaunched: deque[Launched] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._aborted: asyncio.Future[None] | None = None
-        size, rank = len(comm.ranks), comm.rank
+        size, rank, polls = len(comm.ranks), comm.rank, comm.polling.polls
 
         def init() -> None:
             connect_at_once()
             try:
-                device.prepare()
+                device.prepare(polls)
                 end = nccl.init(size, unique_id, rank)
             except DeviceError as error:
                 self._failure = error.with_traceback(None)
@@ -112,6 +113,7 @@ class DeviceCommunicator:
         done: Callable[[DeviceError | None], None],
         others: Sequence[int] = (),
         kind: Hashable = None,
+        is_current: bool = False,
     ) -> Launched:
         """Enqueue calls on its stream: here, if they have been before and the launcher has nothing to do.
 
@@ -122,7 +124,9 @@ class DeviceCommunicator:
             done: called at their end, with the error if there is one; also if the communicator is gone.
             others: streams.
             kind: of the calls; NCCL connects the ranks in the first one of a kind, which blocks. None: not known.
+            is_current: the thread's current device is this one.
         """
+        at_once, loop = kind in self._connected, self.comm.endpoint.loop
 
         def call() -> None:
             self._device.after(marks, *others, self.stream)
@@ -131,7 +135,7 @@ class DeviceCommunicator:
                 if tools is None or self._over:
                     raise self._failure or DeviceError("communicator", "it has been given up", fatal=False)
                 put(tools)
-            if kind is not None and len(self._connected) < KEPT:
+            if not at_once and kind is not None and len(self._connected) < KEPT:
                 self._connected.add(kind)
 
         def ended(error: DeviceError | None) -> None:
@@ -140,14 +144,30 @@ class DeviceCommunicator:
 
         self._in_flight += 1
         if self._timer is None:
-            self._timer = self._group.call_later(ASK_EVERY, self._ask)
-        at_once, loop = kind in self._connected, self._group.endpoint.loop
-        launched = self._device.launch(self.stream, call, keep, ended, at_once=at_once, loop=loop)
-        if not launched.enqueued:
+            self._timer = self.comm.call_later(ASK_EVERY, self._ask)
+        launched = self._device.launch(
+            self.stream, call, keep, ended, at_once=at_once, is_current=is_current, loop=loop
+        )
+        if launched.enqueued:
+            self.comm.polling.lookers[self] = None
+        else:
             self._unlaunched.append(launched)
             if len(self._unlaunched) == 1:
-                self._group.call_later(GIVE_WAY[0], self._give_way, launched, GIVE_WAY[0])
+                self.comm.call_later(GIVE_WAY[0], self._give_way, launched, GIVE_WAY[0])
         return launched
+
+    def look(self) -> bool:
+        """Report a call of this turn of the loop that has ended: an await that polls calls this.
+
+        What is due at the end of the turn is done first: other ranks may wait for it, and with them the calls.
+        """
+        runtime = self.comm.runtime
+        if runtime.due:
+            runtime.settle()
+        found = self._device.look(self.stream, self.comm.endpoint.loop)
+        if found is None or not self._in_flight:
+            self.comm.polling.lookers.pop(self, None)
+        return bool(found)
 
     def _give_way(self, first: Launched, waited: float) -> None:
         """Let the launcher have the interpreter, if it has a call and has launched none for a while.
@@ -167,8 +187,8 @@ class DeviceCommunicator:
         else:
             waited = min(2 * waited, latest)
             if self._device.is_launching:
-                self._group.runtime.give_way()
-        self._group.call_later(waited, self._give_way, waiting[0], waited)
+                self.comm.runtime.give_way()
+        self.comm.call_later(waited, self._give_way, waiting[0], waited)
 
     # -- while something is in flight
 
@@ -177,7 +197,7 @@ class DeviceCommunicator:
         self._timer = None
         if self._over or not self._in_flight:
             return
-        self._timer = self._group.call_later(ASK_EVERY, self._ask)
+        self._timer = self.comm.call_later(ASK_EVERY, self._ask)
         if not self._asking and self._tools is not None:
             self._asking = True
             self._device.run(self._ask_nccl).add_done_callback(self._answered)
@@ -208,7 +228,7 @@ class DeviceCommunicator:
         if not self._over:
             self._stop()
             self._aborted = self._device.run_in_thread(self._give_up)
-            timer = self._group.endpoint.runtime.call_later(ABORTING, self._tell_stuck)
+            timer = self.comm.endpoint.runtime.call_later(ABORTING, self._tell_stuck)
             self._aborted.add_done_callback(lambda _: timer.cancel())
 
     async def release(self, seconds: float) -> None:
@@ -231,7 +251,7 @@ class DeviceCommunicator:
 
     async def _parted(self) -> bool:
         """Wait until all ranks are about to end it; return whether they are."""
-        comm = self._group
+        comm = self.comm
         work: Work[None] = _Quiet(comm.endpoint, _Parting.OP, None, None, None)
         work._expect((), min(PARTING, comm.timeout), None)
         comm.enter(_Parting(comm, work))
@@ -240,6 +260,7 @@ class DeviceCommunicator:
 
     def _stop(self) -> None:
         self._over = True
+        self.comm.polling.lookers.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -262,20 +283,20 @@ class DeviceCommunicator:
             except DeviceError as error:
                 logger.warning(
                     "group %r, rank %d: the NCCL communicator was not aborted: %s",
-                    self._group.name,
-                    self._group.rank,
+                    self.comm.name,
+                    self.comm.rank,
                     str(error),
-                    extra=self._group.log_extra,
+                    extra=self.comm.log_extra,
                 )
 
     def _tell_stuck(self) -> None:
         logger.warning(
             "group %r, rank %d: NCCL has not aborted the communicator within %g s, or not come back from a call of it; "
             "a thread and the memory of what was in flight are left behind",
-            self._group.name,
-            self._group.rank,
+            self.comm.name,
+            self.comm.rank,
             ABORTING,
-            extra=self._group.log_extra,
+            extra=self.comm.log_extra,
         )
 
 

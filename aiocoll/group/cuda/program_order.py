@@ -69,7 +69,7 @@ class ProgramOrder:
 
     Args:
         report: called with the last position, its hash, and the number of its call among all of the group.
-        call_soon: calls in the next turn of the loop.
+        before_turn_ends: calls at the end of this turn of the loop, or earlier.
         moved: called when calls have started.
         alone: there is no other rank, with whose calls they would be compared.
 
@@ -84,13 +84,13 @@ class ProgramOrder:
     def __init__(
         self,
         report: Callable[[int, int, int], None],
-        call_soon: Callable[[Callable[[], None]], None],
+        before_turn_ends: Callable[[Callable[[], None]], None],
         moved: Callable[[], None],
         *,
         alone: bool,
     ) -> None:
         self._report = report
-        self._call_soon = call_soon
+        self._before_turn_ends = before_turn_ends
         self._moved = moved
         self._alone = alone
         self.called = self.started = self.confirmed = self._reported = 0
@@ -134,7 +134,7 @@ class ProgramOrder:
             self._report_now()
         elif not self._reports_soon:
             self._reports_soon = True
-            self._call_soon(self._report_late)
+            self._before_turn_ends(self._report_late)
 
     def confirm(self, position: int) -> None:
         """All ranks have called the same up to a position."""

@@ -71,6 +71,7 @@ class Doorbell:
             self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except BaseException:
             os.close(self.page)
+            memory.close()
             raise
         self._status = memoryview(memory).cast("Q")
         self._status[0] = 1

@@ -21,7 +21,8 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from aiocoll.transport.shm.descriptors import check_eventfd, recv_fds
@@ -79,9 +80,12 @@ async def propose(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell, m
         OSError: the peer closed the connection.
         ProtocolError: what it passed is no doorbell.
     """
-    region = await _offer(sock, layout, doorbell, memory)
+    with _declining(sock):
+        fd, region = await SharedRegion.create(layout.nbytes, layout.directions[0].first())
     found = None
     try:
+        with _declining(sock):
+            _offer(sock, fd, layout, doorbell, memory)
         found = await _agree(sock, doorbell, memory)
     finally:
         if found is None:
@@ -98,11 +102,8 @@ async def _agree(
         _close(fds)
         decline(sock)
         return None
-    try:
+    with _declining(sock):
         peer_doorbell = _peer_doorbell(fds, doorbell)
-    except OSError as error:
-        decline(sock)
-        raise NotSharedError(str(error)) from error
     try:
         memory_there = _prove(sock, memory, answer)
         sock.send(_MESSAGE.pack(*_Message(agreed=True, reads=memory_there is not None)))
@@ -122,20 +123,25 @@ def _prove(sock: socket.socket, memory: OwnMemory | None, said: _Message) -> Pee
     return peer_memory(sock, said.address, said.word) if memory is not None and said.address else None
 
 
-async def _offer(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell, memory: OwnMemory | None) -> SharedRegion:
+def _offer(sock: socket.socket, fd: int, layout: LinkLayout, doorbell: Doorbell, memory: OwnMemory | None) -> None:
+    """Send the offer, and close the region's `fd`."""
     try:
-        fd, region = await SharedRegion.create(layout.nbytes, layout.directions[0].first())
-        try:
-            offer = _Message(True, False, layout.ranks, *_shown(memory))
-            socket.send_fds(sock, [_MESSAGE.pack(*offer)], [fd, doorbell.page, doorbell.eventfd])
-        finally:
-            os.close(fd)
+        offer = _Message(True, False, layout.ranks, *_shown(memory))
+        socket.send_fds(sock, [_MESSAGE.pack(*offer)], [fd, doorbell.page, doorbell.eventfd])
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _declining(sock: socket.socket) -> Iterator[None]:
+    """Refuse, and raise `NotSharedError`, where the kernel refuses; an error of the connection is raised as it is."""
+    try:
+        yield
     except ConnectionError:
         raise
     except OSError as error:
         decline(sock)
         raise NotSharedError(str(error)) from error
-    return region
 
 
 async def accept(sock: socket.socket, doorbell: Doorbell | None, memory: OwnMemory | None) -> Pair | None:
@@ -161,17 +167,15 @@ async def accept(sock: socket.socket, doorbell: Doorbell | None, memory: OwnMemo
         await _receive_last(sock)
         return None
     layout = LinkLayout(offer.ranks)
-    try:
+    async with _declining_offer(sock):
         region, peer_doorbell = _map(fds, layout, doorbell)
-    except OSError as error:
-        decline(sock)
-        await _receive_last(sock)
-        raise NotSharedError(str(error)) from error
     last = _Message(agreed=False)
     try:
         memory_there = _prove(sock, memory, offer)
         answer = _Message(True, memory_there is not None, 0, *_shown(memory))
-        last = await _answer(sock, doorbell, answer)
+        async with _declining_offer(sock):
+            socket.send_fds(sock, [_MESSAGE.pack(*answer)], [doorbell.page, doorbell.eventfd])
+        last = await _receive_last(sock)
     finally:
         if not last.agreed:
             peer_doorbell.close()
@@ -179,16 +183,15 @@ async def accept(sock: socket.socket, doorbell: Doorbell | None, memory: OwnMemo
     return Pair(region, layout, 1, doorbell, peer_doorbell, memory_there, last.reads) if last.agreed else None
 
 
-async def _answer(sock: socket.socket, doorbell: Doorbell, answer: _Message) -> _Message:
+@asynccontextmanager
+async def _declining_offer(sock: socket.socket) -> AsyncIterator[None]:
+    """As `_declining`, and wait for what the dialler says to that."""
     try:
-        socket.send_fds(sock, [_MESSAGE.pack(*answer)], [doorbell.page, doorbell.eventfd])
-    except ConnectionError:
-        raise
-    except OSError as error:
-        decline(sock)
+        with _declining(sock):
+            yield
+    except NotSharedError:
         await _receive_last(sock)
-        raise NotSharedError(str(error)) from error
-    return await _receive_last(sock)
+        raise
 
 
 async def _receive_last(sock: socket.socket) -> _Message:

@@ -1,18 +1,21 @@
 """Memory without a name: made by one process, passed to others as a descriptor, gone with its last user.
 
 Memory is reserved before it is touched: a host that has none left says so then, instead of killing whoever touches it.
+
+What fails closes at once what it has made or mapped: its error's traceback would keep the memory as long as somebody,
+or a cycle, keeps the error.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 
 from aiocoll.errors import ProtocolError
 
@@ -64,18 +67,17 @@ class SharedRegion:
         Raises:
             OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
         """
-        fd = _open(nbytes)
-        try:
-            memory = _seal(fd, nbytes)
+        with ExitStack() as undo:
+            fd = _open(nbytes, undo)
+            memory = _seal(fd, nbytes, undo)
             whole = not _can_populate(memory)
             if whole:
                 for start in range(0, nbytes, _LOT):
                     os.posix_fallocate(fd, start, min(_LOT, nbytes - start))
                     await asyncio.sleep(0)
-            return fd, cls(memory, first, whole=whole)
-        except BaseException:
-            os.close(fd)
-            raise
+            region = cls(memory, first, whole=whole)
+            undo.pop_all()
+            return fd, region
 
     @classmethod
     def open(cls, fd: int, nbytes: int, first: Iterable[tuple[int, int]]) -> SharedRegion:
@@ -86,7 +88,12 @@ class SharedRegion:
             OSError: it cannot be mapped, or there is no memory left.
         """
         whole = os.fstat(fd).st_blocks * 512 >= nbytes
-        return cls(open_region(fd, nbytes), first, whole=whole)
+        memory = open_region(fd, nbytes)
+        try:
+            return cls(memory, first, whole=whole)
+        except BaseException:
+            memory.close()
+            raise
 
     def reserve(self, start: int, end: int) -> bool:
         """Reserve the pages between two offsets; False if there is no memory left. What is reserved stays so.
@@ -120,13 +127,12 @@ def create(nbytes: int) -> tuple[int, mmap.mmap]:
     Raises:
         OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
     """
-    fd = _open(nbytes)
-    try:
+    with ExitStack() as undo:
+        fd = _open(nbytes, undo)
         os.posix_fallocate(fd, 0, nbytes)
-        return fd, _seal(fd, nbytes)
-    except BaseException:
-        os.close(fd)
-        raise
+        memory = _seal(fd, nbytes, undo)
+        undo.pop_all()
+        return fd, memory
 
 
 def open_region(fd: int, nbytes: int) -> mmap.mmap:
@@ -144,21 +150,20 @@ def open_region(fd: int, nbytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def _open(nbytes: int) -> int:
+def _open(nbytes: int, undo: ExitStack) -> int:
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this Python was built without memfd_create")
     fd = os.memfd_create("aiocoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, nbytes)
-    except BaseException:
-        os.close(fd)
-        raise
+    undo.callback(os.close, fd)
+    os.ftruncate(fd, nbytes)
     return fd
 
 
-def _seal(fd: int, nbytes: int) -> mmap.mmap:
+def _seal(fd: int, nbytes: int, undo: ExitStack) -> mmap.mmap:
     fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-    return _map(fd, nbytes)
+    memory = _map(fd, nbytes)
+    undo.callback(memory.close)
+    return memory
 
 
 def _can_populate(memory: mmap.mmap) -> bool:
@@ -195,17 +200,15 @@ async def create_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
 
     Takes about 0.3 milliseconds per MiB, of which the first use is spared as much.
     """
-    fd = _open(nbytes)
-    try:
-        memory = _seal(fd, nbytes)
+    with ExitStack() as undo:
+        fd = _open(nbytes, undo)
+        memory = _seal(fd, nbytes, undo)
         for start in range(0, nbytes, _LOT):
             lot = min(_LOT, nbytes - start)
             os.posix_fallocate(fd, start, lot)
             # An older kernel maps them when they are touched.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 memory.madvise(_POPULATE_WRITE, start, lot)
             await asyncio.sleep(0)
+        undo.pop_all()
         return fd, memory
-    except BaseException:
-        os.close(fd)
-        raise

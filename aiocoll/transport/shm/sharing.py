@@ -98,6 +98,7 @@ class Sharing:
 
     def give_up(self, pair: Pair) -> None:
         """Return what would have become a link."""
+        pair.region.close()
         pair.peer_doorbell.close()
         pair.doorbell.drop()
 

@@ -1,0 +1,30 @@
+"""Writing a file of a flight recorder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+#: Process 1 writes a file, as that of every container does; or is killed when that is there under its first name.
+WRITE = """
+import os, sys
+from aiocoll.dump.files import write_json
+path, is_killed = sys.argv[1], len(sys.argv) > 2
+os.getpid = lambda: 1
+if is_killed:
+    os.replace = lambda *_: os._exit(9)
+write_json(path, {"written": True})
+"""
+
+
+def test_what_a_killed_process_of_this_number_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = tmp_path / "dump.json"
+    for arguments, code in ((["killed"], 9), ([], 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", WRITE, str(path), *arguments], stderr=subprocess.PIPE, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (code, "")
+    assert json.loads(path.read_text()) == {"written": True}
+    assert len(list(tmp_path.iterdir())) == 2
