@@ -1,16 +1,40 @@
-"""The state of other processes of this host: running, stopped or gone. Linux only; elsewhere always unknown."""
+"""Observation of other processes on this host: running, stopped or ended. Linux only; elsewhere the state is unknown.
+
+Three observations prove that a process has ended: its pidfd is readable; signal 0 finds no process of its number in
+this PID namespace; /proc/<pid>/stat shows another start time, or an exited process. `state` decides, and nothing else
+may. Every other error (no descriptor, no memory, no permission, no /proc, an entry that is hidden) is a problem of the
+observer and proves nothing.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import select
+import signal
 import socket
-from typing import NamedTuple
+import struct
+from typing import Final, NamedTuple
 
-__all__ = ["GONE", "STOPPED", "PidFd", "ProcessId", "peer_process", "state", "this_process"]
+__all__ = [
+    "GONE",
+    "STOPPED",
+    "UNKNOWN",
+    "PidFd",
+    "ProcessId",
+    "open_pidfd",
+    "peer_id",
+    "peer_process",
+    "state",
+    "this_process",
+]
 
-STOPPED = "stopped"
-GONE = "gone"
+STOPPED: Final = "stopped"
+GONE: Final = "gone"
+UNKNOWN: Final = "unknown"
+_ALIVE: Final = "alive"
+#: In place of a letter: the number belongs to another process now.
+_OTHER: Final = "other"
 
 #: The letters of /proc/<pid>/stat; see proc(5).
 _STATES = {
@@ -22,18 +46,25 @@ _STATES = {
     "t": STOPPED,  # by a debugger
     "Z": GONE,  # a zombie: its parent has not read its exit status
     "X": GONE,
+    _OTHER: GONE,
 }
 #: The socket option that gives a descriptor of the process at the other end (Linux 6.5); `socket` has no name for it.
 _SO_PEERPIDFD = 77
-#: Index of the start time among the fields after the name, which are numbered from 3 in proc(5).
+#: struct ucred: process, user, group.
+_CREDENTIALS = struct.Struct("3i")
+#: Indices among the fields after the name, which are numbered from 3 in proc(5).
+_THREADS = 20 - 3
 _START = 22 - 3
+#: The largest process number of 64-bit Linux (PID_MAX_LIMIT). A number from a peer's card may be anything.
+_MAX_PID = 1 << 22
 
 
 class ProcessId(NamedTuple):
     """Identifies one process among all that a kernel has run.
 
     Attributes:
-        namespace: the pid namespace of `pid`; 0 where /proc cannot be read.
+        namespace: identifies the PID namespace of `pid` and the time namespace of `started`; 0 where /proc cannot be
+            read.
         pid: its number, which the kernel may give to another process later.
         started: clock ticks from the start of the kernel to the start of the process.
     """
@@ -44,18 +75,35 @@ class ProcessId(NamedTuple):
 
 
 class PidFd:
-    """A process by a pidfd, which never refers to another process later and works in any namespace."""
+    """A process by a pidfd, which never refers to another process later and works in any namespace.
 
-    __slots__ = ("_fd",)
+    Args:
+        fd: the pidfd; closed by `close`.
+
+    Raises:
+        OSError: the descriptor cannot be used; it is closed then.
+    """
+
+    __slots__ = ("_fd", "_file")
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        try:
+            self._file = os.fstat(fd)
+        except OSError:
+            self.close()
+            raise
 
-    def gone(self) -> bool:
-        """Whether it has ended."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(0))
+    def has_ended(self) -> bool | None:
+        """Return whether the process has ended; None if that cannot be observed now. Any thread may call this."""
+        try:
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            if not poll.poll(0):
+                return False if self._is_intact() else None
+            return True if self._is_intact() and self._is_pidfd() else None
+        except (OSError, ValueError):
+            return None
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
@@ -63,9 +111,21 @@ class PidFd:
             os.close(self._fd)
             self._fd = -1
 
+    def _is_intact(self) -> bool:
+        """Return whether the descriptor is still the same file: a program may close all, and open others."""
+        return os.path.samestat(os.fstat(self._fd), self._file)
+
+    def _is_pidfd(self) -> bool:
+        """Return whether the file is a pidfd: kernels before 6.9 show one inode for many kinds of files."""
+        try:
+            signal.pidfd_send_signal(self._fd, 0)
+        except OSError as error:
+            return error.errno != errno.EBADF
+        return True
+
 
 def peer_process(sock: socket.socket) -> PidFd | None:
-    """Return the process at the other end of a connected unix socket; None if the system does not tell."""
+    """Return the process at the other end of a connected unix socket; None if the system does not report it."""
     if sock.family != getattr(socket, "AF_UNIX", None):
         return None
     try:
@@ -74,27 +134,116 @@ def peer_process(sock: socket.socket) -> PidFd | None:
         return None
 
 
+def open_pidfd(process: ProcessId) -> PidFd | None:
+    """Return a pidfd of `process`; None if it has ended, is not visible, or no descriptor is free."""
+    if not _is_visible(process):
+        return None
+    try:
+        pidfd = PidFd(os.pidfd_open(process.pid))
+    except (OSError, AttributeError):  # this Python was built for a kernel without pidfd_open
+        return None
+    # Read after the open: the number may have gone to another process before, but not back to this one.
+    if _letter(process) in (None, _OTHER):
+        pidfd.close()
+        return None
+    return pidfd
+
+
 def this_process() -> ProcessId:
     """Return the identity of this process, for other processes of its host."""
-    pid = os.getpid()
+    return _identify("self", os.getpid())
+
+
+def peer_id(sock: socket.socket) -> ProcessId | None:
+    """Return the identity of the process at the other end of a connected unix socket; None if it is not visible."""
+    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    found = _identify(str(pid), pid)
+    return found if found.namespace else None
+
+
+def _identify(entry: str, pid: int) -> ProcessId:
     try:
-        return ProcessId(os.stat("/proc/self/ns/pid").st_ino, pid, int(_fields(pid)[_START]))
-    except OSError:
+        return ProcessId(_namespace(), pid, int(_fields(entry)[_START]))
+    except (OSError, IndexError):
         return ProcessId(0, pid, 0)
 
 
-def state(process: ProcessId | PidFd) -> str:
-    """Return the state of `process`, one of this host, as far as this pid namespace shows it."""
-    if isinstance(process, PidFd):
-        return GONE if process.gone() else "alive"
-    try:
-        fields = _fields(process.pid)
-    except OSError:
+def state(process: ProcessId | None, pidfd: PidFd | None = None) -> str:
+    """Return the state of a process of this host: `GONE` only if its end is proven, `UNKNOWN` if nothing is observed.
+
+    Args:
+        process: its identity; None if it is not known, as for a process of another PID namespace.
+        pidfd: a pidfd of it, if there is one.
+    """
+    ended = None if pidfd is None else pidfd.has_ended()
+    if ended:
         return GONE
-    return GONE if int(fields[_START]) != process.started else _STATES.get(fields[0], "alive")
+    if process is None or not _is_visible(process):
+        return UNKNOWN if ended is None else _ALIVE
+    letter = _letter(process)
+    found = UNKNOWN if letter is None else _STATES.get(letter, _ALIVE)
+    if found in (GONE, UNKNOWN):
+        if ended is False:
+            return _ALIVE
+        proven = (found == GONE and _proc_is_own()) or _has_no_process(process.pid)
+        return GONE if proven else UNKNOWN
+    return found
 
 
-def _fields(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat", "rb") as file:
+def _is_visible(process: ProcessId) -> bool:
+    """Return whether the number of `process` means the same process here."""
+    return 0 < process.pid <= _MAX_PID and process.namespace == _namespace() != 0
+
+
+def _namespace() -> int:
+    """Return the number of this process's PID and time namespaces; 0 if it cannot be read."""
+    try:
+        pids = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+    try:
+        times = os.stat("/proc/self/ns/time").st_ino
+    except FileNotFoundError:  # a kernel before 5.6
+        times = 0
+    except OSError:
+        return 0
+    return pids << 16 ^ times
+
+
+def _letter(process: ProcessId) -> str | None:
+    """Return the state letter of a process, as in proc(5), or `_OTHER`; None if it cannot be read."""
+    try:
+        fields = _fields(str(process.pid))
+        if int(fields[_START]) != process.started:
+            return _OTHER
+        # The main thread has ended, and others go on.
+        return "S" if fields[0] == "Z" and int(fields[_THREADS]) > 1 else fields[0]
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _has_no_process(pid: int) -> bool:
+    """Return whether the kernel finds no process of that number in this PID namespace."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _proc_is_own() -> bool:
+    """Return whether /proc shows the PID namespace of this process: another one may be mounted there."""
+    try:
+        with open("/proc/self/status", "rb") as file:
+            numbers = next((line.split()[1:] for line in file if line.startswith(b"NSpid:")), [])
+    except OSError:
+        return False
+    return numbers == [str(os.getpid()).encode()]
+
+
+def _fields(entry: str) -> list[str]:
+    with open(f"/proc/{entry}/stat", "rb") as file:
         # The name stands in parentheses and may contain anything, parentheses too.
         return file.read().rpartition(b")")[2].decode().split()

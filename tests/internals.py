@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import builtins
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from pkgutil import resolve_name
 from typing import Any, Protocol
+from unittest import mock
 
 import pytest
 
@@ -30,6 +33,7 @@ __all__ = [
     "nccl_end",
     "plans_of",
     "replaced",
+    "replaced_call",
     "set_limits",
     "set_nccl_only",
     "sock_of",
@@ -254,6 +258,37 @@ def failing(patch: pytest.MonkeyPatch, error: BaseException, *parts: str) -> Non
         raise error
 
     replaced(patch, **dict.fromkeys(parts, fail))
+
+
+@contextmanager
+def replaced_call(module: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace a function that one module calls, and leave it as it is for all others.
+
+    Args:
+        module: which calls it.
+        name: of a built-in function, "open", or as it is written there, "os.kill".
+        make: returns what is to be called instead, given the function.
+    """
+    owner, _, function = name.rpartition(".")
+    holder = resolve_name(f"{module}.{owner}") if owner else builtins
+    instead = make(getattr(holder, function))
+    if owner:
+        with mock.patch(f"{module}.{owner}", _Holder(holder, function, instead)):
+            yield
+    else:
+        with mock.patch(f"{module}.{name}", instead, create=True):
+            yield
+
+
+class _Holder:
+    """In place of a module or class, with another function of that name."""
+
+    def __init__(self, holder: Any, function: str, instead: Callable[..., Any]) -> None:
+        self._holder = holder
+        setattr(self, function, instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._holder, name)
 
 
 def _around(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:

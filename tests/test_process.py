@@ -1,18 +1,38 @@
-"""What the kernel tells of other processes."""
+"""Observation of other processes: what proves an end, and that errors of the observer do not."""
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import platform
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from aiocoll.process import GONE, STOPPED, ProcessId, state, this_process
+from aiocoll import process as processes
+from aiocoll.process import (
+    GONE,
+    STOPPED,
+    UNKNOWN,
+    PidFd,
+    ProcessId,
+    open_pidfd,
+    peer_id,
+    peer_process,
+    state,
+    this_process,
+)
+
+from .internals import replaced_call
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 
@@ -60,3 +80,168 @@ def test_a_process_stops_goes_on_and_ends() -> None:
 
 def test_a_later_process_of_the_same_number_is_another_one() -> None:
     assert state(this_process()._replace(started=this_process().started - 1)) == GONE
+
+
+#: Errors that say something of the observer only.
+OWN_ERRORS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO, errno.EAGAIN, errno.EINTR]
+#: Number of the system call that ends one thread.
+SYS_EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
+
+
+@pytest.fixture(scope="module")
+def living() -> Iterator[tuple[ProcessId, PidFd]]:
+    """Return a process that runs, with a pidfd."""
+    with child() as (_, identity):
+        pidfd = open_pidfd(identity)
+        assert pidfd is not None
+        yield identity, pidfd
+        pidfd.close()
+
+
+@pytest.fixture(scope="module")
+def ended() -> Iterator[tuple[ProcessId, PidFd]]:
+    """Return a process that has ended and was reaped, with a pidfd that was opened while it ran."""
+    with child() as (process, identity):
+        pidfd = open_pidfd(identity)
+        assert pidfd is not None
+        process.kill()
+        process.wait()
+    yield identity, pidfd
+    pidfd.close()
+
+
+@contextmanager
+def faults(number: int, *names: str) -> Iterator[None]:
+    """Let functions that `aiocoll.process` calls, such as "open" or "os.kill", fail with an errno."""
+    with ExitStack() as stack:
+        for name in names:
+            fault = mock.Mock(side_effect=OSError(number, os.strerror(number)))
+            stack.enter_context(replaced_call("aiocoll.process", name, lambda _, fault=fault: fault))
+        yield
+
+
+@pytest.mark.parametrize("number", OWN_ERRORS)
+@pytest.mark.parametrize("names", [("open",), ("select.poll",), ("os.kill",), ("open", "os.kill"), ("os.stat", "open")])
+@pytest.mark.parametrize("with_pidfd", [False, True])
+def test_living_process_is_never_gone_whatever_the_observer_lacks(
+    number: int, names: tuple[str, ...], with_pidfd: bool, living: tuple[ProcessId, PidFd]
+) -> None:
+    with faults(number, *names):
+        assert state(*living[: 1 + with_pidfd]) != GONE
+
+
+@pytest.mark.parametrize("number", OWN_ERRORS)
+@pytest.mark.parametrize("names", [("open",), ("select.poll",), ("select.poll", "open"), ("os.kill",)])
+def test_one_proof_is_enough(number: int, names: tuple[str, ...], ended: tuple[ProcessId, PidFd]) -> None:
+    with faults(number, *names):
+        assert state(*ended) == GONE
+
+
+@pytest.mark.parametrize("number", OWN_ERRORS)
+def test_nothing_observed_proves_nothing(number: int, ended: tuple[ProcessId, PidFd]) -> None:
+    with faults(number, "open", "select.poll", "os.kill"):
+        assert state(*ended) == UNKNOWN
+
+
+def test_process_whose_entry_is_hidden_is_not_gone(living: tuple[ProcessId, PidFd]) -> None:
+    """A process that may not be traced is hidden from others where /proc has `hidepid`."""
+    with faults(errno.ENOENT, "open"):
+        assert state(living[0]) == UNKNOWN
+
+
+def test_proc_of_another_namespace_proves_nothing() -> None:
+    other = this_process()._replace(started=this_process().started - 1)
+    real = open
+
+    def opened(path: str, mode: str) -> Any:
+        if path == "/proc/self/status":
+            return io.BytesIO(b"NSpid:\t4711\t%d\n" % os.getpid())
+        return real(path, mode)
+
+    with mock.patch.object(processes, "open", opened, create=True):
+        assert state(other) == UNKNOWN
+
+
+def test_process_of_another_namespace_is_unknown() -> None:
+    elsewhere = this_process()._replace(namespace=this_process().namespace + 1, pid=(1 << 22) - 1)
+    assert state(elsewhere) == UNKNOWN
+    assert state(elsewhere._replace(namespace=0)) == UNKNOWN
+    pidfd = PidFd(os.pidfd_open(os.getpid()))
+    assert state(elsewhere, pidfd) == state(None, pidfd) == "alive"
+    assert state(this_process()._replace(started=0), pidfd) == "alive", "a pidfd never means another process"
+    pidfd.close()
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1 << 40, -(1 << 70)])
+def test_number_that_no_process_has_is_unknown(pid: int) -> None:
+    """It comes from a peer's card, and means a group of processes to `kill`."""
+    assert state(this_process()._replace(pid=pid)) == UNKNOWN
+
+
+def test_pidfd_shows_the_end_of_a_zombie() -> None:
+    with child() as (process, identity):
+        pidfd = open_pidfd(identity)
+        assert pidfd is not None
+        assert pidfd.has_ended() is False
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert pidfd.has_ended() is True
+        pidfd.close()
+        assert pidfd.has_ended() is None
+
+
+def test_other_file_under_the_number_of_a_pidfd_proves_nothing() -> None:
+    """A program may close all descriptors and open others."""
+    with child() as (_, identity):
+        pidfd = open_pidfd(identity)
+        assert pidfd is not None
+        reading, writing = os.pipe()
+        os.write(writing, b"x")
+        for inodes_differ in (True, False):
+            os.dup2(reading, pidfd._fd)
+            if not inodes_differ:  # before Linux 6.9
+                pidfd._file = os.fstat(pidfd._fd)
+            assert pidfd.has_ended() is None
+            assert state(identity, pidfd) != GONE
+        for each in (reading, writing):
+            os.close(each)
+        pidfd.close()
+
+
+@pytest.mark.skipif(SYS_EXIT is None, reason="the number of the system call is not known for this processor")
+def test_process_whose_main_thread_has_ended_lives() -> None:
+    program = f"""
+import ctypes, sys, threading
+from aiocoll.process import this_process
+print(*this_process(), flush=True)
+threading.Thread(target=sys.stdin.read).start()
+ctypes.CDLL(None).syscall({SYS_EXIT}, 0)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        identity = ProcessId(*map(int, process.stdout.readline().split()))
+        pidfd = open_pidfd(identity)
+        entry = Path(f"/proc/{process.pid}/stat")
+        while " Z " not in entry.read_text():
+            assert state(identity, pidfd) != GONE
+        assert state(identity) == state(identity, pidfd) == "sleeping"
+        process.kill()
+    assert state(identity, pidfd) == GONE
+    assert pidfd is not None
+    pidfd.close()
+
+
+def test_no_pidfd_of_a_later_process_of_the_same_number() -> None:
+    assert open_pidfd(this_process()._replace(started=this_process().started - 1)) is None
+
+
+def test_process_at_the_other_end_of_a_unix_socket() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert peer_id(one) == this_process()
+        pidfd = peer_process(one)
+        if pidfd is not None:  # Linux 6.5
+            assert pidfd.has_ended() is False
+            pidfd.close()

@@ -11,6 +11,7 @@ from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import cause_of, error_from
 from aiocoll.engine.control.messages import PROTOCOL, ControlMessage, Facts
 from aiocoll.engine.control.peer_links import PeerLinks
+from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.failure.deadlines import Deadlines
 from aiocoll.engine.failure.failure_detector import FailureDetector
@@ -22,6 +23,7 @@ from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.engine.polling import Polling
 from aiocoll.engine.receiver import Receiver
+from aiocoll.errors import AiocollError
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
@@ -100,7 +102,7 @@ class Endpoint:
         self.know(cards)
         try:
             await self.control.join()
-            self.failure_detector.start()
+            self._start_failure_detector()
         except BaseException:
             self.context.closed = True
             self.failure_detector.stop()
@@ -108,6 +110,15 @@ class Endpoint:
             for link in [*self.control.links, *self.polling.links]:
                 link.close()
             self._refusals.close()
+            raise
+
+    def _start_failure_detector(self) -> None:
+        """Start monitoring, or report to all ranks why this one cannot: they may have joined already."""
+        try:
+            self.failure_detector.start()
+        except AiocollError as error:
+            message = {"t": "died", "rank": self.rank, "detail": fitting(str(error)), "how": "unreachable"}
+            self.control.flood(message, range(self.world_size))
             raise
 
     # -- groups

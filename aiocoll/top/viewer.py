@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 from collections.abc import Callable
-from contextlib import suppress
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Final
 
+from aiocoll import process
 from aiocoll.errors import ProtocolError
 from aiocoll.top import folder as folders
 from aiocoll.top.words import ASK, Reader
 
 __all__ = ["Process", "State", "Viewer"]
 
-_CREDENTIALS: Final = struct.Struct("3i")
 _CHUNK: Final = 1 << 16
 
 
@@ -53,7 +50,8 @@ class Process:
         self.answered = float("-inf")
         self.groups: list[dict[str, Any]] = []
         self.left_out = 0
-        self._seen = number
+        self._identity: process.ProcessId | None = None
+        self._pidfd: process.PidFd | None = None
         self._connection: socket.socket | None = None
         self._reader = Reader()
         self._asked = False
@@ -70,7 +68,8 @@ class Process:
         try:
             if self._connection is None:
                 self._connection = folders.connect(folder, self.number)
-                self._seen = _process_at(self._connection) or self._seen
+                self._identity = process.peer_id(self._connection)
+                self._pidfd = process.peer_process(self._connection)
             self._connection.send(ASK)
             self._asked = True
         except FileNotFoundError:  # it takes its name away before it hangs up
@@ -102,17 +101,19 @@ class Process:
 
     def overdue(self) -> None:
         """It has not answered in time."""
-        letter = _letter(self._seen)
-        if letter is None or letter in "ZX":
+        found = process.state(self._identity, self._pidfd)
+        if found == process.GONE:
             self._end(State.GONE)
         else:
-            self.state = State.STOPPED if letter in "Tt" else State.SILENT
+            self.state = State.STOPPED if found == process.STOPPED else State.SILENT
 
     def close(self) -> None:
         """Hang up."""
         if self._connection is not None:
             self._connection.close()
-        self._connection, self._asked, self._reader = None, False, Reader()
+        if self._pidfd is not None:
+            self._pidfd.close()
+        self._connection, self._pidfd, self._asked, self._reader = None, None, False, Reader()
 
     def _end(self, state: State) -> None:
         self.close()
@@ -144,8 +145,8 @@ class Viewer:
             known = self.processes.get(number)
             if known is None or known.state == State.CLOSED:  # it has made another group
                 self.processes[number] = Process(number)
-        for process in self.processes.values():
-            process.ask(self._folder)
+        for each in self.processes.values():
+            each.ask(self._folder)
         end = self._clock() + patience
         while waiting := {each.waits.fileno(): each for each in self.processes.values() if each.waits is not None}:
             poll = select.poll()
@@ -155,8 +156,8 @@ class Viewer:
             for fd, _ in ready:
                 waiting[fd].receive(self._clock())
             if not ready:
-                for process in waiting.values():
-                    process.overdue()
+                for each in waiting.values():
+                    each.overdue()
                 break
 
     @property
@@ -166,21 +167,6 @@ class Viewer:
 
     def close(self) -> None:
         """Hang up."""
-        for process in self.processes.values():
-            process.close()
+        for each in self.processes.values():
+            each.close()
         os.close(self._folder)
-
-
-def _process_at(connection: socket.socket) -> int:
-    """Return the process at the other end; 0 if it is in a namespace that cannot be seen from here."""
-    found: tuple[int, int, int] = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return found[0]
-
-
-def _letter(process: int) -> str | None:
-    """Return the letter of a process's state, as in proc(5); None if there is no such process."""
-    with suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -20,6 +22,7 @@ from aiocoll.cli.top.command import Watch
 from aiocoll.cli.top.jobs import job_folder, jobs
 from aiocoll.cli.top.model import GroupView
 from aiocoll.cli.top.web import MOST, Page
+from aiocoll.process import ProcessId
 
 from ..browser import MISSING, SCHEMES, WIDTHS, browser, executable
 from ..browser import Page as BrowserPage
@@ -228,6 +231,7 @@ def test_launchers_of_several_containers_may_have_one_number(
 ) -> None:
     """As two pods that share /tmp do, in each of which the launcher is process 1."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
     with job_folder(env, ["a.py"], 3) as first:
         with job_folder(env, ["b.py"], 2) as second:
             assert [(job.number, job.folder, job.command) for job in jobs(env)] == [
@@ -242,6 +246,44 @@ def test_launchers_of_several_containers_may_have_one_number(
             assert top(tmp_path, env, "--once", second).stdout == "no rank has an open group\n"
         assert [job.folder for job in jobs(env)] == [first]
     assert jobs(env) == []
+
+
+def test_launcher_in_another_container_is_over_when_its_lock_is_free(
+    env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
+    with job_folder(env, ["a.py"], 3) as folder:
+        about = os.path.join(folder, "job.json")
+        assert [job.folder for job in jobs(env)] == [folder]
+        with open(about, "r+b") as file:  # as if its process had ended: nobody holds a lock on this file
+            content = file.read()
+        os.unlink(about)
+        with open(about, "wb") as file:
+            file.write(content)
+        assert jobs(env) == []
+
+
+def test_launcher_without_a_lock_is_never_taken_for_over(
+    env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems have no locks; of a launcher in another container nothing is known then."""
+    monkeypatch.setattr("aiocoll.cli.top.jobs.this_process", lambda: ProcessId(1, 1, 1))
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with job_folder(env, ["a.py"], 3) as folder, job_folder(env, ["b.py"], 3) as other:
+        assert [job.folder for job in jobs(env)] == [folder, other]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO])
+def test_launcher_that_cannot_be_observed_keeps_its_folder(
+    env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with job_folder(env, ["a.py"], 3) as folder:
+        failing = mock.Mock(side_effect=OSError(number, os.strerror(number)))
+        monkeypatch.setattr("aiocoll.process.open", failing, raising=False)
+        with job_folder(env, ["b.py"], 3):
+            assert failing.called
+            assert os.path.exists(folder)
+        assert [job.folder for job in jobs(env)] == [folder]
 
 
 @pytest.mark.parametrize(

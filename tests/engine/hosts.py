@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -12,7 +12,7 @@ from unittest import mock
 
 from aiocoll import GroupOptions
 from aiocoll.engine.endpoint import Endpoint
-from aiocoll.process import GONE, STOPPED, PidFd, ProcessId
+from aiocoll.process import GONE, STOPPED, UNKNOWN, PidFd, ProcessId
 from aiocoll.security.handshake import ConnKind
 from aiocoll.testing.virtual import VirtualLoop
 from aiocoll.transport.base import Card, Link
@@ -152,9 +152,10 @@ class Hosts:
 
     # -- what is simulated
 
-    def state(self, process: ProcessId | PidFd) -> str:
-        """Say what a process of the simulation does."""
-        assert isinstance(process, ProcessId)
+    def state(self, process: ProcessId | None, pidfd: PidFd | None = None) -> str:
+        """Return the state of a process of the simulation."""
+        if process is None:
+            return UNKNOWN
         return GONE if process.pid in self.killed else STOPPED if process.pid in self.stopped else "running"
 
     def _of(self, process: int) -> list[Endpoint]:
@@ -238,6 +239,7 @@ class Hosts:
             mock.patch("aiocoll.rendezvous.job.Endpoint", Watched),
             mock.patch("aiocoll.transport.stream.transport.this_process", process),
             mock.patch("aiocoll.engine.failure.failure_detector.state", self.state),
+            mock.patch("aiocoll.engine.failure.failure_detector.open_pidfd", return_value=None),
             mock.patch("aiocoll.engine.failure.failure_detector.Watchdog", _NoThread),
             mock.patch("aiocoll.engine.failure.failure_detector.FailureDetector.follow_hub"),
             mock.patch.object(MemoryLink, "write", written),
@@ -257,7 +259,7 @@ class _NoThread:
     def stop(self) -> None:
         pass
 
-    def observe(self, processes: Mapping[int, ProcessId]) -> None:
+    def observe(self, ranks: Collection[int]) -> None:
         pass
 
     def silence(self, rank: int) -> None:

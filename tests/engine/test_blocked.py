@@ -86,7 +86,7 @@ def test_no_frame_is_an_unknown_place() -> None:
 async def test_the_warning_has_the_users_line(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     """The loop waits three calls deep in the standard library."""
     limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
-    watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, lambda *_: None, lambda *_: None)
+    watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
     watch.start()
     try:
         with caplog.at_level(logging.WARNING, logger="aiocoll"):

@@ -7,15 +7,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from unittest import mock
 
 import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.engine.failure import watchdog
 from aiocoll.engine.failure.watchdog import Watchdog
-from aiocoll.process import this_process
+from aiocoll.process import GONE, STOPPED, UNKNOWN
 from aiocoll.transport.stream.plain_stream import PlainStream
 
 from ..internals import Limits
@@ -39,10 +40,14 @@ class Heard:
         self.anything.set()
 
 
+def make(heard: Heard, states: Callable[[int], str] = {}.__getitem__) -> Watchdog:
+    return Watchdog(3, asyncio.get_running_loop(), time.perf_counter, states, heard.on_lost, heard.on_ended)
+
+
 @asynccontextmanager
-async def started() -> AsyncIterator[tuple[Watchdog, Heard]]:
+async def started(states: Callable[[int], str] = {}.__getitem__) -> AsyncIterator[tuple[Watchdog, Heard]]:
     heard = Heard()
-    made = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, heard.on_lost, heard.on_ended)
+    made = make(heard, states)
     made.start()
     try:
         yield made, heard
@@ -118,12 +123,55 @@ async def test_a_heartbeat_that_comes_too_late_is_closed(pair: tuple[socket.sock
     assert pair[0].fileno() == -1
 
 
-async def test_a_process_that_is_gone_is_told(quick: None) -> None:
-    gone = this_process()._replace(started=0)
-    async with started() as (watch, heard):
-        watch.observe({1: this_process(), 2: gone})
+@pytest.mark.usefixtures("quick")
+async def test_process_that_is_gone_is_reported() -> None:
+    async with started({1: "running", 2: GONE, 4: UNKNOWN}.__getitem__) as (watch, heard):
+        watch.observe([1, 2, 4])
         await heard.anything.wait()
     assert {(rank, how) for rank, how, _ in heard.lost} == {(2, "killed")}
+
+
+async def test_process_counts_as_stopped_although_it_cannot_be_observed_at_times() -> None:
+    """Rounds without an observation neither count nor begin the count again."""
+    heard = Heard()
+    seen = iter([STOPPED, UNKNOWN] * 11)
+    watch = make(heard, lambda rank: next(seen))
+    for _ in range(20):
+        watch.observe([1])
+        watch._look_at_processes(0.0, watchdog.ROUND)
+    assert watchdog.STOPPED_AFTER / watchdog.ROUND == 9  # so the tenth observation ends it
+    await asyncio.sleep(0)
+    assert heard.lost == [(1, "stopped", watchdog.STOPPED_AFTER)]
+
+
+@pytest.mark.usefixtures("quick")
+async def test_thread_goes_on_when_nothing_optional_works(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread can be started for a log line, the state of no process can be read, and where the loop is neither."""
+    async with started() as (watch, heard):  # no state: KeyError
+        monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+        monkeypatch.setattr(watchdog, "place", mock.Mock(side_effect=MemoryError))
+        watch.add_heartbeat(7, plain(pair[0]))
+        watch.observe([1])
+        time.sleep(2 * watchdog.BLOCKED_AFTER)  # noqa: ASYNC251 - that is the fault
+        monkeypatch.undo()
+        before = len(pair[1].recv(1000))
+        assert before >= watchdog.BLOCKED_AFTER / watchdog.ROUND
+        pair[1].close()
+        await heard.anything.wait()
+    assert (heard.ended, heard.lost) == ([7], [])
+
+
+async def test_log_line_without_a_thread_comes_when_the_loop_turns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = make(Heard())
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    watch._watch_itself(watchdog.ROUND + watchdog.BLOCKED_AFTER)
+    assert not caplog.records
+    await asyncio.sleep(0)
+    assert "rank 3: for about 1.5 s no other thread of this process could run" in caplog.text
 
 
 @pytest.mark.usefixtures("quick")
@@ -131,13 +179,12 @@ def test_a_loop_that_does_not_run_is_not_blocked(caplog: pytest.LogCaptureFixtur
     """And a loop that is closed ends the thread."""
     loop = asyncio.new_event_loop()
 
-    async def make() -> Watchdog:
-        heard = Heard()
-        made = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, heard.on_lost, heard.on_ended)
+    async def start() -> Watchdog:
+        made = make(Heard())
         made.start()
         return made
 
-    made = loop.run_until_complete(make())
+    made = loop.run_until_complete(start())
     with caplog.at_level(logging.INFO, logger="aiocoll"):
         time.sleep(4 * watchdog.BLOCKED_AFTER)
     loop.close()

@@ -19,7 +19,15 @@ from typing import Any
 
 import pytest
 
-from aiocoll import CollectiveTimeoutError, FileStore, GroupOptions, PeerLostError, ProcessGroup, new_group
+from aiocoll import (
+    AiocollError,
+    CollectiveTimeoutError,
+    FileStore,
+    GroupOptions,
+    PeerLostError,
+    ProcessGroup,
+    new_group,
+)
 from aiocoll.testing import run_processes
 
 from ..internals import comm_of
@@ -149,6 +157,41 @@ async def test_a_blocked_loop_is_slow_not_dead() -> None:
     both = await asyncio.gather(*(run_processes(3, busy, victim, "block", 3.0) for victim in (0, 2)))
     for victim, results in zip((0, 2), both, strict=True):
         check_busy(results, victim, ", its process is alive (sleeping)", "block")
+
+
+async def without_watchdog(pg: ProcessGroup, path: Path, victim: int) -> tuple[str, str, float]:
+    """Make another group, in which the watchdog of one rank cannot start; return the error and the seconds it took."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if "watchdog" in thread.name and pg.rank() == victim:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    began = time.monotonic()
+    try:
+        async with (
+            FileStore(str(path), pg.size()) as store,
+            new_group(store=store, rank=pg.rank(), world_size=pg.size(), timeout=60) as inner,
+        ):
+            await inner.allreduce(1)
+    except AiocollError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+async def test_watchdog_that_cannot_start_fails_the_group_at_once_on_every_rank(tmp_path: Path, victim: int) -> None:
+    results = await run_processes(3, without_watchdog, tmp_path / "store", victim)
+    cause = f"rank {victim} cannot start its watchdog thread (can't start new thread); allow this user or container"
+    for rank, (error, text, seconds) in enumerate(results):
+        assert error in ("RendezvousError", "PeerLostError", "GroupRevokedError")
+        assert rank != victim or error == "RendezvousError"
+        assert cause in text
+        assert seconds < 5.0
 
 
 async def late(pg: ProcessGroup, victim: int, timeout: float) -> tuple[Any, float]:

@@ -115,6 +115,10 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_oneshot_moves.py", "test_unsized.py", "-k", "not 7"),
             ),
         ),
+        "failure detector": Subject(
+            ("PidFd.has_ended", "Watchdog._do_round", "FailureDetector.linked"),
+            (("test_process.py",), ("test_detector_faults.py", "-k", "not 5000"), ("test_watchdog.py",)),
+        ),
         "sharing memory": Subject(
             ("propose", "SharedRegion.open", "Doorbell.__init__"),
             (("test_shm_passing.py",), ("test_shm_region.py",)),
@@ -194,6 +198,7 @@ BY_HAND = (
     "session",
     "control",
     "slots",
+    "failure detector",
     "sharing memory",
     "single copy",
     "redis store",

@@ -309,7 +309,8 @@ async def test_two_watchdogs_hear_each_other_through_any_stream(kind: str, limit
     lost: list[Any] = []
     loop = asyncio.get_running_loop()
     watchdogs = [
-        Watchdog(rank, loop, time.perf_counter, lambda *told: lost.append(told), lost.append) for rank in range(2)
+        Watchdog(rank, loop, time.perf_counter, {}.__getitem__, lambda *told: lost.append(told), lost.append)
+        for rank in range(2)
     ]
     async with ends_of(kind) as ends:
         for each, end in zip(watchdogs, ends, strict=True):

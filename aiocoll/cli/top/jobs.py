@@ -1,7 +1,7 @@
-"""The jobs of this user on this host that `aiocoll run` has started: a folder each, with a file about the job in it.
+"""The jobs that `aiocoll run` has started for this user on this host: a folder each, with a file about the job in it.
 
-The launcher locks that file as long as it lives: containers may share the folder of the jobs, and a process sees
-nothing of those in other containers, whose numbers may be the same, but the kernel's locks are the same for all.
+The launcher locks that file while it lives. Containers may share the folder of the jobs. A process does not see those
+of other containers, whose numbers may be the same, but the kernel's locks are common to all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from aiocoll.process import GONE, UNKNOWN, ProcessId, state, this_process
 from aiocoll.rendezvous.private_folder import private_folder
 
 __all__ = ["Job", "job_folder", "jobs"]
@@ -64,11 +65,10 @@ def job_folder(env: Mapping[str, str], command: Sequence[str], ranks: int) -> It
     folder = os.path.join(parent, f"{os.getpid()}-{os.urandom(8).hex()}")
     os.mkdir(folder, 0o700)
     try:
-        about = {"number": os.getpid(), "command": " ".join(command), "ranks": ranks, "started": time.time()}
+        about = {"process": this_process(), "command": " ".join(command), "ranks": ranks, "started": time.time()}
         beginning = os.path.join(folder, f".{_FILE}")
         with open(beginning, "w", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            json.dump(about, file)
+            json.dump({**about, "locked": _lock(file, fcntl.LOCK_EX)}, file)
             file.flush()
             os.rename(beginning, os.path.join(folder, _FILE))
             yield folder
@@ -84,33 +84,44 @@ def jobs(env: Mapping[str, str]) -> list[Job]:
     """
     parent = os.path.join(private_folder(env), _FOLDER)
     found = []
-    for folder, file in _files(parent):
-        if not _is_over(file):
-            about: dict[str, Any] = json.load(file)
-            found.append(Job(about["number"], folder, about["command"], about["ranks"], about["started"]))
+    for folder, about, over in _read(parent):
+        if not over:
+            found.append(Job(about["process"][1], folder, about["command"], about["ranks"], about["started"]))
     return sorted(found, key=lambda job: job.started)
 
 
 def _sweep(parent: str) -> None:
     """Remove the folders of launchers that were killed."""
-    for folder, file in _files(parent):
-        if _is_over(file):
+    for folder, _, over in _read(parent):
+        if over:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _files(parent: str) -> Iterator[tuple[str, TextIO]]:
-    """Yield the folder of each job, and the file about it."""
+def _read(parent: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield the folder of each job, what its file says, and whether its launcher has ended."""
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(parent)):
             folder = os.path.join(parent, name)
-            with suppress(OSError), open(os.path.join(folder, _FILE), encoding="utf-8") as file:
-                yield folder, file
+            with (
+                suppress(OSError, ValueError, KeyError, TypeError),
+                open(os.path.join(folder, _FILE), encoding="utf-8") as file,
+            ):
+                about = json.load(file)
+                yield folder, about, _is_over(about, file)
 
 
-def _is_over(file: TextIO) -> bool:
-    """Whether the launcher is gone: it holds the lock no more."""
+def _is_over(about: Mapping[str, Any], file: TextIO) -> bool:
+    """Return whether the launcher has ended. In another container only its lock shows that, if it holds one."""
+    found = state(ProcessId._make(about["process"]))
+    if found != UNKNOWN:
+        return found == GONE
+    return about["locked"] and _lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _lock(file: TextIO, operation: int) -> bool:
+    """Return whether the lock could be taken: some file systems have none."""
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.flock(file, operation)
+    except OSError:
         return False
     return True

@@ -18,7 +18,7 @@ from aiocoll.engine.failure.watchdog import ROUND, Watchdog
 from aiocoll.engine.job.context import Context
 from aiocoll.errors import AiocollError, PeerLostError
 from aiocoll.log import logger
-from aiocoll.process import GONE, PidFd, ProcessId, state
+from aiocoll.process import GONE, UNKNOWN, PidFd, ProcessId, open_pidfd, state
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.byte_stream import ByteStream
@@ -52,8 +52,10 @@ class FailureDetector:
         self._control = control
         self._roster = roster
         self._watchdog: Watchdog | None = None
+        #: Processes that /proc shows here.
         self._processes: dict[int, ProcessId] = {}
-        #: Processes of this host that /proc does not show, since they are in another namespace.
+        #: Processes of this host at the other end of a control link: a pidfd needs no descriptor later, and works in
+        #: any namespace.
         self._pidfds: dict[int, PidFd] = {}
         #: Heartbeats that were opened before the thread was started.
         self._heartbeats: list[tuple[int, ByteStream]] = []
@@ -62,7 +64,11 @@ class FailureDetector:
         self._over = False
 
     def start(self) -> None:
-        """Start monitoring, if there are other processes."""
+        """Start monitoring, if there are other processes.
+
+        Raises:
+            RendezvousError: the thread for it cannot be started.
+        """
         context = self._context
         cards = context.cards
         me = cards[context.rank]
@@ -73,9 +79,11 @@ class FailureDetector:
             there, process = _whereabouts(card)
             seen = there == host and process.namespace == own.namespace != 0
             # A host may hide the processes of other users.
-            if rank != context.rank and seen and state(process) != GONE:
+            if rank != context.rank and seen and state(process) not in (GONE, UNKNOWN):
                 self._processes[rank] = process
-        self._watchdog = Watchdog(context.rank, context.loop, context.runtime.ticks, self._lost, self._heartbeat_ended)
+        self._watchdog = Watchdog(
+            context.rank, context.loop, context.runtime.ticks, self._state, self._lost, self._heartbeat_ended
+        )
         self._watchdog.start()
         for rank, stream in self._heartbeats:
             self.attach(rank, stream)
@@ -96,11 +104,11 @@ class FailureDetector:
             pidfd.close()
 
     def linked(self, link: Link) -> None:
-        """Hold on to the process at the other end of a control link, if it cannot be found in another way."""
+        """Hold on to the process at the other end of a control link."""
         peer = link.peer
-        if self._watchdog is None or peer in self._processes or peer in self._pidfds:
+        if self._watchdog is None or peer in self._pidfds:
             return
-        pidfd = link.peer_process()
+        pidfd = open_pidfd(self._processes[peer]) if peer in self._processes else link.peer_process()
         if pidfd is not None:
             self._pidfds[peer] = pidfd
 
@@ -135,19 +143,21 @@ class FailureDetector:
         else:
             watched = {hub}
             control.tell(hub, {"t": "waits"})
-        self._watchdog.observe({rank: self._processes[rank] for rank in watched & self._processes.keys()})
+        self._watchdog.observe(watched & self._processes.keys())
 
     def sees(self, rank: int) -> bool:
         """Whether the process of a rank is known to be alive, even if its event loop is blocked."""
         if rank in self._processes:
-            return state(self._processes[rank]) != GONE
+            return self._state(rank) != GONE
         silence = None if self._watchdog is None else self._watchdog.silence(rank)
         return silence is not None and silence <= 2 * ROUND
 
     def state(self, rank: int) -> str:
         """Describe what the process of a rank does, as far as visible from here; "" if nothing is known."""
         if rank in self._processes:
-            found = state(self._processes[rank])
+            found = self._state(rank)
+            if found == UNKNOWN:
+                return ""
             return "its process is gone" if found == GONE else f"its process is alive ({found})"
         silence = None if self._watchdog is None else self._watchdog.silence(rank)
         if silence is None:
@@ -192,21 +202,22 @@ class FailureDetector:
 
     def look(self, rank: int) -> None:
         """If the process of a rank is gone, tell all ranks: while it is dialled, no connection shows its end."""
-        if not self._over and self._in_sight(rank) and state(self._process(rank)) == GONE:
+        if not self._over and self._state(rank) == GONE:
             self._lost(rank, "killed", 0.0)
 
     def _in_sight(self, rank: int) -> bool:
         return rank in self._processes or rank in self._pidfds
 
-    def _process(self, rank: int) -> ProcessId | PidFd:
-        return self._processes.get(rank) or self._pidfds[rank]
+    def _state(self, rank: int) -> str:
+        """Return the state of a rank's process, as far as visible from here. Any thread may call this."""
+        return state(self._processes.get(rank), self._pidfds.get(rank))
 
     def _look(self, rank: int, until: float, cut: bool) -> None:
         """Check a process until it is gone, or at least `until`; `cut` if a connection to it broke."""
         if self._over:
             return
         runtime = self._context.runtime
-        if state(self._process(rank)) == GONE:
+        if self._state(rank) == GONE:
             self._roster.died(rank, "its process is gone")
         elif runtime.time() < until:
             runtime.call_later(LOOK, self._look, rank, until, cut)

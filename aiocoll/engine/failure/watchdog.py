@@ -9,20 +9,27 @@ Twice a second it
 - asks the loop for a sign of life, and logs where the loop is blocked if none comes.
 
 Only time in which this thread itself was running counts: a process that was stopped must not call others silent.
+Heartbeats come first in a round, and the failure of anything else (a log handler, a thread that cannot be started, a
+file that cannot be opened) leaves the thread running.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
+import ssl
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
+from functools import partial
 
 from aiocoll.engine.failure.blocked import place
+from aiocoll.errors import RendezvousError
 from aiocoll.log import logger
-from aiocoll.process import GONE, STOPPED, ProcessId, state
+from aiocoll.process import GONE, STOPPED, UNKNOWN
 from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["Watchdog"]
@@ -43,6 +50,11 @@ GULP = 8192
 #: Seconds to wait for the end of the thread; it takes none, unless the host hangs.
 FAREWELL = 1.0
 
+#: Errors of this process or its host, which show nothing of a connection.
+_OWN_ERRORS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EINTR}
+)
+
 STOOD_STILL = (
     "rank %d: for about %.1f s no other thread of this process could run (it used %.1f s of CPU time): it was stopped, "
     "or one call held the GIL"
@@ -60,22 +72,28 @@ class _Heartbeat:
 
     def exchange(self, counted: float, received: memoryview) -> bool:
         """Send, and receive into `received`, whose content is ignored; False if the connection has ended."""
-        self.silence += counted
         try:
             self.stream.send(b"\0")
-        except BlockingIOError:
-            pass  # it has not been read for hours
-        except OSError:
-            return False
+        except OSError as error:  # BlockingIOError: it has not been read for hours
+            if _has_ended(error):
+                return False
         try:
             if not self.stream.receive_into(received):
                 return False
             self.silence = 0.0
         except BlockingIOError:
-            pass
-        except OSError:
-            return False
+            self.silence += counted
+        except OSError as error:
+            # An error of this process does not count as silence of the peer.
+            return not _has_ended(error)
         return True
+
+
+def _has_ended(error: OSError) -> bool:
+    """Return whether an error of a connection shows that it has ended."""
+    if isinstance(error, ssl.SSLError):
+        return True
+    return not isinstance(error, BlockingIOError | InterruptedError) and error.errno not in _OWN_ERRORS
 
 
 class Watchdog:
@@ -85,6 +103,7 @@ class Watchdog:
         rank: this rank in the job.
         loop: the loop it monitors; running in the thread that makes the watchdog.
         clock: real seconds, read from any thread.
+        state: returns the state of a rank's process, as `aiocoll.process.state` does; called in the thread.
         lost: called in the loop with a rank, how it is lost and for how many seconds.
         ended: called in the loop with the rank of a heartbeat whose connection has ended.
     """
@@ -94,12 +113,14 @@ class Watchdog:
         rank: int,
         loop: asyncio.AbstractEventLoop,
         clock: Callable[[], float],
+        state: Callable[[int], str],
         lost: Callable[[int, str, float], None],
         ended: Callable[[int], None],
     ) -> None:
         self._rank = rank
         self._loop = loop
         self._clock = clock
+        self._state = state
         self._lost = lost
         self._ended = ended
         self._watched_thread = threading.get_ident()
@@ -108,25 +129,41 @@ class Watchdog:
         self._arriving: deque[tuple[int, ByteStream]] = deque()
         self._heartbeats: dict[int, _Heartbeat] = {}
         self._received = memoryview(bytearray(GULP))
-        self._observed: Mapping[int, ProcessId] = {}
+        self._observed: Collection[int] = ()
         self._attentive_until = 0.0
         self._stopped: dict[int, float] = {}
         self._sign = True
         self._signless = 0.0
         self._asked_at = 0.0
         self._blocked = False
+        self._turned_at = clock()
+        self._cpu = _cpu_time()
+        self._trouble = ""
         self._speaker: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=f"aiocoll watchdog {rank}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
-        self._thread.start()
+        """Start the thread.
+
+        Raises:
+            RendezvousError: this process may start no more threads.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._ending = True
+            self._close()
+            raise RendezvousError(
+                f"rank {self._rank} cannot start its watchdog thread ({error}); allow this user or container more "
+                "threads (ulimit -u, pids.max)"
+            ) from error
 
     def stop(self) -> None:
         """End the thread, close the heartbeats."""
         self._ending = True
         self._wake.set()
-        self._thread.join(FAREWELL)
+        if self._thread.ident is not None:
+            self._thread.join(FAREWELL)
         if self._speaker is not None:
             self._speaker.join(FAREWELL)
 
@@ -137,10 +174,10 @@ class Watchdog:
         self._arriving.append((rank, stream))
         self._wake.set()
 
-    def observe(self, processes: Mapping[int, ProcessId]) -> None:
-        """Check these `processes`, by rank, for a while."""
+    def observe(self, ranks: Collection[int]) -> None:
+        """Check the processes of these ranks for a while."""
         late = self._clock() > self._attentive_until
-        self._observed = processes
+        self._observed = ranks
         self._attentive_until = self._clock() + ATTENTION
         if late:
             self._wake.set()
@@ -162,35 +199,54 @@ class Watchdog:
     # -- in the thread
 
     def _run(self) -> None:
-        before, cpu = self._clock(), _cpu_time()
-        while not self._ending and not self._loop.is_closed():
-            self._wake.wait(ROUND)
-            self._wake.clear()
-            now, used = self._clock(), _cpu_time()
-            counted = min(now - before, ROUND)
-            if now - before >= ROUND + BLOCKED_AFTER:
-                self._say(STOOD_STILL, self._rank, now - before, used - cpu)
-            before, cpu = now, used
-            while self._arriving:
-                rank, stream = self._arriving.popleft()
-                self._drop(rank)
-                self._heartbeats[rank] = _Heartbeat(stream)
-            self._exchange_heartbeats(counted)
-            self._look_at_processes(now, counted)
-            self._watch_loop(now, counted)
+        self._turned_at, self._cpu = self._clock(), _cpu_time()
+        try:
+            while not self._ending and not self._loop.is_closed():
+                self._wake.wait(ROUND)
+                self._wake.clear()
+                self._do_round()
+        finally:
+            self._close()
+
+    def _do_round(self) -> None:
+        """Do what is due twice a second; no failure of one part keeps another from its turn."""
+        before, now = self._turned_at, self._clock()
+        self._turned_at = now
+        counted = min(now - before, ROUND)
+        self._exchange_heartbeats(counted)
+        self._attempt(self._look_at_processes, now, counted)
+        self._attempt(self._watch_loop, now, counted)
+        self._attempt(self._watch_itself, now - before)
+
+    def _attempt(self, part: Callable[..., None], *args: float) -> None:
+        try:
+            part(*args)
+        except Exception as error:
+            trouble, self._trouble = self._trouble, repr(error)
+            if trouble != self._trouble:  # it may come in every round
+                self._log(logging.WARNING, "rank %d: its watchdog goes on after an error: %r", self._rank, error)
+
+    def _close(self) -> None:
         for rank in list(self._heartbeats):
             self._drop(rank)
-        for _, stream in self._arriving:
-            stream.close()
+        while self._arriving:
+            self._arriving.popleft()[1].close()
 
     def _exchange_heartbeats(self, counted: float) -> None:
+        while self._arriving:
+            rank, stream = self._arriving.popleft()
+            self._drop(rank)
+            self._heartbeats[rank] = _Heartbeat(stream)
         for rank, heartbeat in list(self._heartbeats.items()):
-            if not heartbeat.exchange(counted, self._received):
-                self._drop(rank)
-                self._tell(self._ended, rank)
-            elif heartbeat.silence >= UNREACHABLE_AFTER:
-                self._drop(rank)
-                self._tell(self._lost, rank, "unreachable", heartbeat.silence)
+            self._attempt(partial(self._exchange_heartbeat, rank, heartbeat), counted)
+
+    def _exchange_heartbeat(self, rank: int, heartbeat: _Heartbeat, counted: float) -> None:
+        if not heartbeat.exchange(counted, self._received):
+            self._drop(rank)
+            self._tell(self._ended, rank)
+        elif heartbeat.silence >= UNREACHABLE_AFTER:
+            self._drop(rank)
+            self._tell(self._lost, rank, "unreachable", heartbeat.silence)
 
     def _drop(self, rank: int) -> None:
         heartbeat = self._heartbeats.pop(rank, None)
@@ -201,13 +257,13 @@ class Watchdog:
         if now > self._attentive_until:
             self._stopped.clear()
             return
-        for rank, process in self._observed.items():
-            found = state(process)
+        for rank in self._observed:
+            found = self._state(rank)
             if found == STOPPED:
                 since = self._stopped[rank] = self._stopped.get(rank, -counted) + counted
                 if since >= STOPPED_AFTER:
                     self._tell(self._lost, rank, "stopped", since)
-            else:
+            elif found != UNKNOWN:
                 self._stopped.pop(rank, None)
                 if found == GONE:
                     self._tell(self._lost, rank, "killed", 0.0)
@@ -215,20 +271,17 @@ class Watchdog:
     def _watch_loop(self, now: float, counted: float) -> None:
         """Ask the loop for a sign of life; log once if none comes."""
         if self._sign or not self._loop.is_running():
-            if self._blocked:
-                blocked = now - self._asked_at
-                logger.info(
-                    "rank %d: the event loop turns again, after %.1f s", self._rank, blocked, extra={"rank": self._rank}
-                )
-            self._sign = self._blocked = False
-            self._signless = 0.0
-            self._asked_at = now
+            blocked, asked_at, self._blocked = self._blocked, self._asked_at, False
+            self._sign, self._signless, self._asked_at = False, 0.0, now
             self._tell(self._give_sign)
+            if blocked:
+                self._log(logging.INFO, "rank %d: the event loop turns again, after %.1f s", self._rank, now - asked_at)
             return
         self._signless += counted
         if self._signless >= BLOCKED_AFTER and not self._blocked:
             self._blocked = True
-            self._say(
+            self._log(
+                logging.WARNING,
                 "rank %d: the event loop has been blocked for %.1f s, at %s: other ranks may wait for it; "
                 "asyncio.to_thread keeps such work off the loop",
                 self._rank,
@@ -236,21 +289,30 @@ class Watchdog:
                 place(sys._current_frames().get(self._watched_thread)),
             )
 
+    def _watch_itself(self, elapsed: float) -> None:
+        """Log that this thread could not run."""
+        before, self._cpu = self._cpu, _cpu_time()
+        if elapsed >= ROUND + BLOCKED_AFTER:
+            self._log(logging.WARNING, STOOD_STILL, self._rank, elapsed, self._cpu - before)
+
     def _give_sign(self) -> None:
         self._sign = True
 
-    def _say(self, text: str, *args: object) -> None:
-        """Log a warning from a separate thread: a handler may wait for what blocks the loop; heartbeats must not."""
-        self._speaker = threading.Thread(
-            target=logger.warning,
-            args=(text, *args),
-            kwargs={"extra": {"rank": self._rank}},
-            name=f"aiocoll warning {self._rank}",
-            daemon=True,
-        )
-        self._speaker.start()
+    def _log(self, level: int, text: str, *args: object) -> None:
+        """Log from a separate thread: a handler may wait for what blocks the loop; heartbeats must not.
 
-    def _tell(self, callback: Callable[..., None], *args: object) -> None:
+        Where no thread can be started, the loop logs it when it turns again.
+        """
+        log = partial(logger.log, level, text, *args, extra={"rank": self._rank})
+        speaker = threading.Thread(target=log, name=f"aiocoll warning {self._rank}", daemon=True)
+        try:
+            speaker.start()
+        except RuntimeError:
+            self._tell(log)
+        else:
+            self._speaker = speaker
+
+    def _tell(self, callback: Callable[..., object], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
