@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import sys
@@ -11,6 +12,7 @@ from math import inf
 __all__ = [
     "UNREACHABLE_AFTER",
     "between_hosts",
+    "is_ready",
     "keep_asking",
     "retry_soon",
     "round_trip",
@@ -52,6 +54,23 @@ _ROUND_TRIP = struct.Struct("=148xI")
 def between_hosts(sock: socket.socket) -> bool:
     """Whether the other end of a connected socket may be on another host."""
     return sock.family != getattr(socket, "AF_UNIX", None) and sock.getpeername()[0] != sock.getsockname()[0]
+
+
+def is_ready(fd: int, *, to_write: bool = False) -> bool:
+    """Return whether a socket has bytes to read, or has ended; with `to_write`, whether it is connected. Never waits.
+
+    Args:
+        fd: its descriptor; a negative one is never ready.
+        to_write: for a socket that is connecting.
+    """
+    if fd < 0:
+        return False
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT if to_write else select.POLLIN)
+        return bool(poll.poll(0))
+    read, write, failed = select.select([fd], [fd] if to_write else [], [fd], 0)  # Windows
+    return bool(write or failed if to_write else read or failed)
 
 
 def retry_soon(sock: socket.socket, give_up_after: float | None = None) -> None:

@@ -6,12 +6,14 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from aiocoll import sockets
 from aiocoll.sockets import (
     between_hosts,
+    is_ready,
     keep_asking,
     retry_soon,
     round_trip,
@@ -172,3 +174,32 @@ def test_the_kernel_knows_the_window(pair: tuple[socket.socket, socket.socket]) 
     here, there = socket.socketpair()
     with here, there:
         assert window(here) == 0
+
+
+def test_socket_is_ready_when_it_has_something_to_read(pair: tuple[socket.socket, socket.socket]) -> None:
+    here, there = pair
+    assert not is_ready(here.fileno())
+    there.send(b"a")
+    assert is_ready(here.fileno())
+    here.recv(1)
+    assert not is_ready(here.fileno())
+    there.shutdown(socket.SHUT_WR)
+    assert is_ready(here.fileno())
+    assert not is_ready(-1)
+
+
+def test_socket_is_ready_to_write_when_it_is_connected() -> None:
+    full, other = socket.socketpair()
+    with full, other:
+        full.setblocking(False)
+        assert is_ready(full.fileno(), to_write=True)
+        with suppress(BlockingIOError):
+            while True:
+                full.send(bytes(1 << 16))
+        assert not is_ready(full.fileno(), to_write=True)
+    with socket.socket() as refused, socket.create_server(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()
+        listener.close()
+        refused.setblocking(False)
+        refused.connect_ex(where)
+        assert is_ready(refused.fileno(), to_write=True), "refused, which is an answer, too"

@@ -37,8 +37,9 @@ between passes on the messages of both, and all claims of both sides are covered
 - The client sends the last message. The server accepts the connection once CONFIRM has come, so a client that gives up
   earlier leaves no end with a link that the other does not have.
 
-Nothing here does I/O or reads a clock: the caller moves the bytes, reads exactly the sizes below, and gives the whole
-exchange `HANDSHAKE_TIMEOUT` seconds.
+Nothing here does I/O or reads a clock: the caller moves the bytes, reads exactly the sizes below, and gives the other
+end `HANDSHAKE_TIMEOUT` seconds to prove the key. After that an end waits as long as the other lives: the client has a
+connection as soon as it has sent CONFIRM, so a server that gave up then would break a connection that is in use.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ HELLO_SIZE = CHALLENGE_SIZE = _OPENING.size
 PROOF_SIZE = VERDICT_SIZE = _CLAIM.size + _MAC_SIZE
 CONFIRM_SIZE = _MAC_SIZE
 
-#: Seconds for the five messages together, and TLS before them: ample for a loaded host, and a silent client is gone
-#: within 5 s, though a loaded host may see late that its time is over.
+#: Seconds in which the other end has to prove the key, TLS included: ample for a loaded host, and a silent client is
+#: gone within 5 s, though a loaded host may see late that its time is over.
 HANDSHAKE_TIMEOUT = 4.5
 
 

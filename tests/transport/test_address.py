@@ -134,6 +134,14 @@ async def test_reach_a_listener_with_a_full_backlog() -> None:
     address.remove_unix(name)
 
 
+async def test_reach_names_the_socket_that_is_connecting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connecting: list[int] = []
+        loop, where = asyncio.get_running_loop(), listener.getsockname()
+        with await address.reach(loop, socket.AF_INET, where, connecting=connecting.append) as sock:
+            assert connecting == [sock.fileno()]
+
+
 async def test_reach_a_port_nobody_listens_on() -> None:
     loop = asyncio.get_running_loop()
     with socket.socket() as bound:

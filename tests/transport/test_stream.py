@@ -33,13 +33,17 @@ from aiocoll.security.handshake import (
     Status,
     job_id,
 )
+from aiocoll.security.patience import _TURNS
 from aiocoll.security.tls import of_this_process
 from aiocoll.security.unproven import MIN_PLACES
+from aiocoll.sockets import UNREACHABLE_AFTER
 from aiocoll.transport.base import Card, Header, Link
+from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import HEADER, SEGMENT, FrameKind
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.stream.plain_stream import open_plain
 from aiocoll.transport.stream.tls_stream import open_tls
 from aiocoll.transport.stream.transport import StreamTransport
 
@@ -512,28 +516,32 @@ class HeldTimers(Runtime):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
-        self.held: list[tuple[float, Callable[..., object], tuple[object, ...]]] = []
+        self._held: list[tuple[float, asyncio.TimerHandle, Callable[[], object]]] = []
         self.held_one = asyncio.Event()
         self.call_later = self.hold
 
+    @property
+    def held(self) -> list[tuple[float, asyncio.TimerHandle, Callable[[], object]]]:
+        self._held = [each for each in self._held if not each[1].cancelled()]
+        return self._held
+
     def hold(self, delay: float, callback: Callable[..., object], *args: object) -> asyncio.TimerHandle:
-        self.held.append((delay, callback, args))
+        timer = self.loop.call_later(3600, lambda: None)
+        self._held.append((delay, timer, partial(callback, *args)))
         self.held_one.set()
-        return self.loop.call_later(3600, lambda: None)
+        return timer
 
     def fire(self) -> float:
-        delay, callback, args = self.held.pop()
-        callback(*args)
+        delay, timer, callback = self.held.pop()
+        timer.cancel()
+        callback()
         return delay
 
 
 @pytest.mark.parametrize("flavour", PLAIN, indirect=True)
-@pytest.mark.parametrize("proven", [False, True])
-async def test_a_silent_client_is_dropped(flavour: str, proven: bool) -> None:
+async def test_a_silent_client_is_dropped(flavour: str) -> None:
     runtime = HeldTimers(asyncio.get_running_loop())
     async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
-        if proven:
-            assert await greet(sock, client_of(0)) is Status.OK
         await runtime.held_one.wait()
         seconds = 0.0
         while runtime.held:
@@ -541,6 +549,92 @@ async def test_a_silent_client_is_dropped(flavour: str, proven: bool) -> None:
         assert seconds == pytest.approx(HANDSHAKE_TIMEOUT), "whoever says nothing is gone within 5 s"
         assert await read(sock, 1) == b""
         assert (b.accepted, runtime.held) == ([], [])
+
+
+@pytest.mark.parametrize("flavour", PLAIN, indirect=True)
+async def test_proven_client_has_no_timeout(flavour: str) -> None:
+    """It may have a link as soon as it has sent its last message, so the other end must not give up before."""
+    runtime = HeldTimers(asyncio.get_running_loop())
+    async with started(2, flavour, runtime=runtime) as (_, b), stranger(b.card) as sock:
+        client = client_of(0)
+        assert await greet(sock, client) is Status.OK
+        (waiting,) = b.transport._serving
+        while runtime.held:
+            runtime.fire()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        sock.send(client.last_word)
+        await b.until(lambda: b.accepted)
+        assert [link.peer for link in b.links] == [0]
+
+
+@pytest.mark.parametrize("nbytes", [HELLO_SIZE, HELLO_SIZE - 1])
+async def test_timeout_never_wins_against_a_message_that_has_arrived(nbytes: int) -> None:
+    """HELLO comes while the loop is blocked, and the timers before it are due."""
+    runtime = HeldTimers(asyncio.get_running_loop())
+    async with started(2, runtime=runtime) as (_, b), stranger(b.card) as sock:
+        await runtime.held_one.wait()
+        await asyncio.sleep(0)  # the task has begun to wait
+        sock.send(client_of(0).hello()[:nbytes])
+        for _ in range(_TURNS):
+            runtime.fire()
+        answer = asyncio.create_task(read(sock, CHALLENGE_SIZE))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(b.transport._serving) == 1
+        while runtime.held:
+            runtime.fire()
+        assert len(await answer) == (CHALLENGE_SIZE if nbytes == HELLO_SIZE else 0)
+
+
+async def test_unread_messages_put_the_timeout_off_three_times_at_most() -> None:
+    runtime = HeldTimers(asyncio.get_running_loop())
+    async with started(2, runtime=runtime) as (_, b), stranger(b.card) as sock:
+        await runtime.held_one.wait()
+        sock.send(bytes(1))
+        seconds = 0.0
+        while runtime.held:
+            seconds += runtime.fire()
+        assert HANDSHAKE_TIMEOUT < seconds < 5.0
+        assert await read(sock, 1) == b""
+
+
+@pytest.mark.parametrize("connect_timeout", [3.0, 3600.0])
+@pytest.mark.parametrize("last", ["challenge", "verdict"])
+async def test_dial_takes_what_has_arrived_when_its_timeout_expires(last: str, connect_timeout: float) -> None:
+    """A message comes while the loop is blocked, and the timers before it are due: of the attempt, or of the dial."""
+    runtime = HeldTimers(asyncio.get_running_loop())
+    async with started(2, runtime=runtime, connect_timeout=connect_timeout) as (a, b), hung(a, b) as (dial, served):
+
+        def answer(message: bytes, is_last: bool) -> None:
+            served.send(message)
+            for _ in range(_TURNS if is_last else 0):
+                runtime.fire()
+
+        server = ServerHandshake(Identity(job_id("job"), 0, 1, 2, CONTROL), KEY, os.urandom)
+        answer(server.challenge(await read(served, HELLO_SIZE)), last == "challenge")
+        answer(server.verdict(await read(served, PROOF_SIZE), lambda _: Status.OK), last == "verdict")
+        assert server.accept(await read(served, CONFIRM_SIZE)).rank == 0
+        link = await dial
+        assert link is not None
+        link.close()
+
+
+async def test_dial_that_gives_up_ends_a_connection_that_a_forked_child_has_inherited() -> None:
+    inherited: list[socket.socket] = []
+
+    async def opened(loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
+        inherited.append(sock.dup())
+        return await open_plain(loop, sock, dialled=dialled)
+
+    async with started(2, open_stream=opened) as (a, b), hung(a, b) as (dial, served):
+        await read(served, HELLO_SIZE)
+        dial.cancel()
+        await asyncio.wait([dial])
+        assert await read(served, 1) == b""
+    (each,) = inherited
+    each.close()
 
 
 async def test_what_came_while_the_loop_was_blocked_came_in_time() -> None:
@@ -646,7 +740,11 @@ async def test_a_peer_that_has_proven_itself_is_not_taken_for_silent() -> None:
         b.transport.all_met()
         async with stranger(b.card) as sock:
             assert await greet(sock, client_of(0)) is Status.OK
-            assert await b.connect(a) is not None
+            dial = asyncio.create_task(b.connect(a))
+            while runtime.time() < 2 * UNREACHABLE_AFTER:
+                await asyncio.wait([dial], timeout=0.01)
+            assert not dial.done()
+        assert await dial is not None
 
 
 async def test_peer_that_does_not_answer() -> None:

@@ -192,9 +192,21 @@ def _lack_of_a_peer(sock: socket.socket) -> int:
 
 
 async def reach(
-    loop: asyncio.AbstractEventLoop, family: int, address: Any, *, in_bursts: bool = False
+    loop: asyncio.AbstractEventLoop,
+    family: int,
+    address: Any,
+    *,
+    in_bursts: bool = False,
+    connecting: Callable[[int], object] | None = None,
 ) -> socket.socket:
-    """Return a non-blocking socket connected to `address`; TCP may be told to `send_in_bursts`.
+    """Return a non-blocking socket connected to `address`.
+
+    Args:
+        loop: of the caller.
+        family: of the address.
+        address: where to connect.
+        in_bursts: whether TCP is told to `send_in_bursts`.
+        connecting: called with the descriptor of the socket before this waits.
 
     Raises:
         OSError: of the class of its errno; BlockingIOError if the backlog of a unix listener is full.
@@ -210,6 +222,8 @@ async def reach(
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
             connected = loop.create_future()
+            if connecting is not None:
+                connecting(sock.fileno())
             loop.add_writer(sock, resolve, connected)
             try:
                 await connected

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from aiocoll.errors import AuthenticationError, GroupClosedError
@@ -28,12 +29,13 @@ from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial import SILENT, Dial
 from aiocoll.transport.stream.dial_address import DialAddress
 from aiocoll.transport.stream.link_table import Key, LinkTable
-from aiocoll.transport.stream.patience import Patience
 
 __all__ = ["Dialler"]
 
 #: Seconds to wait before dialling again: first one round trip, then doubling up to where waiting costs little.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+#: Seconds that are too few for an attempt; timers may be early by less.
+_NO_TIME = 1e-6
 #: Seconds for which others may answer in a peer's place before that is an error. It may be nothing but a byte that was
 #: lost, or an address that means another host there, while the peer itself can reach us.
 _DOUBT = 1.0
@@ -64,7 +66,7 @@ class Dialler:
         links: the links there are.
         crossing: what peers are promised meanwhile.
         connect_timeout: seconds after which `connect` gives up.
-        handshake_timeout: seconds for one attempt.
+        handshake_timeout: seconds that a peer has to prove the job key, in one attempt.
 
     Attributes:
         detours: by peer, why it is not reached by the unix socket it offers.
@@ -117,7 +119,7 @@ class Dialler:
         """
         if key in self._dials:
             raise RuntimeError(f"rank {self._identity.rank} is already connecting to rank {key[0]} ({key[1].name})")
-        dial = self._dials[key] = Dial(key[0], target, self._runtime.loop.create_future(), self._runtime.time())
+        dial = self._dials[key] = Dial(self._runtime, key[0], target)
         try:
             return await self._dial(dial, key, adopt)
         except asyncio.CancelledError:
@@ -145,20 +147,23 @@ class Dialler:
         time = self._runtime.time
         doubtful = 0.0
         pause = _FIRST_PAUSE
-        while (left := dial.left(now := time(), self._connect_timeout, impatient=self.impatient)) > 0:
+        while (left := dial.left(now := time(), self._connect_timeout, impatient=self.impatient)) > _NO_TIME:
             if self._closed:
                 break
             dial.begins(now)
-            patience = Patience(self._runtime, min(left, self._handshake_timeout), lambda: dial.interrupt(time()))
+            dial.allow(min(left, self._handshake_timeout))
+            promised = self._crossing.promised(key)
             try:
-                async with asyncio.timeout(dial.left(now, self._connect_timeout, impatient=False)) as dial.limit:
-                    if promised := self._crossing.promised(key):
+                async with asyncio.timeout(None) as dial.limit:
+                    if promised is not None:
                         dial.answered()
+                        dial.reason = "the connection that it opens is not complete"
                         await asyncio.wait([promised])
                     else:
                         return await self._attempt(dial, key, adopt)
             except TimeoutError:
-                dial.reason = SILENT
+                if promised is None and left >= self._handshake_timeout:  # a shorter attempt shows nothing
+                    dial.reason = SILENT
             except _NoRouteError as error:
                 assert dial.target.instead is not None
                 self.detours[key[0]] = str(error)
@@ -176,7 +181,7 @@ class Dialler:
                         await self._runtime.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
             finally:
-                patience.cancel()
+                dial.stop()
             if self._links.has(key):
                 return None
         if self._closed:
@@ -186,12 +191,16 @@ class Dialler:
     async def _attempt(self, dial: Dial, key: Key, adopt: _Adopt[T]) -> T:
         target = dial.target
         try:
-            sock = await self._reach(target, key[1])
+            sock = await self._reach(dial, key[1])
             dial.answered()
+            dial.watch(sock.fileno())
             stream = await self._open_stream(self._runtime.loop, sock, dialled=True)
             try:
-                return await self._introduce(stream, key, target, adopt)
+                return await self._introduce(dial, stream, key, adopt)
             except BaseException:
+                # The peer may wait for the end without a limit, and a forked child may hold the socket open.
+                with suppress(OSError):
+                    stream.shutdown()
                 stream.close()
                 raise
         except HandshakeRefusedError as error:
@@ -206,12 +215,20 @@ class Dialler:
             if address.may_pass(error):
                 raise _RetryError(error.strerror or str(error)) from None
             raise target.unreachable(key[0], str(error)) from error
+        finally:
+            dial.watch(-1)
 
-    async def _reach(self, target: DialAddress, kind: ConnKind) -> socket.socket:
+    async def _reach(self, dial: Dial, kind: ConnKind) -> socket.socket:
         """Connect; to a process of this user, where that can be seen."""
+        target = dial.target
         try:
-            in_bursts = kind is ConnKind.PROBE
-            sock = await address.reach(self._runtime.loop, target.family, target.address, in_bursts=in_bursts)
+            sock = await address.reach(
+                self._runtime.loop,
+                target.family,
+                target.address,
+                in_bursts=kind is ConnKind.PROBE,
+                connecting=partial(dial.watch, connecting=True),
+            )
         except OSError as error:
             if target.instead is not None and address.is_missing(error):
                 raise _NoRouteError(f"{target.label}: {error.strerror}") from None
@@ -224,8 +241,9 @@ class Dialler:
             raise AuthenticationError(f"{trouble}: with a job key, transport='auto' takes TCP between users")
         return sock
 
-    async def _introduce(self, stream: ByteStream, key: Key, target: DialAddress, adopt: _Adopt[T]) -> T:
+    async def _introduce(self, dial: Dial, stream: ByteStream, key: Key, adopt: _Adopt[T]) -> T:
         peer, kind = key
+        target = dial.target
         stream.check_rank(peer)
         identity = self._identity._replace(kind=kind, ended=self._links.ended(key), striped=target.striped)
         exchange = ClientHandshake(identity, self._key, self._runtime.random_bytes, stream.bound)
@@ -237,6 +255,9 @@ class Dialler:
             raise AuthenticationError(f"at {target.label} is rank {exchange.peer.rank}, not rank {peer}")
         if not self._crossing.may_confirm(key):
             raise _RetryError("the connection that it opened came first")
+        # The peer has proven the key: only `connect_timeout` limits what is left.
+        dial.stop()
+        dial.allow(dial.left(self._runtime.time(), self._connect_timeout, impatient=False))
         with self._crossing.confirm(key):
             send_message(stream, confirmation)
             adopted = await adopt(stream, exchange.peer)

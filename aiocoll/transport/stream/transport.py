@@ -25,6 +25,7 @@ from aiocoll.security import handshake
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, Peer, ServerHandshake, Status
 from aiocoll.security.names import WrongCertificateError
 from aiocoll.security.unproven import Unproven
+from aiocoll.sockets import between_hosts, is_ready, keep_asking
 from aiocoll.transport.base import Card, Link
 from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_message, send_message
 from aiocoll.transport.shm.sharing import Sharing
@@ -46,8 +47,6 @@ _WARN_EVERY = 10.0
 
 #: What the accepting end of a further connection says of it.
 _TAKEN = b"\x01"
-#: Seconds for which a peer may measure the way to us: several times what it takes.
-_MEASURED_FOR = 10.0
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 
@@ -67,7 +66,7 @@ class StreamTransport:
         host_id: pretend to be on another host (for tests).
         epoch: of the job; ranks of another epoch are refused.
         connect_timeout: seconds after which `connect` gives up.
-        handshake_timeout: seconds a peer has for the whole handshake.
+        handshake_timeout: seconds a peer has to prove the job key.
         open_stream: makes of each connected socket the stream that carries all that follows.
     """
 
@@ -282,7 +281,8 @@ class StreamTransport:
                 sock.close()
                 return
         task = self._runtime.create_task(self._serve(sock), f"aiocoll-accept-{self.rank}")
-        self._serving[task] = Patience(self._runtime, self._handshake_timeout, task.cancel)
+        arrived = partial(is_ready, sock.fileno())
+        self._serving[task] = Patience(self._runtime, self._handshake_timeout, task.cancel, arrived)
         self._unproven.admit(task)
         task.add_done_callback(partial(self._served, sock))
 
@@ -353,7 +353,7 @@ class StreamTransport:
         assert key is not None  # asked for everything that is not refused
         task = asyncio.current_task()
         assert task is not None
-        self._unproven.release(task)
+        self._proven(task, stream.sock)
         with self._crossing.promise(key):
             send_message(stream, verdict)
             peer = exchange.accept(await receive_message(stream, handshake.CONFIRM_SIZE))
@@ -361,6 +361,17 @@ class StreamTransport:
         if hand_over is not None:
             self._dialler.interrupt(key)
         return hand_over
+
+    def _proven(self, task: asyncio.Task[bool], sock: socket.socket) -> None:
+        """Wait for this peer as long as it lives: it may have a link as soon as it has sent its last message.
+
+        It closes the connection when it gives up, as the kernel does when its process ends. If its host is gone, or a
+        network in between has forgotten the connection, keepalive probes find that.
+        """
+        self._serving[task].cancel()
+        self._unproven.release(task)
+        if between_hosts(sock):
+            keep_asking(sock)
 
     async def _adopt(self, stream: ByteStream, peer: Peer) -> Callable[[], None] | None:
         if peer.kind is ConnKind.HEARTBEAT:
@@ -407,9 +418,8 @@ class StreamTransport:
 
     async def _be_measured(self, stream: ByteStream) -> None:
         try:
-            async with asyncio.timeout(_MEASURED_FOR):
-                await answer(stream, self._runtime.time)
-        except (OSError, TimeoutError):
+            await answer(stream, self._runtime.time)
+        except OSError:
             pass  # the other end has what it wanted
         finally:
             stream.close()

@@ -1,0 +1,88 @@
+"""Timeouts for peers that have not proven the job key yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiocoll.runtime import Runtime
+
+__all__ = ["Patience", "patient_timeout"]
+
+#: Turns of the loop that there are at least: twice what a handshake takes under encryption, between ranks of one loop.
+_TURNS = 32
+#: Further turns at most, each for a message that has arrived and is not read yet, and their seconds. A stranger sends
+#: three messages: one of TLS, HELLO and PROOF.
+_LAST_LOOKS = 3
+_LOOK_AGAIN = 0.1
+#: Seconds by which a timer is late where the loop was blocked; less is the load of the host.
+_BLOCKED = 0.1
+
+
+class Patience:
+    """A timeout that also requires 32 turns of the loop, and does not expire before a message that has arrived.
+
+    Where ranks share a loop and all connect at once, or where something blocks it, one turn may take longer than a
+    handshake may. By the clock alone each attempt would end after its first step, and be begun again, for ever.
+
+    Args:
+        runtime: clock and timers.
+        seconds: the timeout; with `inf` it never expires.
+        over: called when it expires.
+        arrived: returns whether a message has arrived that the handshake has not read.
+
+    Attributes:
+        blocked: seconds for which the loop was blocked meanwhile.
+    """
+
+    __slots__ = ("_arrived", "_due", "_left", "_over", "_part", "_runtime", "_timer", "blocked")
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        seconds: float,
+        over: Callable[[], object],
+        arrived: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.blocked = 0.0
+        self._runtime = runtime
+        self._part = seconds / _TURNS
+        self._over = over
+        self._arrived = arrived
+        self._left = _TURNS
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        if seconds != float("inf"):
+            self._wait(self._part)
+
+    def cancel(self) -> None:
+        """Stop the timeout; idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self, seconds: float) -> None:
+        self._due = self._runtime.stamp() + seconds
+        self._timer = self._runtime.call_later(seconds, self._turn)
+
+    def _turn(self) -> None:
+        self._left -= 1
+        if (late := self._runtime.stamp() - self._due) > _BLOCKED:
+            self.blocked += late
+        if self._left > 0:
+            self._wait(self._part)
+        elif self._left > -_LAST_LOOKS and self._arrived():
+            self._wait(min(self._part, _LOOK_AGAIN))
+        else:
+            self._over()
+
+
+@asynccontextmanager
+async def patient_timeout(runtime: Runtime, seconds: float, arrived: Callable[[], bool]) -> AsyncIterator[None]:
+    """Raise `TimeoutError` in the body of this context when a `Patience` of the same arguments expires."""
+    async with asyncio.timeout(None) as limit:
+        patience = Patience(runtime, seconds, lambda: limit.reschedule(runtime.time()), arrived)
+        try:
+            yield
+        finally:
+            patience.cancel()

@@ -1,0 +1,82 @@
+"""Timeouts of handshakes: seconds, turns of the loop, and messages that wait to be read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from math import inf
+from typing import Any
+
+import pytest
+
+from aiocoll.runtime import Runtime
+from aiocoll.security.patience import Patience, patient_timeout
+from aiocoll.testing import VirtualLoop
+
+
+def virtual(program: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(program())
+
+
+async def expiry(seconds: float, arrived: Callable[[], bool] = lambda: False) -> tuple[float, Patience]:
+    """Return when a timeout of `seconds` expires, and the timeout."""
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+    patience = Patience(Runtime.of(loop), seconds, lambda: over.set_result(None), arrived)
+    await over
+    return loop.time(), patience
+
+
+def test_expires_after_its_seconds() -> None:
+    when, patience = virtual(lambda: expiry(4.5))
+    assert when == pytest.approx(4.5)
+    assert patience.blocked == 0
+
+
+def test_blocked_loop_uses_up_one_turn() -> None:
+    async def program() -> tuple[float, Patience]:
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.0, loop.jump, 100.0)
+        return await expiry(3.2)
+
+    when, patience = virtual(program)
+    assert when == pytest.approx(103.2, abs=0.2)
+    assert patience.blocked == pytest.approx(100.0, abs=0.2)
+
+
+@pytest.mark.parametrize(("messages", "extra"), [(0, 0.0), (1, 0.1), (3, 0.3), (100, 0.3)])
+def test_message_that_has_arrived_puts_it_off(messages: int, extra: float) -> None:
+    """Three times at most: a stranger that always has another byte does not stay."""
+    left = iter(range(messages))
+    when, _ = virtual(lambda: expiry(4.5, lambda: next(left, None) is not None))
+    assert when == pytest.approx(4.5 + extra)
+
+
+def test_cancelled_or_infinite_timeout_never_expires() -> None:
+    async def program() -> None:
+        runtime = Runtime.of(asyncio.get_running_loop())
+        calls: list[int] = []
+        for seconds in (1.0, inf):
+            patience = Patience(runtime, seconds, lambda: calls.append(1))
+            if seconds == 1.0:
+                patience.cancel()
+        await runtime.sleep(1e6)
+        assert calls == []
+        patience.cancel()
+
+    virtual(program)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_patient_timeout_raises_in_the_body(quick: bool) -> None:
+    async def program() -> float:
+        loop = asyncio.get_running_loop()
+        try:
+            async with patient_timeout(Runtime.of(loop), 2.0, lambda: False):
+                await asyncio.sleep(1.0 if quick else 3.0)
+        except TimeoutError:
+            assert not quick
+        return loop.time()
+
+    assert virtual(program) == pytest.approx(1.0 if quick else 2.0)

@@ -1,0 +1,134 @@
+"""Dials on a virtual clock: why they failed, and timeouts that a blocked event loop does not use up."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from aiocoll.errors import PeerLostError
+from aiocoll.runtime import Runtime
+from aiocoll.security.handshake import ConnKind
+from aiocoll.sockets import UNREACHABLE_AFTER
+from aiocoll.testing import VirtualLoop
+from aiocoll.transport.base import Card
+from aiocoll.transport.stream import addresses
+from aiocoll.transport.stream.transport import StreamTransport
+
+CARD: Card = {"host": "elsewhere", "unix": None, "tcp": ["127.0.0.1", 1], "process": [0, 0], "piece": 0, "reads": False}
+WHERE = "rank 1 cannot be reached at 127.0.0.1 port 1, which other hosts cannot reach: "
+
+
+@pytest.fixture
+def virtual() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        yield runner
+
+
+async def failure(connect_timeout: float = 5.0, *, all_met: bool = False) -> str:
+    """Dial rank 1; return why it cannot be reached."""
+    runtime = Runtime.of(asyncio.get_running_loop())
+    transport = StreamTransport(runtime, 0, 2, "job", b"k" * 32, transport="tcp", connect_timeout=connect_timeout)
+    if all_met:
+        transport.all_met()
+    with pytest.raises(PeerLostError) as caught:
+        await transport.connect(1, CARD, ConnKind.CONTROL)
+    return str(caught.value).removeprefix(WHERE)
+
+
+def os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def replace_reach(monkeypatch: pytest.MonkeyPatch, reach: Callable[[VirtualLoop], Awaitable[socket.socket]]) -> None:
+    async def connect(loop: VirtualLoop, *_: Any, **__: Any) -> socket.socket:
+        return await reach(loop)
+
+    monkeypatch.setattr(addresses, "reach", connect)
+
+
+@pytest.mark.parametrize(
+    ("silent_from", "connect_timeout", "reason"),
+    [
+        (4.9, 5.0, "Connection refused (tried for 5.0 s)"),
+        (0.6, 5.0, "Connection refused (tried for 5.0 s)"),
+        (0.4, 5.0, "it does not answer (tried for 5.0 s)"),
+        (2.0, 20.0, "it does not answer (tried for 20.0 s)"),
+        (0.0, 3.0, "it does not answer (tried for 3.0 s)"),
+        (99.0, 3.0, "Connection refused (tried for 3.0 s)"),
+    ],
+)
+def test_attempt_that_is_cut_short_does_not_replace_the_reason(
+    virtual: asyncio.Runner,
+    monkeypatch: pytest.MonkeyPatch,
+    silent_from: float,
+    connect_timeout: float,
+    reason: str,
+) -> None:
+    """Refused at first, then silent: only an attempt with its whole handshake timeout shows that."""
+
+    async def reach(loop: VirtualLoop) -> socket.socket:
+        if loop.time() >= silent_from:
+            await asyncio.Event().wait()
+        raise os_error(errno.ECONNREFUSED)
+
+    replace_reach(monkeypatch, reach)
+    assert virtual.run(failure(connect_timeout)) == reason
+
+
+def test_blocked_loop_does_not_use_up_connect_timeout(virtual: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop is blocked for longer than the whole timeout; what is left of it is used afterwards."""
+    attempts: list[float] = []
+
+    async def reach(loop: VirtualLoop) -> socket.socket:
+        attempts.append(loop.time())
+        if len(attempts) == 1:
+            loop.call_later(1.0, loop.jump, 8.0)
+            await asyncio.sleep(1.1)
+        raise os_error(errno.ECONNREFUSED)
+
+    replace_reach(monkeypatch, reach)
+    assert re.fullmatch(r"Connection refused \(tried for 1[23]\.\d s\)", virtual.run(failure()))
+    assert sum(when > 9.0 for when in attempts) > 50
+
+
+def test_loop_that_is_always_blocked_gives_up(virtual: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def program() -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+
+        def block() -> None:
+            loop.jump(2.0)
+            loop.call_later(0.001, block)
+
+        block()
+        await failure()
+        return loop.time()
+
+    async def reach(loop: VirtualLoop) -> socket.socket:
+        raise os_error(errno.ECONNREFUSED)
+
+    replace_reach(monkeypatch, reach)
+    assert 5.0 < virtual.run(program()) < 1000.0
+
+
+def test_blocked_loop_does_not_make_a_host_silent(virtual: asyncio.Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One outage, then the loop is blocked for longer than a host may be silent: the host is dialled again."""
+    attempts: list[float] = []
+
+    async def reach(loop: VirtualLoop) -> socket.socket:
+        attempts.append(loop.time())
+        if len(attempts) == 1:
+            loop.call_later(0.0005, loop.jump, 2 * UNREACHABLE_AFTER)
+        if len(attempts) == 5:
+            raise OSError(errno.EACCES, "no other attempt mends this")
+        raise os_error(errno.ENETUNREACH)
+
+    replace_reach(monkeypatch, reach)
+    assert "no other attempt mends this" in virtual.run(failure(100.0, all_met=True))
