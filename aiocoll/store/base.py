@@ -20,6 +20,9 @@ from aiocoll.store.commands import check_arguments
 
 __all__ = ["Store", "seconds", "settled", "timed_out"]
 
+#: Turns of the loop in which an answer that has arrived is read and passed on.
+_TURNS_TO_READ = 4
+
 
 class Store(ABC):
     """Base of all stores; to write one, see `KeyValueStore`.
@@ -296,8 +299,13 @@ async def settled(future: asyncio.Future[Any], timeout: float) -> bool:
     """Wait until `future` is done; False when `timeout` seconds passed first.
 
     The future itself is never cancelled: a result that arrives together with a timeout or a cancellation is kept in it.
+    A loop that was blocked reads what has arrived meanwhile before the timeout counts.
     """
     await asyncio.wait([future], timeout=None if timeout == math.inf else timeout)
+    for _ in range(_TURNS_TO_READ):
+        if future.done():
+            break
+        await asyncio.sleep(0)
     return future.done()
 
 

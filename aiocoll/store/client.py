@@ -19,8 +19,10 @@ from aiocoll.security.handshake import (
 )
 from aiocoll.security.keys import is_loopback
 from aiocoll.security.names import WrongCertificateError, check_names, names_in, store_name
+from aiocoll.security.patience import patient_timeout
 from aiocoll.security.tls import Tls, binding, is_encrypted
 from aiocoll.security.tls_trouble import closed_without_reason, in_words
+from aiocoll.sockets import is_ready
 from aiocoll.store.address import StoreEndpoint, check_peer, describe, is_unix, literal, means_loopback, resolve
 from aiocoll.store.base import settled, timed_out
 from aiocoll.store.frames import FrameProtocol, pack
@@ -262,7 +264,7 @@ async def connect(
                     tls = await asyncio.to_thread(secure)
                 link = ClientLink(ClientHandshake(identity, key, runtime.random_bytes), where, tls if secured else None)
                 try:
-                    return await _attempt(link, endpoint, min(HANDSHAKE_TIMEOUT, max(remaining, _LAST_RETRY)))
+                    return await _attempt(link, endpoint, runtime, min(HANDSHAKE_TIMEOUT, max(remaining, _LAST_RETRY)))
                 except AuthenticationError:
                     raise
                 except OSError as exc:
@@ -293,14 +295,22 @@ async def _resolve(host: str, port: int) -> list[StoreEndpoint]:
         raise _UnresolvedError(f"the host name {host!r} cannot be resolved ({why})") from exc
 
 
-async def _attempt(link: ClientLink, endpoint: StoreEndpoint, timeout: float) -> ClientLink:
+async def _attempt(link: ClientLink, endpoint: StoreEndpoint, runtime: Runtime, timeout: float) -> ClientLink:
     """Connect `link` and wait for the end of its handshake; OSError or AuthenticationError if that fails."""
     loop = asyncio.get_running_loop()
     sock = endpoint.socket()
     transport: asyncio.BaseTransport | None = None
+    connecting = True
+
+    def has_arrived() -> bool:
+        """Return whether something has come that this coroutine has not handled."""
+        is_read = link.ready.done() or (link.connected and transport is None)
+        return is_read or is_ready(sock.fileno(), to_write=connecting)
+
     try:
-        async with asyncio.timeout(timeout):
+        async with patient_timeout(runtime, timeout, has_arrived):
             await loop.sock_connect(sock, endpoint.sockaddr)
+            connecting = False
             check_peer(sock)
             if isinstance(endpoint.sockaddr, str):
                 transport, _ = await loop.create_unix_connection(lambda: link, sock=sock)

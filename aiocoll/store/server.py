@@ -24,10 +24,12 @@ from aiocoll.log import logger
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, ServerHandshake, job_id
 from aiocoll.security.names import WrongCertificateError, store_name
+from aiocoll.security.patience import patient_timeout
 from aiocoll.security.tls import binding, is_encrypted
 from aiocoll.security.tls_trouble import in_words
 from aiocoll.security.unproven import Unproven
 from aiocoll.security.user_ca import Renewed, prepare
+from aiocoll.sockets import is_ready
 from aiocoll.store.address import check_peer, describe, is_unix, listen
 from aiocoll.store.core import StoreCore
 from aiocoll.store.session import Session
@@ -301,7 +303,7 @@ class StoreServer:
             self._refused(connection, error if str(error) else "it was silent")
 
     async def _start_session(self, connection: socket.socket, encrypted: bool) -> None:
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+        async with patient_timeout(self.runtime, HANDSHAKE_TIMEOUT, partial(is_ready, connection.fileno())):
             tls = self._tls.get() if encrypted else None  # once: threads that make one at the same time get several
             bound = b"" if tls is None else binding(tls.certificate)
             handshake = ServerHandshake(self._identity, self._key, self.runtime.random_bytes, bound)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +17,8 @@ from aiocoll.security.handshake import (
     Status,
 )
 from aiocoll.security.names import WrongCertificateError, check_names, names_in, part_name
+from aiocoll.security.patience import Patience
+from aiocoll.sockets import is_ready
 from aiocoll.store.commands import COMMANDS, OF_CONNECTIONS, WAITS, check_request
 from aiocoll.store.core import PendingWait, StoreCore
 from aiocoll.store.frames import MAX_FRAME, FrameProtocol, pack
@@ -65,7 +66,8 @@ class Session(FrameProtocol):
         self._reason: Exception | None = None
         # From here on, though there is no connection to end before it has been encrypted.
         self._end_of_handshake = owner.runtime.time() + HANDSHAKE_TIMEOUT
-        self._deadline: asyncio.TimerHandle | None = None
+        # Until the client has proven the key; then it may take its time, and its connection ends with it.
+        self._deadline: Patience | None = None
 
     def abort(self) -> None:
         """Close at once."""
@@ -75,7 +77,8 @@ class Session(FrameProtocol):
         """Wait for the client's first message."""
         super().connection_made(transport)
         runtime = self._owner.runtime
-        self._deadline = runtime.call_later(self._end_of_handshake - runtime.time(), self.abort)
+        left = max(0.0, self._end_of_handshake - runtime.time())
+        self._deadline = Patience(runtime, left, self.abort, self._has_arrived)
         self._expect(HELLO_SIZE, self._hello_received)
         self._owner.session_opened(self)
 
@@ -130,6 +133,10 @@ class Session(FrameProtocol):
         else:
             self._reply(number, ReplyStatus.RESULT, self._owner.core.apply(word, arguments))
 
+    def _has_arrived(self) -> bool:
+        """Return whether the client has sent something that was not read yet."""
+        return is_ready(self.transport.get_extra_info("socket").fileno())
+
     def _hello_received(self, block: bytearray) -> None:
         self._answer(self._handshake.challenge(bytes(block)))
         self._expect(PROOF_SIZE, self._proof_received)
@@ -137,6 +144,8 @@ class Session(FrameProtocol):
     def _proof_received(self, block: bytearray) -> None:
         self._answer(self._handshake.verdict(bytes(block), self._decide))
         if self._handshake.refusal is None:
+            assert self._deadline is not None
+            self._deadline.cancel()
             self._owner.session_proven(self)
         self._expect(CONFIRM_SIZE, self._confirm_received)
 
@@ -153,8 +162,6 @@ class Session(FrameProtocol):
 
     def _confirm_received(self, block: bytearray) -> None:
         self._handshake.accept(bytes(block))
-        assert self._deadline is not None
-        self._deadline.cancel()
         self._expect_frame()
 
     def _answer(self, message: bytes) -> None:
