@@ -14,7 +14,14 @@ import numpy as np
 from aiocoll.elements.allocate import empty_like, overwrite
 from aiocoll.elements.buffers import view
 from aiocoll.engine.control.causes import failure_by
-from aiocoll.errors import CollectiveMismatchError, GroupError, RendezvousError, StoreError, StoreUnavailableError
+from aiocoll.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupError,
+    RendezvousError,
+    StoreError,
+    StoreUnavailableError,
+)
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.launcher import say_elastic
 from aiocoll.log import logger
@@ -69,7 +76,7 @@ async def elastic(
         PeerLostError: this rank cannot go on: see `ProcessGroup.shrink`.
         CollectiveMismatchError: the ranks have called different collectives, as they would again.
         GroupError: more groups have failed than `max_mends`.
-        TimeoutError: there was no group within `mend_timeout`.
+        CollectiveTimeoutError: there was no group within `mend_timeout`; the message says what was missing.
         What `new_group` raises, if the ranks do not meet at first.
     """
     if state is not None and not isinstance(state, MutableMapping):
@@ -83,11 +90,16 @@ async def elastic(
     try:
         failure = await mending.begin()
         while True:
-            async with asyncio.timeout(None if mend_timeout == inf else mend_timeout):
-                while failure is not None:
-                    if mending.mends == max_mends or isinstance(failure, CollectiveMismatchError):
-                        raise failure
-                    failure = await mending.mend()
+            try:
+                async with asyncio.timeout(None if mend_timeout == inf else mend_timeout) as limit:
+                    while failure is not None:
+                        if mending.mends == max_mends or isinstance(failure, CollectiveMismatchError):
+                            raise failure
+                        failure = await mending.mend()
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                raise mending.give_up(f"no new group within mend_timeout={mend_timeout:g} s") from error
             yield mending.pg
             if (failure := mending.failure) is None:
                 return
@@ -114,6 +126,7 @@ class _Mending:
     Attributes:
         pg: the group that there is.
         mends: how many there were before.
+        step: what this rank is doing now, for the error of a timeout.
     """
 
     def __init__(
@@ -121,6 +134,7 @@ class _Mending:
     ) -> None:
         self.pg = pg
         self.mends = 0
+        self.step = "starting"
         self._begun = begun
         self._state = state
         self._size = pg.size() if size is None else size
@@ -141,8 +155,16 @@ class _Mending:
         """Make a group of the ranks that live, and of newcomers; return why that failed, if it did."""
         self.end()
         self.mends += 1
+        self.step = "waiting for all living ranks to call shrink()"
         await self._change_to(await self.pg.shrink())
         return await self._unless_failed(self._grow())
+
+    def give_up(self, reason: str) -> CollectiveTimeoutError:
+        """Abort the group, so that the other ranks stop waiting, too; return the error to raise."""
+        pg = self.pg
+        text = f"group {pg.group_name!r}, rank {pg.rank()} of {pg.size()}: {reason}, {self.step}"
+        pg.abort(text)
+        return CollectiveTimeoutError(text, group=pg.group_name)
 
     async def _unless_failed(self, doing: Awaitable[None]) -> GroupError | None:
         try:
@@ -175,6 +197,7 @@ class _Mending:
             if missing <= 0:
                 break
             come, last = min(self._wait, ROUND), number * ROUND >= self._wait
+            self.step = f"waiting for {missing} newcomer(s)"
             try:
                 grown = await self.pg._reconfigurer.take_in(missing, 1 if last else missing, come, ROUND)
                 await self._change_to(grown)
@@ -201,6 +224,7 @@ class _Mending:
     async def _agree(self) -> int:
         """Return the first rank that has begun with a group before, and take over its numbers."""
         pg = self.pg
+        self.step = "comparing progress with the other ranks"
         told = await pg.allgather_object((self._begun, self._size, self.mends))
         for rank, (begun, size, mends) in enumerate(told):
             if begun:
@@ -214,6 +238,7 @@ class _Mending:
     async def _share(self, root: int) -> None:
         """Take over the state of a rank, and look for newcomers if some are missing."""
         state, pg = self._state, self.pg
+        self.step = f"receiving the state of rank {root}"
         arrays = None if state is None else sorted(name for name, value in state.items() if _is_array(value))
         names = await pg.broadcast_object(arrays, root)
         if names != arrays:

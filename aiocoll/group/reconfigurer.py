@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 from aiocoll.engine.consensus.completed import Completed, report
 from aiocoll.engine.control.causes import failure_by
 from aiocoll.engine.split_history import Split
-from aiocoll.errors import AiocollError, GroupClosedError, GroupError, RendezvousError, StoreUnavailableError
+from aiocoll.errors import (
+    AiocollError,
+    GroupClosedError,
+    GroupError,
+    RendezvousError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.dispatch.origin import GroupSpec, Origin
 from aiocoll.group.objects import Objects
@@ -159,6 +166,13 @@ class Reconfigurer:
         comm = self._comm
         try:
             assignment = await self._origin.invite(invitation, limit)
+        except StoreTimeoutError as error:
+            text = (
+                f"group {comm.name!r} cannot grow: the store where its ranks met has stopped ({error}), so newcomers "
+                "do not find it. Continue the process that serves it, and call grow() again"
+            )
+            self._tell(text, gone=True)
+            raise StoreUnavailableError(text) from error
         except StoreUnavailableError as error:
             await self._dispatcher.runtime.sleep(NEWS)
             text = (

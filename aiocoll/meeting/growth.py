@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import msgpack
 
-from aiocoll.errors import RendezvousError, StoreError, StoreTimeoutError
+from aiocoll.errors import RendezvousError, StoreTimeoutError
 from aiocoll.meeting.cards import call_off
 from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store
+from aiocoll.store.deadline import DeadlineStore, last_request
 
 __all__ = ["Assignment", "Invitation", "await_assignment", "await_newcomer", "invite", "meeting_store"]
 
@@ -32,12 +33,11 @@ TICKETS = "aiocoll/grow/tickets"
 DONE = "aiocoll/grow/done"
 CALLS = "aiocoll/grow/calls"
 EPOCHS = "aiocoll/grow/epochs"
-#: Seconds in which a newcomer answers a call.
+#: Seconds in which a newcomer answers a call, and those when the time for newcomers is over.
 ANSWER = 2.0
+LATE_ANSWER = 0.5
 #: Seconds after which whoever waits for tickets looks for them again.
 LOOK = 5.0
-#: Seconds to call off a world: `grow` that fails shall raise soon, even if the store is gone.
-CALL_OFF = 1.0
 #: Stored instead of the assignment of a ticket that is not valid any more.
 WITHDRAWN = b"withdrawn"
 
@@ -79,9 +79,11 @@ async def await_assignment(store: Store, timeout: float) -> Assignment:
 
     Raises:
         RendezvousError: no group has grown within `timeout` seconds.
+        StoreTimeoutError: the store has stopped.
     """
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
+    store = DeadlineStore(store, timeout)
     while True:
         ticket = await store.add(TICKETS, 1)
         key = _assignment(ticket)
@@ -98,8 +100,7 @@ async def await_assignment(store: Store, timeout: float) -> Assignment:
                     "grow(n), at the same address"
                 ) from None
         except asyncio.CancelledError:
-            with contextlib.suppress(StoreError):
-                await store.compare_set(key, b"", WITHDRAWN)
+            await last_request(store.compare_set(key, b"", WITHDRAWN))
             raise
         finally:
             answering.cancel()
@@ -114,12 +115,16 @@ async def _answer_calls(store: Store, ticket: int) -> None:
 
 
 async def await_newcomer(store: Store) -> None:
-    """Wait until there is a newcomer."""
+    """Wait until there is a newcomer, also while the store has stopped for some time."""
+    runtime = Runtime.of(asyncio.get_running_loop())
     while True:
-        tickets, last = await _waiting(store)
-        if await _present(store, tickets):
-            return
-        await _await_ticket(store, last + 1, LOOK)
+        try:
+            tickets, last = await _waiting(store)
+            if await _present(store, tickets, ANSWER):
+                return
+            await _await_ticket(store, last + 1, LOOK)
+        except StoreTimeoutError:
+            await runtime.sleep(LOOK)
 
 
 async def invite(store: Store, invitation: Invitation, timeout: float) -> Assignment:
@@ -127,9 +132,11 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
 
     Raises:
         RendezvousError: too few came within `timeout` seconds; these keep waiting for a later call.
+        StoreTimeoutError: the store has stopped.
     """
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
+    store = DeadlineStore(store, timeout)
     open_world = f"aiocoll/grow/open/{invitation.name.rpartition('~')[0]}"
     await _call_off_open(store, open_world)
     while True:
@@ -150,9 +157,7 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
             else:
                 return head
         except BaseException:
-            with contextlib.suppress(StoreError, TimeoutError):
-                async with asyncio.timeout(CALL_OFF):
-                    await _call_off_open(store, open_world)
+            await last_request(_call_off_open(store, open_world))
             raise
         await _call_off_open(store, open_world)
 
@@ -162,11 +167,13 @@ async def _find(store: Store, invitation: Invitation, deadline: float, runtime: 
     late = False
     while True:
         waiting, last = await _waiting(store)
-        tickets = waiting[: invitation.most]
-        if len(tickets) == invitation.most or late:
-            present = await _present(store, tickets)
-            if len(present) == len(tickets):
-                return present
+        if len(waiting) >= invitation.most or late:
+            left = deadline - runtime.time()
+            # There is time for one call only: call those, too, that may take the place of a dead one.
+            tickets = waiting if left <= 0 else waiting[: invitation.most]
+            present = await _present(store, tickets, min(ANSWER, max(left, LATE_ANSWER)))
+            if len(present) == len(tickets) or left <= 0:
+                return present[: invitation.most]
             continue
         await _await_ticket(store, last + 1, min(max(0.0, deadline - runtime.time()), LOOK))
         late = runtime.time() >= deadline
@@ -186,10 +193,10 @@ async def _waiting(store: Store) -> tuple[list[int], int]:
     return waiting, last
 
 
-async def _present(store: Store, tickets: Sequence[int]) -> list[int]:
+async def _present(store: Store, tickets: Sequence[int], timeout: float) -> list[int]:
     """Call the holders of tickets; return the tickets of those that answer, and withdraw the others."""
     runtime = Runtime.of(asyncio.get_running_loop())
-    deadline = runtime.time() + ANSWER
+    deadline = runtime.time() + timeout
     call = await store.add(CALLS, 1)
     for ticket in tickets:
         await store.queue_push(_calls(ticket), str(call).encode())

@@ -8,16 +8,16 @@ alike. A later merger in the same store begins at the next card.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from itertools import count
 from typing import NamedTuple
 
 import msgpack
 
-from aiocoll.errors import RendezvousError, StoreError, StoreTimeoutError
+from aiocoll.errors import RendezvousError, StoreTimeoutError
 from aiocoll.meeting.growth import WITHDRAWN, Assignment
 from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store
+from aiocoll.store.deadline import DeadlineStore, last_request
 
 __all__ = ["Party", "find_assignment"]
 
@@ -51,10 +51,11 @@ async def find_assignment(store: Store, party: Party, name: str, timeout: float)
 
     Raises:
         RendezvousError: too few ranks came in time, too many came, or the groups want different sizes.
+        StoreTimeoutError: the store has stopped.
     """
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
-    scope = PrefixStore(f"aiocoll/merge/{name}", store)
+    scope = PrefixStore(f"aiocoll/merge/{name}", DeadlineStore(store, timeout))
     party = party._replace(ticket=await scope.add("tickets", 1))
     card = msgpack.packb(party)
     found: list[Party] = []
@@ -70,9 +71,8 @@ async def find_assignment(store: Store, party: Party, name: str, timeout: float)
                     break
                 found = []
     except BaseException as error:
-        with contextlib.suppress(StoreError):
-            await scope.compare_set(str(party.ticket), card, WITHDRAWN)
-        if isinstance(error, StoreTimeoutError):
+        withdrawn = await last_request(scope.compare_set(str(party.ticket), card, WITHDRAWN))
+        if isinstance(error, StoreTimeoutError) and withdrawn is not None:
             raise RendezvousError(
                 f"{_ranks(found)} of {party.size} ranks came within {timeout:g} s, those of {_named(found)}: all "
                 "groups call merge_remote_group() with the same store, size and group_name"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
 import msgpack
 
-from aiocoll.errors import StoreError
 from aiocoll.meeting.cards import CardCache, raise_if_called_off
 from aiocoll.store import Store
+from aiocoll.store.deadline import last_request
 from aiocoll.transport.base import Card
 
-__all__ = ["LAST_LOOK", "Exchange"]
-
-#: Seconds to ask the store which ranks are missing after a timeout, and to publish that the ranks cannot meet.
-LAST_LOOK = 1.0
+__all__ = ["Exchange"]
 
 
 class Exchange:
@@ -56,10 +52,7 @@ class Exchange:
         found = await self.store.multi_get([*keys.values()], timeout=self._timeout)
         return dict(zip(keys, found, strict=True))
 
-    async def missing(self) -> list[int]:
-        """Return the ranks that have not published what this one waits for; [] if the store does not answer."""
-        try:
-            async with asyncio.timeout(LAST_LOOK):
-                return [rank for rank, key in self._awaited.items() if not await self.store.check([key])]
-        except (StoreError, TimeoutError):
-            return []
+    async def missing(self) -> list[int] | None:
+        """Return the ranks that have not published what this one waits for; None if the store does not answer."""
+        published = await last_request(self.store.list_keys())
+        return None if published is None else [rank for rank, key in self._awaited.items() if key not in published]

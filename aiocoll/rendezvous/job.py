@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.endpoint import Endpoint
-from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreError, StoreUnavailableError
+from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreUnavailableError
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
@@ -23,14 +22,15 @@ from aiocoll.meeting.growth import Assignment, Invitation, await_newcomer, invit
 from aiocoll.meeting.holders import arrival, heed_deaths
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions
-from aiocoll.rendezvous.exchange import LAST_LOOK, Exchange
+from aiocoll.rendezvous.exchange import Exchange
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.rendezvous.measured_links import MeasuredLinks, leaders, measure_links, read_links
 from aiocoll.rendezvous.same_host import encryption_at, single_copy, tell_hosts_apart
-from aiocoll.rendezvous.unmet import not_come, not_connected
+from aiocoll.rendezvous.unmet import not_come, not_connected, silent
 from aiocoll.runtime import Runtime
 from aiocoll.security.tls import agreed
 from aiocoll.store import PrefixStore, Store
+from aiocoll.store.deadline import last_request
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.stream.tls_stream import OpenEncrypted
@@ -103,15 +103,11 @@ class Job:
         store_handle.hold()
         self._names: dict[str, int] = {}
 
-    async def group(self, spec: GroupSpec) -> ProcessGroup:
-        """Make a group of all ranks; the first one meets the other ranks."""
+    async def group(self, spec: GroupSpec, timeout: float) -> ProcessGroup:
+        """Make a group of all ranks within `timeout` seconds; the first one meets the other ranks."""
         self._members += 1
         try:
-            async with self._opening:
-                if self.endpoint is None:
-                    await self._open()
-                else:
-                    await self._open_stream.renew()
+            await self._open(timeout)
             assert self.endpoint is not None
             return self._join(self.endpoint, spec)
         except BaseException:
@@ -188,14 +184,12 @@ class Job:
             self._key,
             limit,
         )
-        return await job.group(spec)
+        return await job.group(spec, limit)
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
         """Publish to newcomers of the same world why the ranks cannot meet, if the store is still there."""
         place = meeting_store(assignment, self._store_handle.store if store is None else store)
-        with contextlib.suppress(StoreError, TimeoutError):
-            async with asyncio.timeout(LAST_LOOK):
-                await call_off(place, assignment.world_size, reason)
+        await last_request(call_off(place, assignment.world_size, reason))
 
     # -- meeting
 
@@ -204,21 +198,17 @@ class Job:
         store = self._store_handle.store
         return store if self._prefix is None else PrefixStore(self._prefix, store)
 
-    async def _open(self) -> None:
-        """Meet the other ranks. From when the endpoint is there, `release` closes it, whatever else fails."""
-        warning = self._runtime.create_task(self._warn(), f"aiocoll meeting {self.rank}")
+    async def _open(self, timeout: float) -> None:
+        """Meet the other ranks, unless an earlier group has. `release` closes the endpoint, whatever else fails."""
         try:
-            async with asyncio.timeout(None if self._timeout == float("inf") else self._timeout):
-                await self._meet()
+            async with asyncio.timeout(None if timeout == float("inf") else timeout), self._opening:
+                await (self._meet() if self.endpoint is None else self._open_stream.renew())
         except TimeoutError as error:
-            raise RendezvousError(await self._unmet(self._timeout)) from error
+            raise RendezvousError(await self._unmet(timeout)) from error
         except OSError as error:
             if isinstance(error, AiocollError):
                 raise
             raise RendezvousError(f"rank {self.rank} could not meet the others: {error.strerror or error}") from error
-        finally:
-            warning.cancel()
-            await asyncio.wait([warning])
 
     async def _warn(self) -> None:
         """Log once which ranks this rank waits for."""
@@ -229,14 +219,24 @@ class Job:
 
     async def _unmet(self, seconds: float) -> str:
         """Return why the ranks have not met in so many seconds."""
-        trouble = self._store.trouble
-        if self._exchange is not None and (missing := await self._exchange.missing()):
-            who = not_come(missing, self.world_size, trouble, self._generation - 1)
-            return f"rank {self.rank} waited {seconds:g} s for {who}"
-        why = trouble or not_connected(self._joining, self._stream)
-        return f"rank {self.rank} of {self.world_size} did not meet the others within {seconds:g} s: {why}"
+        store, time = self._store, f"{round(seconds, 3):g} s"
+        missing = None if self._exchange is None else await self._exchange.missing()
+        if missing:
+            who = not_come(missing, self.world_size, store.trouble, self._generation - 1)
+            return f"rank {self.rank} waited {time} for {who}"
+        is_silent = missing is None and (self._joining is None or self.endpoint is not None)
+        why = store.trouble or (silent(store) if is_silent else not_connected(self._joining, self._stream))
+        return f"rank {self.rank} of {self.world_size} did not meet the others within {time}: {why}"
 
     async def _meet(self) -> None:
+        warning = self._runtime.create_task(self._warn(), f"aiocoll meeting {self.rank}")
+        try:
+            await self._meet_until_done()
+        finally:
+            warning.cancel()
+            await asyncio.wait([warning])
+
+    async def _meet_until_done(self) -> None:
         while True:
             try:
                 await self._meet_once()

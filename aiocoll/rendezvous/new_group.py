@@ -20,8 +20,9 @@ from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
 from aiocoll.rendezvous.where import DEFAULT, Place, find_where, nowhere
-from aiocoll.runtime import refuse_trio, running_loop
+from aiocoll.runtime import Runtime, refuse_trio, running_loop
 from aiocoll.store import Store
+from aiocoll.store.deadline import DeadlineStore
 
 __all__ = ["new_group"]
 
@@ -148,36 +149,42 @@ class new_group:
 
     async def _make(self) -> ProcessGroup:
         options, loop = self._options, running_loop()
+        time = Runtime.of(loop).time
+        end = time() + self._timeout
+
+        def left() -> float:
+            return max(0.0, end - time())
+
         if self._where.ask is not None:
             self._where = await self._where.found(self._key(), options, self._timeout)
         where = self._where
         if (factory := factory_of(self._backend)) is not None:
             return await self._make_by(factory, options)
         if not where.world_size:
-            return await self._join_group(options)
+            return await self._join_group(options, left)
         if self._backend == Backend.FAKE:
             return self._make_fake(options)
         if where.rank is None:
-            return await self._assign(options)
+            return await self._assign(options, left)
         identity = (id(loop), where.identity, where.rank)
         job = shared.get(identity)
         if job is None:
             job = shared[identity] = self._job(identity, self._open_store_handle(options), where.rank)
         elif job.world_size != where.world_size:
             raise ValueError(f"world_size={where.world_size}, but the groups of this job have {job.world_size} ranks")
-        return await job.group(GroupSpec(self._name, self._timeout, options, self._devices))
+        return await job.group(GroupSpec(self._name, self._timeout, options, self._devices), left())
 
-    async def _assign(self, options: GroupOptions) -> ProcessGroup:
+    async def _assign(self, options: GroupOptions, left: Callable[[], float]) -> ProcessGroup:
         store_handle = self._open_store_handle(options)
         store_handle.hold()
         try:
-            rank = await assign(store_handle.store, self._where.world_size)
+            rank = await assign(DeadlineStore(store_handle.store, left()), self._where.world_size)
             job = self._job((id(store_handle), rank), store_handle, rank)
-            return await job.group(GroupSpec(self._name, self._timeout, options, self._devices))
+            return await job.group(GroupSpec(self._name, self._timeout, options, self._devices), left())
         finally:
             await store_handle.drop()
 
-    async def _join_group(self, options: GroupOptions) -> ProcessGroup:
+    async def _join_group(self, options: GroupOptions, left: Callable[[], float]) -> ProcessGroup:
         store_handle, timeout = self._open_store_handle(options), self._timeout
         store_handle.hold()
         try:
@@ -187,9 +194,9 @@ class new_group:
             job = Job(
                 identity, store_handle, assignment.prefix, assignment.rank, assignment.world_size, options, key, timeout
             )
-            group = await job.group(GroupSpec(assignment.name, timeout, options))
+            group = await job.group(GroupSpec(assignment.name, timeout, options), left())
             try:
-                await group.broadcast_object(None, 0, key=ADOPTED)
+                await group.broadcast_object(None, 0, key=ADOPTED, timeout=left())
             except BaseException as error:
                 await group.shutdown()
                 if isinstance(error, GroupError):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from aiocoll.engine.endpoint import Endpoint
+from aiocoll.store import Store
 from aiocoll.transport.base import Card
 from aiocoll.transport.stream.transport import StreamTransport
 
-__all__ = ["not_come", "not_connected"]
+__all__ = ["not_come", "not_connected", "silent"]
 
 
 def not_come(missing: Sequence[int], world_size: int, drawback: str | None, before: int) -> str:
@@ -26,6 +27,11 @@ def not_come(missing: Sequence[int], world_size: int, drawback: str | None, befo
     if before:
         hint = "ranks have met on this store before: to come in the place of a lost one, pass join=True"
     return f"rank(s) {who} of {world_size}: {hint}{because}"
+
+
+def silent(store: Store) -> str:
+    """Return the text for a store that does not answer."""
+    return f"{store._where} does not answer; is the process that serves it stopped?"
 
 
 def not_connected(endpoint: Endpoint | None, transport: StreamTransport | None) -> str:

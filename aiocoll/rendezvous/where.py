@@ -93,7 +93,7 @@ class Where(NamedTuple):
                 "`srun --mpi=pmi2` hand one over by themselves"
             )
         if self.scheme == "file":
-            return FileStore(self.host, self.world_size or None)
+            return FileStore(self.host, self.world_size or None, timeout=timeout)
         if self.scheme in _REDIS:
             return RedisStore(self.host, job=self.job, timeout=timeout)
         return TCPStore(

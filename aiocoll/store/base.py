@@ -11,14 +11,22 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from aiocoll.errors import StoreTimeoutError
+from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store.commands import check_arguments
 
-__all__ = ["Store", "seconds", "settled", "timed_out"]
+__all__ = ["GRACE", "Store", "answered", "seconds", "settled", "timed_out"]
+
+T = TypeVar("T")
+
+#: Seconds beyond its timeout after which a call to a store that has stopped answering is cancelled.
+GRACE = 0.7
+#: Loop iterations within these seconds: an answer that arrived while the loop was blocked counts.
+_TURNS = 16
 
 #: Turns of the loop in which an answer that has arrived is read and passed on.
 _TURNS_TO_READ = 4
@@ -35,6 +43,9 @@ class Store(ABC):
     `TCPStore` one round trip, with a `RedisStore` one or two. The store notifies a wait when it ends; only a file is
     polled, every 20 ms.
     """
+
+    #: Whether requests may stay unanswered, so that every call needs a time limit.
+    _may_stop = True
 
     def __init__(self, timeout: float | timedelta = 300.0) -> None:
         self._timeout = seconds(timeout)
@@ -57,6 +68,11 @@ class Store(ABC):
     @timeout.setter
     def timeout(self, timeout: float | timedelta) -> None:
         self._timeout = seconds(timeout)
+
+    @property
+    def _where(self) -> str:
+        """The store as errors name it: its kind, and its address where it has one."""
+        return type(self).__name__
 
     async def set(self, key: str, value: bytes) -> None:
         """Store `value` under `key`, replacing any value.
@@ -278,11 +294,14 @@ class Store(ABC):
 
     async def _checked(self, command: str, *arguments: Any) -> Any:
         check_arguments(command, arguments)
-        return await self._call(command, arguments)
+        request = self._call(command, arguments)
+        return await (answered(request, self._timeout, self, command) if self._may_stop else request)
 
     async def _waited(self, command: str, timeout: float | timedelta | None, *arguments: Any) -> Any:
         check_arguments(command, arguments)
-        return await self._wait(command, arguments, self.timeout if timeout is None else seconds(timeout))
+        limit = self.timeout if timeout is None else seconds(timeout)
+        request = self._wait(command, arguments, limit)
+        return await (answered(request, limit, self, command) if self._may_stop else request)
 
 
 def seconds(timeout: float | timedelta) -> float:
@@ -293,6 +312,38 @@ def seconds(timeout: float | timedelta) -> float:
     if math.isnan(value) or value < 0:
         raise ValueError(f"timeout must not be negative, got {timeout}: use 0 to look once, math.inf to wait for ever")
     return float(value)
+
+
+async def answered(request: Awaitable[T], timeout: float, store: Store, command: str) -> T:
+    """Return the result of `request`, which ends within `timeout` seconds by itself unless `store` has stopped.
+
+    Raises:
+        StoreTimeoutError: the request had not ended `GRACE` seconds later, and was cancelled.
+    """
+    if timeout == math.inf:
+        return await request
+    runtime, limit = Runtime.of(running_loop()), asyncio.timeout(None)
+    pause = max(0.0, GRACE + min(0.0, timeout)) / _TURNS
+    timer: asyncio.TimerHandle
+
+    def turn(left: int) -> None:
+        nonlocal timer
+        if left:
+            timer = runtime.call_later(pause, turn, left - 1)
+        else:
+            limit.reschedule(runtime.time())
+
+    timer = runtime.call_later(max(0.0, timeout), turn, _TURNS)
+    try:
+        async with limit:
+            return await request
+    except TimeoutError as error:
+        if limit.expired() and not isinstance(error, StoreTimeoutError):
+            reason = store.trouble or f"{store._where} does not answer"
+            raise StoreTimeoutError(f"{command} failed: {reason}") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 async def settled(future: asyncio.Future[Any], timeout: float) -> bool:

@@ -34,9 +34,9 @@ __all__ = ["ClientLink", "StoreAuthenticationError", "connect"]
 _FIRST_RETRY = 0.005
 _LAST_RETRY = 0.25
 #: Seconds that a server gets to confirm the end of a wait; it needs them only when it is overloaded.
-_CANCEL_TIMEOUT = 1.0
+_CANCEL_TIMEOUT = 0.5
 #: Seconds to send the remaining bytes when the link is closed.
-_CLOSE_TIMEOUT = 1.0
+_CLOSE_TIMEOUT = 0.25
 
 
 class StoreAuthenticationError(StoreUnavailableError, AuthenticationError):

@@ -33,6 +33,8 @@ _SLICE = 1 << 13
 
 #: Record that a member has closed; not a command, so `list_keys` never sees it.
 _LEAVE = "leave"
+#: Seconds in which closing takes the lock; without it the file stays, as after a crash.
+_LEAVE_TIMEOUT = 0.25
 
 
 class FileStore(Store):
@@ -69,6 +71,10 @@ class FileStore(Store):
         self._closing = False
         self._closed = False
 
+    @property
+    def _where(self) -> str:
+        return f"FileStore {self._path}"
+
     async def aclose(self) -> None:
         """Close the file; the last of `world_size` members removes it."""
         if self._closing:
@@ -76,8 +82,8 @@ class FileStore(Store):
         self._closing = True
         try:
             if self._world_size is not None:
-                with suppress(StoreUnavailableError):
-                    await self._locked(self._leave)
+                with suppress(StoreUnavailableError, StoreTimeoutError):
+                    await self._locked(self._leave, min(self._timeout, _LEAVE_TIMEOUT))
         finally:
             self._closed = True
             if self._log is not None:
@@ -85,7 +91,7 @@ class FileStore(Store):
                 self._log = None
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        return await self._locked(lambda log: self._apply(log, command, arguments))
+        return await self._locked(lambda log: self._apply(log, command, arguments), self._timeout)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         keys = keys_of(arguments)
@@ -102,13 +108,13 @@ class FileStore(Store):
                 missing = self._core.missing(command, arguments) or keys
                 raise timed_out(f"FileStore {self._path}", command, missing, timeout)
 
-    async def _locked(self, action: Callable[[LogFile], Any]) -> Any:
+    async def _locked(self, action: Callable[[LogFile], Any], timeout: float) -> Any:
         """Run `action`, which must not await, under the lock, on an up-to-date core."""
-        poll = Poll(self._clock(), self._timeout)
+        poll = Poll(self._clock(), timeout)
         await self._replay()
         while not self._opened().try_lock():
             if not await poll.pause():
-                raise StoreTimeoutError(f"another process held the lock of {self._path} for {self._timeout:g} s")
+                raise StoreTimeoutError(f"another process held the lock of {self._path} for {timeout:g} s")
         log = self._opened()
         try:
             self._catch_up(log)

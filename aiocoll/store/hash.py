@@ -17,6 +17,8 @@ __all__ = ["HashStore"]
 class HashStore(Store):
     """A dictionary for ranks that are tasks of one loop; a wait is a future that the awaited command resolves."""
 
+    _may_stop = False
+
     def __init__(self, timeout: float | timedelta = 300.0) -> None:
         super().__init__(timeout)
         self._core = StoreCore()

@@ -22,6 +22,8 @@ __all__ = ["QUEUE", "KeyValueStore", "refuse_reserved"]
 
 #: Begins the name of the entry that holds a queue; no key may begin so.
 QUEUE: Final = "aiocoll:queue:"
+#: Seconds that a cancelled `queue_pop` waits for its request; a server that has stopped does not answer it.
+_GIVE_BACK: Final = 0.2
 
 
 class KeyValueStore(Store):
@@ -43,9 +45,9 @@ class KeyValueStore(Store):
     - `multi_set` stores one key after the other: others may see the first ones, and an error leaves them stored.
     - `multi_get` reads until two readings in a row are equal, so it takes two per key at least; `check` reads once, one
       key after the other.
-    - A queue holds 8 MiB in all, and each push and pop sends all of it. A cancelled `queue_pop` ends once its request
-      has been answered; an item that it had taken is put back to the front, and another client may have popped the
-      next. If the client dies at that moment, the item is lost.
+    - A queue holds 8 MiB in all, and each push and pop sends all of it. A cancelled `queue_pop` waits up to 0.2 s for
+      the answer to its request; an item that it had taken is put back to the front, and another client may have popped
+      the next. If the client dies at that moment, the item is lost.
     - The maximal number of entries and the order of `list_keys` are those of the server.
 
     Override calls that the server does better (a `multi_get` in one request, a `get` that is notified). An override
@@ -159,7 +161,7 @@ class KeyValueStore(Store):
             giving_back = asyncio.ensure_future(self._give_back(key, taking))
             self._giving_back.add(giving_back)
             giving_back.add_done_callback(self._giving_back.discard)
-            await asyncio.shield(giving_back)
+            await asyncio.wait([giving_back], timeout=_GIVE_BACK)
             raise
         item: bytes | None = taking.result()
         return item

@@ -66,7 +66,7 @@ class RedisStore(KeyValueStore):
         if not isinstance(job, str):
             raise TypeError(f"job must be str, got {type(job).__name__}")
         address = RedisAddress(url, tls_ca, tls_certificate, tls_key)
-        self._where = f"RedisStore on {address}"
+        self._address = address
         self._client = RedisClient(address, f"aiocoll:{job}")
         self._changes = RedisChanges(address, f"aiocoll:{job}")
 
@@ -79,6 +79,10 @@ class RedisStore(KeyValueStore):
     def reached(self) -> str:
         """The numeric address of the server, "" before the first connection."""
         return self._client.reached
+
+    @property
+    def _where(self) -> str:
+        return f"RedisStore on {self._address}"
 
     async def read(self, name: str) -> bytes | None:
         """Return the value of an entry; None if there is none."""

@@ -15,7 +15,7 @@ from aiocoll.security.handshake import ConnKind, Identity, job_id
 from aiocoll.security.names import part_name
 from aiocoll.security.user_ca import prepare
 from aiocoll.store.address import describe, is_unix
-from aiocoll.store.base import Store
+from aiocoll.store.base import Store, answered
 from aiocoll.store.client import ClientLink, connect
 from aiocoll.store.listening import find_address, local_address
 from aiocoll.store.server import StoreServer
@@ -103,6 +103,10 @@ class TCPStore(Store):
         peer = None if self._link is None else self._link.transport.get_extra_info("peername")
         return peer[0] if isinstance(peer, tuple) else ""
 
+    @property
+    def _where(self) -> str:
+        return f"store {describe(self.host, self.port)}"
+
     async def open(self) -> Self:
         """Connect now instead of at the first call; idempotent.
 
@@ -112,8 +116,7 @@ class TCPStore(Store):
             ValueError: the files of the user's CA cannot be used.
             StoreTimeoutError: fewer than `world_size` clients connected in time.
         """
-        await self._opened()
-        return self
+        return await answered(self._open_self(), self.timeout, self, "the connection")
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self.open().__await__()
@@ -132,30 +135,34 @@ class TCPStore(Store):
                 await self._server.aclose()
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        link = await self._opened()
+        link = await self._opened(self.timeout)
         return await link.call(command, arguments, self.timeout)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
-        link = await self._opened()
+        link = await self._opened(timeout)
         return await link.wait(command, arguments, timeout)
 
-    async def _opened(self) -> ClientLink:
+    async def _open_self(self) -> Self:
+        await self._opened(self.timeout)
+        return self
+
+    async def _opened(self, timeout: float) -> ClientLink:
         self._check_open()
         if self._link is None:
             async with self._opening:
                 self._check_open()
                 if self._link is None:
-                    self._link = await self._open()
+                    self._link = await self._open(timeout)
         return self._link
 
-    async def _open(self) -> ClientLink:
+    async def _open(self, timeout: float) -> ClientLink:
         runtime = self._runtime or Runtime(running_loop())
-        deadline = runtime.time() + self.timeout
+        deadline = runtime.time() + timeout
         link: ClientLink | None = None
         try:
             host = self.host
             if self._is_master:
-                host = await self._serve(runtime)
+                host = await self._serve(runtime, timeout)
             link = await connect(
                 host,
                 self.port,
@@ -181,14 +188,14 @@ class TCPStore(Store):
     def _set_trouble(self, trouble: str) -> None:
         self._trouble = trouble
 
-    async def _serve(self, runtime: Runtime) -> str:
+    async def _serve(self, runtime: Runtime, timeout: float) -> str:
         """Start the server; return the address by which this process reaches it."""
         host, self._local_only = await find_address(
             self.host,
             self._bind,
             key=self._key,
             runtime=runtime,
-            timeout=self.timeout,
+            timeout=timeout,
             trouble=self._set_trouble,
         )
         authority, certificate, key = self._files or (None, None, None)

@@ -157,8 +157,12 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("store/test_redis.py",), ("store/test_contract.py", "-k", "redis and not prefix and missing")),
         ),
         "elastic": Subject(
-            ("_Mending._grow", "await_assignment"),
-            (("meeting/test_growth.py", "tests/test_elastic.py"), ("group/test_growth.py",)),
+            ("_Mending._grow", "await_assignment", "find_assignment", "Store._checked"),
+            (
+                ("meeting/test_growth.py", "tests/test_elastic.py"),
+                ("group/test_growth.py",),
+                ("test_stopped_stores.py", "-k", "False or users_store"),
+            ),
         ),
         "tickets": Subject(("Meeting.ticket", "Part._keep"), (("test_tickets.py", "test_parts.py"),)),
         "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),

@@ -1,0 +1,68 @@
+"""`DeadlineStore`: a store whose requests share one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from aiocoll.errors import StoreError, StoreTimeoutError
+from aiocoll.runtime import Runtime, running_loop
+from aiocoll.store.base import GRACE, Store, answered
+from aiocoll.store.view import StoreView
+
+__all__ = ["DeadlineStore", "last_request"]
+
+T = TypeVar("T")
+
+#: Seconds for a last request of a call that fails, which should raise soon even if the store has stopped.
+_LAST_REQUEST = 0.3
+
+
+class DeadlineStore(StoreView):
+    """A view of `store` for one call with a timeout, which may make many requests.
+
+    Waits end at the deadline. Other requests may still be made in the `GRACE` seconds after it, and are cancelled then.
+
+    Args:
+        store: answers the requests.
+        timeout: seconds until the deadline.
+    """
+
+    def __init__(self, store: Store, timeout: float) -> None:
+        super().__init__(store)
+        self._seconds = timeout
+        self._failure = ""
+        self._runtime = Runtime.of(running_loop())
+        self._deadline = self._runtime.time() + timeout
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        return await self._in_time(command, super()._call(command, arguments))
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        limit = min(timeout, max(0.0, self._left()))
+        return await self._in_time(command, super()._wait(command, arguments, limit))
+
+    def _left(self) -> float:
+        return self._deadline - self._runtime.time()
+
+    async def _in_time(self, command: str, request: Coroutine[Any, Any, Any]) -> Any:
+        left = self._left()
+        if left <= -GRACE:
+            request.close()
+            late = f"{command} was not sent to {self._where}: the {self._seconds:g} s of the call are over"
+            raise StoreTimeoutError(self._failure or late)
+        try:
+            return await answered(request, left, self._store, command)
+        except StoreTimeoutError as error:
+            self._failure = str(error)
+            raise
+
+
+async def last_request(request: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of a request for a call that is failing; None if the store fails or does not answer soon."""
+    try:
+        async with asyncio.timeout(_LAST_REQUEST):
+            return await request
+    except (StoreError, TimeoutError):
+        return None

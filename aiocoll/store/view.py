@@ -1,0 +1,55 @@
+"""`StoreView`: base of stores that forward their requests to another one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from aiocoll.store.base import Store
+
+__all__ = ["StoreView"]
+
+
+class StoreView(Store):
+    """A view of `store`. It has no timeout of its own, and closing it does nothing: the owner closes the store."""
+
+    _may_stop = False
+
+    def __init__(self, store: Store) -> None:
+        if not isinstance(store, Store):
+            raise TypeError(f"store must be a Store, got {type(store).__name__}")
+        self._store = store
+
+    @property
+    def trouble(self) -> str | None:
+        """`trouble` of the store below."""
+        return self._store.trouble
+
+    @property
+    def reached(self) -> str:
+        """`reached` of the store below."""
+        return self._store.reached
+
+    @property
+    def timeout(self) -> float:
+        """`timeout` of the store below."""
+        return self._store.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float | timedelta) -> None:
+        self._store.timeout = timeout
+
+    @property
+    def _where(self) -> str:
+        return self._store._where
+
+    async def aclose(self) -> None:
+        """Do nothing; the store below stays open."""
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        if command in ("num_keys", "list_keys"):  # the public methods take no prefix
+            return await self._store._checked(command, *arguments)
+        return await getattr(self._store, command)(*arguments)
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        return await getattr(self._store, command)(*arguments, timeout=timeout)
