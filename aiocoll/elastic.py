@@ -57,7 +57,8 @@ async def elastic(
     ones, and take over the state. A rank that is lost meanwhile makes them begin again. If they went on without some,
     and newcomers come later, the group is aborted to take them in. All ranks and all newcomers run the same program; a
     newcomer is one whose ticket says so, or that has ``join=True``. They come in where the store outlives the lost
-    rank: `aiocoll.Meeting`, the launcher, a file or Redis. Who is lost before the first group has met is not replaced.
+    rank: `aiocoll.Meeting`, the launcher, a file or Redis. A process that ends before the first group has met is
+    replaced by one that is started in the same way, as the same rank.
 
     Args:
         state: what every group begins with: in each, the ranks take over the values that its rank 0 has, arrays in

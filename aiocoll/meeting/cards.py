@@ -11,17 +11,33 @@ from aiocoll.errors import RendezvousError
 from aiocoll.store import Store
 from aiocoll.transport.base import Card
 
-__all__ = ["CALLED_OFF", "ENDED", "CardCache", "call_off", "cores", "raise_if_called_off", "ranks_on_host"]
+__all__ = [
+    "CALLED_OFF",
+    "ENDED",
+    "MOVED",
+    "CardCache",
+    "MeetingMovedError",
+    "call_off",
+    "cores",
+    "raise_if_called_off",
+    "ranks_on_host",
+]
 
 #: Prefix of a value in the store that says why the ranks cannot meet. No job name (hexadecimal) and no card (a msgpack
 #: map) begins like that.
 CALLED_OFF = b"off:"
+#: Such a value, too: the ranks meet again under the keys of the next generation.
+MOVED = b"moved:"
 #: Key of the reason why ranks that have each other's cards do not meet.
 ENDED = "ended"
 
 #: Types of the fields of a card: host, event loop, unix socket, address of the store, whose ticket it has, process
 #: (namespace, pid, start), host and port of TCP, bytes of a piece in shared memory, whether it reads others' memory.
 _CARD = [str, str, str, str, str, int, int, int, str, int, int, bool]
+
+
+class MeetingMovedError(RendezvousError):
+    """The ranks meet again, since one was replaced before all had published their cards."""
 
 
 class CardCache:
@@ -80,7 +96,9 @@ async def call_off(store: Store, world_size: int, reason: str) -> None:
 
 
 def raise_if_called_off(data: bytes) -> None:
-    """Raise if a rank has published there why the ranks cannot meet."""
+    """Raise if a rank has published there why the ranks cannot meet, or that they meet elsewhere."""
+    if data == MOVED:
+        raise MeetingMovedError("the ranks meet again: one of them was replaced")
     if data.startswith(CALLED_OFF):
         raise RendezvousError(data.removeprefix(CALLED_OFF).decode(errors="replace"))
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
 
 import msgpack
 
-from aiocoll.meeting.cards import CardCache, raise_if_called_off
+from aiocoll.errors import RendezvousError
+from aiocoll.meeting.cards import ENDED, CardCache, raise_if_called_off
+from aiocoll.runtime import Runtime
 from aiocoll.store import Store
 from aiocoll.store.deadline import last_request
 from aiocoll.transport.base import Card
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "await_end", "run_unless"]
 
 
 class Exchange:
@@ -34,7 +39,7 @@ class Exchange:
     async def job(self, random_bytes: Callable[[int], bytes]) -> str:
         """Return the name that rank 0 gives the job: no other job has it, so no rank of an older one can connect."""
         if self._rank == 0:
-            await self.store.set("job", random_bytes(16).hex().encode())
+            await self._publish("job", random_bytes(16).hex().encode())
         job = await self.store.get("job", timeout=self._timeout)
         raise_if_called_off(job)
         return job.decode(errors="replace")
@@ -48,11 +53,44 @@ class Exchange:
         """Publish `value`, if there is one; return what each of `ranks` has published."""
         keys = self._awaited = {rank: f"{what}/{rank}" for rank in ranks}
         if value is not None:
-            await self.store.set(keys[self._rank], value)
+            await self._publish(keys[self._rank], value)
         found = await self.store.multi_get([*keys.values()], timeout=self._timeout)
         return dict(zip(keys, found, strict=True))
+
+    async def _publish(self, key: str, value: bytes) -> None:
+        """Store a value unless the key says already that the ranks cannot meet, or meet elsewhere."""
+        raise_if_called_off(await self.store.compare_set(key, b"", value))
 
     async def missing(self) -> list[int] | None:
         """Return the ranks that have not published what this one waits for; None if the store does not answer."""
         published = await last_request(self.store.list_keys())
         return None if published is None else [rank for rank, key in self._awaited.items() if key not in published]
+
+
+async def await_end(store: Store) -> RendezvousError | None:
+    """Wait until a rank publishes that the ranks cannot meet, or meet again; return the error to raise."""
+    try:
+        raise_if_called_off(await store.get(ENDED, timeout=math.inf))
+    except RendezvousError as error:
+        return error
+    return None
+
+
+async def run_unless(
+    runtime: Runtime, doing: Coroutine[Any, Any, None], news: Coroutine[Any, Any, Exception | None], name: str
+) -> None:
+    """Run `doing` to its end; if `news` returns first, cancel it and raise the returned error."""
+    task, other = runtime.create_task(doing, name), runtime.create_task(news, f"{name} news")
+    try:
+        await asyncio.wait([task, other], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and other.exception() is None and (error := other.result()) is not None:
+            raise error
+        await task
+    finally:
+        # Nothing awaits the end of `other`: a cancellation during that wait would lose the result of `task`.
+        other.add_done_callback(lambda done: done.cancelled() or done.exception())
+        other.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+            _ = task.cancelled() or task.exception()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from aiocoll.algorithms.machine import Tuning
@@ -16,15 +15,22 @@ from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, S
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
-from aiocoll.meeting.cards import CALLED_OFF, ENDED, CardCache, call_off, cores, raise_if_called_off, ranks_on_host
-from aiocoll.meeting.claim import call_off_all, claim
+from aiocoll.meeting.cards import (
+    CALLED_OFF,
+    CardCache,
+    MeetingMovedError,
+    call_off,
+    cores,
+    ranks_on_host,
+)
+from aiocoll.meeting.claim import Claims, call_off_all
 from aiocoll.meeting.growth import Assignment, Invitation, await_newcomer, invite, meeting_store
 from aiocoll.meeting.holders import arrival, heed_deaths
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions
-from aiocoll.rendezvous.exchange import Exchange
+from aiocoll.rendezvous.exchange import Exchange, await_end, run_unless
 from aiocoll.rendezvous.listening import listen_between_hosts
-from aiocoll.rendezvous.measured_links import MeasuredLinks, leaders, measure_links, read_links
+from aiocoll.rendezvous.measured_links import MeasuredLinks, agree_on_links
 from aiocoll.rendezvous.same_host import encryption_at, single_copy, tell_hosts_apart
 from aiocoll.rendezvous.unmet import not_come, not_connected, silent
 from aiocoll.runtime import Runtime
@@ -97,11 +103,10 @@ class Job:
         self._stream: StreamTransport | None = None
         self._joining: Endpoint | None = None
         self._members = self._made = 0
-        #: How often ranks have met on the store, this time included.
-        self._generation = 1
         self._heeding: asyncio.Task[None] | None = None
         store_handle.hold()
         self._names: dict[str, int] = {}
+        self._claims = self._make_claims()
 
     async def group(self, spec: GroupSpec, timeout: float) -> ProcessGroup:
         """Make a group of all ranks within `timeout` seconds; the first one meets the other ranks."""
@@ -198,6 +203,9 @@ class Job:
         store = self._store_handle.store
         return store if self._prefix is None else PrefixStore(self._prefix, store)
 
+    def _make_claims(self) -> Claims:
+        return Claims(self._store, self.rank, self.world_size, self._runtime)
+
     async def _open(self, timeout: float) -> None:
         """Meet the other ranks, unless an earlier group has. `release` closes the endpoint, whatever else fails."""
         try:
@@ -219,10 +227,10 @@ class Job:
 
     async def _unmet(self, seconds: float) -> str:
         """Return why the ranks have not met in so many seconds."""
-        store, time = self._store, f"{round(seconds, 3):g} s"
+        store, time = self._store, f"{seconds:g} s"
         missing = None if self._exchange is None else await self._exchange.missing()
         if missing:
-            who = not_come(missing, self.world_size, store.trouble, self._generation - 1)
+            who = not_come(missing, self.world_size, store.trouble, self._claims.met)
             return f"rank {self.rank} waited {time} for {who}"
         is_silent = missing is None and (self._joining is None or self.endpoint is not None)
         why = store.trouble or (silent(store) if is_silent else not_connected(self._joining, self._stream))
@@ -231,7 +239,8 @@ class Job:
     async def _meet(self) -> None:
         warning = self._runtime.create_task(self._warn(), f"aiocoll meeting {self.rank}")
         try:
-            await self._meet_until_done()
+            with self._claims.active():
+                await self._meet_until_done()
         finally:
             warning.cancel()
             await asyncio.wait([warning])
@@ -241,6 +250,8 @@ class Job:
             try:
                 await self._meet_once()
                 return
+            except MeetingMovedError as error:
+                logger.debug("rank %d: %s", self.rank, error, extra={"rank": self.rank})
             except StoreUnavailableError as error:
                 # The ranks may have met before on a store that its last user is closing: there is a new one soon.
                 if (
@@ -256,11 +267,16 @@ class Job:
                 await self._store_handle.store.aclose()
                 await self._runtime.sleep(PAUSE)
                 self._store_handle.reopen()
+                self._claims = self._make_claims()
 
     async def _meet_once(self) -> None:
-        generation = self._generation = await claim(self._store, self.rank, self.world_size)
+        """Claim the rank, and meet the others unless a rank publishes that they cannot meet, or meet again."""
+        await self._claims.claim()
+        store = self._claims.store
+        await run_unless(self._runtime, self._attempt(store), await_end(store), f"aiocoll meeting {self.rank}")
+
+    async def _attempt(self, store: Store) -> None:
         tuning = await self._tune() if self.rank == 0 else None
-        store = PrefixStore(f"aiocoll/{generation}", self._store)
         exchange = self._exchange = Exchange(store, self.rank, self.world_size, self._timeout)
         job = await exchange.job(self._runtime.random_bytes)
         self._cards = shared.setdefault((id(self._loop), "cards", job), CardCache())
@@ -277,53 +293,36 @@ class Job:
         transport.accepted = early.append
         try:
             card |= await self._tell_hosts_apart(store, stream)
+            await self._claims.leave_ended()
             cards = await exchange.cards("card", card, self._cards)
             holders = {card.get("holder", ""): rank for rank, card in cards.items()}
             self._tuning = from_wire(cards[0].get("tuning"), cards[0].get("medium"), ranks_on_host(0, cards))
             transport, cards = await self._settle(exchange, stream, job, cards)
             if transport is stream:
-                self._links = await self._measure_links(exchange, stream, cards)
+                self._links = await agree_on_links(exchange, self.rank, stream, cards, self._options.connections)
             crowded = ranks_on_host(self.rank, cards) > cores()
             endpoint = Endpoint(self._runtime, transport, self.rank, self.world_size, self._spin(cards), crowded)
             self._joining = endpoint
             for link in early:
                 endpoint.accept(link)
-            await self._connect(endpoint, cards, store)
+            joining = self._join_ranks(endpoint, cards)
+            await run_unless(self._runtime, joining, self._claims.await_loss(), f"aiocoll joining {self.rank}")
             stream.all_met()
         except BaseException:
-            for link in early:
-                link.close()
-            await transport.aclose()
+            if self.endpoint is None:
+                for link in early:
+                    link.close()
+                await transport.aclose()
             raise
-        self.endpoint = endpoint
         if holder := self._store_handle.holder:
             await self._store_handle.store.set(arrival(holder), b"")
             heeding = heed_deaths(self._store_handle.store, holders, endpoint.roster.report)
             self._heeding = self._runtime.create_task(heeding, f"aiocoll deaths {self.rank}")
-        await store.set(f"member/{self.rank}", b"in")
+        await self._claims.confirm()
 
-    async def _connect(self, endpoint: Endpoint, cards: Mapping[int, Card], store: Store) -> None:
-        """Connect to all ranks, unless the group that is to meet newcomers publishes that it has failed."""
-        if self._prefix is None:
-            await endpoint.join(cards)
-            return
-        joining = self._runtime.create_task(endpoint.join(cards), f"aiocoll joining {self.rank}")
-        told = self._runtime.create_task(store.get(ENDED, timeout=float("inf")), f"aiocoll joining {self.rank} news")
-        try:
-            await asyncio.wait([joining, told], return_when=asyncio.FIRST_COMPLETED)
-            if not joining.done() and told.exception() is None:
-                raise_if_called_off(told.result())
-            await joining
-        except BaseException:
-            joining.cancel()
-            await asyncio.wait([joining])
-            if not joining.cancelled() and joining.exception() is None:
-                await endpoint.aclose()
-            raise
-        finally:
-            # Nobody waits for its end: who is cancelled in a wait behind `joining` would lose the endpoint.
-            told.add_done_callback(lambda done: done.cancelled() or done.exception())
-            told.cancel()
+    async def _join_ranks(self, endpoint: Endpoint, cards: Mapping[int, Card]) -> None:
+        await endpoint.join(cards)
+        self.endpoint = endpoint
 
     async def _tune(self) -> Tuning | None:
         """Read the tuning file, if any; a run on a virtual clock must not depend on the machine."""
@@ -397,17 +396,6 @@ class Job:
         except (AiocollError, ValueError) as error:
             await store.set(f"tcp/{self.rank}", CALLED_OFF + f"rank {self.rank} could not join: {error}".encode())
             raise
-
-    async def _measure_links(
-        self, exchange: Exchange, stream: StreamTransport, cards: Mapping[int, Card]
-    ) -> MeasuredLinks:
-        ranks = leaders(cards)
-        if len(ranks) == 1:
-            return MeasuredLinks({})
-        found = await measure_links(stream, cards) if self.rank in ranks else None
-        links = read_links(await exchange.values("links", found, ranks), cards)
-        stream.connections = partial(links.connections, cards[self.rank]["host"], self._options.connections)
-        return links
 
     def _spin(self, cards: Mapping[int, Card]) -> float:
         """Return the seconds to poll: 0 if a peer is in this process, since polling would keep it from running."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -18,13 +19,14 @@ import msgpack
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.errors import AiocollError, RendezvousError
 from aiocoll.meeting.cards import raise_if_called_off
+from aiocoll.rendezvous.exchange import Exchange
 from aiocoll.sockets import round_trip
 from aiocoll.transport.base import Card
 from aiocoll.transport.stream.link_table import MOST_CONNECTIONS
 from aiocoll.transport.stream.probe import LinkFigures, measure
 from aiocoll.transport.stream.transport import StreamTransport
 
-__all__ = ["MeasuredLinks", "leaders", "measure_links", "read_links"]
+__all__ = ["MeasuredLinks", "agree_on_links", "leaders", "measure_links", "read_links"]
 
 #: Bytes under way that the kernel allows one connection, unless it is told to allow more (net.ipv4.tcp_wmem, tcp_rmem).
 WINDOW = 3 << 20
@@ -66,6 +68,19 @@ class MeasuredLinks:
             return 1
         window = figures.rtt * (figures.rate or FAST)
         return min(max(round(window / WINDOW), 1), MOST_CONNECTIONS, most or MOST_CONNECTIONS)
+
+
+async def agree_on_links(
+    exchange: Exchange, rank: int, stream: StreamTransport, cards: Mapping[int, Card], connections: int | None
+) -> MeasuredLinks:
+    """Measure the links between hosts; return those that all ranks have published, the same on every rank."""
+    ranks = leaders(cards)
+    if len(ranks) == 1:
+        return MeasuredLinks({})
+    found = await measure_links(stream, cards) if rank in ranks else None
+    links = read_links(await exchange.values("links", found, ranks), cards)
+    stream.connections = partial(links.connections, cards[rank]["host"], connections)
+    return links
 
 
 def leaders(cards: Mapping[int, Card]) -> list[int]:

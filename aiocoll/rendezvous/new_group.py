@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Generator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
@@ -14,7 +15,7 @@ from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.reconfigurer import ADOPTED
 from aiocoll.launcher import is_newcomer
-from aiocoll.meeting.claim import assign
+from aiocoll.meeting.claim import RankTakenError, assign
 from aiocoll.meeting.growth import await_assignment
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
@@ -149,12 +150,7 @@ class new_group:
 
     async def _make(self) -> ProcessGroup:
         options, loop = self._options, running_loop()
-        time = Runtime.of(loop).time
-        end = time() + self._timeout
-
-        def left() -> float:
-            return max(0.0, end - time())
-
+        left: Callable[[], float] = partial(_left, Runtime.of(loop).time, Runtime.of(loop).time() + self._timeout)
         if self._where.ask is not None:
             self._where = await self._where.found(self._key(), options, self._timeout)
         where = self._where
@@ -178,9 +174,15 @@ class new_group:
         store_handle = self._open_store_handle(options)
         store_handle.hold()
         try:
-            rank = await assign(DeadlineStore(store_handle.store, left()), self._where.world_size)
-            job = self._job((id(store_handle), rank), store_handle, rank)
-            return await job.group(GroupSpec(self._name, self._timeout, options, self._devices), left())
+            size = self._where.world_size
+            first = await assign(DeadlineStore(store_handle.store, left()), size)
+            for rank in (*range(first, size), *range(first)):
+                job = self._job((id(store_handle), rank), store_handle, rank)
+                try:
+                    return await job.group(GroupSpec(self._name, self._timeout, options, self._devices), left())
+                except RankTakenError as error:  # this process may be in place of one that has ended
+                    taken = error
+            raise taken
         finally:
             await store_handle.drop()
 
@@ -235,6 +237,11 @@ class new_group:
         rank, size = self._where.rank, self._where.world_size
         assert rank is not None
         return World(rank, size, options).group(GroupSpec(self._name, self._timeout, options, self._devices))
+
+
+def _left(time: Callable[[], float], end: float) -> float:
+    """Return the seconds until `end`, not below 0; without the milliseconds, which errors would show."""
+    return round(max(0.0, end - time()), 2)
 
 
 def _key(options: GroupOptions, job: str) -> bytes | None:

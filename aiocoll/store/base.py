@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterable
+from collections.abc import Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -73,6 +73,11 @@ class Store(ABC):
     def _where(self) -> str:
         """The store as errors name it: its kind, and its address where it has one."""
         return type(self).__name__
+
+    @property
+    def _sees_disconnects(self) -> bool:
+        """Whether `_hold` gives a key up when this client disconnects or dies."""
+        return False
 
     async def set(self, key: str, value: bytes) -> None:
         """Store `value` under `key`, replacing any value.
@@ -292,6 +297,11 @@ class Store(ABC):
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         """Carry out one of `WAITS`, its arguments already checked."""
 
+    async def _hold(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Do what `compare_set` does; a store that sees this client disconnect replaces `desired` by `LEFT`."""
+        value: bytes = await self._checked("hold", key, expected, desired)
+        return value
+
     async def _checked(self, command: str, *arguments: Any) -> Any:
         check_arguments(command, arguments)
         request = self._call(command, arguments)
@@ -314,7 +324,7 @@ def seconds(timeout: float | timedelta) -> float:
     return float(value)
 
 
-async def answered(request: Awaitable[T], timeout: float, store: Store, command: str) -> T:
+async def answered(request: Coroutine[Any, Any, T], timeout: float, store: Store, command: str) -> T:
     """Return the result of `request`, which ends within `timeout` seconds by itself unless `store` has stopped.
 
     Raises:
@@ -322,7 +332,11 @@ async def answered(request: Awaitable[T], timeout: float, store: Store, command:
     """
     if timeout == math.inf:
         return await request
-    runtime, limit = Runtime.of(running_loop()), asyncio.timeout(None)
+    try:
+        runtime, limit = Runtime.of(running_loop()), asyncio.timeout(None)
+    except RuntimeError:
+        request.close()  # it was not awaited, and Python would warn
+        raise
     pause = max(0.0, GRACE + min(0.0, timeout)) / _TURNS
     timer: asyncio.TimerHandle
 

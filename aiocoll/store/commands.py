@@ -13,6 +13,7 @@ from aiocoll.errors import StoreError
 
 __all__ = [
     "COMMANDS",
+    "LEFT",
     "MAX_ENTRIES",
     "MAX_TOTAL_BYTES",
     "MAX_VALUE_BYTES",
@@ -35,12 +36,18 @@ MAX_TOTAL_BYTES: Final = 256 << 20
 #: Counters are 64-bit, as msgpack's integers are.
 MAX_INTEGER: Final = (1 << 63) - 1
 
+#: Value of a key that a client held until it disconnected.
+LEFT: Final = b"left"
+
+#: `hold` does what `compare_set` does; a server replaces the value by `LEFT` when the client disconnects.
+#:
 #: Answered at once. k: key, K: keys, v: value, V: values, i: integer, p: prefix of keys.
 COMMANDS: Final = MappingProxyType(
     {
         "set": "kv",
         "add": "ki",
         "compare_set": "kvv",
+        "hold": "kvv",
         "check": "K",
         "delete_key": "k",
         "num_keys": "p",

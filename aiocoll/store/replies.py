@@ -65,6 +65,7 @@ _RESULTS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "set": _nothing,
     "add": _integer,
     "compare_set": _value,
+    "hold": _value,
     "check": _truth,
     "delete_key": _truth,
     "num_keys": _integer,

@@ -19,7 +19,7 @@ from aiocoll.security.handshake import (
 from aiocoll.security.names import WrongCertificateError, check_names, names_in, part_name
 from aiocoll.security.patience import Patience
 from aiocoll.sockets import is_ready
-from aiocoll.store.commands import COMMANDS, OF_CONNECTIONS, WAITS, check_request
+from aiocoll.store.commands import COMMANDS, LEFT, OF_CONNECTIONS, WAITS, check_request
 from aiocoll.store.core import PendingWait, StoreCore
 from aiocoll.store.frames import MAX_FRAME, FrameProtocol, pack
 from aiocoll.store.replies import ReplyStatus
@@ -63,6 +63,7 @@ class Session(FrameProtocol):
         self._handshake = handshake
         self._waits: dict[int, tuple[StoreCore, PendingWait, tuple[Any, ...]]] = {}
         self._joined = False
+        self._held: dict[str, bytes] = {}
         self._reason: Exception | None = None
         # From here on, though there is no connection to end before it has been encrypted.
         self._end_of_handshake = owner.runtime.time() + HANDSHAKE_TIMEOUT
@@ -83,12 +84,14 @@ class Session(FrameProtocol):
         self._owner.session_opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the client's waits."""
+        """Drop the client's waits, and mark the keys that it held."""
         if self._deadline is not None:
             self._deadline.cancel()
         for core, waiter, _ in self._waits.values():
             core.drop(waiter)
         self._waits.clear()
+        for key, value in self._held.items():
+            self._owner.core.apply("compare_set", (key, value, LEFT))
         self._owner.session_closed(self, self._reason or exc)
 
     def pause_writing(self) -> None:
@@ -128,6 +131,8 @@ class Session(FrameProtocol):
             self._cancel(number)
         elif word == "join":
             self._join(number, arguments[0])
+        elif word == "hold":
+            self._reply(number, ReplyStatus.RESULT, self._hold(*arguments))
         elif word in WAITS:
             self._start_wait(self._owner.core, number, word, arguments)
         else:
@@ -169,6 +174,12 @@ class Session(FrameProtocol):
         if self._handshake.refusal is not None:
             self._reason = self._reason or self._handshake.refusal
             self.transport.close()
+
+    def _hold(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        value: bytes = self._owner.core.apply("hold", (key, expected, desired))
+        if value == desired:
+            self._held[key] = desired
+        return value
 
     def _join(self, number: int, world_size: int) -> None:
         if self._joined:

@@ -107,6 +107,10 @@ class TCPStore(Store):
     def _where(self) -> str:
         return f"store {describe(self.host, self.port)}"
 
+    @property
+    def _sees_disconnects(self) -> bool:
+        return True
+
     async def open(self) -> Self:
         """Connect now instead of at the first call; idempotent.
 

@@ -49,5 +49,12 @@ def _delete_key(key: str, old: bytes | None) -> Update:
 
 #: Called with the key, the value that is there, and the other arguments of the command; raises `StoreError`.
 UPDATES: Final[Mapping[str, Callable[..., Update]]] = MappingProxyType(
-    {"set": _set, "add": _add, "append": _append, "compare_set": _compare_set, "delete_key": _delete_key}
+    {
+        "set": _set,
+        "add": _add,
+        "append": _append,
+        "compare_set": _compare_set,
+        "hold": _compare_set,
+        "delete_key": _delete_key,
+    }
 )

@@ -40,6 +40,10 @@ class StoreView(Store):
         self._store.timeout = timeout
 
     @property
+    def _sees_disconnects(self) -> bool:
+        return self._store._sees_disconnects
+
+    @property
     def _where(self) -> str:
         return self._store._where
 
@@ -47,7 +51,7 @@ class StoreView(Store):
         """Do nothing; the store below stays open."""
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
-        if command in ("num_keys", "list_keys"):  # the public methods take no prefix
+        if command in ("num_keys", "list_keys", "hold"):  # with a prefix, or without a public method
             return await self._store._checked(command, *arguments)
         return await getattr(self._store, command)(*arguments)
 

@@ -94,7 +94,9 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_bounds.py", "-k", "for_each_peer"),
             ),
         ),
-        "session": Subject(("Session.message_received",), (("test_tcp.py", "-k", "cut_off"),)),
+        "session": Subject(
+            ("Session.message_received",), (("test_tcp.py", "-k", "cut_off"), ("test_claim.py", "-k", "server"))
+        ),
         "control": Subject(("ControlPlane.flood", "Receiver.receive"), (GOODBYE,)),
         "slots": Subject(
             (
@@ -164,7 +166,10 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_stopped_stores.py", "-k", "False or users_store"),
             ),
         ),
-        "tickets": Subject(("Meeting.ticket", "Part._keep"), (("test_tickets.py", "test_parts.py"),)),
+        "tickets": Subject(
+            ("Meeting.ticket", "Part._keep", "Claims._claim"),
+            (("test_claim.py",), ("test_tickets.py", "test_parts.py")),
+        ),
         "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),
         "blocking": Subject(("LoopThread.call",), (("test_blocking.py",),)),
         "sparse messages": Subject(("_LateSend._is_read",), (("test_sparse_messages.py",),)),

@@ -1,0 +1,270 @@
+"""Claiming ranks: successors of processes that ended while the ranks met, at each moment, and living claimers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from math import inf
+from typing import Any
+
+import msgpack
+import pytest
+
+from aiocoll import FileStore, HashStore, PeerLostError, ProcessGroup, RendezvousError, Store, TCPStore, new_group
+from aiocoll.meeting.claim import Claims, RankTakenError
+from aiocoll.process import this_process
+from aiocoll.runtime import Runtime
+from aiocoll.store import PrefixStore
+from aiocoll.store.commands import LEFT
+from aiocoll.testing import VirtualLoop
+from aiocoll.transport.stream.addresses import host_identity
+
+#: Timeout of the ranks, in seconds.
+LIMIT = 60.0
+
+
+class Watched(HashStore):
+    """A rank's handle on a store: at one of its requests the rank is held, until it is cancelled or released."""
+
+    def __init__(self, store: Store, last: float) -> None:
+        super().__init__()
+        self.held, self.released = asyncio.Event(), asyncio.Event()
+        self._of_all = store
+        self._left = last
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        return await self._unless_held(lambda: self._of_all._call(command, arguments))
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        if arguments == ("aiocoll/1/ended",):  # not a step of the rank
+            return await self._of_all._wait(command, arguments, timeout)
+        return await self._unless_held(lambda: self._of_all._wait(command, arguments, timeout))
+
+    async def _unless_held(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        self._left -= 1
+        if self._left < 0 and not self.released.is_set():
+            self.held.set()
+            await self.released.wait()
+        return await call()
+
+
+async def meet(store: Store, rank: int, size: int) -> list[int]:
+    """Meet the others; return what all ranks have sent."""
+    async with new_group(store=store, rank=rank, world_size=size, timeout=LIMIT) as pg:
+        return await pg.allgather_object(rank)
+
+
+async def outcomes(tasks: list[asyncio.Task[list[int]]]) -> list[Any]:
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run_virtual(main: Awaitable[Any]) -> Any:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)  # type: ignore[arg-type]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _replaced(size: int, victim: int, last: int, late: int | None) -> bool:
+    """Cancel a rank at request `last`, then start its successor, then the `late` rank; return whether it was held."""
+    store = HashStore()
+    watched = Watched(store, last)
+    others = [rank for rank in range(size) if rank not in (victim, late)]
+    tasks = [asyncio.create_task(meet(store, rank, size)) for rank in others]
+    first = asyncio.create_task(meet(watched, victim, size))
+    await asyncio.sleep(5.0)
+    if not watched.held.is_set() and first.done():
+        return False
+    first.cancel()
+    await asyncio.wait([first])
+    tasks.append(asyncio.create_task(meet(store, victim, size)))
+    await asyncio.sleep(1.0)
+    if late is not None:
+        tasks.append(asyncio.create_task(meet(store, late, size)))
+    began = now()
+    found = await outcomes(tasks)
+    assert now() - began < 5.0
+    if late is not None:
+        assert found == [list(range(size))] * size
+    elif any(each != list(range(size)) for each in found):
+        for each in found:  # those that had met already lose a rank of their group
+            assert isinstance(each, RendezvousError | PeerLostError), found
+            assert f"rank {victim}" in str(each)
+    return watched.held.is_set()
+
+
+@pytest.mark.parametrize(("size", "victim", "late"), [(2, 0, 1), (2, 1, 0), (3, 1, 2), (3, 0, 1), (4, 3, 0), (7, 5, 2)])
+def test_successor_takes_the_place_before_all_have_come(size: int, victim: int, late: int) -> None:
+    for last in itertools.count():
+        held = run_virtual(_replaced(size, victim, last, late))
+        if not held:  # it waits for the others at its last request
+            break
+    assert last > 3
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (3, 1), (4, 3), (7, 5)])
+def test_successor_takes_the_place_or_all_fail_by_name(size: int, victim: int) -> None:
+    for last in itertools.count():
+        if not run_virtual(_replaced(size, victim, last, None)):
+            break
+    assert last > 6
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_living_claimer_is_never_displaced(size: int) -> None:
+    async def main(last: int) -> bool:
+        store = HashStore()
+        watched = Watched(store, last)
+        tasks = [asyncio.create_task(meet(watched if rank == 0 else store, rank, size)) for rank in range(size)]
+        await asyncio.sleep(5.0)
+        if not watched.held.is_set():
+            assert await outcomes(tasks) == [list(range(size))] * size
+            return False
+        if await store.check(["aiocoll/1/claim/0"]):
+            with pytest.raises(RankTakenError, match="rank 0 is taken: another process joined as rank 0"):
+                await meet(store, 0, size)
+        watched.released.set()
+        assert await outcomes(tasks) == [list(range(size))] * size
+        return True
+
+    for last in itertools.count():
+        if not run_virtual(main(last)):
+            break
+    assert last > 4
+
+
+# -- proofs of an end
+
+
+def mark(**changes: Any) -> bytes:
+    """Return the claim of a process that has ended: it had the number of this one."""
+    here = this_process()
+    claim = {"host": host_identity(), "namespace": here.namespace, "pid": here.pid, "started": here.started - 1}
+    return bytes(msgpack.packb([b"mark", *(claim | changes).values()]))
+
+
+def claims(store: Store, rank: int, size: int) -> Claims:
+    return Claims(store, rank, size, Runtime.of(asyncio.get_running_loop()))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="only Linux tells when a process has started")
+async def test_claim_of_an_ended_process_is_free(tmp_path: Any) -> None:
+    store = FileStore(tmp_path / "store")
+    await store.set("aiocoll/1/claim/0", mark())
+    successor = claims(store, 0, 2)
+    with successor.active():
+        await successor.claim()
+    assert successor.generation == 2
+    assert await store.get("aiocoll/1/ended") == await store.get("aiocoll/1/card/0") == b"moved:"
+    await store.aclose()
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([b"mark"]),
+        msgpack.packb({"a": 1}),
+        mark(host="elsewhere"),
+        mark(namespace=1),
+        mark(started=this_process().started),
+    ],
+    ids=["empty", "no msgpack", "short", "map", "other host", "other namespace", "living"],
+)
+async def test_claim_of_a_process_that_may_live_is_taken(claim: bytes, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("aiocoll.meeting.claim._active", {claim})
+    store = FileStore(tmp_path / "store")
+    await store.set("aiocoll/1/claim/0", claim or b"?")
+    with pytest.raises(RankTakenError):
+        await claims(store, 0, 2).claim()
+    await store.aclose()
+
+
+async def test_server_marks_the_claims_of_clients_that_disconnect() -> None:
+    async with TCPStore("127.0.0.1", 0, is_master=True) as master:
+        client = TCPStore("127.0.0.1", master.port)
+        part = PrefixStore("part", client)
+        assert await part._hold("held", b"", b"mine") == b"mine"
+        assert await part._hold("held", b"other", b"again") == b"mine"
+        assert await part._hold("changed", b"", b"mine") == b"mine"
+        await client.set("part/changed", b"new")
+        await client.aclose()
+        while await master.get("part/held") != LEFT:  # noqa: ASYNC110 - a key that changes notifies no client
+            await asyncio.sleep(0.001)
+        assert await master.get("part/changed") == b"new"
+        assert await master._hold("part/held", LEFT, b"next") == b"next"
+
+
+async def test_server_does_not_trust_numbers_of_processes() -> None:
+    """They may be those of another host that was cloned; the connection tells."""
+    async with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        await store.set("aiocoll/1/claim/0", mark())
+        with pytest.raises(RankTakenError):
+            await claims(store, 0, 2).claim()
+
+
+async def test_successor_fails_where_all_cards_are_there() -> None:
+    store = HashStore()
+    await store.multi_set(["aiocoll/1/claim/1", "aiocoll/1/card/0", "aiocoll/1/card/1"], [LEFT, b"card", b"card"])
+    successor = claims(store, 1, 2)
+    with pytest.raises(RendezvousError, match="rank 1 was lost while the ranks met: its process ended after all"):
+        await successor.claim()
+    assert (await store.get("aiocoll/1/ended")).startswith(b"off:rank 1 was lost")
+    again = claims(store, 1, 2)
+    await again.claim()
+    assert again.generation == 2
+
+
+async def test_ranks_meet_again_where_some_have_met_and_some_have_failed() -> None:
+    """A generation that was called off is over for all, whatever each rank has seen of it."""
+    store = HashStore(timeout=inf)
+    for _ in range(3):
+        assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
+    await store.set("aiocoll/4/ended", b"moved:")
+    assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
+    assert await store.get("aiocoll/rank/0") == b"5"
+
+
+async def open_group(made: new_group) -> ProcessGroup:
+    return await made
+
+
+async def test_assigned_ranks_skip_ranks_that_are_taken() -> None:
+    """A process that joins in place of an ended one gets its rank, wherever the numbers have gone round to."""
+    store = HashStore()
+    waiting = [asyncio.create_task(open_group(new_group(store=store, world_size=3, timeout=LIMIT))) for _ in range(2)]
+    await store.wait(["aiocoll/1/card/0", "aiocoll/1/card/1"])
+    ended = waiting.pop()
+    ended.cancel()
+    await asyncio.wait([ended])
+    waiting += [asyncio.create_task(open_group(new_group(store=store, world_size=3, timeout=LIMIT))) for _ in range(2)]
+    groups = await asyncio.gather(*waiting)
+    assert sorted(pg.rank() for pg in groups) == [0, 1, 2]
+    await asyncio.gather(*(pg.shutdown() for pg in groups))
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_ranks_wait_for_the_successor_of_an_ended_process(size: int) -> None:
+    """The last rank comes after the death, and before the successor."""
+
+    async def main() -> None:
+        store = HashStore()
+        first = asyncio.create_task(meet(store, 0, size))
+        tasks = [asyncio.create_task(meet(store, rank, size)) for rank in range(1, size - 1)]
+        await asyncio.sleep(1.0)
+        first.cancel()
+        await asyncio.wait([first])
+        tasks.append(asyncio.create_task(meet(store, size - 1, size)))
+        await asyncio.sleep(20.0)
+        assert not any(task.done() for task in tasks)
+        tasks.append(asyncio.create_task(meet(store, 0, size)))
+        began = now()
+        assert await outcomes(tasks) == [list(range(size))] * size
+        assert now() - began < 1.0
+
+    run_virtual(main())
