@@ -25,6 +25,7 @@ from aiocoll.group.objects import Objects
 from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.meeting.merging import Party, find_assignment
 from aiocoll.store import Store
+from aiocoll.store.commands import count_bytes
 from aiocoll.work import AT_ONCE, Work
 
 __all__ = ["ADOPTED", "Reconfigurer"]
@@ -407,6 +408,8 @@ def _index(value: Any, name: str, what: str) -> int:
 def _check_name(name: Any) -> None:
     if name is not None and not isinstance(name, str):
         raise TypeError(f"group_name must be a str or None, not {type(name).__name__}")
+    if name is not None:
+        count_bytes("group_name", name)
 
 
 def _disjoint(ranks: Any, check_rank: Callable[[Any, str], int]) -> list[list[int]]:

@@ -23,6 +23,7 @@ from aiocoll.rendezvous.job import Job, shared
 from aiocoll.rendezvous.where import DEFAULT, Place, find_where, nowhere
 from aiocoll.runtime import Runtime, refuse_trio, running_loop
 from aiocoll.store import Store
+from aiocoll.store.commands import count_bytes
 from aiocoll.store.deadline import DeadlineStore
 
 __all__ = ["new_group"]
@@ -95,6 +96,8 @@ class new_group:
         ):
             if given is not None and not isinstance(given, kind):
                 raise TypeError(f"{argument} must be a {kind.__name__} or None, not {type(given).__name__}")
+        if name is not None:
+            count_bytes("name", name)
         if device is not None:
             refuse_device(device, self._devices)
         self._device = device
@@ -240,8 +243,9 @@ class new_group:
 
 
 def _left(time: Callable[[], float], end: float) -> float:
-    """Return the seconds until `end`, not below 0; without the milliseconds, which errors would show."""
-    return round(max(0.0, end - time()), 2)
+    """Return the seconds until `end`, not below 0; rounded to 2 digits or tenths, since errors show it."""
+    left = max(0.0, end - time())
+    return round(left, 1) if left > 1 else float(f"{left:.2g}")
 
 
 def _key(options: GroupOptions, job: str) -> bytes | None:

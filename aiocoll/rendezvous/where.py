@@ -156,6 +156,11 @@ def find_where(
     numbers = _numbers(rank, world_size, {}, f"with init_method={shown!r}", assigned=scheme in ("file", *_REDIS))
     if scheme == "tcp":
         host, port = parse_endpoint(place.partition("/")[0])
+        if port == 0 and numbers[1] != 1:
+            raise ValueError(
+                f"init_method={shown!r}: port 0 means a free port, which the other ranks cannot know; give the port at "
+                "which rank 0 serves the store"
+            )
         return Where((method, job), *numbers, None, "tcp", host, port, False, job)
     if scheme in _REDIS:
         return Where((method, job), *numbers, None, scheme, method, job=job)

@@ -154,8 +154,15 @@ class HandshakeRefusedError(AuthenticationError):
 
 
 def job_id(name: str) -> bytes:
-    """Return the 16-byte id of the job `name` on the wire."""
-    return hashlib.sha256(name.encode()).digest()[:16]
+    """Return the 16-byte id of the job `name` on the wire.
+
+    Raises:
+        ValueError: `name` has a lone surrogate.
+    """
+    try:
+        return hashlib.sha256(name.encode()).digest()[:16]
+    except UnicodeEncodeError:
+        raise ValueError(f"job={name!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
 
 
 def may_be_ours(said: bytes) -> bool:

@@ -36,6 +36,18 @@ class StoreEndpoint(NamedTuple):
         """Raise `AuthenticationError` if other machines can reach this endpoint and there is no key."""
         require_key("localhost" if isinstance(self.sockaddr, str) else self.sockaddr[0], key)
 
+    def reachable(self) -> StoreEndpoint:
+        """Return where a client connects: to the loopback if this is the wildcard of its host."""
+        if isinstance(self.sockaddr, str):
+            return self
+        host, port = self.sockaddr[:2]
+        address = ipaddress.ip_address(host.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None)
+        if not (mapped or address).is_unspecified:
+            return self
+        # A server on the wildcard of IPv6 takes IPv4, too, where the host may have no other loopback.
+        return StoreEndpoint(socket.AF_INET, ("127.0.0.1", port))
+
     def socket(self) -> socket.socket:
         """Return a new non-blocking socket of this family."""
         sock = socket.socket(self.family, socket.SOCK_STREAM)

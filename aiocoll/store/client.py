@@ -258,6 +258,7 @@ async def connect(
         try:
             for endpoint in await _resolve(host, port):
                 endpoint.require_key(key)
+                endpoint = endpoint.reachable()
                 remaining = began + timeout - runtime.time()
                 secured = not is_unix(host) and is_encrypted(encryption, endpoint.sockaddr[0])
                 if secured and tls is None:

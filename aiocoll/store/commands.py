@@ -21,6 +21,7 @@ __all__ = [
     "WAITS",
     "check_arguments",
     "check_request",
+    "count_bytes",
     "keys_of",
     "prefixed",
 ]
@@ -123,9 +124,21 @@ def _check_key(key: object) -> None:
         return  # fast path: a thousand ranks that meet send a million keys
     if not isinstance(key, str):
         raise TypeError(f"key must be str, got {type(key).__name__}")
-    nbytes = len(key.encode())
+    nbytes = count_bytes("key", key)
     if nbytes > MAX_KEY_BYTES:
         raise StoreError(f"key {key[:40]!r}... has {nbytes} bytes, the limit is {MAX_KEY_BYTES}: use a shorter name")
+
+
+def count_bytes(name: str, text: str) -> int:
+    """Return how many bytes `text`, the argument `name`, has in UTF-8.
+
+    Raises:
+        ValueError: it has a lone surrogate.
+    """
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={text[:40]!r} is no text: it has a lone surrogate, which UTF-8 cannot hold") from None
 
 
 def _check_value(value: object) -> None:

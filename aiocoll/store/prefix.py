@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aiocoll.store.base import Store
-from aiocoll.store.commands import prefixed
+from aiocoll.store.commands import count_bytes, prefixed
 from aiocoll.store.view import StoreView
 
 __all__ = ["PrefixStore"]
@@ -20,6 +20,7 @@ class PrefixStore(StoreView):
     def __init__(self, prefix: str, store: Store) -> None:
         if not isinstance(prefix, str):
             raise TypeError(f"prefix must be str, got {type(prefix).__name__}")
+        count_bytes("prefix", prefix)
         super().__init__(store)
         self._prefix = prefix + "/"
 

@@ -331,6 +331,28 @@ async def test_meeting_can_be_cancelled(port: int) -> None:
     await together(2, rank)
 
 
+async def test_port_0_is_a_free_port_for_a_single_rank() -> None:
+    async with new_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1) as pg:
+        assert await pg.allreduce(1) == 1
+
+
+@pytest.mark.parametrize("encryption", ["auto", "tls", "none"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::0", "::ffff:0.0.0.0"])
+async def test_wildcard_as_the_master_is_this_host(
+    host: str, encryption: str, port: int, environment: pytest.MonkeyPatch
+) -> None:
+    """As a destination it means the loopback, so both ends agree on whether the connection is encrypted."""
+    environment.setenv("MASTER_ADDR", host)
+    environment.setenv("MASTER_PORT", str(port))
+    options = GroupOptions(job_key="k" * 32, encryption=encryption)
+
+    async def rank(rank: int) -> None:
+        async with new_group(rank=rank, world_size=2, options=options, timeout=20) as pg:
+            await check(pg)
+
+    await together(2, rank)
+
+
 # -- wrong arguments
 
 
@@ -342,6 +364,16 @@ async def test_meeting_can_be_cancelled(port: int) -> None:
         ({"init_method": "mpi://"}, {}, ValueError, "init_method='mpi://' must be env://, tcp://host:port, file"),
         ({"init_method": "file://there"}, {}, ValueError, "init_method='file://there' must be"),
         ({"init_method": "tcp://localhost"}, {}, ValueError, "port"),
+        *(
+            (
+                {"init_method": "tcp://[::1]:0", "rank": rank},
+                {},
+                ValueError,
+                r"tcp://\[::1\]:0': port 0 means a free port",
+            )
+            for rank in (0, 1)
+        ),
+        ({"name": "a\ud800"}, {}, ValueError, r"name='a\\ud800' is no text"),
         ({"init_method": "file:///x", "world_size": None}, {"WORLD_SIZE": "2"}, ValueError, "world_size is missing"),
         (
             {"rank": None},

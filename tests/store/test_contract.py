@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
-from aiocoll.store import KeyValueStore
+from aiocoll.store import KeyValueStore, PrefixStore
 
 from .conftest import UNLIMITED, every_store
 
@@ -258,6 +258,25 @@ async def test_values_must_be_bytes_and_keys_str(store):
     with pytest.raises(ValueError, match="multi_set got 2 keys and 1 values"):
         await store.multi_set(["a", "b"], [b""])
     assert await store.num_keys() == 0
+
+
+async def test_keys_are_text(store):
+    calls = [
+        lambda: store.set("a\ud800", b""),
+        lambda: store.get("a\ud800"),
+        lambda: store.multi_get(["b", "a\ud800"]),
+        lambda: store.multi_set(["a\ud800"], [b""]),
+        lambda: store.queue_push("a\ud800", b""),
+        lambda: store.queue_pop("a\ud800"),
+        lambda: store.check(["a\ud800"]),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^key='.*a\\ud800' is no text: it has a lone surrogate"):
+            await call()
+    with pytest.raises(ValueError, match=r"^prefix='\\ud800' is no text"):
+        PrefixStore("\ud800", store)
+    await store.set("ä€😀", b"text")
+    assert await store.get("ä€😀") == b"text"
 
 
 @every_store
