@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 from aiocoll.engine.control.messages import ControlMessage
+from aiocoll.engine.control.sending import send_message
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Groups
@@ -98,6 +99,16 @@ class Channels:
         for channel in self._channels.values():
             channel.say(message)
 
+    def is_linked(self, rank: int) -> bool:
+        """Return whether there is a data link to `rank`."""
+        channel = self._channels.get(rank)
+        return channel is not None and channel.link is not None
+
+    def notify(self, rank: int, message: ControlMessage) -> None:
+        """Send a control message on the data link to `rank`, if there is one."""
+        if (channel := self._channels.get(rank)) is not None:
+            channel.say(message)
+
     # -- opening
 
     def dial(self, channel: Channel) -> None:
@@ -125,6 +136,8 @@ class Channels:
             broken.close()
             channel.lost(broken, None)
             channel = self._made_anew(link.peer)
+        if (note := self._roster.note(link.peer)) is not None:
+            send_message(link, note)
         channel.attach(link)
         for group in self._groups.made.values():
             group.linked()
@@ -135,6 +148,7 @@ class Channels:
     def lost(self, peer: int, error: Exception | None, link: Link) -> None:
         """The data link to `peer` is closed, or `peer` sent something unacceptable."""
         self._count_links()
+        self._roster.unlinked(peer)
         if self._receiver.refuse(peer, error, link):
             pass
         elif peer not in self._roster.over:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.consensus.agreements import Agreements
 from aiocoll.engine.consensus.parts import Parts
+from aiocoll.engine.consensus.quorum import is_majority
 from aiocoll.engine.control.causes import cause_of, error_from
 from aiocoll.engine.control.messages import PROTOCOL, ControlMessage, Facts
 from aiocoll.engine.control.peer_links import PeerLinks
@@ -77,7 +78,7 @@ class Endpoint:
         facts = Facts(rank, world_size, registry.ranks_of)
         receiver = Receiver(facts, control, roster, detector, self.channels, self.agreements, registry, self._refusals)
         control.connect(roster, detector, self.direct, receiver)
-        roster.connect(detector.examine, self.agreements.changed, self.channels.renew)
+        roster.connect(detector.examine, self.agreements.changed, self.channels, is_majority)
         self.channels.connect(receiver)
         transport.accepted = self.accept
         transport.heartbeat_accepted = self._accept_heartbeat
@@ -130,6 +131,8 @@ class Endpoint:
         self.groups[group.id] = group
         early = self.registry.early.take(group.id)
         if early.cause is not None:
+            if (detail := self.registry.own_death(early.cause)) is not None:
+                self.roster.disowned(detail, self.rank)
             group.revoke(error_from(early.cause), tell=False)
         for rank, message in early.messages:
             self.attempt(rank, group.devices.handle, rank, message)

@@ -16,6 +16,7 @@ from aiocoll.engine.failure import deadlines, roster
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.links import channel
 from aiocoll.engine.links.channel import Channel
+from aiocoll.errors import PeerLostError
 from aiocoll.transport.frame import Header
 
 __all__ = ["Group", "Groups"]
@@ -91,6 +92,15 @@ class Groups:
             peer = group.position.get(rank)
             if peer is not None and peer not in group.left:
                 group.departed(rank)
+
+    def own_death(self, cause: dict[str, Any] | None) -> str | None:
+        """Return the text of a group's cause of failure if the cause is the death of this rank."""
+        if cause is not None and cause["kind"] == PeerLostError.__name__ and cause["how"] == "killed":
+            me = self._context.rank
+            for group in self.made.values():
+                if group.name == cause["group"] and group.position[me] in cause["ranks"]:
+                    return str(cause["text"])
+        return None
 
     def revoked(self, rank: int, identity: int, cause: dict[str, Any]) -> None:
         """Another rank has revoked a group."""

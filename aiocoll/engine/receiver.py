@@ -17,6 +17,10 @@ from aiocoll.transport.base import Link
 
 __all__ = ["Receiver"]
 
+#: Kinds of messages that are processed even if their sender is taken for dead. An agreement answers with its decision.
+#: A relayed message counts as sent by its origin.
+HEARD = frozenset({"shrink", "relay", "relayed"})
+
 
 class Receiver(NamedTuple):
     """Carries out control messages for one endpoint; its attributes are the other parts."""
@@ -64,8 +68,12 @@ class Receiver(NamedTuple):
     def _handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
         """Carry out a message, which came behind all data if `direct`."""
         kind = message["t"]
-        if kind != "shrink" and self.roster.dead.get(peer, ("", ""))[0] == "killed":
-            return  # taken for dead though it lives; only agreements answer, that they go on without it
+        if (detail := self._own_death(message)) is not None:
+            self.roster.disowned(detail, peer)
+        elif kind == "died" and message["rank"] == peer:
+            self.roster.gave_up(peer, message["detail"])
+        if kind not in HEARD and self.roster.is_ignored(peer):
+            return
         if kind == "relay":
             self.control.tell(message["to"], {"t": "relayed", "from": peer, "note": message["note"]})
         elif kind == "relayed":
@@ -105,6 +113,17 @@ class Receiver(NamedTuple):
         else:
             self.groups.handle(peer, message)
 
+    def _own_death(self, message: ControlMessage) -> str | None:
+        """Return why the sender takes this rank for dead; None if the message does not imply that it does."""
+        kind, me = message["t"], self.facts.rank
+        if kind == "died":
+            return message["detail"] if message["rank"] == me and message["how"] == "killed" else None
+        if kind == "shrink":
+            return next((detail for rank, detail in message["dead"] if rank == me), None)
+        if kind in ("bye", "revoke"):
+            return self.groups.own_death(message["cause"])
+        return None
+
     def _finished(self, rank: int, moved: list[int]) -> None:
         """A rank has ended in order; it had continued elsewhere from the groups `moved`."""
         self.roster.finished(rank)
@@ -121,7 +140,5 @@ class Receiver(NamedTuple):
         rank, how = message["rank"], message["how"]
         if rank != self.facts.rank:
             self.roster.died(rank, message["detail"], tell=False, how=how)
-        elif how == "killed":
-            self.roster.disowned(message["detail"])
         elif how == PROTOCOL:
             self.roster.died(peer, message["detail"], tell=False, how=how)

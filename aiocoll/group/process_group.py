@@ -1321,10 +1321,10 @@ class ProcessGroup(MpiCalls):
         proven dead: it is not tried again, not waited for and not counted. The report may come when the group has
         failed already, and while `shrink` waits. Reports of ranks that have ended, or are known to be dead, do nothing.
 
-        **If the rank lives after all**, it is out once it hears of the report: its groups fail, its `shrink` raises
-        `GroupError`, and what it sends is ignored. Before that it may still go on, but not alone: only if the ranks
-        that are wrongly reported could go on without the others (more than half of all, or half with the lowest), there
-        may be two groups.
+        **If the rank lives after all**, it is out as soon as it receives the report: its groups fail, its `shrink`
+        raises `GroupError`, and what it sends is ignored. If two ranks report each other, at most one of them
+        continues. Without a majority of the job, `shrink` waits up to a second for a reported rank whose connection is
+        still open. So there are two groups only if the report is wrong and cannot reach the rank within that second.
 
         Args:
             rank: rank of this group.

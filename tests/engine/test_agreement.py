@@ -29,6 +29,7 @@ class Alone:
         self.over: set[int] = set()
         self.out: str | None = None
         self.dead: dict[int, tuple[str, str]] = {}
+        self.doubted: set[int] = set()
         self.groups: dict[int, Any] = {}
         self.runtime = self
         self.said: Said = []

@@ -200,6 +200,9 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_adapted.py", "test_contexts.py", "test_bounce.py", "gpu/test_ahead.py"),
             ),
         ),
+        "wrong reports": Subject(
+            ("Roster.disowned",), (("test_wrong_reports.py", "test_reports.py", "-k", "not more and not many"),)
+        ),
     }
 )
 #: Of the last ones there are faults by hand only.
@@ -222,6 +225,7 @@ BY_HAND = (
     "plans by arrays",
     "what is kept",
     "signals",
+    "wrong reports",
 )
 
 

@@ -118,20 +118,26 @@ class Coordinator:
             return
         if agreement.parts.ranks.out is not None:
             return
-        away = agreement.away
         if self._proposal is not None:
-            if decides(self._acks, agreement.ranks, away):
+            if self._may_decide(self._acks):
                 agreement.tell_all({"what": "decided", "outcome": self._proposal})
             elif self._expired:
                 self._give_up(self._acks)
             return
-        promised = decides(self._votes.keys(), agreement.ranks, away)
+        promised = self._may_decide(self._votes.keys())
         if promised and (accepted := self._accepted()) is not None:
             self._propose(accepted)
         else:
             self._consider_growth()
             if self._those_that("exclude"):
                 self._consider_shrinking(promised)
+
+    def _may_decide(self, ranks: Collection[int]) -> bool:
+        """Return whether `ranks` are a quorum; while a death is doubted, only a majority of the whole job is one."""
+        agreement = self._agreement
+        if agreement.doubted:
+            return is_majority(ranks, range(agreement.parts.context.world_size))
+        return decides(ranks, agreement.ranks, agreement.away)
 
     def _consider_growth(self) -> None:
         """Propose the larger group once all ranks have made it, or refuse to grow."""
@@ -156,6 +162,7 @@ class Coordinator:
         candidates, wanted, hopeless = self._candidates(), self._wanted(), self._hopeless()
         members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
         waiting = (wanted - candidates - hopeless) or (len(members) < len(candidates) and not self._retried)
+        waiting = waiting or (not promised and agreement.doubted)
         missing = set(agreement.ranks) - agreement.away - self._votes.keys() - hopeless
         if not self._expired and (waiting or (missing and not promised)):
             return

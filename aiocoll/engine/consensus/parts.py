@@ -55,6 +55,10 @@ class Ranks(Protocol):
     def suspected(self) -> set[int]:
         """Lost ranks that may still be alive."""
 
+    @property
+    def doubted(self) -> set[int]:
+        """Ranks taken for dead that may still show that they live."""
+
     def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
         """A rank is lost."""
 

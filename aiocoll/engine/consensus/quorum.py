@@ -33,8 +33,12 @@ ballot contains a rank of the quorum Q that has accepted the lower one. Take any
 
 A rank that ends after it has continued elsewhere says so, and is not counted as away. `shrink(assume_dead=...)`
 declares ranks away on the program's authority. If that is wrong, and those ranks continue as well, there are two
-groups. Ranks that are reported dead hear of it and do not continue; wrong reports before they hear of it are harmless
-as long as the reported ranks are none that may decide.
+groups.
+
+A proof of death may be wrong, too. Therefore a rank that learns of its own death does not continue, and (a) waits until
+the death is no longer doubted; until then only a majority of the whole job decides. `aiocoll.engine.failure.roster` has
+the rules. They keep two groups from continuing after wrong proofs if messages between living ranks arrive within
+`DOUBT` seconds: then every rank in (a)'s complement has ended or is out, and the argument above holds.
 """
 
 from __future__ import annotations

@@ -109,6 +109,11 @@ class Voter:
             if rank in self.assumed or (rank in ranks.over and rank not in suspected and rank not in self.moved)
         }
 
+    @property
+    def doubted(self) -> set[int]:
+        """Ranks that are away unless they show that they live after all."""
+        return self.parts.ranks.doubted.intersection(self.ranks) - self.assumed
+
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
         """Agree with the other ranks on which of them continue.
 
@@ -164,7 +169,10 @@ class Voter:
             else:
                 self._reach_lost()
                 self._cast()
-            return await self._waiter
+            outcome = await self._waiter
+            if (why := self.parts.ranks.out) is not None:
+                raise self._out(why)
+            return outcome
         finally:
             self._waiter = self._candidacy = None
             self._stop()
@@ -234,22 +242,22 @@ class Voter:
     def _cast(self) -> None:
         """Vote as a candidate: in the promised ballot, or at the lowest rank that may answer."""
         if (why := self.parts.ranks.out) is not None:
-            self._give_up(why)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(self._out(why))
             return
         self._choose()
         self._stop()
         self._prompt = self.parts.context.runtime.call_later(PROMPT, self.attempt, self._remind)
         self._say_vote()
 
-    def _give_up(self, why: str) -> None:
-        """Wait for no decision: the others ignore this rank."""
+    def _out(self, why: str) -> GroupError:
+        """Return the error of a rank that other ranks take for dead."""
         me = self.position(self.rank)
-        if self._waiter is not None and not self._waiter.done():
-            text = (
-                f"rank {me} is out, for the others take it for dead: {why}; close the group, and join again with "
-                "new_group(join=True)"
-            )
-            self._waiter.set_exception(GroupError(text, ranks=[me]))
+        text = (
+            f"rank {me} is out, for the others take it for dead: {why}; close the group, and join again with "
+            "new_group(join=True)"
+        )
+        return GroupError(text, ranks=[me])
 
     def _choose(self) -> None:
         """Promise a ballot of a rank that may answer."""
@@ -274,7 +282,8 @@ class Voter:
         return not (rank in self._silent or rank in excluded or rank in self.away)
 
     def _reach_lost(self) -> None:
-        for rank in self.parts.ranks.suspected.intersection(self.ranks) - self.away:
+        ranks = self.parts.ranks
+        for rank in (ranks.suspected.intersection(self.ranks) - self.away) | self.doubted:
             self.parts.links.reach(rank)
 
     def _remind(self) -> None:
@@ -377,9 +386,10 @@ class Voter:
 
     def _signed(self, message: ControlMessage) -> ControlMessage:
         """Add to `message` the fields common to all: the group, and which ranks are away by proof or by declaration."""
-        dead = [
-            (rank, why) for rank, (how, why) in self.parts.ranks.dead.items() if how == "killed" and rank in self.ranks
-        ]
+        ranks = self.parts.ranks
+        # A rank that is out sends no notice of other deaths.
+        known = self.ranks if ranks.out is None else [self.rank]
+        dead = [(rank, why) for rank, (how, why) in ranks.dead.items() if how == "killed" and rank in known]
         assumed = sorted(self.assumed)
         about = {"t": "shrink", "g": self.group, "n": self.number, "ranks": list(self.ranks)}
         return {**about, "dead": dead, "assumed": assumed, **message}

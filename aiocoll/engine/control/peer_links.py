@@ -6,7 +6,7 @@ They also serve to reach a lost rank again: a new link, or an answer on an exist
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol
 
 from aiocoll.engine.control.messages import ControlMessage
@@ -28,8 +28,8 @@ class Ranks(Protocol):
     """The state of the other ranks."""
 
     @property
-    def suspected(self) -> set[int]:
-        """Lost ranks that may still be alive."""
+    def over(self) -> Container[int]:
+        """Ranks that have ended or are lost."""
 
 
 class PeerLinks:
@@ -87,7 +87,7 @@ class PeerLinks:
 
     async def _dial(self, rank: int) -> None:
         context = self._context
-        lost = rank in self._ranks.suspected
+        lost = rank in self._ranks.over
         try:
             async with asyncio.timeout(REACH if lost else None):
                 link = await context.connect(rank, ConnKind.CONTROL)

@@ -38,6 +38,12 @@ class Ranks(Protocol):
     def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
         """A rank is lost."""
 
+    def note(self, rank: int) -> ControlMessage | None:
+        """Return the note to a rank that is taken for dead; None for all others."""
+
+    def unlinked(self, rank: int) -> None:
+        """A link to a rank has ended."""
+
     def cut_off(self, rank: int) -> None:
         """The connection to a rank broke although its process lives."""
 
@@ -186,6 +192,8 @@ class ControlPlane:
             # The peer has lost the old link; this rank has not seen its end yet. From now on the new link is used.
             broken.close()
             self._ranks.cut_off(link.peer)
+        if (note := self._ranks.note(link.peer)) is not None:
+            send_message(link, note)
         link.start()
         enough = len(self._links) >= self._context.world_size - 1
         if enough and not self._formed.done() and self._context.rank == self.hub and not self.absent():
@@ -266,6 +274,7 @@ class ControlPlane:
         if self._links.get(peer) is not link:
             return  # it has been replaced
         del self._links[peer]
+        self._ranks.unlinked(peer)
         if self._receiver.refuse(peer, error, link):
             return
         if peer in self._ranks.over:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
+from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.job.context import Context
 
-__all__ = ["Group", "Roster"]
+__all__ = ["DOUBT", "DataLinks", "Group", "Roster"]
+
+#: Seconds in which a rank that is taken for dead may show that it lives: many times what a message takes between
+#: processes that run, and as long as a death may stay undetected (contract).
+DOUBT = 1.0
 
 
 class Group(Protocol):
@@ -25,8 +31,36 @@ class Group(Protocol):
         """The connection to a rank broke, though both processes live."""
 
 
+class DataLinks(Protocol):
+    """The data links of the endpoint."""
+
+    def is_linked(self, rank: int) -> bool:
+        """Return whether there is a data link to `rank`."""
+
+    def notify(self, rank: int, message: ControlMessage) -> None:
+        """Send a control message on the data link to `rank`, if there is one."""
+
+    def renew(self, rank: int) -> None:
+        """Reset the channel to a rank that is reachable again."""
+
+
 class Roster:
     """The state of the other ranks of one endpoint.
+
+    Evidence of a death may be wrong: a program reports a rank that lives, or a detector reads garbage. Five rules keep
+    two groups from continuing then, as long as messages between living ranks arrive within `DOUBT` seconds:
+
+    1. A rank that takes a peer for dead sends the peer a note that says so. On each link, this note precedes
+       everything sent afterwards, and it is the first message on a new link.
+    2. A rank processes a notice of its own death from any sender, in any message: a note, the cause of a revocation or
+       of a goodbye, the agreement on the next group.
+    3. Such a rank is *out*: its groups fail, it votes no more, sends no more notes of other deaths, and sends all ranks
+       a note of its own. From then on its death is true in the sense of the agreement: it can no longer take part.
+    4. Of two ranks that take each other for dead, the one that has a majority of the job left disregards the other's
+       notice, until it loses that majority. Majorities share a rank, and this rank believes only one of the two.
+    5. While a rank that is taken for dead might still answer, its death is *doubted*: the agreement requires a majority
+       that counts it. The doubt ends when that rank is out, when its links break, or after `DOUBT` seconds. A process
+       that has ended breaks its links, so recovery from a real death does not wait.
 
     Args:
         context: of the endpoint.
@@ -42,7 +76,8 @@ class Roster:
 
     _examine: Callable[[int], None]
     changed: Callable[[], None]
-    _renew: Callable[[int], None]
+    _data_links: DataLinks
+    _is_majority: Callable[[Collection[int], Collection[int]], bool]
 
     def __init__(self, context: Context, control: ControlPlane, groups: Mapping[int, Group]) -> None:
         self._context = context
@@ -50,18 +85,27 @@ class Roster:
         self._groups = groups
         self.dead: dict[int, tuple[str, str]] = {}
         self.over: set[int] = set()
+        self._doubts: dict[int, asyncio.TimerHandle] = {}
+        #: Notices of this rank's own death that it disregards, by sender.
+        self._disregarded: dict[int, str] = {}
 
     def connect(
-        self, examine: Callable[[int], None], changed: Callable[[], None], renew: Callable[[int], None]
+        self,
+        examine: Callable[[int], None],
+        changed: Callable[[], None],
+        data_links: DataLinks,
+        is_majority: Callable[[Collection[int], Collection[int]], bool],
     ) -> None:
-        """Set the callbacks.
+        """Set the parts that are made later.
 
         Args:
             examine: called with a rank that is lost: its process may be gone, which would prove its death.
             changed: called when a rank was lost, has ended, or is reachable again.
-            renew: called with a rank that is reachable again.
+            data_links: of the endpoint.
+            is_majority: return whether some ranks are a majority of all; see `aiocoll.engine.consensus.quorum`.
         """
-        self._examine, self.changed, self._renew = examine, changed, renew
+        self._examine, self.changed = examine, changed
+        self._data_links, self._is_majority = data_links, is_majority
 
     @property
     def out(self) -> str | None:
@@ -73,6 +117,21 @@ class Roster:
         """Lost ranks that may still be alive."""
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
+    @property
+    def doubted(self) -> set[int]:
+        """Ranks taken for dead that may still show that they live."""
+        return set(self._doubts)
+
+    def is_ignored(self, rank: int) -> bool:
+        """Return whether `rank` is taken for dead."""
+        return self.dead.get(rank, ("", ""))[0] == "killed"
+
+    def note(self, rank: int) -> ControlMessage | None:
+        """Return the note to a rank that is taken for dead; None for other ranks, and if this rank is out itself."""
+        if self.out is not None or not self.is_ignored(rank):
+            return None
+        return {"t": "died", "rank": rank, "detail": self.dead[rank][1], "how": "killed"}
+
     def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
         """A rank is lost: all its groups fail here and, if this rank is the first to know, on all other ranks.
 
@@ -83,13 +142,32 @@ class Roster:
             how: "killed" only if a witness has proven it: all messages of that rank are ignored. Otherwise the rank may
                 come back ("unreachable", "stopped"), or other ranks may still hear from it ("protocol").
         """
+        self._record(rank, detail, how, tell=tell, witnessed=tell)
+
+    def report(self, rank: int, detail: str) -> None:
+        """The program, or what runs it, knows that the process of `rank` is gone. If it lives, it gets a note."""
+        if rank == self._context.rank:
+            self.disowned(detail, rank)
+        elif self.out is None:
+            self._record(rank, detail, "killed", tell=True, witnessed=False)
+
+    def _record(self, rank: int, detail: str, how: str, tell: bool, witnessed: bool) -> None:
         context = self._context
         if context.closed or rank == context.rank:
             return
         context.transport.catch_up()
         known = rank in self.over
         if known and (rank not in self.suspected or how != "killed"):
+            if witnessed and how == "killed" and not self._is_linked(rank):
+                self._settle(rank)
             return
+        if how == "killed" and self.out is None:
+            note = {"t": "died", "rank": rank, "detail": detail, "how": how}
+            self._control.tell(rank, note)
+            self._data_links.notify(rank, note)
+            # No link shows the end of a process to which there was none; this rank has not seen the end itself either.
+            if self._is_linked(rank) or not (witnessed or known):
+                self._doubts[rank] = context.runtime.call_later(DOUBT, self._settle, rank)
         self._lose(rank, detail, how)
         if tell and self.out is None:
             message = {"t": "died", "rank": rank, "detail": detail, "how": how}
@@ -99,23 +177,54 @@ class Roster:
                 if rank in group.position:
                     group.lost(rank, detail, how)
 
-    def report(self, rank: int, detail: str) -> None:
-        """The program, or what runs it, knows that the process of `rank` is gone. If it lives, it hears of it."""
-        if rank == self._context.rank:
-            self.disowned(detail)
-        elif not self._context.closed and self.out is None and (rank not in self.over or rank in self.suspected):
-            self._control.tell(rank, {"t": "died", "rank": rank, "detail": detail, "how": "killed"})
-            self.died(rank, detail)
+    def _is_linked(self, rank: int) -> bool:
+        return self._control.link(rank) is not None or self._data_links.is_linked(rank)
 
-    def disowned(self, detail: str) -> None:
-        """Other ranks take this one for dead, and ignore it: all its groups fail."""
+    def _settle(self, rank: int) -> None:
+        """The death of a rank is doubted no longer."""
+        if (timer := self._doubts.pop(rank, None)) is not None:
+            timer.cancel()
+            self._disregarded.pop(rank, None)
+            if not self._context.closed:
+                self._context.transport.catch_up()
+                self.changed()
+
+    def unlinked(self, rank: int) -> None:
+        """A link to a rank has ended."""
+        if rank in self._doubts and not self._is_linked(rank):
+            self._settle(rank)
+
+    def disowned(self, detail: str, sender: int) -> None:
+        """`sender` takes this rank for dead, and ignores it: all groups of this rank fail."""
         context = self._context
         if context.closed or self.out is not None:
             return
+        if self.is_ignored(sender) and self._prevails():
+            if sender in self._doubts:
+                self._disregarded[sender] = detail
+            return
         self.dead[context.rank] = "killed", detail
+        self._control.flood(
+            {"t": "died", "rank": context.rank, "detail": detail, "how": "killed"}, range(context.world_size)
+        )
         for group in list(self._groups.values()):
             group.lost(context.rank, detail, "killed")
         self.changed()
+
+    def _prevails(self) -> bool:
+        """Return whether the ranks that are left are a majority of the job."""
+        job = range(self._context.world_size)
+        return self._is_majority([rank for rank in job if rank not in self.over], job)
+
+    def _reconsider(self) -> None:
+        """Be out after all if the majority that spoke against it is lost."""
+        for sender, detail in list(self._disregarded.items()):
+            self.disowned(detail, sender)
+
+    def gave_up(self, rank: int, detail: str) -> None:
+        """A rank has learned that others take it for dead: it takes part in nothing more."""
+        self._record(rank, detail, "killed", tell=False, witnessed=False)
+        self._settle(rank)
 
     def cut_off(self, rank: int) -> None:
         """The connection to a rank broke although its process lives: groups with both fail, for the same reason."""
@@ -132,6 +241,7 @@ class Roster:
         self.dead[rank] = how, detail
         self._control.gone(rank)
         self._control.miss(rank, detail)
+        self._reconsider()
         self.changed()
         self._examine(rank)
 
@@ -141,7 +251,7 @@ class Roster:
             return
         del self.dead[rank]
         self.over.discard(rank)
-        self._renew(rank)
+        self._data_links.renew(rank)
         self._control.back(rank)
         self.changed()
 
@@ -150,3 +260,4 @@ class Roster:
         self.over.add(rank)
         if rank in self.suspected:
             del self.dead[rank]
+        self._reconsider()

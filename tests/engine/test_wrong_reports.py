@@ -1,0 +1,270 @@
+"""Reports of deaths that have not happened: of one job never two groups continue."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from aiocoll import GroupError, PeerLostError, ProcessGroup, ReduceOp
+from aiocoll.engine.control.causes import cause_of
+from aiocoll.engine.control.messages import ControlMessage
+from aiocoll.engine.control.sending import frame_of
+from aiocoll.engine.failure.failures import lost
+from aiocoll.engine.failure.roster import DOUBT
+from aiocoll.testing.virtual import run_virtual
+from aiocoll.transport.frame import HEADER
+
+from ..internals import channels_of, comm_of
+from .hosts import Hosts
+from .test_shrink import Job, fails, now, works
+
+REASON = "by mistake"
+#: Virtual second of the first report, and the one at which the groups that continue are recorded.
+START, END = 1.0, 30.0
+Ranks = tuple[int, ...]
+
+
+class Trial:
+    """One job with wrong reports; everything in it is a function of the seed.
+
+    Args:
+        seed: of the trial.
+        reports: reporter, victim and time of each report; drawn from the seed by default.
+        world_size: number of ranks; drawn from the seed by default.
+
+    Attributes:
+        made: members of each group that `shrink` returned, by the id of the group that was shrunk.
+        on: members of the group in which each rank still communicates at the end.
+    """
+
+    def __init__(self, seed: int, reports: list[tuple[int, int, float]] | None = None, world_size: int = 0) -> None:
+        self.chance = chance = random.Random(seed)
+        self.seed = seed
+        self.world_size = world_size or chance.randrange(2, 6)
+        self.latency = chance.choice([(0.0, 0.001), (0.0, 0.05), (0.001, 0.002)])
+        self.reports = self._draw() if reports is None else reports
+        #: In some trials only these ranks communicate, in a group that is split off.
+        self.part = sorted(chance.sample(range(self.world_size), chance.randrange(2, self.world_size + 1)))
+        self.splits = chance.random() < 0.3
+        self.made: dict[int, set[Ranks]] = {}
+        self.on: dict[int, Ranks] = {}
+
+    def _draw(self) -> list[tuple[int, int, float]]:
+        chance, ranks = self.chance, range(self.world_size)
+        spread = chance.choice([0.0, self.latency[1], 4 * self.latency[1]])
+        reports = []
+        for _ in range(chance.randrange(1, self.world_size + 1)):
+            reporter, victim = chance.sample(ranks, 2)
+            reports.append((reporter, victim, chance.uniform(0, spread)))
+            if chance.random() < 0.5:
+                reports.append((victim, reporter, chance.uniform(0, spread)))
+        return reports
+
+    def run(self) -> Trial:
+        """Run the job; fail if two of its groups continued."""
+        run_virtual(self.world_size, self._rank, seed=self.seed, latency=self.latency)
+        told = f"seed {self.seed}: {self.world_size} ranks, {self.reports}: made {self.made}, at the end {self.on}"
+        assert all(len(groups) == 1 for groups in self.made.values()), told
+        for rank, members in self.on.items():
+            assert rank in members, told
+        assert len(set(self.on.values())) <= 1, told
+        return self
+
+    async def _rank(self, pg: ProcessGroup) -> None:
+        loop, me = asyncio.get_running_loop(), pg.rank()
+        group = await pg.split_group(self.part) if self.splits else pg
+        for reporter, victim, after in self.reports:
+            if reporter == me:
+                loop.call_at(START + after, pg.report_death, victim, REASON)
+        chance = random.Random(self.seed * 100 + me)
+        await asyncio.sleep(START - loop.time())
+        while group is not None:
+            try:
+                while not await group.allreduce(float(loop.time() > END), ReduceOp.MIN):
+                    busy = loop.time() < START + 10 * self.latency[1]
+                    await asyncio.sleep(chance.uniform(0, self.latency[1]) if busy else chance.choice([1, 5]))
+                self.on[me] = group.global_ranks
+                break
+            except GroupError:
+                pass
+            await asyncio.sleep(chance.choice([0, self.latency[1]]))
+            parent = comm_of(group).id
+            try:
+                group = await group.shrink()
+            except PeerLostError:
+                await asyncio.sleep(1)
+                if loop.time() > END:
+                    break
+            except GroupError:
+                break
+            else:
+                self.made.setdefault(parent, set()).add(group.global_ranks)
+        await asyncio.sleep(2 * END - loop.time())  # leaving is no part of this
+
+
+#: A majority of a split-off group decided, and was then reported by the rest of the job.
+FAILED = [947]
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        [*FAILED, *range(200)],
+        pytest.param(range(200, 1000), marks=pytest.mark.slow),
+        pytest.param(range(1000, 6000), marks=pytest.mark.soak),
+    ],
+    ids=["few", "more", "many"],
+)
+def test_wrong_reports_never_make_two_groups(seeds: Sequence[int]) -> None:
+    went_on = sum(bool(Trial(seed).run().on) for seed in seeds)
+    assert went_on > len(seeds) / 2  # it is not safe by never going on
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_all_ranks_but_the_reported_one_continue(world_size: int) -> None:
+    for seed, reporter, victim in (
+        (seed, reporter, victim)
+        for seed in range(2)
+        for reporter in range(world_size)
+        for victim in range(world_size)
+        if reporter != victim
+    ):
+        trial = Trial(seed, [(reporter, victim, 0.0)], world_size)
+        trial.splits = False
+        others = tuple(rank for rank in range(world_size) if rank != victim)
+        assert trial.run().on == dict.fromkeys(others, others)
+
+
+NOTE = {"t": "died", "rank": 1, "detail": REASON, "how": "killed"}
+
+
+def _revocation(pg: ProcessGroup) -> ControlMessage:
+    return {"t": "revoke", "g": comm_of(pg).id, "cause": cause_of(lost(pg.group_name, 1, REASON, "killed"))}
+
+
+def _goodbye(pg: ProcessGroup) -> ControlMessage:
+    return {**_revocation(pg), "t": "bye", "linked": False}
+
+
+def _ballot(pg: ProcessGroup) -> ControlMessage:
+    about = {"t": "shrink", "g": comm_of(pg).id, "n": 0, "ranks": list(pg.global_ranks), "assumed": []}
+    return {**about, "what": "ask", "ballot": 0, "dead": [(1, REASON)]}
+
+
+@pytest.mark.parametrize("ignored", [[], [0, 2]])
+@pytest.mark.parametrize("relayed", [False, True])
+@pytest.mark.parametrize("make", [lambda pg: NOTE, _revocation, _goodbye, _ballot])
+def test_any_message_about_its_own_death_excludes_a_rank(
+    make: Callable[[ProcessGroup], ControlMessage], relayed: bool, ignored: list[int]
+) -> None:
+    """A sender that is taken for dead is no exception, unless a majority of the job is left."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(START - now())
+        if pg.rank() == 1:
+            endpoint = comm_of(pg).endpoint
+            message = make(pg)
+            if relayed:
+                message = {"t": "relayed", "from": 2, "note": message}
+            for other in ignored:
+                endpoint.roster.died(other, "its process is gone", tell=False)
+            header, payload = frame_of(message)
+            link = endpoint.control.link(0)
+            assert link is not None
+            endpoint.control.deliver(link, HEADER.unpack(header), payload)
+            with pytest.raises(GroupError, match=f"rank 1 is out, for the others take it for dead: .*{REASON}"):
+                await pg.shrink()
+        await asyncio.sleep(END - now())
+
+    run_virtual(3, rank)
+
+
+@pytest.mark.parametrize(("world_size", "killed"), [(2, [0]), (3, [0, 1]), (4, [0, 1, 3])])
+def test_a_real_death_is_not_doubted(world_size: int, killed: list[int]) -> None:
+    """The links of a process that has ended break."""
+    job = Job(Hosts([0] * world_size))
+    left = tuple(rank for rank in range(world_size) if rank not in killed)
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() in killed:
+            await job.die(pg.rank())
+        await fails(pg)
+        start = now()
+        group = await pg.shrink()
+        assert now() - start < DOUBT / 2
+        return await works(group)
+
+    found = job.run(world_size, body)
+    assert [found[rank] for rank in left] == [left] * len(left)
+
+
+def test_a_reported_rank_that_does_not_answer_is_doubted_for_a_second() -> None:
+    """Its host has gone without a trace: the connection stands until the kernel gives up."""
+    job = Job(Hosts([0, 1]))
+
+    async def body(pg: ProcessGroup) -> Any:
+        if pg.rank() == 0:
+            await asyncio.sleep(END - now())
+            return None
+        job.hosts.cut(0, 1)
+        job.hosts.cut(1, 0)
+        start = now()
+        pg.report_death(0, REASON)
+        group = await pg.shrink()
+        assert now() - start == pytest.approx(DOUBT)
+        return await works(group)
+
+    assert job.run(2, body)[1] == (1,)
+
+
+def test_a_lost_majority_ends_the_disregard_of_a_report() -> None:
+    """Ranks 0 and 1 report each other, then rank 0 takes all others for dead, too."""
+
+    async def rank(pg: ProcessGroup) -> Any:
+        await asyncio.sleep(START - now())
+        roster = comm_of(pg).endpoint.roster
+        if pg.rank() == 0:
+            roster.died(1, REASON, tell=False)
+            roster.disowned("so says rank 1", 1)
+            assert roster.out is None
+            roster.died(2, REASON, tell=False)
+            assert roster.out == "so says rank 1"
+        await asyncio.sleep(END - now())
+
+    run_virtual(3, rank)
+
+
+def test_a_reporter_does_not_wait_once_the_reported_rank_has_answered() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(START - now())
+        if pg.rank() == 1:
+            pg.report_death(0, REASON)
+            group = await pg.shrink()
+            assert group.global_ranks == (1,)
+            assert now() - START < DOUBT / 2
+        await asyncio.sleep(END - now())
+
+    run_virtual(2, rank, latency=(0.01, 0.02))
+
+
+def test_the_note_of_a_death_comes_first_on_every_link() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        await asyncio.sleep(START - now())
+        if pg.rank() == 1:
+            data, control = channels_of(pg)[0].link, comm_of(pg).endpoint.control.link(0)
+            assert data is not None
+            assert control is not None
+            with mock.patch.object(type(data), "write", autospec=True) as write:
+                pg.report_death(0, REASON)
+            first = {id(link): frame for link, *frame in reversed([call.args for call in write.call_args_list])}
+            note = list(frame_of({"t": "died", "rank": 0, "detail": REASON, "how": "killed"}))
+            assert first == {id(data): note, id(control): note}
+        await asyncio.sleep(END - now())
+
+    run_virtual(2, rank, latency=(0.01, 0.02))
