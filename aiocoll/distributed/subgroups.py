@@ -255,8 +255,8 @@ def _split_locally(pg: ProcessGroup, ranks: Sequence[int], timeout: Timeout) -> 
     members = tuple(pg.global_ranks[rank] for rank in ranks)
     counts = _local.setdefault(pg, Counter())
     number = counts[members]
-    digest = pg._comm.endpoint.hash62(f"{pg._comm.id}\0local\0{members}\0{number}")
-    group = pg._reconfigurer.derive(digest & 0xFFFFFFFF, members, f"{pg.group_name}/{digest:x}", limit)
+    identity = pg._comm.endpoint.group_id(f"{pg._comm.id}\0local\0{members}\0{number}")
+    group = pg._reconfigurer.derive(identity, members, f"{pg.group_name}/{identity:x}", limit)
     counts[members] += 1
     return _done(pg, group)
 

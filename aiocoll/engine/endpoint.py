@@ -20,7 +20,7 @@ from aiocoll.engine.failure.refusal import LINGER, Ignored, Refusals
 from aiocoll.engine.failure.roster import Roster
 from aiocoll.engine.groups import Group, Groups
 from aiocoll.engine.job.context import Context
-from aiocoll.engine.job.ids import hash62
+from aiocoll.engine.job.ids import group_id
 from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.engine.polling import Polling
 from aiocoll.engine.receiver import Receiver
@@ -174,7 +174,7 @@ class Endpoint:
                 if rank != self.rank:
                     self.control.tell(rank, {**message, "linked": rank in linked})
 
-    hash62 = staticmethod(hash62)
+    group_id = staticmethod(group_id)
 
     # -- links
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.control.unmade_groups import Early
-from aiocoll.engine.job.ids import hash62
+from aiocoll.engine.job.ids import group_id
 from aiocoll.errors import CollectiveMismatchError, GroupError
 
 __all__ = ["Group", "Split", "stranger"]
@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
     def identity(self) -> int:
         """Return the id of the group that results."""
-        return hash62(f"{self.parent}\0split\0{tuple(self)}") & 0xFFFFFFFF
+        return group_id(f"{self.parent}\0split\0{tuple(self)}")
 
 
 class Group(Protocol):

@@ -78,12 +78,12 @@ class StrayPosts:
         self._waiting = False
         found = False
         for rank, reader in self.readers:
-            for op, tag in reader.unread():
+            for op, identity, fingerprint in reader.unread():
                 # It may be early: this rank is still to make its call.
                 found = True
-                if (group := self._groups.get(tag >> 32)) is not None:
+                if (group := self._groups.get(identity)) is not None:
                     try:
-                        _compare(group, rank, op, tag & 0xFFFF_FFFF)
+                        _compare(group, rank, op, fingerprint)
                     except Exception as error:
                         group.crashed(error)
         if found:

@@ -74,7 +74,7 @@ class World:
     def group(self, spec: GroupSpec) -> ProcessGroup:
         """Make a group of all ranks."""
         name = "world:0" if spec.name is None else spec.name
-        identity = self._endpoint.hash62(name) & 0xFFFFFFFF
+        identity = self._endpoint.group_id(name)
         return self.derive(identity, range(self._endpoint.world_size), spec._replace(name=name))
 
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:

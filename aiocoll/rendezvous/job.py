@@ -126,7 +126,7 @@ class Job:
             raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
         # A name may be used again after its group was closed: frames of the old one must not reach the new one.
         again = self._names[name] = self._names.get(name, -1) + 1
-        identity = endpoint.hash62(f"{name}\0{again}") & 0xFFFFFFFF
+        identity = endpoint.group_id(f"{name}\0{again}")
         return self._form(endpoint, identity, range(self.world_size), spec._replace(name=name))
 
     def _form(self, endpoint: Endpoint, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:

@@ -1,14 +1,15 @@
-"""The frame: 32 bytes of header, then the payload.
+"""The frame: 40 bytes of header, then the payload.
 
      0  u8   kind         FrameKind
      1  u8   flags        bit 0 EAGER: counts against the link's window of unasked-for bytes
      2  u16  step         number of the message between this pair within the operation
-     4  u32  group        hash of the group's name and epoch; frames of a group that is gone match nothing
-     8  u64  op           operation id: 0|seq, 1|hash of key and count, 2|tag and message number (top two bits first)
-    16  u32  fingerprint  hash of what every rank must agree on; point-to-point: the dtype code
-    20  u32  offset       of this payload within the message, in bytes, modulo 2**32
-    24  u32  length       of this payload in bytes
-    28  u32  total        of the whole message in bytes, modulo 2**32
+     4  u32  unused       0; aligns what follows
+     8  u64  group        group id, 62 bits: `aiocoll.engine.job.ids.group_id`
+    16  u64  op           operation id: 0|seq, 1|hash of key and count, 2|tag and message number (top two bits first)
+    24  u32  fingerprint  hash of what every rank must agree on; point-to-point: the dtype code
+    28  u32  offset       of this payload within the message, in bytes, modulo 2**32
+    32  u32  length       of this payload in bytes
+    36  u32  total        of the whole message in bytes, modulo 2**32
 
 All fields are little-endian. A message longer than `SEGMENT` travels as several frames, in order, between which frames
 of other messages may pass. Frames with `length` 0 are complete after the header.
@@ -21,7 +22,7 @@ from enum import IntEnum
 
 __all__ = ["EAGER", "HEADER", "HEADER_SIZE", "SEGMENT", "FrameKind", "Header", "describe"]
 
-HEADER = struct.Struct("<BBHIQIIII")
+HEADER = struct.Struct("<BBH4xQQIIII")
 HEADER_SIZE = HEADER.size
 
 #: Largest payload of a frame: small enough to be reduced while it is still in the cache (half of a 1 MiB L2 holds it

@@ -51,13 +51,16 @@ IN_PLACE: Final = (1 << 24) - 1
 class SlotWriter(Protocol):
     """The slots in which this rank posts."""
 
-    def post(self, slot: int, identity: int, tag: int, array: NDArray[Any], length: int = 0) -> bool:
+    def post(
+        self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int = 0
+    ) -> bool:
         """Post a flat array that fits in the slot; False if the slot is not free, or there is no memory for it.
 
         Args:
             slot: its number.
             identity: the operation's.
-            tag: what it is compared with.
+            group: of the operation.
+            fingerprint: what the reader compares with its own.
             array: what is posted.
             length: its bytes, for a reader that has to compare them, too.
         """
@@ -78,8 +81,8 @@ class SlotReader(Protocol):
     def has_news(self) -> bool:
         """Whether anything was posted since the last time this was asked."""
 
-    def look(self, slot: int, identity: int) -> int:
-        """Return the tag of what was posted for an operation in its slot; -1 if nothing was."""
+    def look(self, slot: int, identity: int, group: int) -> int:
+        """Return the fingerprint of what was posted for an operation of a group in its slot; -1 if nothing was."""
 
     def is_unread(self, slot: int) -> bool:
         """Whether something was posted there that was not read: what `look` finds may have been read before."""
@@ -102,8 +105,8 @@ class SlotReader(Protocol):
     def free(self, slot: int) -> None:
         """Give the slot back, once for each post."""
 
-    def unread(self) -> list[tuple[int, int]]:
-        """Return id and tag of all that was posted for operations of groups that are not over, and not read yet."""
+    def unread(self) -> list[tuple[int, int, int]]:
+        """Return operation, group and fingerprint of all posts for groups that are not over that were not read yet."""
 
     def reclaim(self, slot: int) -> None:
         """Give the slot back if what is there was posted for a group that is over."""
@@ -122,24 +125,24 @@ class ChunkWriter(Protocol):
     def leave(self, *, failed: bool) -> None:
         """Let others use the queue; `failed`: chunks may be in it that are never read."""
 
-    def put(self, identity: int, tag: int, chunk: memoryview) -> bool:
+    def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview) -> bool:
         """Copy the next chunk into the queue; False if there is no room, and the reader will then wake this rank."""
 
-    def point(self, identity: int, tag: int, segment: int, offset: int) -> bool:
+    def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int) -> bool:
         """As `put`, of a chunk that is read in place: it has to stay as it is until it is taken, or `void`."""
 
     def is_taken(self, number: int) -> bool:
         """Whether the reader is done with the first `number` chunks; if not, it will wake this rank."""
 
-    def void(self, identity: int, tag: int) -> None:
+    def void(self, identity: int, group: int) -> None:
         """Tell the reader that what a failed operation points to may change from now on."""
 
 
 class ChunkReader(Protocol):
     """The end of a chunk queue at which this rank reads."""
 
-    def look(self, identity: int) -> int:
-        """Return the tag of the next chunk if it is one of the operation's; -1 if not."""
+    def look(self, identity: int, group: int) -> int:
+        """Return the fingerprint of the next chunk, if it is for an operation of a group; -1 if not."""
 
     def is_void(self) -> bool:
         """Whether the next chunk may have been overwritten, before this call or while it was read."""

@@ -16,13 +16,13 @@ class Job:
 
     Attributes:
         timers: what is to be called.
-        posts: what is unread: number and tag.
+        posts: unread posts: operation, group and fingerprint.
         told: operations of which it was said that calls differ.
     """
 
     def __init__(self) -> None:
         self.timers: list[Callable[[], None]] = []
-        self.posts: list[tuple[int, int]] = []
+        self.posts: list[tuple[int, int, int]] = []
         self.told: list[tuple[int, int, str]] = []
         self.group: Any = SimpleNamespace(
             rank=0,
@@ -53,7 +53,7 @@ def test_it_looks_once_for_many_posts_and_again_for_later_ones() -> None:
 
 def test_what_is_early_is_looked_at_until_this_rank_has_called() -> None:
     job = Job()
-    job.posts = [(OP, GROUP << 32 | 1)]
+    job.posts = [(OP, GROUP, 1)]
     job.strays.watch()
     job.look()
     job.look()
@@ -68,7 +68,7 @@ def test_what_is_early_is_looked_at_until_this_rank_has_called() -> None:
 
 def test_posts_for_groups_that_are_not_there_are_nobodys() -> None:
     job = Job()
-    job.posts = [(OP, GROUP + 1 << 32 | 1)]
+    job.posts = [(OP, GROUP + 1, 1)]
     job.strays.watch()
     job.look()
     assert job.told == []

@@ -53,7 +53,9 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def see(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
         seen.append(place)
 
-    def see_post(writer: SlotWriter, slot: int, op: int, tag: int, posted: NDArray[Any], length: int = 0) -> None:
+    def see_post(
+        writer: SlotWriter, slot: int, op: int, group: int, fingerprint: int, posted: NDArray[Any], length: int = 0
+    ) -> None:
         if length == IN_PLACE:
             seen.append((int(posted[0]), int(posted[1])))
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind
 
 
-def test_the_header_is_32_bytes_little_endian() -> None:
-    assert HEADER_SIZE == 32
-    header = HEADER.pack(1, 2, 0x0304, 0x05060708, 0x090A0B0C0D0E0F10, 0x11121314, 0x15161718, 0x191A1B1C, 0x1D1E1F20)
-    assert header.hex() == "01020403080706" + "05100f0e0d0c0b0a09141312111817" + "16151c1b1a19201f1e1d"
+def test_header_is_40_bytes_little_endian() -> None:
+    assert HEADER_SIZE == 40
+    numbers = [0x05060708090A0B0C, 0x0D0E0F1011121314, 0x15161718, 0x191A1B1C, 0x1D1E1F20, 0x21222324]
+    header = HEADER.pack(1, 2, 0x0304, *numbers)
+    assert header.hex(" ", 8) == " ".join(
+        ["0102040300000000", "0c0b0a0908070605", "14131211100f0e0d", "181716151c1b1a19", "201f1e1d24232221"]
+    )
 
 
 def test_kinds_have_fixed_numbers() -> None:

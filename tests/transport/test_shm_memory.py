@@ -206,14 +206,14 @@ def test_blocks_of_the_board_are_reserved_one_by_one(ranks: int, direction: int,
     idle, (slot_writer, slot_reader) = ends.reserved(), ends.slot_reader()
     small, middle = ends.there.small_nbytes, ends.there.middle_nbytes
     for block in range(SLOTS):
-        assert slot_writer.post(block, 1 + block, 7, np.full(5, block, np.float64))
+        assert slot_writer.post(block, 1 + block, 7, 1, np.full(4, block, np.float64))
         slot_reader.free(block)
     assert ends.reserved() == idle, "what fits in a line needs no more"
     for block in range(SLOTS):
         nbytes = small if block < SMALL_SLOTS else middle
         count = 41 if block % 2 else nbytes
         for times in range(3):
-            assert slot_writer.post(block, 1000 * times + block, 7, np.full(count, block, np.uint8))
+            assert slot_writer.post(block, 1000 * times + block, 7, 1, np.full(count, block, np.uint8))
             assert slot_reader.view(block, np.dtype(np.uint8), count).tolist() == [block] * count
             slot_reader.free(block)
         blocks = whole(min(block + 1, SMALL_SLOTS) * small) + max(0, block + 1 - SMALL_SLOTS) * middle
@@ -226,13 +226,13 @@ def test_blocks_of_the_board_are_reserved_one_by_one(ranks: int, direction: int,
 def test_the_lane_is_reserved_when_it_is_taken(ranks: int, direction: int, made: Made) -> None:
     ends = made(ranks, direction)
     idle, (writer, reader) = ends.reserved(), ends.chunk_queue()
-    assert reader.look(1) == -1
+    assert reader.look(1, 7) == -1
     assert ends.reserved() == idle
     for number in range(1, 2 * CHUNKS):
         assert writer.take("holder")
         assert ends.reserved() == idle + CHUNKS * writer.nbytes
-        assert writer.put(1, 7, memoryview(bytes([number]) * writer.nbytes))
-        assert reader.look(1) == 7
+        assert writer.put(1, 7, 1, memoryview(bytes([number]) * writer.nbytes))
+        assert reader.look(1, 7) == 1
         assert set(reader.read(np.dtype(np.uint8), writer.nbytes).tolist()) == {number}
         reader.free()
         writer.leave(failed=False)
@@ -261,19 +261,19 @@ def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, 
     words = ends.reading.cast("Q")
     sent = 0
     for identity in range(1, 300):
-        nbytes = chance.choice([0, 8, 16, 17, 40, 41, 500, 5_000, 50_000])
+        nbytes = chance.choice([0, 8, 9, 16, 32, 33, 500, 5_000, 50_000])
         block = chance.randrange(SLOTS)
         room = ends.there.small_nbytes if block < SMALL_SLOTS else ends.there.middle_nbytes
-        if nbytes <= room and slot_writer.post(block, identity, 7, np.zeros(nbytes, np.uint8)):
-            assert slot_reader.look(block, identity) == 7
+        if nbytes <= room and slot_writer.post(block, identity, 7, 1, np.zeros(nbytes, np.uint8)):
+            assert slot_reader.look(block, identity, 7) == 1
             slot_reader.view(block, np.dtype(np.uint8), nbytes).tolist()
             slot_reader.free(block)
         sent += out.put(*frame(identity, bytes(nbytes)))
         if chance.random() < 0.1:
             words[ends.there.taken] = sent
         if chance.random() < 0.02 and writer.take("holder"):
-            assert writer.put(identity, 7, memoryview(bytes(min(nbytes, writer.nbytes))))
-            assert reader.look(identity) == 7
+            assert writer.put(identity, 7, 1, memoryview(bytes(min(nbytes, writer.nbytes))))
+            assert reader.look(identity, 7) == 1
             reader.free()
             writer.leave(failed=False)
         slot_reader.purge(3)
@@ -292,7 +292,7 @@ def test_an_old_kernel_reserves_all_at_once(ranks: int, made: Made, kernel: Kern
     assert ends.reserved() == LinkLayout(ranks).nbytes
     out, (slot_writer, _), (writer, _) = ends.outgoing(), ends.slot_reader(), ends.chunk_queue()
     assert out.put(*frame(1, b"x" * 100_000))
-    assert all(slot_writer.post(block, 1, 7, np.ones(ends.there.small_nbytes, np.uint8)) for block in range(SLOTS))
+    assert all(slot_writer.post(block, 1, 7, 1, np.ones(ends.there.small_nbytes, np.uint8)) for block in range(SLOTS))
     assert writer.take("holder")
 
 
@@ -334,18 +334,18 @@ async def test_links_that_cannot_be_made_use_the_socket(
 def test_a_board_without_memory_says_no(code: int, made: Made, kernel: Kernel) -> None:
     ends = made(2)
     slot_writer, slot_reader = ends.slot_reader()
-    assert slot_writer.post(1, 1, 7, np.arange(100.0))
+    assert slot_writer.post(1, 1, 7, 1, np.arange(100.0))
     slot_reader.free(1)
     kernel.fails(code)
     for block in 0, SMALL_SLOTS:
-        assert not slot_writer.post(block, 5, 7, np.arange(6.0))
-        assert slot_reader.look(block, 5) == -1
-        assert slot_writer.post(block, 6, 7, np.arange(5.0)), "there is always a line"
+        assert not slot_writer.post(block, 5, 7, 1, np.arange(6.0))
+        assert slot_reader.look(block, 5, 7) == -1
+        assert slot_writer.post(block, 6, 7, 1, np.arange(4.0)), "there is always a line"
         slot_reader.free(block)
-    assert slot_writer.post(1, 7, 7, np.arange(200.0)), "this block is there"
+    assert slot_writer.post(1, 7, 7, 1, np.arange(200.0)), "this block is there"
     kernel.fails(0)
-    assert slot_writer.post(0, 8, 7, np.arange(6.0))
-    assert slot_reader.look(0, 8) == 7
+    assert slot_writer.post(0, 8, 7, 1, np.arange(6.0))
+    assert slot_reader.look(0, 8, 7) == 1
     assert slot_reader.view(0, np.dtype(float), 6).tolist() == [0, 1, 2, 3, 4, 5]
 
 

@@ -195,16 +195,16 @@ async def test_no_number_is_offered_twice(ends: Ends) -> None:
 
 
 def put(ends: Ends, segment: MemorySegment, offset: int, identity: int = 5) -> None:
-    assert ends.near.chunks_out.point(identity, 7 << 32, segment.number, offset)
+    assert ends.near.chunks_out.point(identity, 7, 0, segment.number, offset)
 
 
 async def test_pieces_here_and_there_come_in_order(ends: Ends) -> None:
     array, segment = await ends.share()
     put(ends, segment, 0)
-    assert ends.near.chunks_out.put(5, 7 << 32, memoryview(np.full(2, 8.0)).cast("B"))
+    assert ends.near.chunks_out.put(5, 7, 0, memoryview(np.full(2, 8.0)).cast("B"))
     put(ends, segment, 16)
     for expected in (array[:2], [8, 8], array[2:4]):
-        assert ends.far.chunks_in.look(5) == 7 << 32
+        assert ends.far.chunks_in.look(5, 7) == 0
         assert np.array_equal(ends.far.chunk(FLOAT, 2), expected)
         assert not ends.far.chunks_in.is_void()
         ends.far.chunks_in.free()
@@ -214,7 +214,7 @@ async def test_pieces_here_and_there_come_in_order(ends: Ends) -> None:
 @pytest.mark.parametrize(("number", "offset"), [(99, 0), (1, NBYTES), (1, 1 << 63)])
 async def test_pointing_to_nowhere_ends_the_link(ends: Ends, number: int, offset: int) -> None:
     _array, _segment = await ends.share()
-    ends.near.chunks_out.point(5, 7 << 32, number, offset)
+    ends.near.chunks_out.point(5, 7, 0, number, offset)
     assert ends.far.chunk(FLOAT, 1) is None
     await until(lambda: ends.far.sink.losses)
     with pytest.raises(ProtocolError, match="pointed to memory that it has not shared"):
@@ -227,7 +227,7 @@ async def test_what_is_void_is_void_before_and_while_it_is_read(ends: Ends) -> N
     put(ends, segment, 8, identity=6)
     put(ends, segment, 16)
     assert ends.far.chunk(FLOAT, 1) is not None
-    ends.near.chunks_out.void(5, 7 << 32)
+    ends.near.chunks_out.void(5, 7)
     assert ends.far.chunks_in.is_void()
     assert ends.far.chunk(FLOAT, 1) is None
     ends.far.chunks_in.free()
@@ -241,7 +241,7 @@ async def test_what_is_void_is_void_before_and_while_it_is_read(ends: Ends) -> N
 async def test_the_end_of_a_group_takes_what_is_void_too(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
-    ends.near.chunks_out.void(5, 7 << 32)
+    ends.near.chunks_out.void(5, 7)
     ends.far.chunks_in.end(7)
     assert ends.far.chunks_in.reclaim() == (True, False)
     assert ends.near.chunks_out.is_taken(1)

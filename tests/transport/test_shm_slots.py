@@ -16,7 +16,7 @@ from aiocoll.transport.shm.layout import CHUNKS, SLOTS, LinkLayout
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
-OLD, NEW = 7, 8
+OLD, NEW = 7, 7 | 1 << 61
 """Groups: one that is over, and one that goes on."""
 
 
@@ -55,8 +55,8 @@ def step_by_step(end: Any) -> Stepwise:
     return words
 
 
-def tag(group: int, fingerprint: int = 1) -> int:
-    return group << 32 | fingerprint
+#: The fingerprint of all posts and chunks.
+PRINT = 1 << 31 | 1
 
 
 def both(fences: Fences = STRONG, ranks: int = 2) -> tuple[SlotWriter, SlotReader, ChunkQueueWriter, ChunkQueueReader]:
@@ -75,7 +75,7 @@ def block_of(number: float) -> np.ndarray:
 
 def take(slot_reader: SlotReader, block: int, identity: int, group: int) -> float | None:
     """Read and free what was posted for an operation, if it was."""
-    if slot_reader.look(block, identity) != tag(group):
+    if slot_reader.look(block, identity, group) != PRINT:
         return None
     got = slot_reader.view(block, np.dtype("f8"), 3).copy()
     assert (got == got[0]).all()
@@ -89,10 +89,11 @@ def test_a_block_is_used_again_when_it_was_freed(block: int, count: int) -> None
     slot_writer, slot_reader, *_ = both()
     for identity in range(1, 4):
         array = np.arange(count) + 0.5 * identity
-        assert slot_reader.look(block, identity) == -1
-        assert slot_writer.post(block, identity, tag(NEW), array)
-        assert not slot_writer.post(block, identity + 64, tag(NEW), array)
-        assert slot_reader.look(block, identity) == tag(NEW)
+        assert slot_reader.look(block, identity, NEW) == -1
+        assert slot_writer.post(block, identity, NEW, PRINT, array)
+        assert not slot_writer.post(block, identity + 64, NEW, PRINT, array)
+        assert slot_reader.look(block, identity, NEW) == PRINT
+        assert slot_reader.look(block, identity, OLD) == -1
         np.testing.assert_array_equal(slot_reader.view(block, array.dtype, count), array)
         slot_reader.free(block)
 
@@ -117,76 +118,76 @@ def test_blocks_do_not_overlap(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("order", [None, lambda: None])
-@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize("step", range(7))
 def test_a_group_ends_while_another_posts(step: int, order: Any) -> None:
     """Its blocks are given back; not the one in which the other's tensor is just appearing."""
     slot_writer, slot_reader, *_ = both(Fences(order, lambda: None))
-    assert slot_writer.post(5, 5, tag(OLD), block_of(1))
+    assert slot_writer.post(5, 5, OLD, PRINT, block_of(1))
     assert take(slot_reader, 5, 5, OLD) == 1
     words = step_by_step(slot_writer)
     words.interrupt(step, lambda: slot_reader.purge(OLD))
-    assert slot_writer.post(5, 5, tag(NEW), block_of(2))
+    assert slot_writer.post(5, 5, NEW, PRINT, block_of(2))
     slot_reader.purge(OLD)
-    assert not slot_writer.post(5, 69, tag(NEW), block_of(3)), "nobody has read it yet"
+    assert not slot_writer.post(5, 69, NEW, PRINT, block_of(3)), "nobody has read it yet"
     assert take(slot_reader, 5, 5, NEW) == 2
-    assert slot_writer.post(5, 69, tag(NEW), block_of(3))
+    assert slot_writer.post(5, 69, NEW, PRINT, block_of(3))
     assert take(slot_reader, 5, 69, NEW) == 3
 
 
-@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize("step", range(7))
 def test_another_group_posts_while_one_ends(step: int) -> None:
     slot_writer, slot_reader, *_ = both()
-    assert slot_writer.post(0, 5, tag(OLD), block_of(1))
+    assert slot_writer.post(0, 5, OLD, PRINT, block_of(1))
     assert take(slot_reader, 0, 5, OLD) == 1
     words = step_by_step(slot_reader)
-    words.interrupt(step, lambda: slot_writer.post(0, 5, tag(NEW), block_of(2)))
+    words.interrupt(step, lambda: slot_writer.post(0, 5, NEW, PRINT, block_of(2)))
     slot_reader.purge(OLD)
     words.interrupt(-1, list)
-    assert not slot_writer.post(0, 69, tag(NEW), block_of(3))
+    assert not slot_writer.post(0, 69, NEW, PRINT, block_of(3))
     assert take(slot_reader, 0, 5, NEW) == 2
-    assert slot_writer.post(0, 69, tag(NEW), block_of(3))
+    assert slot_writer.post(0, 69, NEW, PRINT, block_of(3))
 
 
-@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize("step", range(7))
 def test_operations_of_two_groups_have_the_same_number(step: int) -> None:
     """The id in the block is right before anything of the new tensor is there."""
     slot_writer, slot_reader, *_ = both()
-    assert slot_writer.post(5, 5, tag(OLD), block_of(1))
+    assert slot_writer.post(5, 5, OLD, PRINT, block_of(1))
     assert take(slot_reader, 5, 5, OLD) == 1
     got: list[float | None] = []
     words = step_by_step(slot_writer)
     words.interrupt(step, lambda: got.append(take(slot_reader, 5, 5, NEW)))
-    assert slot_writer.post(5, 5, tag(NEW), block_of(2))
+    assert slot_writer.post(5, 5, NEW, PRINT, block_of(2))
     words.interrupt(-1, list)
     assert got in ([], [None], [2.0])
     if got != [2.0]:
         assert take(slot_reader, 5, 5, NEW) == 2
     slot_reader.purge(OLD)
-    assert slot_writer.post(5, 69, tag(NEW), block_of(3))
+    assert slot_writer.post(5, 69, NEW, PRINT, block_of(3))
     assert take(slot_reader, 5, 69, NEW) == 3
 
 
-@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize("step", range(7))
 def test_the_block_is_looked_at_while_it_is_written(step: int) -> None:
     slot_writer, slot_reader, *_ = both()
     got: list[float | None] = []
     words = step_by_step(slot_writer)
     words.interrupt(step, lambda: got.append(take(slot_reader, 5, 6, NEW)))
-    assert slot_writer.post(5, 6, tag(NEW), block_of(2))
+    assert slot_writer.post(5, 6, NEW, PRINT, block_of(2))
     words.interrupt(-1, list)
     if got != [2.0]:
         assert got in ([], [None])
         assert take(slot_reader, 5, 6, NEW) == 2
-    assert slot_writer.post(5, 70, tag(NEW), block_of(3))
+    assert slot_writer.post(5, 70, NEW, PRINT, block_of(3))
 
 
 def test_what_comes_for_a_group_that_is_over_is_given_back_when_it_is_in_the_way() -> None:
     slot_writer, slot_reader, *_ = both()
     slot_reader.purge(OLD)
-    assert slot_writer.post(5, 5, tag(OLD), block_of(1))
-    assert not slot_writer.post(5, 69, tag(NEW), block_of(2))
+    assert slot_writer.post(5, 5, OLD, PRINT, block_of(1))
+    assert not slot_writer.post(5, 69, NEW, PRINT, block_of(2))
     slot_reader.reclaim(5)
-    assert slot_writer.post(5, 69, tag(NEW), block_of(2))
+    assert slot_writer.post(5, 69, NEW, PRINT, block_of(2))
     slot_reader.reclaim(5)
     assert take(slot_reader, 5, 69, NEW) == 2
 
@@ -194,24 +195,24 @@ def test_what_comes_for_a_group_that_is_over_is_given_back_when_it_is_in_the_way
 def test_what_comes_for_a_group_that_is_over_is_not_unread() -> None:
     slot_writer, slot_reader, *_ = both()
     slot_reader.purge(OLD)
-    assert slot_writer.post(5, 5, tag(OLD), block_of(1))
-    assert slot_writer.post(6, 6, tag(NEW), block_of(2))
-    assert slot_reader.unread() == [(6, tag(NEW))]
-    assert slot_writer.post(5, 69, tag(NEW), block_of(3)), "it was given back"
+    assert slot_writer.post(5, 5, OLD, PRINT, block_of(1))
+    assert slot_writer.post(6, 6, NEW, PRINT, block_of(2))
+    assert slot_reader.unread() == [(6, NEW, PRINT)]
+    assert slot_writer.post(5, 69, NEW, PRINT, block_of(3)), "it was given back"
 
 
 def test_a_slot_without_memory_takes_what_fits_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     slot_writer, slot_reader, *_ = both()
     monkeypatch.setattr(SharedRegion, "reserve", lambda region, start, end: False)
     for slot in (5, SMALL_SLOTS):
-        assert not slot_writer.post(slot, 5, tag(NEW), np.ones(6))
-        assert slot_reader.look(slot, 5) == -1
-        assert slot_writer.post(slot, 5, tag(NEW), block_of(1))
+        assert not slot_writer.post(slot, 5, NEW, PRINT, np.ones(6))
+        assert slot_reader.look(slot, 5, NEW) == -1
+        assert slot_writer.post(slot, 5, NEW, PRINT, block_of(1))
         assert take(slot_reader, slot, 5, NEW) == 1
 
 
 def test_what_tells_of_something_is_written_after_it() -> None:
-    """On machines that keep no order: a fence is between the bytes and the tag, and between the tag and the rest."""
+    """On machines that keep no order, fences are between the bytes and the group, and between the group and the rest."""
     told: list[str] = []
     slot_writer, slot_reader, *_ = both(Fences(lambda: told.append("fence"), lambda: None))
     words, line, posts = slot_writer._words, slot_writer._lines[5], slot_writer._posts
@@ -221,14 +222,14 @@ def test_what_tells_of_something_is_written_after_it() -> None:
             return words[index]
 
         def __setitem__(self, index: int, value: int) -> None:
-            told.append("posts" if index == posts else ["id", "tag", "times"][index - line])
+            told.append("posts" if index == posts else ["id", "group", "times", "fingerprint"][index - line])
             words[index] = value
 
     slot_writer._words = Telling()  # type: ignore[assignment]
-    assert slot_writer.post(5, 5, tag(NEW), block_of(1))
-    assert told == ["fence", "tag", "fence", "times", "id", "fence", "posts"]
+    assert slot_writer.post(5, 5, NEW, PRINT, block_of(1))
+    assert told == ["fingerprint", "fence", "group", "fence", "times", "id", "fence", "posts"]
     del told[:]
-    assert slot_reader.look(5, 5) == tag(NEW)
+    assert slot_reader.look(5, 5, NEW) == PRINT
     assert told == ["fence", "fence"]
 
 
@@ -236,11 +237,11 @@ def test_what_tells_of_something_is_written_after_it() -> None:
 
 
 def put(writer: ChunkQueueWriter, number: int, group: int = NEW, identity: int = 3) -> bool:
-    return writer.put(identity, tag(group), memoryview(bytes([number]) * 16))
+    return writer.put(identity, group, PRINT, memoryview(bytes([number]) * 16))
 
 
 def got(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | None:
-    if reader.look(identity) != tag(group):
+    if reader.look(identity, group) != PRINT:
         return None
     piece = reader.read(np.dtype("u1"), 16).copy()
     assert (piece == piece[0]).all()
@@ -256,7 +257,8 @@ def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
         for number in range(CHUNKS):
             assert put(writer, start + number)
         assert not put(writer, 99)
-        assert reader.look(4) == -1
+        assert reader.look(4, NEW) == -1
+        assert reader.look(3, OLD) == -1
         for number in range(CHUNKS):
             assert got(reader) == start + number
         assert got(reader) is None
@@ -267,7 +269,7 @@ def test_a_reader_tells_a_writer_that_waits() -> None:
     assert writer.take("one")
     for number in range(CHUNKS):
         assert put(writer, number)
-    assert reader.look(3) == tag(NEW)
+    assert reader.look(3, NEW) == PRINT
     assert not reader.free()
     assert put(writer, CHUNKS)
     assert not put(writer, 99)

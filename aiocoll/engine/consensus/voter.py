@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import error_from
 from aiocoll.engine.control.messages import ControlMessage
-from aiocoll.engine.job.ids import hash62
+from aiocoll.engine.job.ids import group_id
 from aiocoll.errors import GroupError
 
 __all__ = ["Coordinating", "Outcome", "Voter"]
@@ -179,7 +179,7 @@ class Voter:
 
     def identity(self, members: Sequence[int]) -> int:
         """Return the id of the successor: unique to this decision, so that not even a wrong one has the same id."""
-        return hash62(f"{self.group}\0{self.number}\0{list(members)}") & 0xFFFFFFFF
+        return group_id(f"{self.group}\0{self.number}\0{list(members)}")
 
     def handle(self, peer: int, message: ControlMessage) -> None:
         """Handle a message of `peer`."""

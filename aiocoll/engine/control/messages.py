@@ -68,7 +68,7 @@ MEMBERS = 1 << 20
 MAX_KEY = 256
 #: Bytes of the name of an NCCL communicator: it has 128.
 UNIQUE_ID = 1024
-_U16, _U32, _U63, _U64 = 1 << 16, 1 << 32, 1 << 63, 1 << 64
+_U16, _U32, _U62, _U63, _U64 = 1 << 16, 1 << 32, 1 << 62, 1 << 63, 1 << 64
 
 
 class Facts(NamedTuple):
@@ -134,7 +134,7 @@ _COUNT = integer(_U63)
 _TRUE = one_of(True)
 _BOOL = one_of(False, True)
 _TEXT = text()
-_GROUP = integer(_U32)
+_GROUP = integer(_U62)
 
 _CALL: dict[str, Check] = {
     "device": text(64),

@@ -42,7 +42,6 @@ class OneShot(Operation):
         "_plan",
         "_seen",
         "_sources",
-        "_tag",
         "_targets",
         "_unsent",
     )
@@ -59,7 +58,6 @@ class OneShot(Operation):
         Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, work)
         self._plan = plan
         self._array = arrays[0] if arrays else _NOTHING  # a barrier has none
-        self._tag = comm.id << 32 | plan.fingerprint
         # What is posted to each rank, and elements that each posts to this one; None if that is the tensor of all. And
         # the bytes that decide which slots all ranks take.
         self._outgoing: Sequence[NDArray[Any]] | None = None
@@ -95,6 +93,7 @@ class OneShot(Operation):
 
     def _post(self) -> None:
         comm, identity, block = self.comm, self.id, self._block
+        group, fingerprint = comm.id, self.fingerprint
         array, blocks = self._array, self._outgoing
         without: list[int] | None = None
         for peer in self._targets:
@@ -102,7 +101,11 @@ class OneShot(Operation):
             link = channel.shared
             if blocks is not None:
                 array = blocks[peer]
-            if link is not None and link is channel.link and link.slot_writer.post(block, identity, self._tag, array):
+            if (
+                link is not None
+                and link is channel.link
+                and link.slot_writer.post(block, identity, group, fingerprint, array)
+            ):
                 link.announce()
             elif without is None:
                 without = [peer]
@@ -141,10 +144,10 @@ class OneShot(Operation):
     def _is_here(self, peer: int) -> bool:
         comm = self.comm
         link = comm.channels[peer].shared
-        tag = -1 if link is None else link.slot_reader.look(self._block, self.id)
-        if tag == self._tag:
+        found = -1 if link is None else link.slot_reader.look(self._block, self.id, comm.id)
+        if found == self.fingerprint:
             return True
-        if tag >> 32 == comm.id:
+        if found >= 0:
             comm.mismatches.disagree(peer, self.id, self.describe())
             return False
         return self._has_framed(peer)

@@ -58,7 +58,8 @@ class OneShotMoves(OneShot):
 
     def enter(self) -> None:
         """Post a block to each rank that gets one."""
-        comm, identity, tag = self.comm, self.id, self._tag
+        comm, identity = self.comm, self.id
+        group, fingerprint = comm.id, self.fingerprint
         outgoing = self._outgoing
         assert outgoing is not None
         without: list[int] = []
@@ -68,7 +69,7 @@ class OneShotMoves(OneShot):
             if (
                 link is not None
                 and link is channel.link
-                and link.slot_writer.post(slot_of(comm, identity, nbytes), identity, tag, array, nbytes)
+                and link.slot_writer.post(slot_of(comm, identity, nbytes), identity, group, fingerprint, array, nbytes)
             ):
                 link.announce()
             else:
@@ -86,10 +87,10 @@ class OneShotMoves(OneShot):
         if (link := comm.channels[peer].shared) is not None:
             nbytes = self._expected(peer)
             slot, slot_reader = slot_of(comm, self.id, nbytes), link.slot_reader
-            tag = slot_reader.look(slot, self.id)
-            if tag == self._tag and slot_reader.length(slot) == nbytes:
+            found = slot_reader.look(slot, self.id, comm.id)
+            if found == self.fingerprint and slot_reader.length(slot) == nbytes:
                 return True
-            if tag >> 32 == comm.id:
+            if found >= 0:
                 comm.mismatches.disagree(peer, self.id, self.describe())
                 return False
         return self._has_framed(peer)

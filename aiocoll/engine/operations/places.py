@@ -48,14 +48,14 @@ def post(channel: Sender, slot: int, operation: Operation, message: memoryview, 
     if place is None:
         return None
     said = np.array([*place, message.nbytes, step], _WORD)
-    if not link.slot_writer.post(slot, operation.id, operation.comm.id << 32 | operation.fingerprint, said, IN_PLACE):
+    if not link.slot_writer.post(slot, operation.id, operation.comm.id, operation.fingerprint, said, IN_PLACE):
         return None
     link.announce()
     return link
 
 
 def find(link: SharedMemoryLink, slot: int) -> Place | None:
-    """Return what the slot says, whose tag has been seen; None if it was voided."""
+    """Return what the slot says, whose fingerprint has been seen; None if it was voided."""
     if link.slot_reader.is_void(slot):
         return None
     return Place(*link.slot_reader.view(slot, _WORD, len(Place._fields)).tolist())

@@ -51,14 +51,13 @@ class _Posted(NamedTuple):
 class ProgramInPlace(ProgramWithSlots):
     """One rank's part in one collective; arguments as for `ProgramExecutor`."""
 
-    __slots__ = ("_limit", "_most", "_posted", "_slot", "_tag", "_unposted", "_unread")
+    __slots__ = ("_limit", "_most", "_posted", "_slot", "_unposted", "_unread")
 
     def __init__(
         self, comm: Group, identity: int, plan: Plan, arrays: list[NDArray[Any] | None], work: Work[Any]
     ) -> None:
         ProgramWithSlots.__init__(self, comm, identity, plan, arrays, work)
         self._slot = identity % SMALL_SLOTS
-        self._tag = comm.id << 32 | plan.fingerprint
         # Bytes from which a message is large.
         kind = plan.signature.op.lower()
         self._limit = max(comm.tuning.single_copy.limit(kind, len(comm.ranks), reduces=self.reduces), largest(comm) + 1)
@@ -208,10 +207,10 @@ class ProgramInPlace(ProgramWithSlots):
         link, slot = self.comm.channels[peer].shared, self._slot
         if link is None or not link.slot_reader.is_unread(slot):
             return None
-        tag = link.slot_reader.look(slot, self.id)
-        if tag >> 32 != self.comm.id:
+        found = link.slot_reader.look(slot, self.id, self.comm.id)
+        if found < 0:
             return None
-        if tag == self._tag and link.slot_reader.length(slot) == IN_PLACE:
+        if found == self.fingerprint and link.slot_reader.length(slot) == IN_PLACE:
             place = places.find(link, slot)
             if place is None or place.step != step:
                 return None

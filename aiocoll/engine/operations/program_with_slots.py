@@ -60,10 +60,10 @@ class ProgramWithSlots(ProgramExecutor):
         if (link := comm.channels[peer].shared) is None:
             return False
         reader, slot = link.slot_reader, slot_of(comm, self.id, nbytes)
-        tag = reader.look(slot, self.id)
-        if tag >> 32 != comm.id:
+        found = reader.look(slot, self.id, comm.id)
+        if found < 0:
             return False
-        if tag != comm.id << 32 | self.fingerprint or reader.length(slot) != nbytes:
+        if found != self.fingerprint or reader.length(slot) != nbytes:
             comm.mismatches.disagree(peer, self.id, self.describe())
             return False
         view = byte_view(reader.view(slot, plan.storage, nbytes // plan.itemsize))

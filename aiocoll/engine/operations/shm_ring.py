@@ -78,7 +78,6 @@ class ShmRing(Operation):
         "_put",
         "_right",
         "_segment",
-        "_tag",
         "_taken",
         "_unsent",
     )
@@ -101,7 +100,6 @@ class ShmRing(Operation):
         self._length = comm.chunk_nbytes // plan.itemsize
         longest = max(stop - start for start, stop in self._parts)
         self._order = order(2 * (size - 1), -(-longest // self._length))
-        self._tag = comm.id << 32 | self.fingerprint
         self._holds = False
         self._put = 0
         self._taken = 0
@@ -189,8 +187,9 @@ class ShmRing(Operation):
     def _put_in_queue(self, link: SharedMemoryLink, start: int, view: memoryview) -> bool:
         queue = link.chunks_out
         if self._segment is None or not link.can_map(self._segment):
-            return queue.put(self.id, self._tag, view)
-        if not queue.point(self.id, self._tag, self._segment.number, self._offset + start):
+            return queue.put(self.id, self.comm.id, self.fingerprint, view)
+        place = self._segment.number, self._offset + start
+        if not queue.point(self.id, self.comm.id, self.fingerprint, *place):
             return False
         self._pointed = queue.number
         return True
@@ -222,9 +221,9 @@ class ShmRing(Operation):
             del self._framed[self._taken]
         elif link is None:
             return False
-        elif (tag := link.chunks_in.look(self.id)) >> 32 != self.comm.id:
+        elif (found := link.chunks_in.look(self.id, self.comm.id)) < 0:
             return link.reclaim()
-        elif tag != self._tag:
+        elif found != self.fingerprint:
             self.comm.mismatches.disagree(self._left, self.id, self.describe())
             return False
         else:
@@ -304,7 +303,7 @@ class ShmRing(Operation):
         if not self.done:
             self._leave_queue(failed=True)
             if self._pointed and (link := self.comm.channels[self._right].shared) is not None:
-                link.chunks_out.void(self.id, self._tag)
+                link.chunks_out.void(self.id, self.comm.id)
             self._end()
         super().fail(error)
 

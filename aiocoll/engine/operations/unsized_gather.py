@@ -87,10 +87,10 @@ class Gathered(Post):
         if (link := comm.channels[peer].shared) is None:
             return
         reader = link.slot_reader
-        tag = reader.look(slot, self.id)
-        if tag >> 32 != comm.id:
+        found = reader.look(slot, self.id, comm.id)
+        if found < 0:
             return
-        if tag != comm.id << 32 | self.fingerprint:
+        if found != self.fingerprint:
             comm.mismatches.disagree(peer, self.id, self.describe())
             return
         if (length := reader.length(slot)) == IN_PLACE:

@@ -4,10 +4,11 @@ While one operation holds the queue, others go through the frame ring; the reade
 they belong to. So an operation that its reader has not entered delays no other one.
 
     word 0  number of the chunk in the queue, counted from 1; written last
-    word 1  tag: group and fingerprint
+    word 1  id of the group
     word 2  id of the operation
     word 3  where the chunk is: 0 in the queue, else the number of a segment of the writer's (`registered_memory`)
     word 4  its offset in the segment
+    word 5  fingerprint
 """
 
 from __future__ import annotations
@@ -89,20 +90,20 @@ class ChunkQueueWriter(_QueueEnd):
         self.holder = None
         self.tainted = failed
 
-    def put(self, identity: int, tag: int, chunk: memoryview) -> bool:
+    def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview) -> bool:
         """Copy the next chunk into the queue; False if there is no room, and the reader will then wake this rank."""
         if not self.is_taken(self._number - CHUNKS + 1):
             return False
         place = self._places[self._number % CHUNKS]
         self._memory[place : place + chunk.nbytes] = chunk
-        self._announce(identity, tag, 0, 0)
+        self._announce(identity, group, fingerprint, 0, 0)
         return True
 
-    def point(self, identity: int, tag: int, segment: int, offset: int) -> bool:
+    def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int) -> bool:
         """As `put`, of a chunk that is read in place; it has to stay as it is until it is taken, or `void`."""
         if not self.is_taken(self._number - CHUNKS + 1):
             return False
-        self._announce(identity, tag, segment, offset)
+        self._announce(identity, group, fingerprint, segment, offset)
         return True
 
     def is_taken(self, number: int) -> bool:
@@ -114,21 +115,22 @@ class ChunkQueueWriter(_QueueEnd):
         self._full()
         return words[self._taken] >= number
 
-    def void(self, identity: int, tag: int) -> None:
+    def void(self, identity: int, group: int) -> None:
         """Tell the reader that what a failed operation points to may change from now on."""
         words = self._words
         for number in range(words[self._taken], self._number):
             line = self._lines[number % CHUNKS]
-            if words[line + 3] and words[line + 2] == identity and words[line + 1] == tag:
+            if words[line + 3] and words[line + 2] == identity and words[line + 1] == group:
                 words[line + 3] = _VOID
         self._full()
 
-    def _announce(self, identity: int, tag: int, segment: int, offset: int) -> None:
+    def _announce(self, identity: int, group: int, fingerprint: int, segment: int, offset: int) -> None:
         words, line = self._words, self._lines[self._number % CHUNKS]
-        words[line + 1] = tag
+        words[line + 1] = group
         words[line + 2] = identity
         words[line + 3] = segment
         words[line + 4] = offset
+        words[line + 5] = fingerprint
         if self._order is not None:
             self._order()
         self._number += 1
@@ -145,14 +147,14 @@ class ChunkQueueReader(_QueueEnd):
         self._next = 1
         self._over: set[int] = set()
 
-    def look(self, identity: int) -> int:
-        """Return the tag of the next chunk, if it is one of the operation's; -1 if not."""
+    def look(self, identity: int, group: int) -> int:
+        """Return the fingerprint of the next chunk, if it is for an operation of a group; -1 if not."""
         words, line = self._words, self._lines[(self._next - 1) % CHUNKS]
         if words[line] != self._next:
             return -1
         if self._order is not None:
             self._order()
-        return words[line + 1] if words[line + 2] == identity else -1
+        return words[line + 5] if words[line + 2] == identity and words[line + 1] == group else -1
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """Return the next chunk where it lies, until `free`."""
@@ -197,7 +199,7 @@ class ChunkQueueReader(_QueueEnd):
         while words[line := self._lines[(self._next - 1) % CHUNKS]] == self._next:
             if self._order is not None:
                 self._order()
-            if words[line + 1] >> 32 not in self._over:
+            if words[line + 1] not in self._over:
                 break
             freed = True
             wanted = self.free() or wanted

@@ -31,7 +31,7 @@ from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
 from aiocoll.transport.shm.process_memory import PeerMemory
 from aiocoll.transport.shm.references import InPlace, ReferenceReader, ReferenceWriter, UnreadableError
 from aiocoll.transport.shm.region import SharedRegion
-from aiocoll.transport.shm.ring import ELSEWHERE, ENTRY, RingWriter
+from aiocoll.transport.shm.ring import ELSEWHERE, ENTRY, VOID, RingWriter
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
 from aiocoll.transport.shm.slots import SlotReader, SlotWriter
 
@@ -320,7 +320,7 @@ class ShmLink:
             entry = _unpack(memory, (self._at << 3) + 8)
             place, length, number = entry[0], entry[8], self._next
             if place & ELSEWHERE:
-                if not self._take_reference(place ^ ELSEWHERE, entry[1:], deadline):
+                if not self._take_reference(place & ~(ELSEWHERE | VOID), entry[1:], deadline):
                     return
             elif length > SEGMENT or entry[1] not in _KINDS or not self._ring <= place <= self._end - length:
                 raise ProtocolError(f"rank {self.peer} wrote a frame of kind {entry[1]} and length {length}")

@@ -22,7 +22,7 @@ from aiocoll.transport.base import Link
 from aiocoll.transport.frame import SEGMENT, Header
 from aiocoll.transport.shared_memory import RegisteredMemory
 from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_of, can_read
-from aiocoll.transport.shm.ring import ADDRESS, VOID, RingWriter
+from aiocoll.transport.shm.ring import ADDRESS, PLACE, VOID, RingWriter
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
 __all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "Unread", "UnreadableError"]
@@ -220,9 +220,9 @@ class ReferenceReader:
             try:
                 self._read(segment, entry[ADDRESS] + moved, into)
             except OSError as error:
-                if not entry[VOID]:
+                if not entry[PLACE] & VOID:
                     raise _unreadable(error) from None
-            if entry[VOID]:
+            if entry[PLACE] & VOID:
                 link.sink.withdrawn(link, header)
                 break
             link.sink.deliver(link, piece, into if place is None else None)

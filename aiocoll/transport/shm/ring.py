@@ -4,11 +4,11 @@ An entry is one cache line:
 
      0  u64  stamp    number of the entry, counted from 1; written last
      8  u64  place    of the payload in the region, in bytes; or, with the top bit, of a payload that lies elsewhere: in
-                      the segment of the writer's that has this number, or with 0 in the memory of its process
-    16       header   of the frame, 32 bytes
-    48       payload, if it has at most 16 bytes; or
-    48  u64  address  of the payload, in the segment or in the process
-    56  u64  void     not 0: what is there may have changed
+                      the segment of the writer's that has this number, or with 0 in the memory of its process; the
+                      next bit is set if what is there may have changed
+    16       header   of the frame, 40 bytes
+    56       payload, if it has at most 8 bytes; or
+    56  u64  address  of the payload, in the segment or in the process
 
 Larger payloads lie in the data area, each in one piece, in the order of their entries; the reader tells how many
 entries it has taken, which frees them in that order. While the reader keeps up, the writer begins at the front of the
@@ -28,18 +28,18 @@ from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import ENTRIES, FIRST, LINE, Direction
 from aiocoll.transport.shm.region import SharedRegion, no_memory
 
-__all__ = ["ADDRESS", "ELSEWHERE", "ENTRY", "VOID", "RingWriter"]
+__all__ = ["ADDRESS", "ELSEWHERE", "ENTRY", "PLACE", "VOID", "RingWriter"]
 
-_INLINE = 48
+_INLINE = 56
 _INLINE_NBYTES = LINE - _INLINE
 #: Words of an entry, from its begin.
-ADDRESS, VOID = 6, 7
-#: The bit of a place that is not in the region.
-ELSEWHERE = 1 << 63
+PLACE, ADDRESS = 1, 7
+#: Bits of a place: it is not in the region; what is there may have changed.
+ELSEWHERE, VOID = 1 << 63, 1 << 62
 
 #: place, then the fields of the frame's header.
 ENTRY = struct.Struct("<Q" + HEADER.format.lstrip("<"))
-_pack = struct.Struct("<Q32s").pack_into
+_pack = struct.Struct("<Q40s").pack_into
 
 
 class RingWriter:
@@ -116,7 +116,7 @@ class RingWriter:
         number += 1
         _pack(self._memory, at + 8, ELSEWHERE | segment, header)
         word = at >> 3
-        words[word + ADDRESS], words[word + VOID] = address, 0
+        words[word + ADDRESS] = address
         if self._order is not None:
             self._order()
         words[word] = self._sent = number
@@ -125,7 +125,7 @@ class RingWriter:
     def void(self, number: int) -> None:
         """Tell the reader, if it has not taken that entry, that its payload may change from now on."""
         if self.taken < number:
-            self._words[(self._ring + (number - 1) % ENTRIES * LINE >> 3) + VOID] = 1
+            self._words[(self._ring + (number - 1) % ENTRIES * LINE >> 3) + PLACE] |= VOID
             self._full()
 
     @property

@@ -6,9 +6,10 @@ each direction. A slot is free again once the peer has read it; if the previous 
 slot is reserved by the first post that does not fit in its line.
 
     word 0  id of the operation; written last
-    word 1  tag: group and fingerprint; written after the bytes
-    word 2  how often the slot has been used, and in the upper bits the length, if that is told; written after the tag
-    words 3 to 7  the bytes, if they are few
+    word 1  id of the group; written after the fingerprint and the bytes
+    word 2  how often the slot has been used, and in the upper bits the length, if that is told; written after the group
+    word 3  fingerprint
+    words 4 to 7  the bytes, if they are few
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from aiocoll.transport.shm.region import SharedRegion
 
 __all__ = ["SlotReader", "SlotWriter"]
 
-_HEAD = 24
+_HEAD = 32
 #: Bits of word 2 that count how often the slot has been used.
 _TIMES = 40
 _USED = (1 << _TIMES) - 1
@@ -89,7 +90,9 @@ class SlotWriter(_SlotEnd):
         self._posted = [0] * SLOTS
         self._total = 0
 
-    def post(self, slot: int, identity: int, tag: int, array: NDArray[Any], length: int = 0) -> bool:
+    def post(
+        self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int = 0
+    ) -> bool:
         """Post a flat array that fits in the slot; False if the slot is not free, or the host has no memory for it."""
         words, times = self._words, self._posted[slot]
         if words[self._freed + slot] != times:
@@ -101,10 +104,11 @@ class SlotWriter(_SlotEnd):
             view = self.view(slot, array.dtype, len(array))
         line = self._lines[slot]
         view[:] = array
-        # Groups number their operations alike: the id may be there already, and then the tag alone tells.
+        words[line + 3] = fingerprint
+        # Groups number their operations alike: the id may be there already, and then the group alone tells.
         if self._order is not None:
             self._order()
-        words[line + 1] = tag
+        words[line + 1] = group
         if self._order is not None:
             self._order()
         self._posted[slot] = times = times + 1
@@ -153,17 +157,18 @@ class SlotReader(_SlotEnd):
         self._seen = posts
         return True
 
-    def look(self, slot: int, identity: int) -> int:
-        """Return the tag of what was posted for an operation in its slot; -1 if nothing was."""
-        line = self._lines[slot]
-        if self._words[line] != identity:
+    def look(self, slot: int, identity: int, group: int) -> int:
+        """Return the fingerprint of what was posted for an operation of a group in its slot; -1 if nothing was."""
+        words, line = self._words, self._lines[slot]
+        if words[line] != identity:
             return -1
         if self._order is not None:
             self._order()
-        tag = self._words[line + 1]
+        if words[line + 1] != group:
+            return -1
         if self._order is not None:
             self._order()
-        return tag
+        return words[line + 3]
 
     def is_unread(self, slot: int) -> bool:
         """Whether something was posted there that was not read: what `look` finds may have been read before."""
@@ -196,15 +201,16 @@ class SlotReader(_SlotEnd):
             self._order()
         self._words[self._freed + slot] += 1
 
-    def unread(self) -> list[tuple[int, int]]:
-        """Return id and tag of all that was posted for operations of groups that are not over, and not read yet."""
+    def unread(self) -> list[tuple[int, int, int]]:
+        """Return operation, group and fingerprint of all posts for groups that are not over that were not read yet."""
         words, lines = self._words, self._lines
         found = []
         for slot in range(SLOTS):
             if self.is_unread(slot):
                 self.reclaim(slot)
                 if self.is_unread(slot):
-                    found.append((words[lines[slot]], words[lines[slot] + 1]))
+                    line = lines[slot]
+                    found.append((words[line], words[line + 1], words[line + 3]))
         return found
 
     def purge(self, group: int) -> None:
@@ -216,9 +222,9 @@ class SlotReader(_SlotEnd):
     def reclaim(self, slot: int) -> None:
         """Give the slot back if what is there was posted for a group that is over; it may come after `purge`."""
         words, line = self._words, self._lines[slot]
-        # In this order: a post that is being made has its tag before it counts.
+        # In this order: a post that is being made has its group before it counts.
         unread = words[line + 2] & _USED > words[self._freed + slot]
         if self._order is not None:
             self._order()
-        if unread and words[line + 1] >> 32 in self._over:
+        if unread and words[line + 1] in self._over:
             self.free(slot)
