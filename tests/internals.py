@@ -107,6 +107,7 @@ LIMITS = {
     "run_drain": ("aiocoll.cli.supervise.DRAIN", "aiocoll.cli.rank.DRAIN"),
     "run_grace": ("aiocoll.cli.supervise.GRACE",),
     "run_release": ("aiocoll.cli.supervise.RELEASE",),
+    "run_stuck": ("aiocoll.cli.supervise.STUCK",),
     "run_settle": ("aiocoll.cli.supervise.SETTLE",),
     "testing_release": ("aiocoll.testing.team.RELEASE",),
     "tune_enough": ("aiocoll.cli.tune.ENOUGH",),

@@ -10,7 +10,7 @@ from aiocoll.numerals import parse_int
 __all__ = ["HelpFormatter", "add_command", "integer", "natural", "positive", "positives"]
 
 #: Exit codes that all subcommands have.
-_COMMON = {2: "the command line is wrong", 130: "interrupted by Ctrl-C"}
+_COMMON = {1: "output could not be written", 2: "the command line is wrong", 130: "interrupted by Ctrl-C"}
 #: Columns of an exit code.
 _WIDTH = 7
 

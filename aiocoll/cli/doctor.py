@@ -36,7 +36,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = add_command(
         commands,
         "doctor",
-        codes={0: "all is fine: a job would meet and run", 1: "something fails, or is slower than it could be"},
+        codes={
+            0: "all is fine: a job would meet and run",
+            1: "something fails or is slower than it could be, or output could not be written",
+        },
         help="check this host, and the ways to others, for problems and for causes of slowness",
         description="Check this host as a rank would see it, then let ranks meet. With --nnodes, started on each of so "
         "many hosts, dial each of the others as a rank would, too: all print who reaches whom, and why not. Each "

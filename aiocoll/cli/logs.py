@@ -7,55 +7,14 @@ the first start), with ``rank-R.out`` and ``rank-R.err`` for each rank that was 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 
-__all__ = ["LogFile", "Logs"]
+from aiocoll.cli.sink import Sink
 
-
-class LogFile:
-    """A file that gets what a rank writes, as it comes. If that fails, the job goes on without it.
-
-    Args:
-        path: of the file, which is created.
-        trouble: called once with what to tell the user if the file cannot be written.
-    """
-
-    def __init__(self, path: Path, trouble: Callable[[str], object]) -> None:
-        self._path = path
-        self._trouble = trouble
-        self._lock = threading.Lock()
-        self._fd = -1
-        try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        except OSError as error:
-            self._lost(error)
-
-    def write(self, data: bytes) -> None:
-        """Append `data`; nothing once the file is closed."""
-        with self._lock:
-            try:
-                while data and self._fd >= 0:
-                    data = data[os.write(self._fd, data) :]
-            except OSError as error:
-                self._close()
-                self._lost(error)
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _lost(self, error: OSError) -> None:
-        self._trouble(f"{self._path} cannot be written ({error.strerror}): it lacks what comes from now on")
+__all__ = ["Logs"]
 
 
 class Logs:
@@ -63,7 +22,11 @@ class Logs:
 
     Args:
         parent: where the folder is made; made itself if it is not there.
-        trouble: called with what to tell the user if a file cannot be written.
+        trouble: called, from any thread, with what to tell the user if a file cannot be written; the job goes on.
+
+    Attributes:
+        path: the folder.
+        complete: whether all files have all output.
 
     Raises:
         OSError: the folder cannot be made.
@@ -72,14 +35,31 @@ class Logs:
     def __init__(self, parent: str, trouble: Callable[[str], object]) -> None:
         os.makedirs(parent, mode=0o700, exist_ok=True)
         self.path = Path(mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=parent))
+        self.complete = True
         self._trouble = trouble
 
-    def open(self, restarts: int, rank: int) -> tuple[LogFile, LogFile]:
+    def open(self, restarts: int, rank: int) -> tuple[Sink, Sink]:
         """Return files for standard output and standard error of a rank that starts after so many restarts."""
         folder = self.path / f"restart-{restarts}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            self._trouble(f"{folder} cannot be made ({error.strerror})")
-        out, err = (LogFile(folder / f"rank-{rank}.{name}", self._trouble) for name in ("out", "err"))
+            self._report(f"{folder} cannot be made ({error.strerror})")
+        out, err = (self._open(folder / f"rank-{rank}.{name}") for name in ("out", "err"))
         return out, err
+
+    def _open(self, path: Path) -> Sink:
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            sink = Sink(-1, str(path), self._lost)
+            sink.fail(error)
+            return sink
+        return Sink(fd, str(path), self._lost, closefd=True)
+
+    def _lost(self, sink: Sink) -> None:
+        self._report(f"{sink.trouble}: it lacks what comes from now on")
+
+    def _report(self, trouble: str) -> None:
+        self.complete = False
+        self._trouble(trouble)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +11,7 @@ import numpy as np
 import aiocoll
 from aiocoll.cli import bench, doctor, run, trace
 from aiocoll.cli.arguments import HelpFormatter
+from aiocoll.cli.sink import CommandOutput, OutputLostError
 from aiocoll.cli.top import command as top
 from aiocoll.work import COMPILED
 
@@ -23,8 +22,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default that of this process.
 
     Returns:
-        The exit code.
+        The exit code; it is not 0 if output was lost.
     """
+    with CommandOutput() as output:
+        try:
+            code = _run(argv)
+        except SystemExit as end:  # argparse has printed something
+            raise SystemExit(output.exit_code(end.code) if isinstance(end.code, int) else end.code) from None
+        except KeyboardInterrupt:
+            code = 130
+        except OutputLostError:
+            code = 0
+        return output.exit_code(code)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="aiocoll",
         description="Collectives you can await.",
@@ -40,16 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     top.add_parser(commands)
     trace.add_parser(commands)
     args = parser.parse_args(argv)
-    try:
-        code: int = args.command(args)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # as in `aiocoll bench --json | head`: whoever reads has enough
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-        return 0
+    code: int = args.command(args)
     return code
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import select
 import threading
 import time
-from collections.abc import Callable
-from typing import IO
+from typing import IO, BinaryIO
 
-from aiocoll.cli.logs import LogFile
+from aiocoll.cli.sink import Sink
 
-__all__ = ["Output", "OutputRelay"]
+__all__ = ["OutputRelay"]
 
 #: Bytes of one read, and of the longest line that is kept whole; longer ones are cut, so that memory stays bounded.
 _CHUNK = 1 << 16
@@ -22,31 +20,8 @@ _BEGINNING = b"Traceback (most recent call last):"
 _QUIET = 0.2
 #: Limits of output held back for a traceback, in seconds and bytes: a rank that continues to write is not blocked.
 _LONGEST, _LARGEST = 1.0, 1 << 20
-
-
-class Output:
-    """Our standard output and error, written by many threads.
-
-    Args:
-        on_closed: called, from any thread, when the reader of our output has gone away.
-    """
-
-    def __init__(self, on_closed: Callable[[], object]) -> None:
-        self._lock = threading.Lock()
-        self._on_closed = on_closed
-
-    def write(self, sink: IO[str], lines: bytes) -> None:
-        """Write whole lines."""
-        try:
-            with self._lock:
-                sink.buffer.write(lines)  # type: ignore[attr-defined]
-                sink.flush()
-        except BrokenPipeError:
-            # Further output is dropped, and the flush at exit does not fail.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sink.fileno())
-            os.close(nowhere)
-            self._on_closed()
+#: Seconds that a pipe has to be empty to count as drained; bytes that it may still hold when its writers have ended.
+_EMPTY, _HELD = 0.1, (1 << 20) + _CHUNK
 
 
 class OutputRelay(threading.Thread):
@@ -55,23 +30,34 @@ class OutputRelay(threading.Thread):
     Args:
         prefix: written before every line.
         pipe: the output of a rank, unbuffered.
-        sink: receives the output.
-        output: writes it.
+        output: receives it in whole lines.
         log: gets a copy without prefixes, as it comes.
     """
 
-    def __init__(
-        self, prefix: bytes, pipe: IO[bytes], sink: IO[str], output: Output, log: LogFile | None = None
-    ) -> None:
+    def __init__(self, prefix: bytes, pipe: IO[bytes], output: BinaryIO, log: Sink | None = None) -> None:
         super().__init__(name=f"output {prefix.decode()}", daemon=True)
         self._prefix = prefix
         self._pipe = pipe
-        self._sink = sink
         self._output = output
         self._log = log
         self._lines: list[bytes] = []
         self._held_since: float | None = None
+        self._count = 0
+        #: Since when this thread waits in a read; None outside.
+        self._reading: float | None = None
         self.start()
+
+    def drain(self) -> None:
+        """Wait until what the pipe holds now has been passed on, however slowly the reader of our output reads.
+
+        A process that the rank has left behind may keep the pipe open, and write more: that is not waited for.
+        """
+        enough = self._count + _HELD
+        while self.is_alive() and self._count < enough:
+            since = self._reading
+            if since is not None and time.monotonic() - since > _EMPTY:
+                return
+            self.join(_EMPTY)
 
     def run(self) -> None:
         """Read and write."""
@@ -83,8 +69,12 @@ class OutputRelay(threading.Thread):
                 if self._held_since is not None and not poll.poll(_QUIET * 1000):
                     self._pass_on()
                     continue
-                if not (chunk := self._pipe.read(_CHUNK)):
+                self._reading = time.monotonic()
+                chunk = self._pipe.read(_CHUNK)
+                self._reading = None
+                if not chunk:
                     break
+                self._count += len(chunk)
                 if self._log is not None:
                     self._log.write(chunk)
                 *lines, rest = (rest + chunk).split(b"\n")
@@ -110,6 +100,7 @@ class OutputRelay(threading.Thread):
 
     def _pass_on(self) -> None:
         if self._lines:
-            self._output.write(self._sink, b"".join(self._prefix + line + b"\n" for line in self._lines))
+            self._output.write(b"".join(self._prefix + line + b"\n" for line in self._lines))
+            self._output.flush()
         self._lines = []
         self._held_since = None

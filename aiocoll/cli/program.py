@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aiocoll.cli.logs import Logs
-from aiocoll.cli.output import Output
 from aiocoll.cli.rank import Exit, RankProcess, Report, SaidElastic
 
 __all__ = ["Program", "Start"]
@@ -45,7 +44,7 @@ class Program:
     key: bytes = field(repr=False)
     logs: Logs | None = None
 
-    def start(self, start: Start, output: Output, tell: Callable[[Report | SaidElastic | Exit], object]) -> RankProcess:
-        """Start a rank; its output goes to `output`, and news of it to `tell`."""
+    def start(self, start: Start, tell: Callable[[Report | SaidElastic | Exit], object]) -> RankProcess:
+        """Start a rank; its output goes to that of this process, and news of it to `tell`."""
         logs = self.logs.open(start.restarts, start.rank) if self.logs is not None else None
-        return RankProcess(start.rank, self.command, self.environment(start), self.key, output, logs, tell)
+        return RankProcess(start.rank, self.command, self.environment(start), self.key, logs, tell)

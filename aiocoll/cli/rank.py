@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from aiocoll.cli.logs import LogFile
-from aiocoll.cli.output import Output, OutputRelay
+from aiocoll.cli.output import OutputRelay
+from aiocoll.cli.sink import Sink
 
 __all__ = ["DRAIN", "Exit", "RankProcess", "Report", "SaidElastic"]
 
@@ -62,7 +62,6 @@ class RankProcess:
         command: what follows the name of the Python interpreter.
         environment: all of its environment but the number of the key's pipe.
         key: the content of that pipe.
-        output: receives its output.
         logs: get a copy of its standard output and error, if there are any.
         tell: called, from another thread, with what it reports, then its exit.
 
@@ -76,8 +75,7 @@ class RankProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         key: bytes,
-        output: Output,
-        logs: tuple[LogFile, LogFile] | None,
+        logs: tuple[Sink, Sink] | None,
         tell: Callable[[Report | SaidElastic | Exit], object],
     ) -> None:
         self.rank = rank
@@ -107,8 +105,8 @@ class RankProcess:
         prefix = b"[%d] " % rank
         out, err = logs or (None, None)
         self._relays = [
-            OutputRelay(prefix, self._process.stdout, sys.stdout, output, out),
-            OutputRelay(prefix, self._process.stderr, sys.stderr, output, err),
+            OutputRelay(prefix, self._process.stdout, sys.stdout.buffer, out),
+            OutputRelay(prefix, self._process.stderr, sys.stderr.buffer, err),
         ]
         self._listeners = [
             threading.Thread(target=self._wait, args=(theirs,), name=f"rank-{rank}-end", daemon=True),
@@ -146,7 +144,7 @@ class RankProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def drain(self, deadline: float) -> None:
-        """Wait for its end and all of its output; processes that keep the output open after `deadline` are killed."""
+        """Wait for its end and all of its output; processes that keep the pipes open after `deadline` are killed."""
         self._process.wait()
         for listener in self._listeners:
             listener.join()
@@ -155,7 +153,7 @@ class RankProcess:
         if any(relay.is_alive() for relay in self._relays):
             self.kill_children()
             for relay in self._relays:
-                relay.join(0.1)  # a daemon that left the process group may keep the pipe open for ever
+                relay.drain()
         for log in self._logs or ():
             log.close()
 

@@ -29,6 +29,7 @@ from aiocoll.cli.logs import Logs
 from aiocoll.cli.program import Program, Start
 from aiocoll.cli.restarts import Alone
 from aiocoll.cli.supervise import supervise
+from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.top.jobs import job_folder
 from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
@@ -49,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             0: "all ranks have ended with 0",
             "N": "that of the rank that failed first by itself; 1, if it has raised an exception",
             "128+N": "that rank, or the launcher, was ended by signal N",
-            1: "nothing could be started, or only other hosts know the rank that failed",
+            1: "nothing could be started, only other hosts know the rank that failed, or output could not be written",
             2: "the command line is wrong",
         },
         help="start the ranks of a program",
@@ -124,8 +125,10 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if hosts.nnodes > 1 and args.max_restarts:
             same = f"--nproc-list {','.join(map(str, nprocs))} --max-restarts {args.max_restarts}"
             reach = partial(reach_store, hosts, options, (host, port))
-            return supervise(program, HostsLink(hosts, same, args.max_restarts, reach, server))
-        return supervise(program, Alone(args.max_restarts, server))
+            code = supervise(program, HostsLink(hosts, same, args.max_restarts, reach, server))
+        else:
+            code = supervise(program, Alone(args.max_restarts, server))
+        return code or int(logs is not None and not logs.complete)
 
 
 def _nprocs(args: argparse.Namespace) -> tuple[int, ...]:
@@ -152,7 +155,7 @@ def _command(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _say(trouble: str) -> None:
-    print(f"aiocoll run: {trouble}", file=sys.stderr)
+    write_stderr([f"aiocoll run: {trouble}"])
 
 
 def _logs(parent: str | None) -> Logs | None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import queue
 import signal
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from aiocoll.cli.output import Output
 from aiocoll.cli.program import Program, Start
 from aiocoll.cli.rank import DRAIN, Exit, RankProcess, Report, SaidElastic
 from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Restarts, Verdict
 from aiocoll.cli.signals import signals_to
+from aiocoll.cli.sink import Sink, limit_waits, on_loss
+from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.verdict import RankOutcome, culprit, headline, replaced, tracebacks, words
 
 __all__ = ["GRACE", "RELEASE", "supervise"]
@@ -34,6 +35,8 @@ GRACE = 3.0
 #: Seconds from the loss of a rank to a newcomer in its place: whether others are lost as well. If all are, they start
 #: anew together, which is one restart.
 SETTLE = 0.3
+#: Seconds that a reader of our output may read nothing once SIGTERM has come, before the rest is dropped.
+STUCK = 1.0
 
 
 _Event = Report | SaidElastic | Exit | News | signal.Signals
@@ -54,45 +57,59 @@ def supervise(program: Program, restarts: Restarts) -> int:
         restarts: says when they start, for the first time and anew.
 
     Returns:
-        0 when every rank ended with 0, else the code of the rank to blame, or 128 + n for signal n.
+        0 when every rank ended with 0, else the code of the rank to blame, or 128 + n for signal n. It is also that of
+        SIGPIPE when the reader of the output has gone.
     """
     events = _Events()
-    output = Output(on_closed=lambda: events.put(signal.SIGPIPE))
-    with signals_to(events.put), closing(restarts):
+    readers_gone: list[Sink] = []
+
+    def lost(sink: Sink) -> None:
+        if sink.has_no_reader:
+            readers_gone.append(sink)
+            events.put(signal.SIGPIPE)
+        else:
+            write_stderr([f"aiocoll run: {sink.trouble}: further output is lost, and the job goes on"])
+
+    on_loss(lost)
+    with signals_to(partial(_signal, events)), closing(restarts):
         restarts.begin(events.put)
-        ending = _await_start(events, output)
+        ending = _await_start(events)
         while (number := ending.verdict.restarts) is not None:
-            ending = _Attempt(program, number, restarts, events, output).run()
-            _say(output, ending.lines)
+            ending = _Attempt(program, number, restarts, events).run()
+            write_stderr(ending.lines)
     if not ending.lines and ending.verdict.why:
-        _say(output, [f"aiocoll run: {ending.verdict.why}"])
+        write_stderr([f"aiocoll run: {ending.verdict.why}"])
+    if readers_gone and ending.code == 0:  # found only in the last output of the ranks
+        return 128 + signal.SIGPIPE
     return ending.code
 
 
-def _await_start(events: _Events, output: Output) -> _Ending:
+def _await_start(events: _Events) -> _Ending:
     while True:
         event = events.get()
         if isinstance(event, Notice):
-            _say(output, [f"aiocoll run: {event.text}"])
+            write_stderr([f"aiocoll run: {event.text}"])
         if isinstance(event, Verdict):
             return _Ending(1, [], event)
         if isinstance(event, signal.Signals) and event != signal.SIGUSR2:
             return _Ending(128 + event, [], Verdict(None, f"stopped by {event.name}"))
 
 
-def _say(output: Output, lines: Iterable[str]) -> None:
-    output.write(sys.stderr, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
+def _signal(events: _Events, number: signal.Signals) -> None:
+    """Pass on a signal, from the thread that receives it; the main thread may be waiting for the reader of an error."""
+    if number in (signal.SIGTERM, signal.SIGHUP):
+        limit_waits(STUCK)
+    events.put(number)
 
 
 class _Attempt:
     """The ranks from the time when all start to the time when all have ended, and the deadlines for ending them."""
 
-    def __init__(self, program: Program, number: int, restarts: Restarts, events: _Events, output: Output) -> None:
+    def __init__(self, program: Program, number: int, restarts: Restarts, events: _Events) -> None:
         self._program = program
         self._number = number
         self._restarts = restarts
         self._events = events
-        self._output = output
         self._processes: list[RankProcess] = []
         self._running: dict[int, RankProcess] = {}
         self._outcomes = {rank: RankOutcome(rank) for rank in program.ranks}
@@ -137,7 +154,7 @@ class _Attempt:
         return ending
 
     def _start(self, start: Start) -> None:
-        process = self._program.start(start, self._output, self._events.put)
+        process = self._program.start(start, self._events.put)
         self._processes.append(process)
         self._running[start.rank] = process
 
@@ -164,7 +181,7 @@ class _Attempt:
         elif isinstance(event, Granted):
             self._replace(event)
         elif isinstance(event, Notice):
-            _say(self._output, [f"aiocoll run: {event.text}"])
+            write_stderr([f"aiocoll run: {event.text}"])
         elif isinstance(event, Elsewhere):
             self._elsewhere = {host: state for host, state in event.states.items() if state.restarts == self._number}
             if any(state.phase in (Phase.FAILS, Phase.FAILED) for state in self._elsewhere.values()):
@@ -268,7 +285,7 @@ class _Attempt:
             late = {rank: self._outcomes[rank] for rank in self._running.keys() - self._unreported()}
             if late:
                 ranks = ", ".join(map(str, sorted(late)))
-                _say(self._output, [f"aiocoll run: failed, but not at an end yet: rank {ranks}", *tracebacks(late)])
+                write_stderr([f"aiocoll run: failed, but not at an end yet: rank {ranks}", *tracebacks(late)])
 
     def _stop(self) -> None:
         """Tell all ranks to end that are not ending already."""
@@ -325,7 +342,7 @@ class _Attempt:
             self._end = min(self._end, time.monotonic() + RELEASE + GRACE)
             self._fail()
             return
-        _say(self._output, replaced(self._outcomes[rank], f"restart {number} of {self._restarts.allowed}"))
+        write_stderr(replaced(self._outcomes[rank], f"restart {number} of {self._restarts.allowed}"))
         self._outcomes[rank] = RankOutcome(rank)
         self._start(Start(rank, number, joins=True))
 
@@ -343,9 +360,7 @@ class _Attempt:
             self._fail()  # all have been lost at once
             return
         ranks = ", ".join(map(str, sorted(self._running)))
-        _say(
-            self._output, [f"aiocoll run: the others have ended well: rank {ranks} cannot join them any more, stopped"]
-        )
+        write_stderr([f"aiocoll run: the others have ended well: rank {ranks} cannot join them any more, stopped"])
         self._dismissed |= self._running.keys()
         self._end = time.monotonic() + RELEASE + GRACE
         self._stop()
@@ -370,9 +385,9 @@ class _Attempt:
         """Request dumps from the ranks; a process that the signal would end does not get it."""
         for rank, process in sorted(self._running.items()):
             asked = "asked for a dump" if process.ask(signal.SIGUSR2) else "has no handler for SIGUSR2 now, not asked"
-            _say(self._output, [f"aiocoll run: rank {rank}, process {process.pid}: {asked}"])
+            write_stderr([f"aiocoll run: rank {rank}, process {process.pid}: {asked}"])
         for rank in sorted(self._outcomes.keys() - self._running.keys()):
-            _say(self._output, [f"aiocoll run: rank {rank}: its process has ended"])
+            write_stderr([f"aiocoll run: rank {rank}: its process has ended"])
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._running.values():

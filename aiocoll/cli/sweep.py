@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from aiocoll.cli.calls import call_of, combine_of
 from aiocoll.cli.measure import Effort, Figures, Timing, measure, times_of
+from aiocoll.cli.sink import CommandOutput, OutputLostError
 from aiocoll.cli.terminal import Progress, styled
 from aiocoll.cli.workload import Case, Workload
 from aiocoll.group.process_group import ProcessGroup
@@ -32,25 +33,29 @@ def row(case: Case, world_size: int, timing: Timing) -> str:
 
 
 async def sweep(pg: ProcessGroup, cases: Sequence[Case], effort: Effort, table: bool) -> list[Timing]:
-    """Measure `cases` in order; called with the same arguments on every rank, with the same result."""
+    """Measure `cases` in order; called with the same arguments on every rank, with the same result.
+
+    Raises:
+        OSError: rank 0 cannot print the table.
+    """
     rank, world_size = pg.rank(), pg.size()
     found = []
-    with Progress() as progress:
+    with CommandOutput() if rank == 0 else nullcontext() as output, Progress() as progress:
         for number, case in enumerate(cases, 1):
             if rank == 0:
                 progress.show(f"{number} of {len(cases)}: {case.nbytes} B")
             load = Workload(case, rank, world_size)
             found.append(await measure(load, times_of(call_of(pg, load)), combine_of(pg), effort))
-            if rank == 0 and table:
+            if output is not None and table:
                 progress.clear()
-                _print(row(case, world_size, found[-1]))
+                _print(row(case, world_size, found[-1]), output)
     return found
 
 
-def _print(line: str) -> None:
+def _print(line: str, output: CommandOutput) -> None:
     try:
         print(line, flush=True)
-    except BrokenPipeError:  # as in `aiocoll bench | head`: go on, since the other ranks wait for this one
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    except OutputLostError as lost:
+        if not output.has_no_reader:
+            raise OSError(str(lost)) from None
+        # As in `aiocoll bench | head`: continue, since the other ranks wait for this one.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Literal, Self, TextIO
 
-__all__ = ["Progress", "Style", "coloured", "complain", "styled"]
+__all__ = ["Progress", "Style", "coloured", "complain", "styled", "write_stderr"]
 
 Style = Literal["heading", "good", "bad", "hint"]
 
@@ -38,7 +38,13 @@ def styled(text: str, style: Style, stream: TextIO) -> str:
 
 def complain(command: str, error: object) -> None:
     """Print why a subcommand fails."""
-    print(f"{styled(f'aiocoll {command}:', 'bad', sys.stderr)} {error}", file=sys.stderr)
+    write_stderr([f"{styled(f'aiocoll {command}:', 'bad', sys.stderr)} {error}"])
+
+
+def write_stderr(lines: Iterable[str]) -> None:
+    """Write lines to standard error at once, so that lines from several threads stay whole."""
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stderr.flush()
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "trace",
         codes={
             0: "nothing is wrong",
-            1: "something is: a failure, a divergence, a rank without a dump",
+            1: "something is: a failure, a divergence, a rank without a dump; or output could not be written",
             2: "a file cannot be used, or the command line is wrong",
         },
         help="find in the dumps of ranks which collective diverged first and which ranks are missing",

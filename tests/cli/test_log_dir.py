@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aiocoll.cli import main
-from aiocoll.cli.logs import LogFile
+from aiocoll.cli.logs import Logs
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Launch
@@ -110,21 +110,33 @@ def test_a_folder_that_cannot_be_made_is_explained(
     )
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="writes to /dev/full")
-def test_a_full_disk_ends_the_file_and_not_the_job() -> None:
-    said: list[str] = []
-    log = LogFile(Path("/dev/full"), said.append)
-    log.write(b"1")
-    log.write(b"2")
-    assert said == ["/dev/full cannot be written (No space left on device): it lacks what comes from now on"]
-    log.close()
+def test_a_file_that_cannot_be_written_does_not_end_the_job(launch: Launch, tmp_path: Path) -> None:
+    """The launcher may write 1 KiB to a file here. Its standard output is a pipe and has no limit."""
+    script = "for _ in range(200): print('x' * 99)"
+    limited = ["bash", "-c", 'ulimit -f 1; exec "$0" "$@"']
+    done = launch("-n", 2, "--log-dir", tmp_path / "logs", script=script, before=limited).finish()
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{rank}] {'x' * 99}" for rank in range(2) for _ in range(200))
+    (job,) = (tmp_path / "logs").iterdir()
+    first, *errors = done.stderr.splitlines()
+    assert first == f"aiocoll run: output of the ranks is kept in {job}"
+    trouble = "cannot be written (File too large): it lacks what comes from now on"
+    assert sorted(errors) == [f"aiocoll run: {job}/restart-0/rank-{rank}.out {trouble}" for rank in range(2)]
+    assert [(job / "restart-0" / f"rank-{rank}.out").stat().st_size for rank in range(2)] == [1024, 1024]
 
 
-def test_a_file_that_cannot_be_made_is_told_of(tmp_path: Path) -> None:
-    said: list[str] = []
-    log = LogFile(tmp_path / "absent" / "file", said.append)
-    log.write(b"1")
-    log.close()
-    assert said == [
-        f"{tmp_path / 'absent' / 'file'} cannot be written (No such file or directory): it lacks what comes from now on"
+def test_a_file_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+    reported: list[str] = []
+    logs = Logs(str(tmp_path), reported.append)
+    assert logs.complete
+    (logs.path / "restart-0").write_text("not a folder")
+    out, err = logs.open(0, 3)
+    out.write(b"1")
+    assert not logs.complete
+    trouble = "cannot be written (Not a directory): it lacks what comes from now on"
+    assert reported == [
+        f"{logs.path}/restart-0 cannot be made (File exists)",
+        *(f"{logs.path}/restart-0/rank-3.{stream} {trouble}" for stream in ("out", "err")),
     ]
+    out.close()
+    err.close()

@@ -49,7 +49,9 @@ class Puts:
 def puts(monkeypatch: pytest.MonkeyPatch) -> Puts:
     counts = Puts()
 
-    def counted_put(put: Any, lane: ChunkQueueWriter, identity: int, group: int, fingerprint: int, piece: memoryview) -> bool:
+    def counted_put(
+        put: Any, lane: ChunkQueueWriter, identity: int, group: int, fingerprint: int, piece: memoryview
+    ) -> bool:
         done: bool = put(lane, identity, group, fingerprint, piece)
         counts.nbytes += piece.nbytes * done
         counts.lanes.add(id(lane))

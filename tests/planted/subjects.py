@@ -148,6 +148,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("group/test_garbage.py",), ("gpu/test_garbage.py",)),
         ),
         "signals": Subject(("signals_to",), (("cli/test_signals.py",),)),
+        "output": Subject(("Sink.write", "OutputRelay.drain"), (("cli/test_output.py", "-k", "not slow"),)),
         "redis store": Subject(
             (
                 "RedisStore._wait",
@@ -226,6 +227,7 @@ BY_HAND = (
     "what is kept",
     "signals",
     "wrong reports",
+    "output",
 )
 
 

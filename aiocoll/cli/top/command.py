@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from aiocoll.cli.arguments import add_command
+from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.top import words
 from aiocoll.cli.top.jobs import Job, jobs
 from aiocoll.cli.top.model import GroupView, Model
@@ -90,17 +91,15 @@ def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         title, folder = _find(args.job)
         watch = Watch(folder)
     except _NoJob as error:
-        print(f"aiocoll top: {error}", file=sys.stderr)
+        write_stderr([f"aiocoll top: {error}"])
         return 2
     except (AiocollError, OSError) as error:
-        print(f"aiocoll top: {args.job or 'the folder of the job'}: {error}", file=sys.stderr)
+        write_stderr([f"aiocoll top: {args.job or 'the folder of the job'}: {error}"])
         return 2
     try:
         return _show(args, title, watch)
-    except BrokenPipeError:
-        raise  # as in `aiocoll top --json | head`
     except (AiocollError, OSError) as error:
-        print(f"aiocoll top: {error}", file=sys.stderr)
+        write_stderr([f"aiocoll top: {error}"])
         return 2
     except KeyboardInterrupt:
         return 130 if args.once else 0
@@ -117,7 +116,7 @@ def _show(args: argparse.Namespace, title: str, watch: Watch) -> int:
         serve(title, watch.news, lambda address: print(address, flush=True))
         return 0
     if not sys.stdout.isatty():
-        print("aiocoll top: this is no terminal: --once shows it as text, --json as data", file=sys.stderr)
+        write_stderr(["aiocoll top: this is no terminal: --once shows it as text, --json as data"])
         return 2
     from aiocoll.cli.top import terminal
 

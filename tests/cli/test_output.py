@@ -1,0 +1,539 @@
+"""Output of the command line: complete on every kind of descriptor, or the exit code and standard error report it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import io
+import os
+import re
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from aiocoll.cli.checks import CheckResult
+from aiocoll.cli.main import main
+from aiocoll.cli.measure import Effort, Timing
+from aiocoll.cli.output import OutputRelay
+from aiocoll.cli.sink import CommandOutput, OutputLostError, Sink, limit_waits, on_loss
+from aiocoll.cli.sweep import sweep
+from aiocoll.cli.workload import Case
+from aiocoll.testing import run_ranks
+
+from ..internals import replaced
+
+ROOT = Path(__file__).parents[2]
+FULL = Path("/dev/full")
+#: Seconds after which a command has hung.
+LIMIT = 60
+SILENT = "import os; open(f'{os.environ[\"FOLDER\"]}/{os.environ[\"RANK\"]}', 'w')"
+#: Writes more than a pipe holds, then proves by a file that the rank has reached its end.
+CHATTY = f"for i in range(2000): print('x' * 99)\n{SILENT}"
+BOTH = "import sys\nfor i in range(2000): print('x' * 99, file=sys.stderr), print('out')"
+
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="writes to /dev/full")
+
+
+class Ended:
+    """A command that has ended."""
+
+    def __init__(self, code: int, stderr: str) -> None:
+        self.code = code
+        self.stderr = stderr
+
+
+@contextmanager
+def slowly(made: Callable[[], tuple[int, int]]) -> Iterator[tuple[int, list[bytes]]]:
+    """Return a descriptor that does not block and holds little, and what its reader has received at the end."""
+    reading, writing = made()
+    os.set_blocking(writing, False)
+    received: list[bytes] = []
+
+    def read() -> None:
+        while chunk := os.read(reading, 1000):
+            received.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield writing, received
+    finally:
+        os.close(writing)
+        reader.join()
+        os.close(reading)
+
+
+def small_pipe() -> tuple[int, int]:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    return reading, writing
+
+
+def small_socket() -> tuple[int, int]:
+    """Node gives its children sockets in place of pipes."""
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return ours.detach(), theirs.detach()
+
+
+# -- sinks
+
+
+@pytest.mark.parametrize("made", [small_pipe, small_socket])
+def test_blocks_of_threads_arrive_whole_where_writes_do_not_block(made: Callable[[], tuple[int, int]]) -> None:
+    blocks = [bytes([65 + each]) * 20_000 + b"\n" for each in range(8)]
+    with slowly(made) as (fd, received):
+        sink = Sink(fd, "it", lambda _: None)
+        threads = [threading.Thread(target=sink.write, args=(block,)) for block in blocks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (sink.error, sink.lost) == (None, 0)
+    assert sorted(b"".join(received).splitlines(keepends=True)) == blocks
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EPIPE, errno.ECONNRESET])
+@pytest.mark.parametrize("taken", [0, 1, 7])
+def test_an_error_is_reported_once_and_every_later_byte_is_counted(
+    number: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of bytes the file has taken before."""
+    written = []
+
+    def write(fd: int, data: memoryview) -> int:
+        if len(written) == taken:
+            raise OSError(number, os.strerror(number))
+        written.append(bytes(data[:1]))
+        return 1
+
+    monkeypatch.setattr(os, "write", write)
+    reported: list[Sink] = []
+    sink = Sink(9, "it", reported.append)
+    assert sink.write(b"0123456789") == 10
+    assert sink.write(b"abc") == 3
+    assert (b"".join(written), sink.lost) == (b"0123456789"[:taken], 13 - taken)
+    assert reported == [sink]
+    assert sink.has_no_reader is (number in (errno.EPIPE, errno.ECONNRESET))
+    assert sink.trouble == f"it cannot be written ({os.strerror(number)})"
+
+
+def test_a_write_that_is_refused_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, written = [True, False, True, True, False], []
+    reading, writing = os.pipe()
+
+    def write(fd: int, data: memoryview) -> int:
+        if refused.pop(0):
+            raise BlockingIOError(errno.EAGAIN, "")
+        written.append(bytes(data[:2]))
+        return 2
+
+    try:
+        sink = Sink(writing, "it", lambda _: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write)
+            sink.write(b"0123")
+        assert (written, sink.lost, sink.error) == ([b"01", b"23"], 0, None)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_closed_sink_drops_bytes_without_a_report(tmp_path: Path) -> None:
+    reported: list[Sink] = []
+    fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    sink = Sink(fd, "it", reported.append, closefd=True)
+    sink.write(b"1")
+    sink.close()
+    sink.close()
+    sink.write(b"2")
+    assert ((tmp_path / "log").read_bytes(), sink.lost, reported) == (b"1", 1, [])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+# -- the streams of a command
+
+
+def streams(monkeypatch: pytest.MonkeyPatch, stdout: int | None, stderr: int | None) -> None:
+    for name, fd in (("stdout", stdout), ("stderr", stderr)):
+        stream = None if fd is None else open(fd, "w", closefd=False)  # noqa: SIM115 - it does not own the descriptor
+        monkeypatch.setattr(sys, name, stream)
+
+
+@needs_full
+def test_a_command_whose_output_is_lost_is_interrupted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    errors = os.open(tmp_path / "errors", os.O_WRONLY | os.O_CREAT)
+    full = os.open(FULL, os.O_WRONLY)
+    try:
+        streams(monkeypatch, full, errors)
+        with CommandOutput() as output:
+            with pytest.raises(OutputLostError, match="No space left on device"):
+                print("1234", flush=True)
+            print("56", flush=True)
+            assert output.exit_code(0) == 1
+            assert output.exit_code(7) == 7
+    finally:
+        os.close(full)
+        os.close(errors)
+    line = "aiocoll: standard output cannot be written (No space left on device): 8 bytes lost\n"
+    assert (tmp_path / "errors").read_text() == line * 2
+
+
+def test_a_stream_that_is_closed_fails_only_when_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    streams(monkeypatch, None, None)
+    with CommandOutput() as output:
+        assert output.exit_code(0) == 0
+        print("diagnosis", file=sys.stderr)  # does not go to standard output, as it would in Python
+        assert output.exit_code(0) == 1
+        assert output.exit_code(3) == 3
+    assert (sys.stdout, sys.stderr) == (None, None)
+    with CommandOutput() as output:
+        with pytest.raises(OutputLostError, match="it is closed"):
+            print("result", flush=True)
+        assert output.exit_code(0) == 1
+
+
+def test_streams_without_descriptor_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with CommandOutput() as output:
+        assert (sys.stdout, sys.stderr) == (out, err)
+        on_loss(lambda _: None)
+        assert output.exit_code(0) == 0
+
+
+@needs_full
+async def test_a_benchmark_stops_if_its_table_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is rank 0 that prints the table."""
+    full = os.open(FULL, os.O_WRONLY)
+    try:
+        streams(monkeypatch, full, None)
+        cases = [Case("allreduce", 4), Case("allreduce", 8)]
+        with pytest.raises(OSError, match=r"standard output cannot be written \(No space left on device\)"):
+            await run_ranks(1, sweep, cases, Effort(seconds=0.0, least=1, most=1), True)
+    finally:
+        os.close(full)
+
+
+async def test_a_benchmark_without_reader_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        streams(monkeypatch, writing, None)
+        cases = [Case("allreduce", 4), Case("allreduce", 8)]
+        async with asyncio.timeout(LIMIT):
+            found = await run_ranks(2, sweep, cases, Effort(seconds=0.0, least=1, most=1), True)
+        assert [len(each) for each in found] == [2, 2]
+    finally:
+        os.close(writing)
+
+
+# -- commands, in this process
+
+COMMANDS = [
+    ["--version"],
+    ["run", "--help"],
+    ["bench", "--max", "64"],
+    ["bench", "--max", "64", "--json"],
+    ["doctor"],
+    ["doctor", "--json"],
+]
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ended]:
+    """Return a function that runs a command on descriptors; None is a closed one. Measurements and checks are fakes."""
+
+    async def measured(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
+        print("\n".join(["a row"] * 1000))  # as rank 0 does, in more bytes than a pipe holds here
+        return [[Timing([1000], 0.0, 0)] * 3] * ranks
+
+    found = [CheckResult("host", f"check {number}", "fine") for number in range(1000)]
+    replaced(monkeypatch, bench_processes=measured, doctor_look=lambda *_: found)
+    replaced(monkeypatch, doctor_meeting=lambda ranks: ([], CheckResult("ranks", "meeting", "2 met")))
+    errors = tmp_path / "errors"
+
+    def call(argv: list[str], stdout: int | None, *, stderr: int | None = -1) -> Ended:
+        with errors.open("wb") as file:
+            streams(monkeypatch, stdout, file.fileno() if stderr == -1 else stderr)
+            try:
+                code = main(argv)
+            except SystemExit as end:
+                code = int(end.code or 0)
+        return Ended(code, errors.read_text())
+
+    return call
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_a_command_with_closed_output_reports_it(argv: list[str], invoke: Callable[..., Ended]) -> None:
+    done = invoke(argv, None)
+    assert done.code == 1
+    assert re.fullmatch(r"aiocoll: standard output cannot be written \(it is closed\): \d+ bytes lost\n", done.stderr)
+
+
+@needs_full
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_a_command_on_a_full_disk_reports_it(argv: list[str], invoke: Callable[..., Ended]) -> None:
+    with FULL.open("wb") as full:
+        done = invoke(argv, full.fileno())
+    assert done.code == 1
+    lost = r"aiocoll: standard output cannot be written \(No space left on device\): \d+ bytes lost\n"
+    assert re.fullmatch(lost, done.stderr)
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_a_command_whose_reader_is_gone_ends_quietly(argv: list[str], invoke: Callable[..., Ended]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = invoke(argv, writing)
+    finally:
+        os.close(writing)
+    assert (done.code, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("made", [small_pipe, small_socket])
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_a_command_writes_everything_where_writes_do_not_block(
+    argv: list[str], made: Callable[[], tuple[int, int]], invoke: Callable[..., Ended], tmp_path: Path
+) -> None:
+    with (tmp_path / "plain").open("wb") as plain:
+        expected = invoke(argv, plain.fileno())
+    with slowly(made) as (fd, received):
+        done = invoke(argv, fd)
+    assert (done.code, done.stderr) == (expected.code, expected.stderr) == (0, "")
+    assert b"".join(received) == (tmp_path / "plain").read_bytes()
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_a_command_with_closed_errors_still_prints_its_output(
+    argv: list[str], invoke: Callable[..., Ended], tmp_path: Path
+) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        assert invoke(argv, out.fileno(), stderr=None).code == 0
+    assert (tmp_path / "out").stat().st_size > 50
+
+
+@needs_full
+@pytest.mark.parametrize("argv", [["bench", "--min", "x"], ["trace", "absent"], ["top", "absent"]], ids=" ".join)
+def test_a_wrong_command_line_ends_with_2_wherever_its_errors_go(argv: list[str], invoke: Callable[..., Ended]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        with FULL.open("wb") as full:
+            for stderr in (None, full.fileno(), writing):
+                assert invoke(argv, None, stderr=stderr).code == 2
+    finally:
+        os.close(writing)
+
+
+# -- the launcher
+
+
+def launcher(folder: Path, program: str, redirect: str, *, ranks: int = 2, stdout: int | IO[bytes] = -1) -> Ended:
+    """Run a program whose descriptors a shell redirects, as in ``>&-``."""
+    script = folder / "script.py"
+    script.write_text(program)
+    argv = [sys.executable, "-m", "aiocoll", "run", "-n", str(ranks), str(script)]
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$0" "$@" {redirect}', *argv],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), "PYTHONASYNCIODEBUG": ""},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    return Ended(done.returncode, done.stderr)
+
+
+def finished(folder: Path) -> list[str]:
+    """Return the ranks that have reached their end."""
+    return sorted(each.name for each in folder.iterdir() if each.name.isdigit())
+
+
+@pytest.mark.parametrize("redirect", [pytest.param(">&-", marks=pytest.mark.slow), "<&- >&- 2>&-"])
+def test_ranks_that_print_nothing_do_not_notice_closed_output(redirect: str, tmp_path: Path) -> None:
+    done = launcher(tmp_path, SILENT, redirect)
+    assert (done.code, done.stderr, finished(tmp_path)) == (0, "", ["0", "1"])
+
+
+@pytest.mark.parametrize(
+    ("redirect", "reason", "ranks"),
+    [
+        (">&-", "it is closed", 1),
+        pytest.param(">&-", "it is closed", 3, marks=pytest.mark.slow),
+        pytest.param(">/dev/full", "No space left on device", 2, marks=needs_full),
+    ],
+)
+def test_ranks_end_well_though_their_output_is_lost(redirect: str, reason: str, ranks: int, tmp_path: Path) -> None:
+    done = launcher(tmp_path, CHATTY, redirect, ranks=ranks)
+    assert finished(tmp_path) == [str(rank) for rank in range(ranks)]
+    assert done.code == 1
+    trouble = f"standard output cannot be written ({reason})"
+    assert done.stderr.splitlines() == [
+        f"aiocoll run: {trouble}: further output is lost, and the job goes on",
+        f"aiocoll: {trouble}: {ranks * 2000 * len('[0] ' + 'x' * 99 + chr(10))} bytes lost",
+    ]
+
+
+@needs_full
+@pytest.mark.parametrize("redirect", [pytest.param("2>&-", marks=pytest.mark.slow), "2>/dev/full"])
+def test_errors_of_ranks_that_are_lost_change_the_exit_code(redirect: str, tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        assert launcher(tmp_path, f"{BOTH}\n{SILENT}", redirect, stdout=out).code == 1
+    assert finished(tmp_path) == ["0", "1"]
+    assert sorted((tmp_path / "out").read_text().splitlines()) == ["[0] out"] * 2000 + ["[1] out"] * 2000
+
+
+@needs_full
+def test_the_code_of_a_rank_comes_before_that_of_lost_output(tmp_path: Path) -> None:
+    done = launcher(tmp_path, "import sys; print('x'); sys.exit(7)", ">/dev/full", ranks=1)
+    assert done.code == 7
+    assert "standard output cannot be written (No space left on device)" in done.stderr
+
+
+@pytest.mark.parametrize("made", [small_pipe, pytest.param(small_socket, marks=pytest.mark.slow)])
+def test_all_lines_arrive_where_writes_do_not_block(made: Callable[[], tuple[int, int]], tmp_path: Path) -> None:
+    """Standard output and error are one pipe here, and their lines stay whole."""
+    with slowly(made) as (fd, received):
+        done = launcher(tmp_path, f"{BOTH}\n{SILENT}", "2>&1", stdout=fd)
+    assert (done.code, done.stderr, finished(tmp_path)) == (0, "", ["0", "1"])
+    lines = [f"[{rank}] {text}" for rank in range(2) for text in ("out", "x" * 99) for _ in range(2000)]
+    assert sorted(b"".join(received).decode().splitlines()) == sorted(lines)
+
+
+def test_a_reader_that_leaves_before_the_last_line_is_not_a_success(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = launcher(tmp_path, f"{SILENT}\nprint('result')", "", ranks=1, stdout=writing)
+    finally:
+        os.close(writing)
+    assert (done.code, "Traceback" in done.stderr, finished(tmp_path)) == (141, False, ["0"])
+
+
+# -- readers that are slow or stuck
+
+
+def queued(reading: int) -> int:
+    """Return how many bytes a pipe holds."""
+    return int.from_bytes(fcntl.ioctl(reading, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
+    """The rank has ended, its output lies in pipes, and a process that it left behind keeps its pipe open."""
+    text = b"x" * 99 + b"\n"
+    rank_reads, rank_writes = os.pipe()
+    os.write(rank_writes, text * 600)
+    reading, writing = small_pipe()
+    pipe = open(rank_reads, "rb", 0)  # noqa: SIM115 - the relay closes it
+    try:
+        relay = OutputRelay(b"", pipe, Sink(writing, "it", lambda _: None))
+        drain = threading.Thread(target=relay.drain)
+        drain.start()
+        wait_until(lambda: queued(reading) == 4096)
+        drain.join(0.3)
+        assert drain.is_alive()
+        received = 0
+        while received < 60_000:
+            received += len(os.read(reading, 1000))
+        drain.join(LIMIT)
+        assert not drain.is_alive()
+        assert relay.is_alive()
+    finally:
+        os.close(rank_writes)
+        relay.join(LIMIT)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_draining_does_not_wait_for_a_process_that_keeps_writing() -> None:
+    rank_reads, rank_writes = os.pipe()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            os.write(rank_writes, b"more\n" * 1000)
+
+    writer = threading.Thread(target=write)
+    pipe = open(rank_reads, "rb", 0)  # noqa: SIM115 - the relay closes it
+    relay = OutputRelay(b"", pipe, Sink(nowhere, "it", lambda _: None))
+    writer.start()
+    try:
+        relay.drain()
+        assert relay.is_alive()
+    finally:
+        ended.set()
+        writer.join()
+        os.close(rank_writes)
+        relay.join(LIMIT)
+        os.close(nowhere)
+
+
+@pytest.mark.parametrize("has_error", [False, True])
+def test_a_wait_can_be_limited_while_it_lasts(has_error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by SIGTERM; a thread that waits to write the other stream to the same pipe continues as well."""
+    reading, writing = small_pipe()
+    other = os.dup(writing)
+    try:
+        streams(monkeypatch, writing, other)
+        with CommandOutput() as output:
+            on_loss(lambda _: None)
+            stuck = threading.Thread(target=sys.stdout.buffer.write, args=(b"x" * 9000,))
+            stuck.start()
+            wait_until(lambda: queued(reading) == 4096)
+            limit_waits(0.0)
+            if has_error:
+                print("error", file=sys.stderr)
+            stuck.join(LIMIT)
+            assert output.exit_code(0) == 1
+    finally:
+        for fd in (reading, writing, other):
+            os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("errors", "blocking"),
+    [(subprocess.STDOUT, True), *(pytest.param(subprocess.PIPE, each, marks=pytest.mark.slow) for each in (0, 1))],
+)
+def test_the_launcher_can_be_ended_though_its_reader_is_stuck(errors: int, blocking: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{SILENT}\nwhile True: print('more')")
+    reading, writing = small_pipe()
+    os.set_blocking(writing, blocking)
+    argv = [sys.executable, "-m", "aiocoll", "run", "-n", "2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(tmp_path)}
+    process = subprocess.Popen(argv, env=env, stdout=writing, stderr=errors)
+    try:
+        wait_until(lambda: finished(tmp_path) == ["0", "1"] and queued(reading) > 0)
+        process.terminate()
+        assert process.wait(LIMIT) == 143
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+        os.close(reading)
+        os.close(writing)
