@@ -6,6 +6,8 @@ import os
 import stat
 from typing import NamedTuple
 
+from aiocoll.users import owner_trouble
+
 __all__ = ["TlsFiles", "read_private", "tls_files"]
 
 
@@ -59,8 +61,8 @@ def read_private(path: str, label: str, most: int) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{where}: is not a regular file")
-        if status.st_uid != os.geteuid():
-            raise ValueError(f"{where}: belongs to user {status.st_uid}, not to this user ({os.geteuid()}); chown it")
+        if (foreign := owner_trouble(fd)) is not None:
+            raise ValueError(f"{where}: {foreign}; chown it")
         if status.st_mode & 0o077:
             raise ValueError(f"{where}: other users may access it; chmod 600 it")
         return os.read(fd, most)

@@ -122,7 +122,7 @@ PARTS = {
     "interface_address": "aiocoll.transport.stream.route.interface_address",
     "is_own_address": "aiocoll.transport.stream.route.is_own",
     "memory_available": "aiocoll.transport.shm.registered_memory._available",
-    "peer_uid": "aiocoll.transport.stream.addresses.peer_uid",
+    "peer_uid": "aiocoll.users.peer_uid",
     "populate": "aiocoll.transport.shm.region._populate",
     "proc_folder": "aiocoll.cli.checks._PROC",
     "routable_address": "aiocoll.transport.stream.route.routable_address",

@@ -29,6 +29,7 @@ from aiocoll.transport.shm.process_memory import can_read, yama_scope
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
+from aiocoll.users import peer_trouble
 from aiocoll.work import COMPILED
 
 __all__ = ["CheckResult", "look"]
@@ -229,8 +230,8 @@ def _use_unix() -> str:
     try:
         with listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.connect(address.unix_address(name))
-            if not address.may_connect(uid := address.peer_uid(client), os.geteuid()):
-                raise OSError(errno.EPERM, f"this process is user {os.geteuid()}, but its sockets are of user {uid}")
+            if (foreign := peer_trouble(client)) is not None:
+                raise OSError(errno.EPERM, f"its own unix socket {foreign}")
         return f"{'abstract' if name.startswith('@') else 'on disk'}, peers are checked by their user"
     finally:
         address.remove_unix(name)

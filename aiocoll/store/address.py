@@ -8,12 +8,12 @@ import ipaddress
 import os
 import socket
 import stat
-import struct
 from typing import Any, NamedTuple
 
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
 from aiocoll.security.keys import require_key
 from aiocoll.sockets import retry_soon
+from aiocoll.users import peer_trouble
 
 __all__ = ["StoreEndpoint", "check_peer", "describe", "is_unix", "listen", "literal", "means_loopback", "resolve"]
 
@@ -115,12 +115,8 @@ def listen(host: str, port: int, key: bytes | None) -> socket.socket:
 
 def check_peer(sock: socket.socket) -> None:
     """Raise `AuthenticationError` unless the other end of a unix socket runs as this user (where the kernel tells)."""
-    option = getattr(socket, "SO_PEERCRED", None)
-    if option is None or sock.family != socket.AF_UNIX:
-        return
-    _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("iII")))
-    if uid != os.geteuid():
-        raise AuthenticationError(f"the other end of the unix socket runs as uid {uid}, this process as {os.geteuid()}")
+    if sock.family == socket.AF_UNIX and (foreign := peer_trouble(sock)) is not None:
+        raise AuthenticationError(f"the other end of the unix socket {foreign}")
 
 
 def literal(host: str, port: int) -> StoreEndpoint | None:

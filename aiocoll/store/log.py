@@ -35,6 +35,7 @@ from aiocoll.store.records import (
     parse_prefix,
     seal,
 )
+from aiocoll.users import owner_trouble
 
 __all__ = ["LogFile"]
 
@@ -238,8 +239,8 @@ def _open(path: str) -> int:
     problem = None
     if not stat.S_ISREG(status.st_mode):
         problem = "is not a regular file: give the store a path of its own"
-    elif status.st_uid != os.geteuid():
-        problem = f"belongs to uid {status.st_uid}, not to this process's uid {os.geteuid()}: use another path"
+    elif (foreign := owner_trouble(fd)) is not None:
+        problem = f"{foreign}: use another path"
     elif status.st_mode & 0o077:
         problem = (
             f"can be opened by others (mode {status.st_mode & 0o777:04o}): chmod 600 it, or remove it if it is old"

@@ -7,6 +7,7 @@ import socket
 from contextlib import suppress
 
 from aiocoll.numerals import parse_int
+from aiocoll.users import owner_trouble
 
 __all__ = ["connect", "listen", "open_folder", "processes", "remove"]
 
@@ -22,12 +23,12 @@ def open_folder(path: str) -> int:
         OSError: it is none, or others may enter it; the text says what to do.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    found = os.fstat(fd)
-    if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+    foreign = owner_trouble(fd)
+    if foreign is None and not os.fstat(fd).st_mode & 0o077:
         return fd
     os.close(fd)
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"it belongs to user {found.st_uid}, not to this user ({os.geteuid()})")
+    if foreign is not None:
+        raise PermissionError(f"it {foreign}")
     raise PermissionError("other users may enter it; chmod 700 it")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from weakref import ref
 from aiocoll.log import logger
 from aiocoll.top import folder as folders
 from aiocoll.top import words
+from aiocoll.users import peer_trouble
 
 __all__ = ["Source", "join", "leave"]
 
@@ -31,7 +31,6 @@ REST: Final = 0.25
 FRESH: Final = 0.1
 #: Seconds to wait for the end of the thread: an answer takes a thousandth of it.
 FAREWELL: Final = 1.0
-_CREDENTIALS: Final = struct.Struct("3i")
 
 
 class Source(Protocol):
@@ -156,7 +155,7 @@ class _Listener:
             if self._ending.is_set():
                 return
             raise
-        if _user(connection) != os.geteuid():
+        if peer_trouble(connection) is not None:
             connection.close()
             return
         connection.setblocking(False)
@@ -234,14 +233,6 @@ def leave(source: Source, path: str) -> None:
         if not left:
             del _listeners[path]
             listener.close()
-
-
-def _user(connection: socket.socket) -> int:
-    """Return the user of the process at the other end."""
-    found: tuple[int, int, int] = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return found[1]
 
 
 def _shown(source: Source) -> dict[str, Any]:

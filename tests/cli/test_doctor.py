@@ -235,7 +235,7 @@ def test_unix_sockets_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, peer_uid=lambda sock: os.geteuid() + 1)
     finding = found("unix sockets")
     assert not finding.fine
-    assert f"sockets are of user {os.geteuid() + 1}" in finding.value
+    assert f"its own unix socket belongs to user {os.geteuid() + 1}, not to this user" in finding.value
 
 
 def test_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,8 @@ def key_in(folder: str) -> str:
 class Program:
     """A process that prints lines of JSON and goes on when it is given one."""
 
-    def __init__(self, stack: ExitStack, name: str, env: dict[str, str], **given: Any) -> None:
-        command = [sys.executable, str(HERE / f"{name}.py"), json.dumps(given)]
+    def __init__(self, stack: ExitStack, name: str, env: dict[str, str], *prefix: str, **given: Any) -> None:
+        command = [*prefix, sys.executable, str(HERE / f"{name}.py"), json.dumps(given)]
         env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), **env}
         pipe = subprocess.PIPE
         self._process = stack.enter_context(
@@ -71,18 +71,24 @@ class Program:
         return self._process.returncode, complaints
 
 
+@pytest.mark.parametrize("prefix", [[], ["unshare", "-U"]], ids=["", "users without numbers"])
 @pytest.mark.parametrize(
     ("method", "transport"),
     [("unix:{}/store", "auto"), ("file://{}/store", "unix"), ("tcp", "tcp"), ("tcp", "shm")],
 )
-async def test_another_user(method: str, transport: str, folder: str, port: int) -> None:
-    """All attempts are made while ranks work; then these meet again, while connections are held."""
+async def test_another_user(method: str, transport: str, prefix: list[str], folder: str, port: int) -> None:
+    """All attempts are made while ranks work; then these meet again, while connections are held.
+
+    In a user namespace in which neither user has a number, both are 65534 to the ranks.
+    """
+    if prefix and await asyncio.to_thread(subprocess.call, [*prefix, "true"]):
+        pytest.skip("no user namespaces")
     store = ["127.0.0.1", port] if method == "tcp" else None
     method = f"tcp://127.0.0.1:{port}" if store else method.format(folder)
     env = {"AIOCOLL_JOB_KEY_FILE": key_in(folder)} if store else {}
     with ExitStack() as stack:
         place = {"method": method, "transport": transport, "folder": folder}
-        ranks = [Program(stack, "rank_attacked", env, rank=rank, **place) for rank in range(2)]
+        ranks = [Program(stack, "rank_attacked", env, *prefix, rank=rank, **place) for rank in range(2)]
         addresses = [await rank.told() for rank in ranks] + [store] * (store is not None)
         pids = [rank.pid for rank in ranks]
         attacker = Program(stack, "other_user", {}, pids=pids, folder=folder, addresses=addresses)

@@ -148,6 +148,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("group/test_garbage.py",), ("gpu/test_garbage.py",)),
         ),
         "signals": Subject(("signals_to",), (("cli/test_signals.py",),)),
+        "users": Subject(("peer_trouble",), (("tests/test_users.py",),)),
         "output": Subject(("Sink.write", "OutputRelay.drain"), (("cli/test_output.py", "-k", "not slow"),)),
         "redis store": Subject(
             (
@@ -228,6 +229,7 @@ BY_HAND = (
     "signals",
     "wrong reports",
     "output",
+    "users",
 )
 
 

@@ -79,7 +79,7 @@ async def test_file_open_to_others_is_refused(log, mode):
 
 async def test_file_of_another_user_is_refused(log, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(StoreError, match=r"belongs to uid \d+, not to this process's uid \d+: use another path"):
+    with pytest.raises(StoreError, match=r"belongs to user \d+, not to this user \(\d+\): use another path"):
         await FileStore(log[0]).list_keys()
 
 

@@ -629,7 +629,7 @@ async def test_unix_peer_of_another_user_is_refused(monkeypatch):
     async with TCPStore("unix:@aiocoll-uid-test", 0, is_master=True) as master:
         await master.num_keys()
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(AuthenticationError, match=r"unix socket runs as uid \d+, this process as \d+"):
+        with pytest.raises(AuthenticationError, match=r"unix socket belongs to user \d+, not to this user \(\d+\)"):
             await TCPStore("unix:@aiocoll-uid-test", 0).open()
 
 

@@ -107,21 +107,6 @@ def test_a_port_of_a_range_that_is_not_for_us() -> None:
         address.open_tcp("127.0.0.1", (1, 1))
 
 
-def test_who_may_connect() -> None:
-    assert address.may_connect(1000, 1000)
-    assert not address.may_connect(0, 1000), "root would not take us"
-    assert address.may_connect(None, 1000)
-    assert not address.may_connect(1001, 1000)
-    assert not address.may_connect(1001, 0)
-
-
-@linux_only
-def test_uid_of_a_unix_peer() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        assert address.peer_uid(ours) == os.geteuid()
-
-
 async def test_reach_a_listener_with_a_full_backlog() -> None:
     loop = asyncio.get_running_loop()
     listener, name = address.open_unix(os.urandom)

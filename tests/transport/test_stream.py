@@ -505,7 +505,7 @@ async def test_a_process_of_another_user(monkeypatch: pytest.MonkeyPatch) -> Non
         replaced(monkeypatch, peer_uid=lambda _: ours + 1)
         async with stranger(b.card) as sock:
             assert await read(sock, 1) == b""
-        with pytest.raises(AuthenticationError, match=f"unix socket @.* belongs to user {ours + 1}, not to us"):
+        with pytest.raises(AuthenticationError, match=f"unix socket @.* belongs to user {ours + 1}, not to this user"):
             await a.connect(b)
         monkeypatch.undo()
         assert await a.connect(b) is not None

@@ -8,7 +8,6 @@ import hashlib
 import math
 import os
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,11 +27,9 @@ __all__ = [
     "is_missing",
     "is_outage",
     "is_wildcard",
-    "may_connect",
     "may_pass",
     "open_tcp",
     "open_unix",
-    "peer_uid",
     "reach",
     "remove_unix",
     "unix_address",
@@ -162,22 +159,6 @@ def remove_unix(name: str) -> None:
         with suppress(OSError):
             os.unlink(name)
             os.rmdir(os.path.dirname(name))
-
-
-def peer_uid(sock: socket.socket) -> int | None:
-    """Return the user at the other end of a unix socket, None where the system does not tell."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
-    # struct ucred: pid, uid, gid
-    return int(struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
-
-
-def may_connect(uid: int | None, own_uid: int) -> bool:
-    """Whether a unix peer of user `uid` may connect: only of this user, so that both ends decide alike.
-
-    Where the system does not tell (None), the directory of the socket has kept other users out.
-    """
-    return uid in (None, own_uid)
 
 
 def _lack_of_a_peer(sock: socket.socket) -> int:

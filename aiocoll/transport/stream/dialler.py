@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -29,6 +28,7 @@ from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial import SILENT, Dial
 from aiocoll.transport.stream.dial_address import DialAddress
 from aiocoll.transport.stream.link_table import Key, LinkTable
+from aiocoll.users import peer_trouble
 
 __all__ = ["Dialler"]
 
@@ -233,9 +233,9 @@ class Dialler:
             if target.instead is not None and address.is_missing(error):
                 raise _NoRouteError(f"{target.label}: {error.strerror}") from None
             raise
-        if target.family == _AF_UNIX and not address.may_connect(uid := address.peer_uid(sock), os.geteuid()):
+        if target.family == _AF_UNIX and (foreign := peer_trouble(sock)) is not None:
             sock.close()
-            trouble = f"{target.label} belongs to user {uid}, not to us"
+            trouble = f"{target.label} {foreign}"
             if target.instead is not None:
                 raise _NoRouteError(trouble)
             raise AuthenticationError(f"{trouble}: with a job key, transport='auto' takes TCP between users")

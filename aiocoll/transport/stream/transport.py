@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -37,6 +36,7 @@ from aiocoll.transport.stream.link_table import Key, LinkTable
 from aiocoll.transport.stream.patience import Patience
 from aiocoll.transport.stream.plain_stream import open_plain
 from aiocoll.transport.stream.probe import answer
+from aiocoll.users import peer_trouble
 
 __all__ = ["StreamTransport"]
 
@@ -163,14 +163,14 @@ class StreamTransport:
         while True:
             try:
                 with await address.reach(self._runtime.loop, socket.AF_UNIX, address.unix_address(name)) as sock:
-                    uid = address.peer_uid(sock)
+                    foreign = peer_trouble(sock)
             except OSError as error:
                 if address.is_missing(error) or not address.may_pass(error):
                     return f"unix socket {name} cannot be reached ({error.strerror})"
                 await self._runtime.sleep(_TRY_AGAIN)
                 continue
-            if not address.may_connect(uid, os.geteuid()):
-                raise AuthenticationError(f"unix socket {name} belongs to user {uid}, not to us")
+            if foreign is not None:
+                raise AuthenticationError(f"unix socket {name} {foreign}")
             return None
 
     def stand_apart(self, host: str, trouble: str) -> None:
@@ -274,12 +274,10 @@ class StreamTransport:
             await asyncio.wait(unfinished)
 
     def _greet(self, sock: socket.socket) -> None:
-        if sock.family == _AF_UNIX:
-            uid = address.peer_uid(sock)
-            if not address.may_connect(uid, os.geteuid()):
-                logger.debug("rank %d refused a process of user %s", self.rank, uid, extra=self._log_extra)
-                sock.close()
-                return
+        if sock.family == _AF_UNIX and (foreign := peer_trouble(sock)) is not None:
+            logger.debug("rank %d refused a process that %s", self.rank, foreign, extra=self._log_extra)
+            sock.close()
+            return
         task = self._runtime.create_task(self._serve(sock), f"aiocoll-accept-{self.rank}")
         arrived = partial(is_ready, sock.fileno())
         self._serving[task] = Patience(self._runtime, self._handshake_timeout, task.cancel, arrived)
