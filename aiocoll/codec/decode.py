@@ -1,7 +1,7 @@
 """Bytes to objects: msgpack builds the lists; a list that starts with a tag becomes an object of the tag's kind.
 
 Even hostile input takes about a microsecond per byte at most, and `reading` decodes a kibibyte at a time. Where
-Python's own types would need more there is a limit: keys with one hash, and integers that divide each other.
+Python's own types would need more there is a limit: keys with one hash (`keys`), and integers that divide each other.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from aiocoll.codec import tensors
+from aiocoll.codec.keys import check_keys
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.codec.records import (
     CODES,
@@ -29,7 +30,6 @@ from aiocoll.codec.records import (
     SEQUENCES,
     SET,
     RecordType,
-    check_keys,
 )
 from aiocoll.errors import SerializationError
 
@@ -116,14 +116,14 @@ class _Tag:
 
     Attributes:
         built: the container that its pieces have made so far, if it is the tag of a long container.
-        hashes: how many of its keys have each hash.
+        alike: its keys by their hash, see `check_keys`.
     """
 
-    __slots__ = ("built", "code", "hashes")
+    __slots__ = ("alike", "built", "code")
 
     def __init__(self, code: int) -> None:
         self.code = code
-        self.hashes: dict[int, int] = {}
+        self.alike: dict[int, Any] = {}
         self.built: Any = None
         if code & IN_PIECES:
             kind = code & ~IN_PIECES
@@ -179,7 +179,7 @@ class _Decoder:
             return _whole(tag, items)
         if sequence := SEQUENCES.get(code):
             if code in (SET, FROZENSET):
-                _check_set(items, tag.hashes)
+                _check_set(items, tag.alike)
             return sequence(items)
         if code == PICKLE:
             return self._unpickle(items)
@@ -196,12 +196,12 @@ class _Decoder:
         if type(whole.built) is list:
             whole.built.extend(items)
         elif type(whole.built) is set:
-            _check_set(items, whole.hashes)
+            _check_set(items, whole.alike)
             whole.built.update(items)
         else:
             if len(items) != 1 or type(items[0]) is not dict:
                 raise SerializationError("a piece of a dict is not a dict")
-            check_keys(items[0], whole.hashes)
+            check_keys(items[0], whole.alike)
             whole.built.update(items[0])
 
     def _unpickle(self, items: list[Any]) -> Any:
@@ -221,7 +221,7 @@ def _whole(tag: _Tag, items: list[Any]) -> Any:
     return tag.built if kind in (LIST, SET, DICT) else SEQUENCES[kind](tag.built)
 
 
-def _check_set(items: list[Any], hashes: dict[int, int]) -> None:
+def _check_set(items: list[Any], alike: dict[int, Any]) -> None:
     if len(items) > HASHED_PIECE:
         raise SerializationError(f"{len(items)} elements of a set in one piece")
-    check_keys(items, hashes)
+    check_keys(items, alike)

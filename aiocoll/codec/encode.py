@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 
 from aiocoll.codec import tensors
+from aiocoll.codec.keys import check_keys
 from aiocoll.codec.limits import MAX_BYTES, MAX_DEPTH
 from aiocoll.codec.records import (
     ARRAY,
@@ -32,7 +33,6 @@ from aiocoll.codec.records import (
     SEQUENCE_CODES,
     TUPLE,
     RefusedError,
-    check_keys,
     dtype_text,
 )
 from aiocoll.errors import SerializationError

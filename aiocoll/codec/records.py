@@ -42,7 +42,6 @@ __all__ = [
     "TUPLE",
     "RecordType",
     "RefusedError",
-    "check_keys",
     "dtype_text",
 ]
 
@@ -53,10 +52,6 @@ PIECE = 1 << 15
 HASHED_PIECE = 1 << 8
 #: The longest value that a msgpack header can announce.
 MAX_BIN = (1 << 32) - 1
-#: The integers that msgpack has; among larger ones, any number may have the same hash.
-_LEAST, _GREATEST = -(1 << 63), (1 << 64) - 1
-#: Keys of a dict or elements of a set with one hash: each is compared with all before it.
-_MAX_ALIKE = 128
 #: Bits of the integers in a Fraction or a range, which divide them by each other: in one step, in quadratic time.
 _MAX_DIVISOR = 1 << 13
 #: The highest number of dimensions that any NumPy has.
@@ -94,24 +89,6 @@ class RecordType(NamedTuple):
     fields: tuple[type, ...]
     split: Callable[[Any], Sequence[Any]]
     join: Callable[..., Any]
-
-
-def check_keys(keys: Iterable[Any], hashes: dict[int, int]) -> None:
-    """Refuse keys that would be compared too often: too many with the same hash.
-
-    Few plain values have the same hash (34), and a sender cannot predict the hashes of str and bytes.
-
-    Args:
-        keys: of a dict, or the elements of a set.
-        hashes: number of keys so far by hash; these are added.
-    """
-    for key in keys:
-        kind = type(key)
-        if kind not in PLAIN or (kind is int and not _LEAST <= key <= _GREATEST):
-            code = hash(key)
-            hashes[code] = count = hashes.get(code, 0) + 1
-            if count > _MAX_ALIKE:
-                raise RefusedError(f"more than {_MAX_ALIKE} keys with one hash: send a list of pairs instead")
 
 
 class RefusedError(Exception):

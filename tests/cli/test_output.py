@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
@@ -238,6 +239,22 @@ async def test_a_benchmark_without_reader_is_measured_to_its_end(monkeypatch: py
         assert [len(each) for each in found] == [2, 2]
     finally:
         os.close(writing)
+
+
+def test_closed_descriptors_are_not_given_to_pipes(tmp_path: Path) -> None:
+    """A process that is started would get its own standard output in place of a pipe with that number."""
+    program = f"""if True:
+        import os
+        from aiocoll.cli.sink import CommandOutput
+        with CommandOutput():
+            inherited = [os.get_inheritable(fd) for fd in range(3)]
+            with open({str(tmp_path / "found")!r}, "w") as file:
+                print(min(os.pipe()) > 2, inherited, file=file)
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    closed = ["bash", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, "-c", program]
+    subprocess.run(closed, env=env, timeout=LIMIT, check=True)
+    assert (tmp_path / "found").read_text() == "True [True, True, True]\n"
 
 
 # -- commands, in this process
@@ -468,7 +485,8 @@ def test_draining_waits_for_a_slow_reader_and_not_for_an_open_pipe() -> None:
         os.close(writing)
 
 
-def test_draining_does_not_wait_for_a_process_that_keeps_writing() -> None:
+def test_draining_does_not_wait_for_a_process_that_keeps_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiocoll.cli.output.time", SimpleNamespace(monotonic=lambda: 0.0))  # the pipe is never empty
     rank_reads, rank_writes = os.pipe()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     ended = threading.Event()

@@ -148,8 +148,9 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("group/test_garbage.py",), ("gpu/test_garbage.py",)),
         ),
         "signals": Subject(("signals_to",), (("cli/test_signals.py",),)),
+        "codec keys": Subject(("check_keys",), (("test_key_costs.py",),)),
         "users": Subject(("peer_trouble",), (("tests/test_users.py",),)),
-        "output": Subject(("Sink.write", "OutputRelay.drain"), (("cli/test_output.py", "-k", "not slow"),)),
+        "output": Subject(("Sink.write", "OutputRelay.drain"), (("cli/test_output.py", "-m", "not slow"),)),
         "redis store": Subject(
             (
                 "RedisStore._wait",
@@ -230,6 +231,7 @@ BY_HAND = (
     "wrong reports",
     "output",
     "users",
+    "codec keys",
 )
 
 
