@@ -40,6 +40,7 @@ _NAME = "aiocoll.cli.start"
 _LONGEST = 400
 #: The process of this rank, and the pipe to its launcher.
 _rank = [-1, -1]
+_is_saying = False
 
 
 def say_elastic() -> None:
@@ -84,12 +85,20 @@ def _die_with(parent: int) -> None:
 
 def _say_where(number: int, frame: FrameType | None) -> None:
     """SIGUSR2: say where the program is, as long as it has no group, which says more."""
+    global _is_saying
+    if _is_saying:  # the write waits for the launcher, and the signal came again
+        return
     signals = sys.modules.get("aiocoll.dump.signals")
     if signals is None or not signals.listening():
         import traceback
 
-        where = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        os.write(2, f"SIGUSR2: this rank has no open group; its main thread is at\n{where}".encode(errors="replace"))
+        _is_saying = True
+        try:
+            where = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            text = f"SIGUSR2: this rank has no open group; its main thread is at\n{where}"
+            os.write(2, text.encode(errors="replace"))
+        finally:
+            _is_saying = False
 
 
 def _run_script(command: list[str]) -> None:

@@ -40,6 +40,8 @@ _listeners: WeakSet[Listener] = WeakSet()
 #: The handler that was installed before.
 _before: Any = None
 _installed = False
+#: How many dumps there are to write, this one included; 0 outside the handler.
+_due = 0
 
 
 def listen(listener: Listener, *, asked: bool) -> None:
@@ -98,6 +100,24 @@ def _would_end_us(handler: Any) -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
+    """Dump, and once more if the signal came again meanwhile: a storm of signals neither nests nor blocks."""
+    global _due
+    if _due:
+        _due = 2
+        return
+    for _ in range(2):
+        _due = 1
+        try:
+            _dump(number, frame)
+        except BaseException:
+            _due = 0
+            raise
+        if _due == 1:
+            break
+    _due = 0  # no signal is handled between the comparison and this, so none is lost
+
+
+def _dump(number: int, frame: FrameType | None) -> None:
     told = "".join(listener.signalled() for listener in list(_listeners))
     if told:
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""

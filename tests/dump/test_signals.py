@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from aiocoll import HashStore, ProcessGroup, new_group
+from aiocoll.cli import start
 from aiocoll.dump import signals
 from tests.ranks import run_ranks
 
@@ -136,3 +137,98 @@ def test_a_listener_that_was_collected_is_not_waited_for(default: None) -> None:
     signals.unlisten(listener)
     assert heard == [listener, signal.SIGUSR2]
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+class Nesting:
+    """A listener to which the signal comes again while it writes a dump."""
+
+    def __init__(self, signals: list[int]) -> None:
+        self._signals = signals
+        self._depth = 0
+        self.deepest = 0
+        self.dumps = 0
+
+    def signalled(self) -> str:
+        self._depth += 1
+        self.dumps += 1
+        self.deepest = max(self.deepest, self._depth)
+        for _ in range(self._signals.pop(0) if self._signals else 0):
+            signal.raise_signal(signal.SIGUSR2)
+        self._depth -= 1
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("during", "dumps"), [([0], 1), ([1], 2), ([5], 2), ([2, 2], 2), ([9] * 50, 2)], ids=["0", "1", "5", "2 2", "storm"]
+)
+def test_signals_during_a_dump_lead_to_one_more(default: None, during: list[int], dumps: int) -> None:
+    listener = Nesting(during)
+    signals.listen(listener, asked=True)
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        assert (listener.deepest, listener.dumps) == (1, dumps)
+        during.clear()
+        signal.raise_signal(signal.SIGUSR2)
+        assert (listener.deepest, listener.dumps) == (1, dumps + 1)
+    finally:
+        signals.unlisten(listener)
+
+
+def test_signals_during_the_handler_of_a_program_do_not_nest(default: None) -> None:
+    depths, depth = [], 0
+
+    def program(number: int, frame: object) -> None:
+        nonlocal depth
+        depth += 1
+        depths.append(depth)
+        if len(depths) == 1:
+            signal.raise_signal(signal.SIGUSR2)
+        depth -= 1
+
+    signal.signal(signal.SIGUSR2, program)
+    listener = Nesting([])
+    signals.listen(listener, asked=True)
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        assert (depths, listener.dumps) == ([1, 1], 2)
+    finally:
+        signals.unlisten(listener)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+def test_a_dump_that_fails_does_not_stop_later_ones(default: None) -> None:
+    class Failing:
+        def signalled(self) -> str:
+            raise OSError("disk full")
+
+    failing, listener = Failing(), Nesting([])
+    signals.listen(failing, asked=True)
+    try:
+        with pytest.raises(OSError, match="disk full"):
+            signal.raise_signal(signal.SIGUSR2)
+        signals.listen(listener, asked=True)
+        signals.unlisten(failing)
+        signal.raise_signal(signal.SIGUSR2)
+        assert listener.dumps == 1
+    finally:
+        signals.unlisten(failing)
+        signals.unlisten(listener)
+
+
+def test_the_words_of_a_rank_without_group_do_not_nest(default: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def write(fd: int, data: bytes) -> int:
+        written.append(fd)
+        signal.raise_signal(signal.SIGUSR2)
+        return len(data)
+
+    signal.signal(signal.SIGUSR2, start._say_where)
+    monkeypatch.setattr(os, "write", write)
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(signal.SIGUSR2)
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    assert written == [2, 2]

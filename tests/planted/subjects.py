@@ -147,7 +147,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
             (("group/test_garbage.py",), ("gpu/test_garbage.py",)),
         ),
-        "signals": Subject(("signals_to",), (("cli/test_signals.py",),)),
+        "signals": Subject(("signals_to", "_handle"), (("cli/test_signals.py",), ("dump/test_signals.py",))),
         "codec keys": Subject(("check_keys",), (("test_key_costs.py",),)),
         "users": Subject(("peer_trouble",), (("tests/test_users.py",),)),
         "output": Subject(("Sink.write", "OutputRelay.drain"), (("cli/test_output.py", "-m", "not slow"),)),
