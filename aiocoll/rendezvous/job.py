@@ -108,11 +108,11 @@ class Job:
         self._names: dict[str, int] = {}
         self._claims = self._make_claims()
 
-    async def group(self, spec: GroupSpec, timeout: float) -> ProcessGroup:
-        """Make a group of all ranks within `timeout` seconds; the first one meets the other ranks."""
+    async def group(self, spec: GroupSpec, left: float) -> ProcessGroup:
+        """Make a group of all ranks within the `left` seconds of its timeout; the first one meets the other ranks."""
         self._members += 1
         try:
-            await self._open(timeout)
+            await self._open(left, spec.timeout)
             assert self.endpoint is not None
             return self._join(self.endpoint, spec)
         except BaseException:
@@ -206,10 +206,10 @@ class Job:
     def _make_claims(self) -> Claims:
         return Claims(self._store, self.rank, self.world_size, self._runtime)
 
-    async def _open(self, timeout: float) -> None:
+    async def _open(self, left: float, timeout: float) -> None:
         """Meet the other ranks, unless an earlier group has. `release` closes the endpoint, whatever else fails."""
         try:
-            async with asyncio.timeout(None if timeout == float("inf") else timeout), self._opening:
+            async with asyncio.timeout(None if left == float("inf") else left), self._opening:
                 await (self._meet() if self.endpoint is None else self._open_stream.renew())
         except TimeoutError as error:
             raise RendezvousError(await self._unmet(timeout)) from error

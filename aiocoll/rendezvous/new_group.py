@@ -243,9 +243,8 @@ class new_group:
 
 
 def _left(time: Callable[[], float], end: float) -> float:
-    """Return the seconds until `end`, not below 0; rounded to 2 digits or tenths, since errors show it."""
-    left = max(0.0, end - time())
-    return round(left, 1) if left > 1 else float(f"{left:.2g}")
+    """Return the seconds until `end`, not below 0."""
+    return max(0.0, end - time())
 
 
 def _key(options: GroupOptions, job: str) -> bytes | None:

@@ -42,7 +42,7 @@ class View(Store):
     def __init__(self, store: Store, where: tuple[str, int], hidden: list[int]) -> None:
         super().__init__(store.timeout)
         self._store = store
-        self._where = where
+        self._shown_at = where
         self._hidden = hidden
 
     async def aclose(self) -> None:
@@ -57,8 +57,8 @@ class View(Store):
 
     def _shown(self, rank: int, data: bytes) -> bytes:
         card = msgpack.unpackb(data)
-        if rank in self._hidden and card["tcp"]:
-            card["tcp"] = list(self._where)
+        if isinstance(card, dict) and rank in self._hidden and card["tcp"]:  # a claim is a list
+            card["tcp"] = list(self._shown_at)
         return msgpack.packb(card)
 
 

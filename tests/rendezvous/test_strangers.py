@@ -307,9 +307,9 @@ async def test_another_user_is_not_connected_to() -> None:
     with as_nobody(code, name) as process:
         assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
         async with listening("unix", 1) as rank:
-            with pytest.raises(AuthenticationError, match=f"{name} belongs to user {NOBODY}, not to us"):
+            with pytest.raises(AuthenticationError, match=f"{name} belongs to user {NOBODY}, not to this user"):
                 await rank.transport.connect(0, {**rank.card, "unix": name}, DATA)
-        with pytest.raises(AuthenticationError, match=f"unix socket runs as uid {NOBODY}, this process as 0"):
+        with pytest.raises(AuthenticationError, match=f"unix socket belongs to user {NOBODY}, not to this user"):
             await TCPStore(f"unix:{name}", 0, timeout=5, key=KEY).open()
 
 
