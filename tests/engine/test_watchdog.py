@@ -174,6 +174,28 @@ async def test_log_line_without_a_thread_comes_when_the_loop_turns(
     assert "rank 3: for about 1.5 s no other thread of this process could run" in caplog.text
 
 
+async def test_watchdog_stops_while_the_thread_of_a_warning_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a crowded host `stop` does not wait long enough for that."""
+    begun, go_on, start = threading.Event(), threading.Event(), threading.Thread.start
+
+    def started_late(thread: threading.Thread) -> None:
+        if thread.name.startswith("aiocoll warning"):
+            begun.set()
+            go_on.wait()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started_late)
+    async with started() as (made, _):
+        warning = threading.Thread(target=made._log, args=(logging.WARNING, "a warning of a test"))
+        warning.start()
+        begun.wait()
+        try:
+            made.stop()
+        finally:
+            go_on.set()
+            warning.join()
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_loop_that_does_not_run_is_not_blocked(caplog: pytest.LogCaptureFixture) -> None:
     """And a loop that is closed ends the thread."""

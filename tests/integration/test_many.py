@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +17,21 @@ from aiocoll.testing import run_processes
 from tests.ranks import over
 from tests.testing.every import every_call
 
+#: A program that forms a group, and prints the sum of the ranks' numbers, counted from one.
+SUM = """
+import asyncio
+import numpy as np
+import aiocoll
+
+async def main():
+    async with aiocoll.new_group(timeout=1800) as pg:
+        print(await pg.allreduce(np.float64(pg.rank() + 1)), flush=True)
+
+asyncio.run(main())
+"""
+#: Seconds for one start of 128 processes: with two cores that others use as well it takes some minutes.
+LIMIT = 1800
+
 
 @pytest.mark.soak
 def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -24,6 +41,22 @@ def test_sixteen_processes_make_every_call(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not list(tmp_path.iterdir())
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start", range(5))
+def test_hundred_and_twenty_eight_processes_form_a_group(start: int, tmp_path: Path) -> None:
+    """Their event loops are blocked for seconds during the handshakes, and no rank is lost for that."""
+    script = tmp_path / "script.py"
+    script.write_text(SUM)
+    command = [sys.executable, "-m", "aiocoll", "run", "-n", "128", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            out, err = launcher.communicate(timeout=LIMIT)
+        finally:
+            launcher.terminate()  # nothing, once it has ended
+    assert launcher.returncode == 0, err
+    assert [line.split()[-1] for line in out.splitlines()] == ["8256.0"] * 128, err
 
 
 @pytest.mark.slow

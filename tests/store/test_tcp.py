@@ -23,6 +23,7 @@ from aiocoll.security.handshake import (
     Identity,
     job_id,
 )
+from aiocoll.security.patience import _TURNS
 from aiocoll.security.tls import of_this_process
 from aiocoll.security.unproven import MIN_PLACES
 from aiocoll.store import PrefixStore, StoreServer, TCPStore
@@ -441,6 +442,70 @@ async def test_a_silent_client_is_closed_at_the_deadline(limits, encryption):
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
     await server.aclose()
+
+
+async def test_client_that_has_proven_the_key_has_no_deadline(limits):
+    """It sends CONFIRM after the server has closed another client, which came later, at its deadline."""
+    limits(store_handshake=0.05)
+    server = StoreServer(LOCAL, 0, key=KEY)
+    server.start()
+    async with raw_connection(server) as (reader, writer):
+        handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
+        writer.write(handshake.hello())
+        writer.write(handshake.prove(await reader.readexactly(CHALLENGE_SIZE)))
+        confirmation = handshake.confirm(await reader.readexactly(VERDICT_SIZE))
+        async with raw_connection(server) as (silent, _):
+            with contextlib.suppress(ConnectionError):
+                assert await silent.read() == b""
+        request = pack([1, "num_keys", [""]])
+        writer.write(confirmation + request)
+        assert await reader.readexactly(len(pack([1, 0, 0]))) == pack([1, 0, 0])
+    await server.aclose()
+
+
+async def test_deadline_never_wins_against_a_message_that_has_arrived():
+    """All timers of the session fire in one callback, when HELLO is in the socket."""
+    server = StoreServer(LOCAL, 0, key=KEY)
+    server.start()
+
+    def fire_timers() -> None:
+        (session,) = server._sessions
+        for _ in range(_TURNS):
+            session._deadline._timer.cancel()
+            session._deadline._turn()
+
+    async with raw_connection(server) as (reader, writer):
+        handshake = ClientHandshake(Identity(job_id(""), 0, -1, 0, ConnKind.STORE), KEY, os.urandom)
+        await until(lambda: server._sessions)
+        blocked, go_on = threading.Event(), threading.Event()
+        server._loop.call_soon_threadsafe(lambda: (blocked.set(), go_on.wait(), fire_timers()))
+        await asyncio.to_thread(blocked.wait)
+        writer.write(handshake.hello())
+        await writer.drain()
+        go_on.set()
+        assert len(await reader.readexactly(CHALLENGE_SIZE)) == CHALLENGE_SIZE
+    await server.aclose()
+
+
+@pytest.mark.usefixtures("uvloop_warm")
+@pytest.mark.parametrize("name", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_timeout_never_wins_against_an_answer_that_has_arrived(server, name, waits):
+    """The loop of the client is blocked until the answer has come, and the timeout is over."""
+    if name == "uvloop" and uvloop is None:
+        pytest.skip("uvloop is not installed")
+
+    async def program() -> None:
+        async with client(server) as store:
+            await store.set("a", b"1")
+            link = store._link
+            call = link.wait("get", ("a",), 0.05) if waits else link.call("check", (["a"],), 0.05)
+            answer = asyncio.create_task(call)
+            asyncio.get_running_loop().call_soon(time.sleep, 0.2)
+            assert await answer == (b"1" if waits else True)
+
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop if name == "asyncio" else uvloop.new_event_loop) as runner:
+        runner.run(program())
 
 
 async def test_a_client_that_is_silent_once_it_is_encrypted_is_closed_too(limits):
