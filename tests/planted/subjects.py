@@ -81,7 +81,14 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_bounds.py", "-k", "fits and not shm"),
             ),
         ),
-        "handshake": Subject(("ServerHandshake.verdict",), (("test_handshake.py",), ("test_stream.py",))),
+        "handshake": Subject(
+            ("ServerHandshake.verdict",),
+            (
+                ("test_handshake.py", "test_patience.py", "test_dialler.py"),
+                ("test_stream.py",),
+                ("test_blocked_handshakes.py",),
+            ),
+        ),
         "shrink": Subject(("Voter.shrink",), AGREEMENT),
         "coordinator": Subject(("Coordinator.consider",), AGREEMENT),
         "endpoint": Subject(
@@ -95,7 +102,8 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "session": Subject(
-            ("Session.message_received",), (("test_tcp.py", "-k", "cut_off"), ("test_claim.py", "-k", "server"))
+            ("Session.message_received",),
+            (("test_tcp.py", "-k", "cut_off or has_no_deadline or never_wins"), ("test_claim.py", "-k", "server")),
         ),
         "control": Subject(("ControlPlane.flood", "Receiver.receive"), (GOODBYE,)),
         "slots": Subject(

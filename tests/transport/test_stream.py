@@ -569,6 +569,23 @@ async def test_proven_client_has_no_timeout(flavour: str) -> None:
         assert [link.peer for link in b.links] == [0]
 
 
+async def test_kernel_looks_after_a_proven_client_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has no timeout: keepalive probes find that its host is gone."""
+    probed: list[socket.socket] = []
+    monkeypatch.setattr("aiocoll.transport.stream.transport.keep_asking", probed.append)
+    loop = asyncio.get_running_loop()
+    async with started(2, "tcp") as (_, b):
+        for number, source in enumerate(("127.0.0.1", "127.0.0.2")):
+            with socket.socket() as sock:
+                sock.setblocking(False)
+                sock.bind((source, 0))
+                await loop.sock_connect(sock, tuple(b.card["tcp"]))
+                assert probed == []
+                assert await greet(sock, client_of(0)) is Status.OK
+                assert [each.getpeername() for each in probed] == [sock.getsockname()] * number
+            await settle(b)
+
+
 @pytest.mark.parametrize("nbytes", [HELLO_SIZE, HELLO_SIZE - 1])
 async def test_timeout_never_wins_against_a_message_that_has_arrived(nbytes: int) -> None:
     """HELLO comes while the loop is blocked, and the timers before it are due."""
@@ -632,7 +649,8 @@ async def test_dial_that_gives_up_ends_a_connection_that_a_forked_child_has_inhe
         await read(served, HELLO_SIZE)
         dial.cancel()
         await asyncio.wait([dial])
-        assert await read(served, 1) == b""
+        async with asyncio.timeout(10):
+            assert await read(served, 1) == b""
     (each,) = inherited
     each.close()
 
