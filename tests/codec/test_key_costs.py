@@ -116,6 +116,8 @@ def test_numbers_of_two_types_in_both_of_two_frozensets() -> None:
     pair = [frozenset({Decimal(CODE), other}), frozenset({large, Decimal(CODE + 2)})]
     assert hash(pair[0]) == hash(pair[1])
     check(pair)
+    with pytest.raises(SerializationError, match="more than 1 keys with one hash that are slow to compare"):
+        loads(packed(pair))
 
 
 @pytest.mark.parametrize(("depth", "count"), [(1, 100), (2, 4)])
@@ -131,6 +133,17 @@ def test_frozensets_whose_elements_have_one_hash(depth: int, count: int) -> None
     made = frozensets(depth, count)
     assert (len(set(map(hash, made))), len(made), len(made[0])) == (1, count, 128)
     check(made)
+    with pytest.raises(SerializationError, match="more than 1 keys with one hash that are slow to compare"):
+        loads(packed(made[:2]))
+
+
+@pytest.mark.parametrize(("alike", "most"), [(1, 128), (2, 64), (3, 42), (64, 2), (65, 1)])
+def test_frozensets_are_the_fewer_the_more_of_their_elements_have_one_hash(alike: int, most: int) -> None:
+    common, last = keys("int", 64, 10), keys("int", 64 + 200, 10)[64:]
+    made = [frozenset({*common[: alike - 1], number}) for number in last]
+    assert loads(dumps(set(made[:most]))) == set(made[:most])
+    with pytest.raises(SerializationError, match=f"more than {most} keys with one hash"):
+        dumps(set(made[: most + 1]))
 
 
 def test_times_that_are_never_equal() -> None:
