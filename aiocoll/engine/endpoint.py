@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.consensus.agreements import Agreements
@@ -25,6 +26,7 @@ from aiocoll.engine.operations.scratch import Scratch
 from aiocoll.engine.polling import Polling
 from aiocoll.engine.receiver import Receiver
 from aiocoll.errors import AiocollError
+from aiocoll.loop_end import LoopEnd
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
@@ -93,6 +95,11 @@ class Endpoint:
 
     def _make_agreements(self, parts: Parts) -> Agreements:
         return Agreements(parts, self.registry.named)
+
+    @cached_property
+    def loop_end(self) -> LoopEnd:
+        """Closes open groups at the end of the loop; the owner calls its `forget` when all are closed."""
+        return LoopEnd()
 
     def know(self, cards: Mapping[int, Card]) -> None:
         """Store the cards of all ranks: their addresses and properties."""
@@ -208,10 +215,20 @@ class Endpoint:
             try:
                 await self._end()
             finally:
-                for link in self._all_links():
-                    link.close()
-                self._refusals.close()
-                self.channels.close()
+                self._close()
+
+    def drop(self) -> None:
+        """Close everything, when the loop does not run: the peers get a goodbye if the sockets take it at once."""
+        if self._closing:
+            return
+        self._closing = True
+        self.agreements.close()
+        self.context.closed = True
+        if not self.loop.is_closed():
+            self._say_end()
+        self.watch.close()
+        self.failure_detector.stop()
+        self._close()
 
     async def _end(self) -> None:
         context = self.context
@@ -220,12 +237,23 @@ class Endpoint:
         self.failure_detector.stop()
         await context.stop_tasks()
         await context.transport.aclose()
+        await self._linger(self._say_end())
+
+    def _say_end(self) -> list[Link]:
+        """Say goodbye on all links, and return them."""
         self.channels.say({"t": "end", "moved": self.agreements.moved()})
         self.control.goodbye()
         links = self._all_links()
         for link in links:
             link.finish()
-        await self._linger(links)
+        return links
+
+    def _close(self) -> None:
+        for link in self._all_links():
+            link.close()
+        self.context.transport.close()
+        self._refusals.close()
+        self.channels.close()
 
     def _all_links(self) -> list[Link]:
         return [*self.channels.links(), *self.control.links]

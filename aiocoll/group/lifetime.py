@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
+import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.control.shapes import fitting
@@ -46,6 +49,7 @@ class Lifetime:
         origin: Origin,
         options: GroupOptions,
     ) -> None:
+        self._ending: asyncio.Task[None] | None = None
         self._dispatcher = dispatcher
         self._comm = dispatcher.comm
         self._blocks = blocks
@@ -58,7 +62,8 @@ class Lifetime:
                 from aiocoll.group.shown import show  # few programs that no launcher has started ask for it
 
             self._shown = show(self._comm, options.top_dir)
-        self._ending: asyncio.Task[None] | None = None
+        if not origin.dry:
+            self._comm.endpoint.loop_end.add(self)
 
     @property
     def is_ending(self) -> bool:
@@ -140,9 +145,53 @@ class Lifetime:
 
     def begin_end(self) -> asyncio.Task[None]:
         """Begin to close the group, once; return the task that closes it."""
-        if self._ending is None:
-            self._ending = self._dispatcher.loop.create_task(self._end(), name=f"aiocoll shutdown of {self._comm.name}")
+        return self._ending or self._begin(waits=True)
+
+    def _begin(self, *, waits: bool) -> asyncio.Task[None]:
+        name = f"aiocoll shutdown of {self._comm.name}"
+        self._ending = self._dispatcher.loop.create_task(self._end(waits=waits), name=name)
         return self._ending
+
+    def begin_abandon(self) -> asyncio.Task[None]:
+        """Begin to close the group without waiting for its works: the loop is about to end."""
+        ending = self._ending
+        if ending is None or (ending.done() and not self._dispatcher.closed):
+            # A task that was cancelled before its first step has not closed anything.
+            return self._begin(waits=False)
+        if not self._dispatcher.closed:
+            ending.cancel()
+        return ending
+
+    def __del__(self) -> None:
+        # The program has dropped the group. This may be any thread, in the midst of anything.
+        d = self._dispatcher
+        if self._ending is not None or self._origin.dry or d.runtime.thread == 0 or sys.is_finalizing():
+            return
+        if d.loop.is_running() or (not d.loop.is_closed() and d.runtime.thread != threading.get_ident()):
+            with contextlib.suppress(RuntimeError):  # the loop is closed meanwhile
+                d.loop.call_soon_threadsafe(self._end_collected)
+        elif not d.closed:
+            d.close()
+            self._origin.drop(d.group)
+            if self._shown is not None:
+                self._shown.close()
+        self.warn()
+
+    def _end_collected(self) -> None:
+        self._comm.endpoint.loop_end.add(self)
+        self.begin_end()
+
+    def warn(self) -> None:
+        """Warn that the program has not closed the group; an error where warnings are errors."""
+        comm = self._comm
+        if not comm.runtime.may_listen:
+            return  # in a simulation it has neither sockets nor threads
+        warnings.warn(
+            f"group {comm.name!r} was not shut down on rank {comm.rank}: await its shutdown(), or use async with",
+            ResourceWarning,
+            stacklevel=2,
+            source=self._dispatcher.group,
+        )
 
     async def settle(self) -> list[Work[Any]]:
         """Wait until all works pending now have ended, successfully or not; return them."""
@@ -151,13 +200,13 @@ class Lifetime:
             await work._ended()
         return works
 
-    async def _end(self) -> None:
+    async def _end(self, *, waits: bool) -> None:
         d, comm = self._dispatcher, self._comm
         error = d.closed_error()
         try:
             if self._family.parts:
                 await asyncio.wait([part._lifetime.begin_end() for part in self._family.parts])
-            if comm.cause is None:
+            if comm.cause is None and waits:
                 limit = d.group.timeout  # which a program may change
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if limit == float("inf") else limit):

@@ -107,6 +107,9 @@ class World:
         if not self._members:
             await self._endpoint.aclose()
 
+    def drop(self, group: ProcessGroup) -> None:
+        """Do nothing: a dry run has no sockets and no threads."""
+
 
 def _tuning(options: GroupOptions) -> Tuning:
     tuning = load(options.tuning, os.environ) or Tuning()

@@ -154,15 +154,28 @@ class Job:
             return
         if shared.get(self._identity) is self:
             del shared[self._identity]
+        endpoint, self.endpoint = self.endpoint, None
         try:
-            if self.endpoint is not None:
-                endpoint, self.endpoint = self.endpoint, None
+            if endpoint is not None:
                 await endpoint.aclose()
             if self._heeding is not None:
                 self._heeding.cancel()
                 await asyncio.wait([self._heeding])
         finally:
             await self._store_handle.drop()
+            if endpoint is not None:
+                endpoint.loop_end.forget()
+
+    def drop(self, group: ProcessGroup) -> None:
+        """As `release`, of an open group whose loop does not run; the store is left to its own finalizers."""
+        self._members -= 1
+        endpoint = self.endpoint
+        if endpoint is None:
+            return
+        if self._members and not self._loop.is_closed():
+            endpoint.leave(group._comm)
+        elif not self._members:
+            endpoint.drop()
 
     # -- growing
 
@@ -299,7 +312,7 @@ class Job:
             self._tuning = from_wire(cards[0].get("tuning"), cards[0].get("medium"), ranks_on_host(0, cards))
             transport, cards = await self._settle(exchange, stream, job, cards)
             if transport is stream:
-                self._links = await agree_on_links(exchange, self.rank, stream, cards, self._options.connections)
+                self._links = await agree_on_links(exchange, stream, cards, self._options.connections)
             crowded = ranks_on_host(self.rank, cards) > cores()
             endpoint = Endpoint(self._runtime, transport, self.rank, self.world_size, self._spin(cards), crowded)
             self._joining = endpoint

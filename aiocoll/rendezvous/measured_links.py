@@ -71,15 +71,22 @@ class MeasuredLinks:
 
 
 async def agree_on_links(
-    exchange: Exchange, rank: int, stream: StreamTransport, cards: Mapping[int, Card], connections: int | None
+    exchange: Exchange, stream: StreamTransport, cards: Mapping[int, Card], connections: int | None
 ) -> MeasuredLinks:
-    """Measure the links between hosts; return those that all ranks have published, the same on every rank."""
+    """Measure the links between hosts; return those that all ranks have published, the same on every rank.
+
+    Args:
+        exchange: where they are published.
+        stream: the transport of this rank.
+        cards: of all ranks.
+        connections: most connections of a link; None: no limit.
+    """
     ranks = leaders(cards)
     if len(ranks) == 1:
         return MeasuredLinks({})
-    found = await measure_links(stream, cards) if rank in ranks else None
+    found = await measure_links(stream, cards) if stream.rank in ranks else None
     links = read_links(await exchange.values("links", found, ranks), cards)
-    stream.connections = partial(links.connections, cards[rank]["host"], connections)
+    stream.connections = partial(links.connections, cards[stream.rank]["host"], connections)
     return links
 
 

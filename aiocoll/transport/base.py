@@ -216,3 +216,6 @@ class Transport(Protocol):
 
     async def aclose(self) -> None:
         """Stop accepting; links that are open stay open."""
+
+    def close(self) -> None:
+        """As `aclose`, without waiting for what is in progress: the loop may be closed."""

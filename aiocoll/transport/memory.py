@@ -139,7 +139,8 @@ class MemoryLink:
         """End the link on this side; the other end sees it broken unless it had ended too."""
         if not self._closed:
             self._detach()
-            self._after_latency(self.other.break_off, ConnectionResetError(f"rank {self._rank} closed the link"))
+            if not self._hub.runtime.loop.is_closed():
+                self._after_latency(self.other.break_off, ConnectionResetError(f"rank {self._rank} closed the link"))
 
     def break_off(self, error: Exception | None) -> None:
         """Lose the link on both sides, unless it is closed."""
@@ -244,5 +245,9 @@ class MemoryTransport:
         """Nothing to do: what is written first arrives first, also on different links."""
 
     async def aclose(self) -> None:
+        """Leave the hub."""
+        self.close()
+
+    def close(self) -> None:
         """Leave the hub."""
         self._hub.ranks.pop(self._rank, None)

@@ -171,4 +171,5 @@ async def test_new_groups_fail_too(pg: ProcessGroup) -> None:
     with pytest.raises(GroupRevokedError):
         await pg.barrier()
     if pg.rank() != 1:
-        assert await (await pg.shrink()).allreduce(np.ones(2)) is not None
+        async with await pg.shrink() as smaller:
+            assert await smaller.allreduce(np.ones(2)) is not None

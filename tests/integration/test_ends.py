@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from .conftest import LIMIT, Ranks
 
 ENDING = str(Path(__file__).with_name("ending.py"))
+UNCLOSED = str(Path(__file__).with_name("unclosed.py"))
 
 #: What rank 1 exits with, and the last word on its stderr.
 ENDS = {
@@ -52,3 +54,21 @@ def check(stderr: str, words: str) -> None:
     assert stderr.strip().rpartition("\n")[2] == words
     for noise in ("ignored", "never retrieved", "destroyed", "nobody looked", "Warning"):
         assert noise not in stderr, stderr
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_loops_that_end_with_open_groups_leave_no_descriptor_and_no_thread(
+    transport: str, ranks: Ranks, port: int
+) -> None:
+    """Of two processes, which have watchdogs and share memory."""
+    env = {"AIOCOLL_TRANSPORT": transport, "PYTHONWARNINGS": "always::ResourceWarning"}
+    processes = [ranks.start(UNCLOSED, f"tcp://127.0.0.1:{port}", str(rank), env=env) for rank in range(2)]
+    for rank, process in enumerate(processes):
+        out, err = process.communicate(timeout=LIMIT)
+        assert process.returncode == 0, err
+        found = json.loads(out)
+        assert found == [found[0]] * 5
+        assert found[0][1] == 1
+        assert err.count(f"ResourceWarning: group 'world:0' was not shut down on rank {rank}: ") == 5, err
+        assert "unclosed" not in err
+        assert "destroyed" not in err

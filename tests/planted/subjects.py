@@ -214,6 +214,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "wrong reports": Subject(
             ("Roster.disowned",), (("test_wrong_reports.py", "test_reports.py", "-k", "not more and not many"),)
         ),
+        "unclosed groups": Subject(("LoopEnd.add",), (("test_unclosed.py",),)),
     }
 )
 #: Of the last ones there are faults by hand only.
@@ -240,6 +241,7 @@ BY_HAND = (
     "output",
     "users",
     "codec keys",
+    "unclosed groups",
 )
 
 

@@ -59,3 +59,6 @@ class Origin(Protocol):
 
     async def release(self) -> None:
         """A group is closed."""
+
+    def drop(self, group: Any) -> None:
+        """As `release`, of an open group whose event loop does not run: close sockets, descriptors and threads now."""

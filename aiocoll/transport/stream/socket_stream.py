@@ -36,9 +36,10 @@ class SocketStream:
             self._loop.remove_reader(self.sock.fileno())
 
     def start_writing(self, writable: Callable[[], object]) -> None:
-        """Have `writable` called while bytes would be taken."""
-        self._writing = True
-        self._loop.add_writer(self.sock.fileno(), writable)
+        """Have `writable` called while bytes would be taken; never if the loop is closed."""
+        if not self._loop.is_closed():
+            self._writing = True
+            self._loop.add_writer(self.sock.fileno(), writable)
 
     def stop_writing(self) -> None:
         """Call `writable` no more."""

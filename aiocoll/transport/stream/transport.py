@@ -257,11 +257,7 @@ class StreamTransport:
 
     async def aclose(self) -> None:
         """Stop listening, end the handshakes and dials in progress, let peers unmap memory; open links stay open."""
-        self._listeners.close()
-        self.registered_memory.close()
-        if self._unix is not None:
-            address.remove_unix(self._unix)
-        self._unix = self._tcp = None
+        self.close()
         for task in (*self._serving, *self._background):
             task.cancel()
         unfinished: set[asyncio.Future[Any]] = {
@@ -272,6 +268,14 @@ class StreamTransport:
         }
         if unfinished:
             await asyncio.wait(unfinished)
+
+    def close(self) -> None:
+        """Stop listening, and let peers unmap memory; the loop may be closed."""
+        self._listeners.close()
+        self.registered_memory.close()
+        if self._unix is not None:
+            address.remove_unix(self._unix)
+        self._unix = self._tcp = None
 
     def _greet(self, sock: socket.socket) -> None:
         if sock.family == _AF_UNIX and (foreign := peer_trouble(sock)) is not None:

@@ -1,0 +1,320 @@
+"""Groups that a program does not shut down: nothing of them is left, and a warning names them.
+
+What a test leaves behind is found by `tests/conftest.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+import aiocoll
+from aiocoll import GroupClosedError, Meeting, PeerLostError, ProcessGroup, Work
+from aiocoll.loop_end import LoopEnd
+from aiocoll.store import HashStore
+from aiocoll.transport.stream.plain_stream import PlainStream
+
+from ..ranks import LINKS, options, until
+
+Loop = Callable[[], asyncio.AbstractEventLoop]
+LOOPS: list[Loop] = [asyncio.new_event_loop, uvloop.new_event_loop]
+# libuv keeps a pipe for the life of the process.
+uvloop.new_event_loop().close()
+
+
+@contextmanager
+def unclosed() -> Iterator[list[str]]:
+    """Collect the warnings about groups that were not shut down."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+        gc.collect()
+    found += sorted(str(each.message) for each in caught if "was not shut down" in str(each.message))
+
+
+def expected(*ranks: int) -> list[str]:
+    remedy = "await its shutdown(), or use async with"
+    return [f"group 'world:0' was not shut down on rank {rank}: {remedy}" for rank in ranks]
+
+
+async def groups(transport: str, size: int = 2) -> list[ProcessGroup]:
+    """Make a group of ranks in this loop that have linked to each other."""
+    store = HashStore()
+    made = await asyncio.gather(
+        *(
+            aiocoll.new_group(store=store, rank=rank, world_size=size, options=options(transport), timeout=20)
+            for rank in range(size)
+        )
+    )
+    await asyncio.gather(*(pg.allreduce(np.ones(40_000)) for pg in made))
+    return made
+
+
+def files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_runner_closes_groups_at_its_end(keeps: bool, transport: str, loop: Loop) -> None:
+    """Whether the program still refers to them or not."""
+    kept: list[ProcessGroup] = []
+
+    async def main() -> None:
+        made = await groups(transport)
+        if keeps:
+            kept.extend(made)
+
+    before = files(), threading.active_count()
+    with unclosed() as found, asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+    assert found == expected(0, 1)
+    assert (files(), threading.active_count()) == before
+    for pg in kept:
+        assert "closed" in repr(pg)
+
+
+async def pending(*begin: Callable[[ProcessGroup], object]) -> list[Work[Any]]:
+    """Start works that nothing completes, and call `begin` with their groups; abort these if they are not closed."""
+    first, second = await groups("unix")
+    first.timeout = second.timeout = 1000
+    asyncio.get_running_loop().call_later(20, first.abort, "it has waited for its works")
+    works: list[Work[Any]] = [first.recv_object(1), second.recv_object(0)]
+    for call in begin:
+        call(first)
+        call(second)
+    await asyncio.sleep(0)
+    return works
+
+
+def check_closed(works: list[Work[Any]]) -> None:
+    for work in works:
+        with pytest.raises(GroupClosedError, match="was closed by this rank"):
+            work.result()
+
+
+def test_runner_closes_groups_of_pending_works_at_once() -> None:
+    with unclosed() as found:
+        check_closed(asyncio.run(pending()))
+    assert found == expected(0, 1)
+
+
+def test_shutdown_that_waits_for_works_is_cut_short_at_the_end_of_the_loop() -> None:
+    """Also where a program closes its generators and does not cancel its tasks."""
+    loop = asyncio.new_event_loop()
+    with unclosed() as found:
+        works = loop.run_until_complete(pending(lambda pg: pg._lifetime.begin_end()))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        check_closed(works)
+    assert found == []
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("transport", LINKS)
+def test_groups_that_are_collected_at_the_very_end_are_closed(
+    transport: str, loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        made = await groups(transport)
+        del made
+        gc.collect()
+
+    before = files(), threading.active_count()
+    with unclosed() as found, asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+    assert found == expected(0, 1)
+    assert (files(), threading.active_count()) == before
+    assert "destroyed" not in caplog.text
+
+
+def test_peer_in_another_loop_learns_that_the_rank_has_left(caplog: pytest.LogCaptureFixture) -> None:
+    """The goodbye comes before the end of the loop."""
+    errors: list[PeerLostError] = []
+    with Meeting(2) as meeting:
+
+        async def ends() -> None:
+            pg = await aiocoll.new_group(init_method=meeting.ticket(0), timeout=20)
+            await pg.barrier()
+
+        async def stays() -> None:
+            async with aiocoll.new_group(init_method=meeting.ticket(1), timeout=20) as pg:
+                await pg.barrier()
+                with pytest.raises(PeerLostError, match="needs rank 0, which has left") as caught:
+                    await pg.recv_object(0, timeout=1000)
+                errors.append(caught.value)
+
+        other = threading.Thread(target=asyncio.run, args=(stays(),))
+        other.start()
+        with unclosed() as found:
+            asyncio.run(ends())
+        other.join()
+    assert found == expected(0)
+    assert [error.how for error in errors] == ["left"]
+    assert "destroyed" not in caplog.text
+
+
+@pytest.mark.parametrize("transport", LINKS)
+def test_groups_of_an_error_in_the_program_are_closed(transport: str) -> None:
+    async def main() -> None:
+        made = await groups(transport)
+        raise ArithmeticError(f"for a test, with {len(made)} groups")
+
+    with unclosed() as found, pytest.raises(ArithmeticError, match="with 2 groups"):
+        asyncio.run(main())
+    assert found == expected(0, 1)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_collected_groups_are_closed_while_the_loop_runs(in_thread: bool, transport: str, loop: Loop) -> None:
+    async def main() -> None:
+        await (await groups(transport, 1))[0].shutdown()  # what is kept for the life of a loop is there from now on
+        before = files()
+        for _ in range(3):
+            made = await groups(transport)
+            assert transport == "memory" or files() > before
+            del made
+            if in_thread:
+                await asyncio.to_thread(gc.collect)
+            else:
+                gc.collect()
+            await until(lambda: files() == before)
+
+    with unclosed() as found, asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+    assert found == sorted(expected(0, 1) * 3)
+
+
+@pytest.mark.parametrize("transport", LINKS)
+def test_peer_of_a_collected_group_learns_that_its_rank_has_left(transport: str) -> None:
+    async def main() -> None:
+        made = await groups(transport)
+        kept = made.pop(0)
+        del made
+        work = kept.allreduce(1, timeout=1000)
+        gc.collect()
+        with pytest.raises(PeerLostError, match="needs rank 1, which has left") as caught:
+            await work
+        assert caught.value.how == "left"
+        await kept.shutdown()
+
+    with unclosed() as found:
+        asyncio.run(main())
+    assert found == expected(1)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.parametrize("closed", [False, True])
+def test_collected_groups_of_a_loop_that_does_not_run_are_closed(closed: bool, transport: str, loop: Loop) -> None:
+    """A program may close its loop by itself, without what `asyncio.run` does before that."""
+    new = loop()
+    with unclosed() as found:
+        made = new.run_until_complete(groups(transport))
+        if closed:
+            new.close()
+        del made
+    assert found == expected(0, 1)
+    if not closed:
+        new.run_until_complete(asyncio.sleep(0))
+        new.close()
+
+
+@pytest.mark.parametrize("transport", LINKS)
+def test_one_of_two_groups_of_a_job_is_collected(transport: str) -> None:
+    """The other one goes on, and its shutdown releases what both have shared."""
+
+    async def main() -> None:
+        store = HashStore()
+
+        async def rank(number: int) -> None:
+            first, second = [
+                await aiocoll.new_group(
+                    store=store, rank=number, world_size=2, name=name, options=options(transport), timeout=20
+                )
+                for name in ("first", "second")
+            ]
+            await first.barrier()
+            del first
+            gc.collect()
+            async with second:
+                assert await second.allreduce(1) == 2
+
+        await asyncio.gather(rank(0), rank(1))
+        await until(lambda: len(asyncio.all_tasks()) == 1)
+
+    with unclosed() as found:
+        asyncio.run(main())
+    assert [text[:30] for text in found] == ["group 'first' was not shut dow"] * 2
+
+
+class Item:
+    """Something to be closed."""
+
+    def __init__(self, *, is_ending: bool = False) -> None:
+        self.is_ending = is_ending
+        self.calls: list[str] = []
+
+    def begin_abandon(self) -> asyncio.Task[None]:
+        self.calls.append("closes")
+        return asyncio.ensure_future(self._close())
+
+    def warn(self) -> None:
+        self.calls.append("warns")
+
+    async def _close(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        self.calls.append("closed")
+
+
+def test_loop_end_closes_what_it_has_and_nothing_once_forgotten() -> None:
+    kept: list[LoopEnd] = []
+    items = [Item(), Item(is_ending=True), Item(), Item()]
+
+    async def main() -> None:
+        kept.extend([LoopEnd(), LoopEnd()])
+        for number, item in enumerate(items):
+            kept[number // 2].add(item)
+        kept[1].forget()
+        kept[1].forget()
+
+    asyncio.run(main())
+    assert items[0].calls[:2] == ["closes", "closed"]
+    assert items[0].calls[-1] == "warns"
+    assert "warns" not in items[1].calls
+    assert items[1].calls[:2] == ["closes", "closed"]
+    assert items[2].calls == items[3].calls == []
+
+
+async def test_stream_that_cannot_send_now_can_be_closed_after_its_loop() -> None:
+    ours, theirs = socket.socketpair()
+    loop = asyncio.new_event_loop()
+    loop.close()
+    stream = PlainStream(loop, ours)
+    stream.start_writing(lambda: None)
+    stream.close()
+    assert ours.fileno() == -1
+    theirs.close()
+
+
+@pytest.mark.ranks(2)
+async def test_group_that_is_shut_down_needs_no_end_of_the_loop(pg: ProcessGroup) -> None:
+    async with asyncio.timeout(20):
+        await pg.shutdown()
+    gc.collect()  # a warning would be an error
