@@ -25,9 +25,10 @@ class LoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
-        self.thread = threading.Thread(target=asyncio.run, args=(self._main(),), name="aiocoll-blocking", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="aiocoll-blocking", daemon=True)
         self.pid = os.getpid()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._calls: set[Future[Future[Any]]] = set()
         self._begun: Future[asyncio.AbstractEventLoop] = Future()
         self.thread.start()
         self.loop = self._begun.result()
@@ -37,15 +38,19 @@ class LoopThread:
 
         Raises:
             BaseException: what it raises.
+            GroupClosedError: the loop has ended.
         """
         if self.pid != os.getpid():
             raise RuntimeError("this group belongs to the process that this one was forked from")
         if self.thread is threading.current_thread():
             raise RuntimeError("this would block the event loop that completes it: await the call of the ProcessGroup")
-        if self.loop.is_closed():
-            raise GroupClosedError("the group was closed")
         called: Future[Future[Any]] = Future()
-        self.loop.call_soon_threadsafe(self._call, function, called)
+        self._calls.add(called)
+        try:
+            self.loop.call_soon_threadsafe(self._call, function, called)
+        except RuntimeError:  # the loop is closed
+            self._calls.discard(called)
+            raise GroupClosedError("the group was closed") from None
         return called.result()
 
     def close(self) -> None:
@@ -53,12 +58,22 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self._ending.set)
         self.thread.join()
 
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        finally:
+            # Without this, a call that came while the loop ended would wait for ever.
+            for called in tuple(self._calls):
+                if not called.done():
+                    called.set_exception(GroupClosedError("the group was closed"))
+
     async def _main(self) -> None:
         self._ending = asyncio.Event()
         self._begun.set_result(asyncio.get_running_loop())
         await self._ending.wait()
 
     def _call(self, function: Callable[[], Any], called: Future[Future[Any]]) -> None:
+        self._calls.discard(called)
         ended: Future[Any] = Future()
         ended.set_running_or_notify_cancel()  # cancelling it would not end what the other ranks take part in
         try:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aiocoll.log import logger
+from aiocoll.user_code import contain
 
 __all__ = ["Hook", "HookHandle", "Hooks", "OperationInfo", "add_hook"]
 
@@ -131,17 +132,18 @@ class Hooks:
         info = None
         kept = []
         for hook in hooks:
-            function = getattr(hook, name, None)
-            if function is not None:
-                info = make() if info is None else info
-                self.calling = f"{type(hook).__name__}.{name}"
-                try:
+            self.calling = f"{type(hook).__name__}.{name}"
+            try:
+                function = getattr(hook, name, None)
+                if function is not None:
+                    info = make() if info is None else info
                     function(info)
-                except Exception:
-                    self._drop(hook, self.calling)
-                    continue
-                finally:
-                    self.calling = ""
+            except BaseException as error:
+                self._drop(hook, self.calling)
+                contain(error)
+                continue
+            finally:
+                self.calling = ""
             kept.append(hook)
         return tuple(kept)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from aiocoll.log import logger
+from aiocoll.user_code import describe
 
 __all__ = ["CallSite", "Unretrieved", "UnretrievedFailures", "line_of"]
 
@@ -116,7 +117,7 @@ class UnretrievedFailures:
         found = self._open.get(id(cause))
         if found is None:
             # As text: an exception that was raised keeps its frames alive.
-            found = Unretrieved(self._group, self._rank, cause, f"{type(error).__name__}: {error}")
+            found = Unretrieved(self._group, self._rank, cause, describe(error))
             self._open[id(cause)] = found
         return found
 

@@ -17,6 +17,7 @@ from aiocoll.elements.streams import stream_address
 from aiocoll.runtime import Runtime
 from aiocoll.threads import wait_in_thread
 from aiocoll.unretrieved import CallSite, Unretrieved
+from aiocoll.user_code import contain
 
 __all__ = ["COMPILED", "Progress", "Work"]
 
@@ -361,8 +362,8 @@ class Work(Generic[T_co]):
             if exception is None:
                 try:
                     result = unwrap()
-                except Exception as error:
-                    exception = error
+                except BaseException as error:
+                    exception = contain(error)
         self._result = result
         self._exception = exception
         self._withdraw = None

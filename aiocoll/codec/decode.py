@@ -32,6 +32,7 @@ from aiocoll.codec.records import (
     RecordType,
 )
 from aiocoll.errors import SerializationError
+from aiocoll.user_code import contain, describe
 
 __all__ = ["loads", "reading"]
 
@@ -106,9 +107,10 @@ def _refusing(nbytes: int) -> Iterator[None]:
         yield
     except SerializationError:
         raise
-    except Exception as error:  # hostile bytes reach many constructors; none may let its own error out
-        why = f"{type(error).__name__}: {error}"
-        raise SerializationError(f"{nbytes} bytes are not a valid object ({why:.{_SHOWN}})") from error
+    except BaseException as error:  # hostile bytes reach many constructors; none may let its own error out
+        # Not from a StopIteration, which `contextmanager` would raise in place of the new error.
+        contained = contain(error)
+        raise SerializationError(f"{nbytes} bytes are not a valid object ({describe(error):.{_SHOWN}})") from contained
 
 
 class _Tag:

@@ -36,6 +36,7 @@ from aiocoll.codec.records import (
     dtype_text,
 )
 from aiocoll.errors import SerializationError
+from aiocoll.user_code import contain, describe
 
 __all__ = ["dumps"]
 
@@ -229,8 +230,8 @@ class _Encoder:
     def _put_pickle(self, obj: Any) -> None:
         try:
             data = pickle.dumps(obj, protocol=5)
-        except Exception as error:  # a user's class may raise anything
-            raise RefusedError(f"pickle refuses {_type_name(obj)}: {error}") from error
+        except BaseException as error:  # a user's class may raise anything
+            raise RefusedError(f"pickle refuses {_type_name(obj)}: {describe(error)}") from contain(error)
         self._head(PICKLE, 1)
         self._emit(self._pack(data))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from aiocoll.user_code import contain
 from aiocoll.work import AT_ONCE, Work
 
 __all__ = ["changed"]
@@ -29,8 +30,8 @@ def changed(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
         if error is None:
             try:
                 result = change(work._result)
-            except Exception as failure:
-                error = failure
+            except BaseException as failure:
+                error = contain(failure)
         made._source = work._source
         made._finish(result, error)
 

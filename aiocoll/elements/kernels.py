@@ -17,6 +17,7 @@ import numpy.typing as npt
 from aiocoll.elements.dtypes import DType, array_dtype
 from aiocoll.elements.half_precision import Kind, half_fold, half_map
 from aiocoll.errors import BackendUnavailableError
+from aiocoll.user_code import contain
 
 __all__ = ["Array", "Combine", "Fold", "Kernel", "builtin_kernel", "chain", "custom_kernel"]
 
@@ -231,7 +232,12 @@ def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commut
 
     def call(a: Array, b: Array, out: Array) -> None:
         view = out.view(shown)
-        returned = function(a.view(shown), b.view(shown), view)
+        try:
+            returned = function(a.view(shown), b.view(shown), view)
+        except BaseException as error:
+            if (contained := contain(error)) is error:
+                raise
+            raise contained from error
         if returned is not None and returned is not view:
             raise TypeError(f"op {name!r}: f(a, b, out) must write into out and return None, not {type(returned)}")
 

@@ -28,6 +28,7 @@ from aiocoll.hooks import Hook, HookHandle
 from aiocoll.loading import loading
 from aiocoll.store import Store
 from aiocoll.typing import Array, Number, Sparse
+from aiocoll.user_code import describe
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class ProcessGroup(MpiCalls):
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
             for group in self._reconfigurer.open_groups():
-                group.abort(f"{type(error).__name__}: {error}")
+                group.abort(describe(error))
         await self.shutdown()
 
     def rank(self) -> int:

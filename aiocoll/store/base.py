@@ -15,9 +15,10 @@ from collections.abc import Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
-from aiocoll.errors import StoreTimeoutError
+from aiocoll.errors import StoreError, StoreTimeoutError
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store.commands import check_arguments
+from aiocoll.user_code import describe
 
 __all__ = ["GRACE", "Store", "answered", "seconds", "settled", "timed_out"]
 
@@ -304,14 +305,26 @@ class Store(ABC):
 
     async def _checked(self, command: str, *arguments: Any) -> Any:
         check_arguments(command, arguments)
-        request = self._call(command, arguments)
+        request = self._uncancelled(command, self._call(command, arguments))
         return await (answered(request, self._timeout, self, command) if self._may_stop else request)
 
     async def _waited(self, command: str, timeout: float | timedelta | None, *arguments: Any) -> Any:
         check_arguments(command, arguments)
         limit = self.timeout if timeout is None else seconds(timeout)
-        request = self._wait(command, arguments, limit)
+        request = self._uncancelled(command, self._wait(command, arguments, limit))
         return await (answered(request, limit, self, command) if self._may_stop else request)
+
+    async def _uncancelled(self, command: str, call: Coroutine[Any, Any, Any]) -> Any:
+        """Await a call; a `CancelledError` of a custom store must not look like a cancellation of its caller."""
+        try:
+            return await call
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise StoreError(
+                f"{type(self).__name__} raised {describe(error)} in {command}(), and no task had cancelled the call"
+            ) from error
 
 
 def seconds(timeout: float | timedelta) -> float:

@@ -27,6 +27,7 @@ from aiocoll.rendezvous.new_group import new_group
 from aiocoll.testing.frames import keep_all_frames, keeps_all_frames, raised
 from aiocoll.testing.ranks import loop_factory
 from aiocoll.testing.report import blocked, pending, stack
+from aiocoll.user_code import describe
 
 __all__ = ["HEADER", "MAIN", "ChildJob", "RemoteCall", "main"]
 
@@ -182,7 +183,7 @@ class _Rank:
         except BaseException as error:
             failed = time.monotonic()
             if self._pg is not None:
-                self._pg.abort(f"{type(error).__name__}: {error}")
+                self._pg.abort(describe(error))
             return _failure(error, failed)
         return "returned", result, not self._pg.pending()
 

@@ -215,6 +215,8 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("Roster.disowned",), (("test_wrong_reports.py", "test_reports.py", "-k", "not more and not many"),)
         ),
         "unclosed groups": Subject(("LoopEnd.add",), (("test_unclosed.py",),)),
+        "user code": Subject(("contain",), (("test_user_code.py",), ("test_blocking.py",))),
+        "unclosed groups": Subject(("LoopEnd.add",), (("test_unclosed.py",), ("test_user_code.py", "-k", "exit"))),
     }
 )
 #: Of the last ones there are faults by hand only.
@@ -241,6 +243,7 @@ BY_HAND = (
     "output",
     "users",
     "codec keys",
+    "user code",
     "unclosed groups",
 )
 

@@ -8,6 +8,7 @@ from aiocoll.engine.control.messages import PROTOCOL
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called
 from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError, PeerProtocolError
+from aiocoll.user_code import describe, original
 from aiocoll.work import Work
 
 __all__ = ["crashed", "left", "lost", "raised", "revoked", "timed_out", "torn"]
@@ -69,14 +70,13 @@ def raised(group: str, rank: int, work: Work[Any], error: BaseException, what: s
     """A calculation of `rank` for a work has raised `error`; `what` says which calculation."""
     name = work.key or work.seq
     cause = GroupError(
-        f"{work.op} (sequence {name!r}) of group {group!r} failed on rank {rank}: "
-        f"{what}{type(error).__name__}: {error}",
+        f"{work.op} (sequence {name!r}) of group {group!r} failed on rank {rank}: {what}{describe(error)}",
         op=work.op,
         seq=name,
         group=group,
         ranks=[rank],
     )
-    cause.__cause__ = error
+    cause.__cause__ = original(error)
     return cause
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.signature import Signature
+from aiocoll.user_code import contain
 from aiocoll.work import Work
 
 __all__ = ["Offload", "in_thread"]
@@ -45,8 +46,12 @@ def in_thread(operation: Operation, task: Callable[[], object], then: Callable[[
     """Call `task` in a thread, and `then` on the loop if the operation has not failed by then."""
     comm = operation.comm
     if not comm.runtime.may_thread:
-        task()
-        then()
+        try:
+            task()
+        except Exception as error:
+            comm.broke(operation, error)
+        else:
+            then()
         return
 
     def ended(future: asyncio.Future[object]) -> None:
@@ -54,7 +59,7 @@ def in_thread(operation: Operation, task: Callable[[], object], then: Callable[[
         if operation.done or future.cancelled():
             return
         if error is not None:
-            comm.broke(operation, error)
+            comm.broke(operation, contain(error))
         else:
             then()
 

@@ -14,6 +14,7 @@ from aiocoll.errors import GroupError
 from aiocoll.group.dispatch.call import Call, Interceptor, Recorder
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.interceptors.recording import Flusher, Recording
+from aiocoll.user_code import describe
 from aiocoll.work import Work
 
 __all__ = ["Batch", "Coalescer", "check_list", "pairs"]
@@ -142,10 +143,9 @@ class Batch(Recorder):
 
     def _drop(self, error: BaseException) -> None:
         """The block has failed: send nothing more."""
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         cause = GroupError(
             f"the call was not sent: its coalescing block on rank {self._dispatcher.rank} of group "
-            f"{self._dispatcher.comm.name!r} was left by {reason}",
+            f"{self._dispatcher.comm.name!r} was left by {describe(error)}",
             group=self._dispatcher.comm.name,
             ranks=[self._dispatcher.rank],
         )

@@ -1,0 +1,371 @@
+"""User code that raises what is no `Exception`: the operation fails by name, and the group and the loop go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aiocoll
+from aiocoll import GroupOptions, ProcessGroup, ReduceOp, StoreError
+from aiocoll.distributed.map_result import changed
+from aiocoll.errors import SerializationError
+from aiocoll.log import logger
+from aiocoll.store import HashStore
+from aiocoll.testing import run_ranks as run_all
+from aiocoll.testing.virtual import run_virtual
+from aiocoll.user_code import UserCodeError, contain, describe
+
+from .each import each
+from .group.test_raising_ops import CALLS, COUNTS, failure
+from .ranks import LINKS, options, run_ranks
+from .store.minimal_store import MinimalStore
+
+
+class Silent(Exception):
+    """An exception without a text."""
+
+    def __str__(self) -> str:
+        raise asyncio.CancelledError("no text")
+
+
+#: Exceptions that control a task, a generator or the process; and one whose text cannot be read.
+CONTROL = (asyncio.CancelledError, GeneratorExit, StopIteration, BaseException, Silent)
+FATAL = (KeyboardInterrupt, SystemExit)
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise error("for a test")
+
+    return call
+
+
+# -- reduce functions
+
+
+@pytest.mark.parametrize("error", CONTROL)
+@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_reduce_function_fails_its_operation_on_every_rank(
+    world_size: int, transport: str, error: type[BaseException]
+) -> None:
+    """By every executor."""
+
+    async def rank(pg: ProcessGroup, kind: str, count: int) -> None:
+        op = ReduceOp.custom(raising(error), name="f")
+        raised = await failure(CALLS[kind](pg, op, count))
+        assert f"its reduce function raised {error.__name__}" in str(raised)
+        if raised.ranks == (pg.rank(),):
+            assert type(raised.__cause__) is error
+
+    for kind in CALLS:
+        for count in COUNTS:
+            await run_ranks(world_size, rank, kind, count, transport=transport)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_reduce_function_fails_its_operation_at_once(culprit: int) -> None:
+    """Not at its timeout: the virtual clock does not advance."""
+
+    async def rank(pg: ProcessGroup) -> float:
+        op = ReduceOp.custom(raising(asyncio.CancelledError) if pg.rank() == culprit else np.add, name="f")
+        start = asyncio.get_running_loop().time()
+        await failure(pg.allreduce(np.ones(4), op, timeout=100))
+        return asyncio.get_running_loop().time() - start
+
+    assert max(run_virtual(2, rank, seed=1)) < 1
+
+
+# -- hooks
+
+
+class Hook:
+    """Raises at one of the calls."""
+
+    def __init__(self, when: str, error: type[BaseException]) -> None:
+        self.calls = 0
+        self._when = when
+        self._error = error
+
+    def on_start(self, info: Any) -> None:
+        self._call("on_start")
+
+    def on_end(self, info: Any) -> None:
+        self._call("on_end")
+
+    def _call(self, when: str) -> None:
+        if when == self._when:
+            self.calls += 1
+            raise self._error("for a test")
+
+
+class Property:
+    """Has methods that cannot be read for the second time."""
+
+    def __init__(self, when: str, error: type[BaseException]) -> None:
+        self.calls = 0
+        self._when = when
+        self._error = error
+
+    @property
+    def on_start(self) -> Callable[[Any], None]:
+        return self._read("on_start")
+
+    @property
+    def on_end(self) -> Callable[[Any], None]:
+        return self._read("on_end")
+
+    def _read(self, when: str) -> Callable[[Any], None]:
+        if when == self._when and self._ready:
+            self.calls += 1
+            raise self._error("for a test")
+        return lambda _: None
+
+    _ready = False
+
+
+@pytest.mark.parametrize("when", ["on_start", "on_end"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Hook, Property])
+async def test_hook_is_removed_and_logged_whatever_it_raises(
+    kind: Any, size: int, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def rank(pg: ProcessGroup, error: type[BaseException]) -> None:
+        hook = kind(when, error)
+        pg.add_hook(hook)
+        hook._ready = True
+        for _ in range(2):
+            assert await pg.allreduce(1, timeout=5) == size
+        await pg.allgather_object(pg.rank())
+        assert hook.calls == 1
+
+    for error in CONTROL:
+        caplog.clear()
+        await run_ranks(size, rank, error)
+        removed = [record for record in caplog.records if "the hook is removed" in record.getMessage()]
+        assert len(removed) == size
+        assert all(f"{kind.__name__}.{when} raised" in record.getMessage() for record in removed)
+
+
+# -- KeyboardInterrupt and SystemExit
+
+
+FATAL_PLACES: dict[str, Callable[[ProcessGroup, type[BaseException]], Awaitable[Any]]] = {
+    "reduce function": lambda pg, error: pg.allreduce(np.ones(4), ReduceOp.custom(raising(error), name="f")),
+    "large reduction": lambda pg, error: pg.allreduce(np.ones(400_003), ReduceOp.custom(raising(error), name="f")),
+    "on_start": lambda pg, error: hooked(pg, "on_start", error),
+    "on_end": lambda pg, error: hooked(pg, "on_end", error),
+}
+
+
+def hooked(pg: ProcessGroup, when: str, error: type[BaseException]) -> Awaitable[Any]:
+    pg.add_hook(Hook(when, error))
+    return pg.allreduce(np.ones(4))
+
+
+@pytest.mark.parametrize("transport", LINKS)
+@pytest.mark.parametrize("place", FATAL_PLACES)
+@each("fatal", FATAL)
+def test_exit_in_user_code_ends_the_loop_and_fails_the_operation(
+    place: str, transport: str, fatal: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The exception leaves the loop once; the groups are closed while the tasks are cancelled."""
+    works: list[Any] = []
+    store = HashStore()
+
+    async def rank(number: int) -> None:
+        async with aiocoll.new_group(
+            store=store, rank=number, world_size=2, options=options(transport), timeout=10
+        ) as pg:
+            if number == 0:
+                works.append(FATAL_PLACES[place](pg, fatal))
+                await works[0]
+            elif "reduc" in place:
+                count = 4 if place == "reduce function" else 400_003
+                await pg.allreduce(np.ones(count), ReduceOp.custom(np.add, name="f"))
+            else:
+                await pg.allreduce(np.ones(4))
+
+    async def main() -> None:
+        await asyncio.wait([asyncio.create_task(rank(number)) for number in range(2)])
+
+    with pytest.raises(fatal, match="for a test"):
+        asyncio.run(main())
+    caplog.clear()  # a traceback keeps the memory of its frames
+    assert works[0].done()
+    if "reduc" in place:
+        assert f"its reduce function raised {fatal.__name__}: for a test" in str(works[0].exception())
+
+
+@each("fatal", FATAL)
+def test_exit_in_user_code_of_a_thread_reaches_the_loop(fatal: type[BaseException]) -> None:
+    async def main() -> None:
+        with pytest.raises(UserCodeError) as caught:
+            await asyncio.to_thread(_contained, fatal)
+        contain(caught.value)
+        contain(caught.value)  # hands it on once
+        await asyncio.Event().wait()
+
+    with pytest.raises(fatal):
+        asyncio.run(main())
+
+
+def _contained(error: type[BaseException]) -> None:
+    try:
+        raise error("for a test")
+    except BaseException as raised:
+        raise contain(raised) from None
+
+
+@each("fatal", FATAL)
+def test_exit_in_user_code_without_a_loop_is_raised(fatal: type[BaseException]) -> None:
+    with pytest.raises(fatal):
+        contain(fatal("for a test"))
+
+
+# -- objects
+
+
+class Unreadable:
+    """Raises where it is unpickled."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.error,)
+
+
+def _made(error: type[BaseException]) -> Any:
+    raise error("for a test")
+
+
+class Unwritable:
+    """Raises where it is pickled."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise self.error("for a test")
+
+
+@pytest.mark.parametrize("error", CONTROL)
+@pytest.mark.parametrize("padding", [0, 100_000])  # decoded at once, and in steps
+async def test_object_that_cannot_be_unpickled_fails_its_own_call(error: type[BaseException], padding: int) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        work = pg.broadcast_object([bytes(padding), Unreadable(error)] if pg.rank() == 0 else None, 0, timeout=5)
+        if pg.rank() == 0:
+            await work
+        else:
+            with pytest.raises(SerializationError, match=f"not a valid object .{error.__name__}: "):
+                await work
+        assert await pg.allreduce(1) == 2
+
+    await run_all(2, rank, options=GroupOptions(allow_pickle=True))
+
+
+@pytest.mark.parametrize("error", CONTROL)
+async def test_object_that_cannot_be_pickled_is_refused_at_the_call(error: type[BaseException]) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(SerializationError, match=r"cannot send obj\[0\]: pickle refuses .*Unwritable: "):
+            pg.allgather_object([Unwritable(error)])
+        assert await pg.allgather_object(pg.rank()) == [0, 1]
+
+    await run_all(2, rank, options=GroupOptions(allow_pickle=True))
+
+
+# -- functions on results, callbacks, the log, stores
+
+
+@pytest.mark.parametrize("error", [*CONTROL, ValueError])
+@pytest.mark.ranks(1, 2)
+async def test_function_on_a_result_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
+    work = changed(pg.allreduce(1), raising(error))
+    with pytest.raises(error if issubclass(error, Exception) and error is not StopIteration else UserCodeError):
+        await work
+    assert await pg.allreduce(1) == pg.size()
+
+
+@pytest.mark.parametrize("error", CONTROL)
+@pytest.mark.ranks(2)
+async def test_done_callback_goes_to_the_exception_handler_of_the_loop(
+    pg: ProcessGroup, error: type[BaseException]
+) -> None:
+    loop = asyncio.get_running_loop()
+    raised: list[type[BaseException]] = []
+    work = pg.allreduce(1)
+    if pg.rank() == 0:
+        loop.set_exception_handler(lambda _, context: raised.append(type(context["exception"])))
+        work.add_done_callback(raising(error))
+    assert await work == 2
+    assert await pg.allreduce(1) == 2  # which takes another turn of the loop
+    assert raised == ([error] if pg.rank() == 0 else [])
+
+
+class Handler(logging.Handler):
+    """Raises at every record."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise self.error("for a test")
+
+
+@pytest.mark.parametrize("error", [*CONTROL, ValueError])
+async def test_log_handler_that_raises_disturbs_no_operation(
+    error: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        pg.add_hook(Hook("on_end", ArithmeticError))
+        assert await pg.allreduce(1, timeout=5) == 2  # which logs that the hook is removed
+        assert await pg.allreduce(1, timeout=5) == 2
+
+    handler = Handler(error)
+    logging.getLogger("aiocoll").addHandler(handler)
+    try:
+        await run_ranks(2, rank)
+        logger.error("in no group")
+    finally:
+        logging.getLogger("aiocoll").removeHandler(handler)
+    assert f"{error.__name__}: " in capsys.readouterr().err
+
+
+class Cancelling(MinimalStore):
+    """Raises what the future of a lost connection would, at one of its calls."""
+
+    left = 0
+
+    async def read(self, name: str) -> bytes | None:
+        self.left -= 1
+        if not self.left:
+            raise asyncio.CancelledError("the connection was closed")
+        return await super().read(name)
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+async def test_store_that_raises_cancelled_does_not_cancel_its_caller(left: int) -> None:
+    async with Cancelling({}) as store:
+        store.left = left
+        with pytest.raises(StoreError, match=r"Cancelling raised CancelledError: .* in .*\(\), and no task had"):
+            await aiocoll.new_group(store=store, rank=0, world_size=1, timeout=5)
+
+
+async def test_wait_at_a_store_can_be_cancelled() -> None:
+    async with HashStore() as store:
+        waiting = asyncio.ensure_future(store.get("never"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
+def test_text_of_an_exception_that_has_none() -> None:
+    assert describe(Silent()) == "Silent: <str() of it failed>"
