@@ -214,7 +214,6 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "wrong reports": Subject(
             ("Roster.disowned",), (("test_wrong_reports.py", "test_reports.py", "-k", "not more and not many"),)
         ),
-        "unclosed groups": Subject(("LoopEnd.add",), (("test_unclosed.py",),)),
         "user code": Subject(("contain",), (("test_user_code.py",), ("test_blocking.py",))),
         "unclosed groups": Subject(("LoopEnd.add",), (("test_unclosed.py",), ("test_user_code.py", "-k", "exit"))),
     }
