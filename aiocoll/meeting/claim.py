@@ -31,6 +31,9 @@ __all__ = ["Claims", "RankTakenError", "assign", "call_off_all"]
 #: Seconds between two looks at the claim of a rank that is to connect.
 _LOOK = 1.0
 
+#: Random bytes at the beginning of a claim; its process follows.
+_NONCE = 16
+
 #: Claims that tasks of this process have made and not given up.
 _active: set[bytes] = set()
 
@@ -58,7 +61,9 @@ class Claims:
         self._rank = rank
         self._world_size = world_size
         self._runtime = runtime
-        self._mark = msgpack.packb([runtime.random_bytes(16), host_identity(), *this_process()])
+        self._host, self._here = host_identity(), this_process()
+        self._process = msgpack.packb([self._host, *self._here])
+        self._mark = runtime.random_bytes(_NONCE) + self._process
 
     @property
     def store(self) -> Store:
@@ -95,7 +100,7 @@ class Claims:
         """
         claims = [key for key in await self.store.list_keys() if key.startswith("claim/")]
         for claim in await self.store.multi_get(claims):
-            if _has_ended(claim, self._store):
+            if self._has_ended(claim):
                 await self._move()
                 raise MeetingMovedError("the ranks meet again without the card of a process that has ended")
 
@@ -109,7 +114,7 @@ class Claims:
         while True:
             await self._runtime.sleep(_LOOK)
             claim = await self.store.compare_set(f"claim/{next_rank}", b"?", b"?")  # reads it without waiting
-            if _has_ended(claim, self._store) and await self._store.add(_met(next_rank), 0) < self.generation:
+            if self._has_ended(claim) and await self._store.add(_met(next_rank), 0) < self.generation:
                 reason = f"rank {next_rank} was lost while the ranks met: its process has ended; start all ranks again"
                 await call_off(self.store, self._world_size, reason)
                 return RendezvousError(reason)
@@ -120,7 +125,7 @@ class Claims:
         while (found := await store._hold(f"claim/{self._rank}", expected, self._mark)) != self._mark:
             if await store.check([ENDED]):
                 return False
-            if not _has_ended(found, self._store):
+            if not self._has_ended(found):
                 raise RankTakenError(
                     f"rank {self._rank} is taken: another process joined as rank {self._rank}; give each process its "
                     "own rank"
@@ -146,6 +151,27 @@ class Claims:
         )
         await call_off(store, size, reason)
         raise RendezvousError(reason)
+
+    def _has_ended(self, claim: bytes) -> bool:
+        """Return whether it is proven that the process of a claim has ended, or its task has given up."""
+        if claim == LEFT:
+            return True
+        process = claim[_NONCE:]
+        if process == self._process:
+            return claim not in _active
+        # The server is a better witness: a number may mean another process on a host that was cloned.
+        return not self._store._sees_disconnects and self._is_gone(process)
+
+    def _is_gone(self, process: bytes) -> bool:
+        """Return whether a process, of this host and PID namespace, is gone."""
+        try:
+            host, *found = msgpack.unpackb(process)
+            claimer = ProcessId(*found)
+        except (ValueError, TypeError):
+            return False
+        if host != self._host or claimer.namespace != self._here.namespace or claimer.namespace == 0:
+            return False
+        return state(claimer) == GONE
 
     async def _agree_on_size(self) -> None:
         size = str(self._world_size).encode()
@@ -181,21 +207,3 @@ async def call_off_all(store: Store, world_size: int, reason: str) -> None:
 def _met(rank: int) -> str:
     """Return the key of the last generation in which a rank has met the others."""
     return f"aiocoll/rank/{rank}"
-
-
-def _has_ended(claim: bytes, store: Store) -> bool:
-    """Return whether it is proven that the process of a claim has ended, or its task has given up."""
-    if claim == LEFT:
-        return True
-    try:
-        _, host, *process = msgpack.unpackb(claim)
-        claimer = ProcessId(*process)
-    except (ValueError, TypeError):
-        return False
-    here = this_process()
-    if host != host_identity() or claimer.namespace != here.namespace:
-        return False
-    if claimer == here:
-        return claim not in _active
-    # The server is a better witness: a number may mean another process on a host that was cloned.
-    return not store._sees_disconnects and claimer.namespace != 0 and state(claimer) == GONE

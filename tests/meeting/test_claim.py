@@ -144,7 +144,7 @@ def mark(**changes: Any) -> bytes:
     """Return the claim of a process that has ended: it had the number of this one."""
     here = this_process()
     claim = {"host": host_identity(), "namespace": here.namespace, "pid": here.pid, "started": here.started - 1}
-    return bytes(msgpack.packb([b"mark", *(claim | changes).values()]))
+    return bytes(16) + bytes(msgpack.packb([*(claim | changes).values()]))
 
 
 def claims(store: Store, rank: int, size: int) -> Claims:
@@ -167,9 +167,9 @@ async def test_claim_of_an_ended_process_is_free(tmp_path: Any) -> None:
     "claim",
     [
         b"",
-        b"\xc1",
-        msgpack.packb([b"mark"]),
-        msgpack.packb({"a": 1}),
+        bytes(16) + b"\xc1",
+        bytes(16) + b"\x90",
+        bytes(16) + b"\x81\xa1a\x01",
         mark(host="elsewhere"),
         mark(namespace=1),
         mark(started=this_process().started),
