@@ -49,6 +49,7 @@ class SocketStream:
 
     def close(self) -> None:
         """Close the socket."""
-        self.stop_reading()
-        self.stop_writing()
+        if self.sock.fileno() >= 0:  # else garbage collection has finalized the socket before this stream
+            self.stop_reading()
+            self.stop_writing()
         self.sock.close()
