@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -28,6 +29,8 @@ from aiocoll.meeting.cards import cores
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.runtime import Runtime, running_loop
+from aiocoll.security.patience import patient_timeout
+from aiocoll.sockets import is_ready
 from aiocoll.store import PrefixStore, Store
 from aiocoll.store.listening import local_address
 from aiocoll.transport.base import Card
@@ -254,7 +257,8 @@ async def _ping(stream: ByteStream) -> Attempt:
     fastest, trouble = inf, ": the connection was made, and then no byte came back"
     try:
         with suppress(OSError):
-            async with asyncio.timeout(_PING_FOR):
+            runtime, arrived = Runtime.of(running_loop()), partial(is_ready, stream.sock.fileno())
+            async with patient_timeout(runtime, _PING_FOR, arrived):
                 for _ in range(_PINGS):
                     began = perf_counter()
                     send_message(stream, b"?")
