@@ -155,7 +155,7 @@ PARTS = {
     "message_view": "aiocoll.group.messages.view",
     "whole_view": "aiocoll.group.dispatch.arguments.view",
     "choose": "aiocoll.group.dispatch.planner.choose",
-    "group_id": "aiocoll.engine.split_history.hash62",
+    "group_id": "aiocoll.engine.split_history.group_id",
     "message_sent": "aiocoll.engine.matching.outbound.OutboundMessage.sent",
     "object_dumped": "aiocoll.group.objects.dumps",
     "object_reading": "aiocoll.group.objects.reading",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -305,19 +305,19 @@ class Store(ABC):
 
     async def _checked(self, command: str, *arguments: Any) -> Any:
         check_arguments(command, arguments)
-        request = self._uncancelled(command, self._call(command, arguments))
+        request = self._uncancelled(command, self._call, arguments)
         return await (answered(request, self._timeout, self, command) if self._may_stop else request)
 
     async def _waited(self, command: str, timeout: float | timedelta | None, *arguments: Any) -> Any:
         check_arguments(command, arguments)
         limit = self.timeout if timeout is None else seconds(timeout)
-        request = self._uncancelled(command, self._wait(command, arguments, limit))
+        request = self._uncancelled(command, self._wait, arguments, limit)
         return await (answered(request, limit, self, command) if self._may_stop else request)
 
-    async def _uncancelled(self, command: str, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _uncancelled(self, command: str, call: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
         """Await a call; a `CancelledError` of a custom store must not look like a cancellation of its caller."""
         try:
-            return await call
+            return await call(command, *args)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
