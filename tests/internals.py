@@ -50,6 +50,7 @@ __all__ = [
 LIMITS = {
     # the links of a group, and what is kept of a peer
     "ask_window": ("aiocoll.engine.links.flow_control.ASK_WINDOW", "aiocoll.engine.links.channel.ASK_WINDOW"),
+    "group_id_bits": ("aiocoll.engine.job.ids.GROUP_BITS",),
     "early_grants": ("aiocoll.engine.links.flow_control.EARLY_GRANTS",),
     "link_window": ("aiocoll.engine.links.flow_control.LINK_WINDOW", "aiocoll.engine.links.channel.LINK_WINDOW"),
     "unmade_groups": ("aiocoll.engine.control.unmade_groups.GROUPS",),

@@ -256,8 +256,8 @@ def _split_locally(pg: ProcessGroup, ranks: Sequence[int], timeout: Timeout) -> 
     counts = _local.setdefault(pg, Counter())
     number = counts[members]
     identity = pg._comm.endpoint.group_id(f"{pg._comm.id}\0local\0{members}\0{number}")
-    group = pg._reconfigurer.derive(identity, members, f"{pg.group_name}/{identity:x}", limit)
     counts[members] += 1
+    group = pg._reconfigurer.derive(identity, members, f"{pg.group_name}/{identity:x}", limit)
     return _done(pg, group)
 
 

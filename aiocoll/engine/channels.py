@@ -148,6 +148,7 @@ class Channels:
     def lost(self, peer: int, error: Exception | None, link: Link) -> None:
         """The data link to `peer` is closed, or `peer` sent something unacceptable."""
         self._count_links()
+        self._groups.closed.end([peer], notes=False)
         self._roster.unlinked(peer)
         if self._receiver.refuse(peer, error, link):
             pass
@@ -157,6 +158,11 @@ class Channels:
             self._groups.ended(peer)
         if (shared := self.to(peer).shared) is not None:
             shared.unmap()
+
+    def release(self, rank: int, group: int) -> None:
+        """A rank has left a group that is closed here: nothing more of it comes through shared memory."""
+        if (channel := self._channels.get(rank)) is not None:
+            channel.purge(group, has_left=True)
 
     def cut(self, rank: int) -> list[Link]:
         """Stop using the data link to `rank`; return it, if there is one."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.algorithms.two_level.hosts import host_numbers
-from aiocoll.engine.control.causes import cause_of, failure_by
+from aiocoll.engine.control.causes import failure_by, revocation
 from aiocoll.engine.control.device_inbox import DeviceInbox
 from aiocoll.engine.control.unmade_groups import Kept
 from aiocoll.engine.counters import SHIFT, TRIFLE, Counters
@@ -21,15 +21,15 @@ from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.job.ids import hash62
-from aiocoll.engine.links.channel import Channel
+from aiocoll.engine.links.channel import Channel, StrangerError
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import mismatch
 from aiocoll.engine.operations.operation_log import ENDED, ENTERED, ERROR, HISTORY, SIGNATURE, OperationLog, Record
 from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.engine.operations.told import told
-from aiocoll.engine.split_history import Split
-from aiocoll.errors import GroupError, ProtocolError
+from aiocoll.engine.split_history import Splits
+from aiocoll.errors import GroupError
 from aiocoll.hooks import Hooks, OperationInfo
 from aiocoll.log import logger
 from aiocoll.options import GroupOptions
@@ -45,7 +45,7 @@ class _Positions(dict[int, int]):
     """Rank in the group by rank in the job; a message about any other rank breaks the protocol."""
 
     def __missing__(self, rank: int) -> int:
-        raise ProtocolError(f"a message names rank {rank} in a group of ranks {sorted(self)}")
+        raise StrangerError(f"a message names rank {rank} in a group of ranks {sorted(self)}")
 
 
 class Communicator:
@@ -107,8 +107,8 @@ class Communicator:
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
         #: Collectives that failed without revoking the group, because the ranks' calls differed; named the same way.
         self.refused: set[int | tuple[str, int]] = set()
-        #: This rank's calls that split this group; None for one that does not know its list yet.
-        self.splits: list[Split | None] = []
+        #: This rank's calls that split this group.
+        self.splits = Splits()
         self.on_revoked: list[Callable[[], None]] = []
         #: Called with each rank that leaves.
         self.on_departed: list[Callable[[int], None]] = []
@@ -323,8 +323,7 @@ class Communicator:
     def _purge(self) -> None:
         """Free what peers have left for this group in shared memory."""
         for channel in self.channels:
-            if channel.shared is not None:
-                channel.shared.purge(self.id)
+            channel.purge(self.id, self.position[channel.peer] in self.left)
 
     def stands(self) -> bool:
         """Whether the group is still usable: neither revoked nor closed."""
@@ -355,7 +354,7 @@ class Communicator:
             extra=self.log_extra,
         )
         if tell:
-            self.endpoint.control.flood({"t": "revoke", "g": self.id, "cause": cause_of(cause)}, self.ranks)
+            self.endpoint.control.flood(revocation(self.id, self.name, cause), self.ranks)
         for operation in list(self.pending):
             operation.fail(failure_by(cause))
         self._drop_early()
@@ -367,9 +366,8 @@ class Communicator:
     def lost(self, rank: int, detail: str, how: str) -> None:
         """A rank of the group (numbered as in the job) is lost."""
         peer = self.position[rank]
-        if peer in self.left:
-            return
-        self.revoke(lost(self.name, peer, detail, how))
+        if peer not in self.left:
+            self.revoke(lost(self.name, peer, detail, how))
 
     def torn(self, rank: int) -> None:
         """The connection to a rank of the group (numbered as in the job) broke, though both processes live."""
@@ -381,6 +379,8 @@ class Communicator:
         """A rank of the group (numbered as in the job) has closed it: operations that need that rank fail."""
         peer = self.position[rank]
         self.left.add(peer)
+        if self.cause is not None:
+            self.endpoint.channels.release(rank, self.id)
         for callback in self.on_departed:
             callback(peer)
         for operation in list(self.pending):

@@ -80,7 +80,8 @@ class Endpoint:
         facts = Facts(rank, world_size, registry.ranks_of)
         receiver = Receiver(facts, control, roster, detector, self.channels, self.agreements, registry, self._refusals)
         control.connect(roster, detector, self.direct, receiver)
-        roster.connect(detector.examine, self.agreements.changed, self.channels, is_majority)
+        roster.connect(detector.examine, self._ranks_changed, self.channels, is_majority)
+        registry.connect(self.agreements.forget, self.channels.release)
         self.channels.connect(receiver)
         transport.accepted = self.accept
         transport.heartbeat_accepted = self._accept_heartbeat
@@ -129,22 +130,28 @@ class Endpoint:
             self.control.flood(message, range(self.world_size))
             raise
 
+    def _ranks_changed(self) -> None:
+        self.registry.closed.end([rank for rank in self.roster.dead if self.roster.is_ignored(rank)])
+        self.agreements.changed()
+
     # -- groups
 
     def add(self, group: Group) -> None:
-        """Add `group`, and deliver what its other ranks have sent so far."""
-        if group.id in self.groups or self.registry.early.is_over(group.id):
-            raise ValueError(f"group id of {group.name!r} collides with another group's; choose another name")
-        self.groups[group.id] = group
-        early = self.registry.early.take(group.id)
-        if early.cause is not None:
-            if (detail := self.registry.own_death(early.cause)) is not None:
-                self.roster.disowned(detail, self.rank)
-            group.revoke(error_from(early.cause), tell=False)
+        """Add `group`, and deliver what its other ranks have sent so far.
+
+        Raises:
+            GroupError: its id is that of another group.
+        """
+        early = self.registry.add(group)
+        for (rank, _), cause in early.causes.items():
+            if (detail := self.registry.own_death(cause)) is not None:
+                self.roster.disowned(detail, rank)
+            group.revoke(error_from(cause), tell=False)
         for rank, message in early.messages:
             self.attempt(rank, group.devices.handle, rank, message)
-        for rank in early.departed:
-            self.attempt(rank, group.departed, rank)
+        for (rank, _), farewells in early.farewells.items():
+            if farewells.frames:
+                self.attempt(rank, group.departed, rank)
         for channel, header, payload in early.frames:
             self.attempt(channel.peer, channel.redeliver, group.deliver, header, payload)
         for rank in group.ranks:
@@ -158,21 +165,19 @@ class Endpoint:
         """Send a goodbye to the ranks of `group`."""
         # On separate paths, the goodbye may overtake the revocation: so it carries the cause along.
         cause = None if group.cause is None else cause_of(group.cause)
-        message = {"t": "bye", "g": group.id, "cause": cause}
-        linked = set()
-        for channel in group.channels:
-            if channel.link is not None:
-                # These peers must wait for the goodbye there: it comes behind all data.
-                channel.say(message)
-                linked.add(channel.peer)
+        message = {"t": "bye", "g": group.id, "name": fitting(group.name), "cause": cause}
+        # Peers with a link must wait for the goodbye there: it comes behind all data.
+        linked = {channel.peer for channel in group.channels if channel.say(message)}
         if cause is None:
             # Deferred: if this was the last group, the rank ends, and a thousand ranks that end together send only
             # that.
             self.runtime.call_soon(self._say_bye, message, group.ranks, linked)
         else:
             self._say_bye(message, group.ranks, linked)
-        self.groups.pop(group.id, None)
-        self.registry.early.end(group.id)
+        roster = self.roster
+        gone = {rank for rank in roster.over if rank not in roster.suspected}
+        self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))
+        self.agreements.left(group.id, group.ranks)
         group.close()
 
     def _say_bye(self, message: ControlMessage, ranks: Sequence[int], linked: set[int]) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from aiocoll.engine import polling, split_history
 from aiocoll.engine.consensus import parts
-from aiocoll.engine.control.causes import error_from
+from aiocoll.engine.control.causes import cause_of, error_from
+from aiocoll.engine.control.closed_groups import ClosedGroups, Farewells
 from aiocoll.engine.control.device_inbox import DeviceInbox
 from aiocoll.engine.control.messages import DEVICE, ControlMessage
+from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.control.star import ControlPlane
-from aiocoll.engine.control.unmade_groups import Early
+from aiocoll.engine.control.unmade_groups import Early, Unmade
 from aiocoll.engine.failure import deadlines, roster
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.links import channel
 from aiocoll.engine.links.channel import Channel
-from aiocoll.errors import PeerLostError
+from aiocoll.errors import GroupError, PeerLostError
 from aiocoll.transport.frame import Header
 
 __all__ = ["Group", "Groups"]
@@ -54,44 +56,120 @@ class Groups:
 
     Attributes:
         made: groups that this rank is in, by id.
+        closed: groups that this rank has left.
         early: what has arrived for groups that this rank has not made.
     """
+
+    _forget: Callable[[int, Collection[int]], None]
+    _release: Callable[[int, int], None]
 
     def __init__(self, context: Context, control: ControlPlane) -> None:
         self._context = context
         self._control = control
         self.made: dict[int, Group] = {}
-        self.early = Early()
+        self._farewells: dict[int, Farewells] = {}
+        self.closed = ClosedGroups(lambda identity, ranks: self._forget(identity, ranks))
+        self.early = Early(self.closed)
 
-    def ranks_of(self, identity: int) -> Sequence[int] | None:
-        """Return the ranks of a group that this rank is in."""
-        group = self.made.get(identity)
+    def connect(self, forget: Callable[[int, Collection[int]], None], release: Callable[[int, int], None]) -> None:
+        """Set the callbacks.
+
+        Args:
+            forget: called with the id and the ranks of a closed group about which nothing arrives any more.
+            release: called with a rank that has left a closed group, and the group's id: the rank posts nothing more.
+        """
+        self._forget, self._release = forget, release
+
+    def add(self, group: Group) -> Unmade:
+        """Add a group; return what its other ranks have sent so far.
+
+        Raises:
+            GroupError: its id is that of another group. All its ranks raise this error.
+        """
+        identity = group.id
+        other = self.made.get(identity)
+        name = self.closed.name(identity) if other is None else other.name
+        if name is not None:
+            raise self._refuse(group, other, name)
+        self.made[identity] = group
+        self.closed.reuse(identity)
+        farewells = self._farewells[identity] = Farewells(fitting(group.name), group.position)
+        early = self.early.take(identity, farewells.name, group.position)
+        for (rank, _), each in early.farewells.items():
+            farewells.mark(rank, bool(each.frames), bool(each.notes))
+        return early
+
+    def remove(self, group: Group, members: Iterable[int]) -> None:
+        """This rank leaves a group; `members` may still send something."""
+        del self.made[group.id]
+        self.closed.close(group.id, self._farewells.pop(group.id), members)
+
+    def _refuse(self, group: Group, other: Group | None, name: str) -> GroupError:
+        """Revoke a group on all its ranks, since its id is that of the group `other`, or of a closed one."""
+        error = GroupError(
+            f"group {group.name!r} cannot be made: its id {group.id:#x} is that of group {name!r}, which is open, or "
+            "closed by some of its ranks only; make another group, which has another id",
+            group=group.name,
+        )
+        me, wire_name = self._context.rank, fitting(group.name)
+        message = {"t": "bye", "g": group.id, "name": wire_name, "cause": cause_of(error), "linked": False}
+        self._control.flood(message, group.ranks)
+        for each in group.channels:
+            if other is None or each.peer not in other.position:
+                each.purge(group.id, has_left=False)
+        farewells = self.early.drop(group.id, wire_name, group.position)
+        self.closed.close(group.id, farewells, (rank for rank in group.ranks if rank != me))
+        return error
+
+    def _meant(self, identity: int, peer: int, name: str | None = None) -> Group | None:
+        """Return the group about which `peer` has sent a message; None if this rank has not made it."""
+        farewells = self._farewells.get(identity)
+        return self.made[identity] if farewells is not None and farewells.is_meant(peer, name) else None
+
+    def ranks_of(self, identity: int, peer: int) -> Sequence[int] | None:
+        """Return the ranks of a group that this rank is in, if `peer` is in it, too."""
+        group = self._meant(identity, peer)
         return None if group is None else group.ranks
 
-    def named(self, identity: int, peer: int) -> None:
-        """A rank has named a group, which this rank may not have made."""
-        if identity not in self.made and not self.early.is_over(identity):
-            self.early.unmade(identity, peer)
+    def named(self, identity: int, peer: int) -> bool:
+        """A rank has named a group, which this rank may not have made; return whether it may still exist."""
+        if self._meant(identity, peer) is not None or self.closed.name(identity) is not None:
+            return True
+        if self.closed.sends_notes(identity, peer, direct=False):
+            return False
+        self.early.unmade(identity, peer)
+        return True
 
     def keep_frame(self, source: Channel, header: Header, payload: memoryview | None) -> bool:
         """Buffer a frame of a group that this rank has not made; True if it is dropped instead."""
         return self._context.closed or self.early.keep_frame(source, header, payload)
 
-    def departed(self, rank: int, identity: int) -> None:
-        """A rank has left a group, and all its data has arrived."""
-        if (group := self.made.get(identity)) is not None:
-            group.departed(rank)
-        else:
-            self.early.keep_departure(identity, rank)
-
-    def ended(self, rank: int, linked: Sequence[int] = ()) -> None:
-        """A rank has ended, and so has left every group, unless it announces that behind its data."""
-        if self._context.rank in linked:
-            return
-        for group in list(self.made.values()):
-            peer = group.position.get(rank)
-            if peer is not None and peer not in group.left:
+    def parted(self, rank: int, message: ControlMessage, direct: bool) -> None:
+        """A rank has left a group; `direct` if the goodbye came behind all its data."""
+        identity, name = message["g"], message.get("name")
+        if message["cause"] is not None:
+            self.revoked(rank, message, direct)
+        frames, notes = direct or not message["linked"], not direct
+        if (group := self._meant(identity, rank, name)) is not None:
+            self._farewells[identity].mark(rank, frames, notes)
+            if frames:
                 group.departed(rank)
+        elif self.closed.mark(identity, rank, name, frames, notes):
+            if frames:
+                self._release(rank, identity)
+        else:
+            self.early.keep_farewell(identity, rank, name, frames, notes)
+
+    def ended(self, rank: int, linked: Sequence[int] = (), direct: bool = False) -> None:
+        """A rank has ended, and so has left every group, unless it announces that behind its data, too."""
+        frames = self._context.rank not in linked
+        self.closed.end([rank], frames, notes=not direct)
+        for identity, group in list(self.made.items()):
+            peer = group.position.get(rank)
+            if peer is not None:
+                self._farewells[identity].mark(rank, frames, not direct)
+                if frames and peer not in group.left:
+                    group.departed(rank)
 
     def own_death(self, cause: dict[str, Any] | None) -> str | None:
         """Return the text of a group's cause of failure if the cause is the death of this rank."""
@@ -102,26 +180,27 @@ class Groups:
                     return str(cause["text"])
         return None
 
-    def revoked(self, rank: int, identity: int, cause: dict[str, Any]) -> None:
-        """Another rank has revoked a group."""
+    def revoked(self, rank: int, message: ControlMessage, direct: bool = False) -> None:
+        """Another rank has revoked a group; `direct` if the message came behind frames."""
         self._context.transport.catch_up()
-        if (group := self.made.get(identity)) is not None:
-            group.revoke(error_from(cause), tell=False)
+        identity, name = message["g"], message.get("name")
+        if (group := self._meant(identity, rank, name)) is not None:
+            group.revoke(error_from(message["cause"]), tell=False)
         else:
-            self.early.keep_cause(identity, rank, cause)
+            self.early.keep_cause(identity, rank, name, message["cause"], direct)
 
-    def handle(self, peer: int, message: ControlMessage) -> None:
-        """Pass a message about a device or an operation to its group."""
+    def handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
+        """Pass a message about a device or an operation to its group; `direct` if it came behind frames."""
         identity = message["g"]
-        group = self.made.get(identity)
+        group = self._meant(identity, peer)
         if group is not None and message["t"] == DEVICE:
             group.devices.handle(peer, message)
         elif group is not None:
             group.stalls.handle(group.position[peer], message)
         elif message["t"] == DEVICE:
-            self.early.keep_message(identity, peer, message)
+            self.early.keep_message(identity, peer, message, direct)
         else:
-            last = split_history.stranger(self.made, self.early, self._control, peer, message)
+            last = split_history.stranger(self.made, self.early, self.closed, self._control, peer, message)
             if last is not None and message["t"] == "query":
                 answer = {"t": "absent", "g": identity, "op": message["op"], "last": last, "age": None, "asked": True}
                 self._control.tell(peer, answer)

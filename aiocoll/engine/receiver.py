@@ -84,7 +84,7 @@ class Receiver(NamedTuple):
             self._finished(peer, message["moved"])
             if not direct:
                 self.control.ends(peer, message["linked"], message["moved"])
-            self.groups.ended(peer, () if direct else message["linked"])
+            self.groups.ended(peer, () if direct else message["linked"], direct)
         elif kind == "ended":
             for rank, _, moved in message["ranks"]:
                 self._finished(rank, moved)
@@ -94,10 +94,7 @@ class Receiver(NamedTuple):
         elif kind == "known":
             self.control.parted()
         elif kind == "bye":
-            if message["cause"] is not None:
-                self.groups.revoked(peer, message["g"], message["cause"])
-            if direct or not message["linked"]:
-                self.groups.departed(peer, message["g"])
+            self.groups.parted(peer, message, direct)
         elif kind == "died":
             self._handle_died(peer, message)
         elif kind == "probe":
@@ -107,11 +104,11 @@ class Receiver(NamedTuple):
         elif kind == "waits":
             self.failure_detector.needed()
         elif kind == "revoke":
-            self.groups.revoked(peer, message["g"], message["cause"])
+            self.groups.revoked(peer, message)
         elif kind == "shrink":
             self.agreements.handle(peer, message)
         else:
-            self.groups.handle(peer, message)
+            self.groups.handle(peer, message, direct)
 
     def _own_death(self, message: ControlMessage) -> str | None:
         """Return why the sender takes this rank for dead; None if the message does not imply that it does."""

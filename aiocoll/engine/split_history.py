@@ -7,16 +7,18 @@ was made; a rank that receives one and is not in that group compares it with its
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from aiocoll.engine.control.causes import cause_of
+from aiocoll.engine.control.closed_groups import ClosedGroups
 from aiocoll.engine.control.star import ControlPlane
-from aiocoll.engine.control.unmade_groups import Early
+from aiocoll.engine.control.unmade_groups import GROUPS, Early
 from aiocoll.engine.job.ids import group_id
 from aiocoll.errors import CollectiveMismatchError, GroupError
 
-__all__ = ["Group", "Split", "stranger"]
+__all__ = ["Group", "Split", "Splits", "stranger"]
 
 
 class Split(NamedTuple):
@@ -39,19 +41,53 @@ class Split(NamedTuple):
         return group_id(f"{self.parent}\0split\0{tuple(self)}")
 
 
+class Splits:
+    """This rank's calls that have split one group: their number, and the last `GROUPS` of them.
+
+    Earlier ones are compared with nothing: a peer breaks the protocol if it is that many groups behind.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[Split | None] = deque(maxlen=GROUPS)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, split: Split | None) -> None:
+        """Count a call; None if it does not know its list yet."""
+        self._kept.append(split)
+        self._count += 1
+
+    def is_kept(self, number: int) -> bool:
+        """Return whether call `number` has been made, and is one of the last ones."""
+        return self._count - len(self._kept) <= number < self._count
+
+    def __getitem__(self, number: int) -> Split | None:
+        return self._kept[number - self._count] if self.is_kept(number) else None
+
+    def __setitem__(self, number: int, split: Split) -> None:
+        if self.is_kept(number):
+            self._kept[number - self._count] = split
+
+    def known(self) -> int:
+        """Return the number of calls that know their lists."""
+        return self._count - self._kept.count(None)
+
+
 class Group(Protocol):
     """A group that this rank has split, or that was split off.
 
     Attributes:
         name: of the group.
         rank: this one.
-        splits: this rank's calls that have split it; None for one that does not know its list yet.
+        splits: this rank's calls that have split it.
         cause: why it has failed, if it has.
     """
 
     name: str
     rank: int
-    splits: list[Split | None]
+    splits: Splits
     cause: GroupError | None
 
     @property
@@ -63,13 +99,19 @@ class Group(Protocol):
 
 
 def stranger(
-    groups: Mapping[int, Group], early: Early, control: ControlPlane, peer: int, message: dict[str, Any]
+    groups: Mapping[int, Group],
+    early: Early,
+    closed: ClosedGroups,
+    control: ControlPlane,
+    peer: int,
+    message: dict[str, Any],
 ) -> str | None:
     """Handle a message of `peer` about a group that this rank is not in: explain why, or revoke the group.
 
     Args:
         groups: of this rank.
         early: the groups it has not made.
+        closed: the groups it has left.
         control: tells the others.
         peer: who sent the message.
         message: what it says.
@@ -81,12 +123,12 @@ def stranger(
     for level, theirs in enumerate(history):
         parent = groups.get(theirs.parent)
         if parent is None:
-            if not early.is_over(theirs.parent):
+            if not closed.is_known(theirs.parent):
                 break
             control.tell(peer, {"t": "bye", "g": message["g"], "cause": None, "linked": False})
             return None
-        mine = parent.splits[theirs.number] if theirs.number < len(parent.splits) else None
-        if mine == theirs:
+        mine = parent.splits[theirs.number]
+        if mine == theirs or (mine is None and theirs.number < len(parent.splits) - GROUPS):
             continue
         if mine is not None:
             error: GroupError = _mismatch(parent, peer, theirs, mine)
@@ -95,18 +137,20 @@ def stranger(
         elif parent.cause is not None:
             error = parent.cause
         else:
-            done = len(parent.splits) - parent.splits.count(None)
-            return f"which has split group {parent.name!r} {done} times only"
-        _refuse(early, control, peer, history[level:], error)
+            return f"which has split group {parent.name!r} {parent.splits.known()} times only"
+        me = next(rank for rank, position in parent.position.items() if position == parent.rank)
+        _refuse(early, control, peer, me, history[level:], error)
         return None
     return "which is not in the group now"
 
 
-def _refuse(early: Early, control: ControlPlane, peer: int, history: Sequence[Split], error: GroupError) -> None:
-    """Revoke groups that this rank will never be in."""
+def _refuse(
+    early: Early, control: ControlPlane, peer: int, me: int, history: Sequence[Split], error: GroupError
+) -> None:
+    """Revoke groups that this rank, `me`, will never be in."""
     for split in history:
         identity = split.identity()
-        early.disown(identity, peer)
+        early.disown(identity, peer, None, split.ranks, me)
         control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
 
 

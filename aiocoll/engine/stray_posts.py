@@ -81,7 +81,7 @@ class StrayPosts:
             for op, identity, fingerprint in reader.unread():
                 # It may be early: this rank is still to make its call.
                 found = True
-                if (group := self._groups.get(identity)) is not None:
+                if (group := self._groups.get(identity)) is not None and rank in group.position:
                     try:
                         _compare(group, rank, op, fingerprint)
                     except Exception as error:

@@ -200,10 +200,14 @@ class Reconfigurer:
         mine = next((each for each in _disjoint(ranks, d.check_rank) if d.rank in each), [])
         if mine and any(group.name == group_name for group in d.endpoint.groups.values()):
             raise ValueError(f"group_name={group_name!r} is the name of an open group; give every group its own")
-        split, group = self._split_off(len(comm.splits), sorted(mine), limit, group_name)
-        comm.splits.append(split)
         work: Work[Any] = Work(d.endpoint, "SPLIT_GROUP", None, None, d.group)
-        work._finish(group)
+        # Counted first: ranks number their splits in the same way, whatever becomes of them.
+        number = len(comm.splits)
+        comm.splits.append(None)
+        try:
+            work._finish(self._split_off(number, sorted(mine), limit, group_name))
+        except GroupError as error:
+            work._finish(None, error)
         return work
 
     async def split_by_color(self, color: Any, key: Any, is_ending: Callable[[], bool]) -> Any:
@@ -218,20 +222,25 @@ class Reconfigurer:
         number = len(comm.splits)
         comm.splits.append(None)
         made: list[Any] = []
+        failed: list[GroupError] = []
 
         def known(work: Work[Any]) -> None:
             """Even if nobody waits any more: the other ranks count on this one."""
             if work._exception is None and work._result is not None and not is_ending():
                 rows = enumerate(work._result)
                 mine = sorted((its, rank) for rank, (each, its) in rows if each == color and color is not None)
-                comm.splits[number], group = self._split_off(number, [rank for _, rank in mine], comm.timeout, None)
-                made.append(group)
+                try:
+                    made.append(self._split_off(number, [rank for _, rank in mine], comm.timeout, None))
+                except GroupError as error:
+                    failed.append(error)
 
         if exchange.done():
             known(exchange)
         else:
             exchange._call_back(known, AT_ONCE)
         await exchange
+        if failed:
+            raise failed[0]
         self._check_open(is_ending())
         return made[0] if made else None
 
@@ -240,17 +249,17 @@ class Reconfigurer:
         if is_ending:
             raise GroupClosedError(f"group {self._comm.name!r} is being closed by this rank", group=self._comm.name)
 
-    def _split_off(self, number: int, mine: Sequence[int], limit: float, name: str | None) -> tuple[Split, Any]:
+    def _split_off(self, number: int, mine: Sequence[int], limit: float, name: str | None) -> Any:
         """Make the group of the ranks `mine` by split `number` of this one; None if there are none."""
         comm = self._comm
-        split = Split(comm.id, number, name, tuple(comm.ranks[rank] for rank in mine))
+        split = comm.splits[number] = Split(comm.id, number, name, tuple(comm.ranks[rank] for rank in mine))
         if not mine:
-            return split, None
+            return None
         # Each group of one call has its own lowest rank.
         name = f"{comm.name}/{number}.{min(mine)}" if name is None else name
         group = self.derive(split.identity(), split.ranks, name, limit)
         group._comm.sender.split_off(comm.sender, split)
-        return split, group
+        return group
 
     def derive(self, identity: int, ranks: Sequence[int], name: str, timeout: float) -> Any:
         """Make a group of some ranks, numbered as in the job, that is closed together with this one."""

@@ -156,7 +156,7 @@ class _Unanimous(Agreements):
     """Decisions in which all ranks agree with this rank."""
 
     def voter(self, identity: int, number: int, ranks: Sequence[int]) -> Voter:
-        return self.voters.setdefault((identity, number), _Willing(self.parts, identity, number, ranks))
+        return self.voters.setdefault((identity, number, tuple(ranks)), _Willing(self.parts, identity, number, ranks))
 
 
 class _Silent(ControlPlane):

@@ -125,7 +125,10 @@ class Job:
         if any(group.name == name for group in endpoint.groups.values()):
             raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
         # A name may be used again after its group was closed: frames of the old one must not reach the new one.
-        again = self._names[name] = self._names.get(name, -1) + 1
+        again = ""
+        if spec.name is not None:
+            again = str(self._names.get(name, -1) + 1)
+            self._names[name] = int(again)
         identity = endpoint.group_id(f"{name}\0{again}")
         return self._form(endpoint, identity, range(self.world_size), spec._replace(name=name))
 

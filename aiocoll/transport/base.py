@@ -170,6 +170,9 @@ class SharedMemoryLink(Link, Protocol):
     def reclaim(self) -> bool:
         """Free the next chunks as long as they are of groups that are over; whether there were any."""
 
+    def release(self, group: int) -> None:
+        """The peer has put its last for a group that is over: free that, and expect nothing more."""
+
     def purge(self, group: int) -> None:
         """Free what the peer has put, or will put, into slots and the chunk queue for a group that is over."""
 

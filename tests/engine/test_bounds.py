@@ -13,6 +13,7 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.engine.control import unmade_groups as early
+from aiocoll.engine.control.closed_groups import ClosedGroups
 from aiocoll.engine.links.flow_control import LEAST, LINK_WINDOW
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.errors import PeerProtocolError, ProtocolError
@@ -279,10 +280,14 @@ async def test_what_is_said_of_groups_that_there_are_not_is_bounded_for_each_pee
 
 def test_groups_that_a_peer_splits_off_are_bounded_for_each_peer(limits: Limits) -> None:
     limits(unmade_groups=FEW)
-    kept = early.Early()
+    closed = ClosedGroups(lambda identity, ranks: None)
+    kept = early.Early(closed)
     for peer in (1, 2):
         for number in range(FEW):
-            kept.disown(peer * UNMADE * FEW + number, peer)
-            kept.disown(peer * UNMADE * FEW + number, peer)  # it is known by now
+            identity = peer * UNMADE * FEW + number
+            kept.disown(identity, peer, None, (0, peer), 0)
+            kept.disown(identity, peer, None, (0, peer), 0)  # it is known by now
+            assert closed.sends_frames(identity, peer)
+            assert not closed.sends_frames(identity, 0)
         with pytest.raises(ProtocolError, match=f"rank {peer} has split off more than {FEW} groups"):
-            kept.disown(UNMADE, peer)
+            kept.disown(UNMADE, peer, None, (0, peer), 0)

@@ -12,6 +12,7 @@ import pytest
 
 from aiocoll import GroupError, GroupRevokedError, ProcessGroup, ProtocolError
 from aiocoll.engine.failure.stall_inspector import StallInspector
+from aiocoll.engine.job.ids import group_id
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operations.base import Operation
@@ -21,7 +22,7 @@ from aiocoll.testing import run_processes
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import EAGER, HEADER, FrameKind
 
-from ..internals import comm_of, failing, group_of, spied
+from ..internals import comm_of, failing, group_of, spied, unmade_groups
 from ..ranks import LINKS, options, over, run_ranks, until
 
 Say = Callable[[ProcessGroup, ProcessGroup], Any]
@@ -72,9 +73,6 @@ def future_revocation(pg: ProcessGroup, pair: ProcessGroup) -> None:
 
 
 SAID: dict[str, Say] = {
-    "a frame for a sub-group that its sender is not in": lambda pg, pair: frame(
-        data_link(pg, 0), FrameKind.DATA, EAGER, 0, comm_of(pair).id, 1, 0, 0, payload=b"x"
-    ),
     "a message of a dtype that there is not": lambda pg, _: frame(
         data_link(pg, 0), FrameKind.DATA, EAGER, 0, comm_of(pg).id, P2P | 5 << 32 | 1, 200, 0, payload=b"x"
     ),
@@ -113,9 +111,6 @@ SAID: dict[str, Say] = {
     ),
     "a proposal with nothing": shrinking(what="propose", ballot=2, outcome={}),
     "a revocation of a group to come": future_revocation,
-    "a revocation of a group that its sender is not in": lambda pg, pair: note(
-        control_link(pg, 0), {"t": "revoke", "g": comm_of(pair).id, "cause": CAUSE}
-    ),
     "the end of all ranks": lambda pg, _: note(
         control_link(pg, 0), {"t": "ended", "ranks": [[0, []], [1, []], [2, []]]}
     ),
@@ -159,6 +154,28 @@ async def fails(pg: ProcessGroup, work: Any, words: str) -> None:
     assert isinstance(later.value.__cause__, PeerProtocolError)
 
 
+@pytest.mark.parametrize("transport", LINKS)
+async def test_a_group_receives_nothing_from_ranks_outside_it(transport: str) -> None:
+    """They may mean another group, whose id is the same."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await met(pg)
+        pair = await pg.split_group([0, 1] if pg.rank() < 2 else [2])
+        await pg.barrier()
+        if pg.rank() == 2:
+            identity = group_id(f"{comm_of(pg).id}\0split\0{(comm_of(pg).id, 0, None, (0, 1))}")
+            frame(data_link(pg, 0), FrameKind.DATA, EAGER, 0, identity, 1, 0, 0, payload=b"x")
+            for message in ({"t": "revoke"}, {"t": "bye", "linked": False}):
+                note(control_link(pg, 0), {**message, "g": identity, "cause": CAUSE})
+        await pg.barrier()
+        if pg.rank() == 0:
+            await until(lambda: len(unmade_groups(pg)) == 1)
+        await pg.barrier()
+        assert await pair.allreduce(1) == pair.size()
+
+    await run_ranks(3, rank, transport=transport)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", SAID)
 @pytest.mark.parametrize("transport", LINKS)
@@ -174,8 +191,8 @@ async def test_what_does_not_fit_ends_its_groups_by_name(transport: str, what: s
             waiting.append(pg.rank())
         else:
             await until(lambda: len(waiting) == 2)
-            named = comm_of(pg).endpoint.hash62  # the group of the others, which this rank has not made
-            identity = named(f"{comm_of(pg).id}\0split\0{(comm_of(pg).id, 0, None, (0, 1))}") & 0xFFFFFFFF
+            named = comm_of(pg).endpoint.group_id  # the group of the others, which this rank has not made
+            identity = named(f"{comm_of(pg).id}\0split\0{(comm_of(pg).id, 0, None, (0, 1))}")
             SAID[what](pg, _Named(identity))  # type: ignore[arg-type]
         await fails(pg, work, "")
         if pair.size() == 2:  # which has no part in it

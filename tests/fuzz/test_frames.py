@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import Runtime
@@ -55,7 +56,7 @@ def test_whatever_is_sent_every_work_ends(sent: list[tuple[tuple[int, ...], int]
     def attack(pg: Any, pair: int) -> None:
         member = comm_of(pg)
         names = {ALL: member.id, PAIR: pair}
-        keyed = KEYED | member.endpoint.hash62("k\0001")
+        keyed = KEYED | hash62("k\0001")
         prints = fingerprints(pg)
         for (kind, flags, step, group, op, dtype, offset, length, total, times), to in sent:
             link = member.channels[to].link

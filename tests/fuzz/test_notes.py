@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -23,6 +24,11 @@ WAYS = st.sampled_from([gate.CONTROL, gate.DATA, gate.RELAYED])
 RANKS = {ALL: (0, 1, 2), PAIR: (0, 1)}
 
 
+def facts(rank: int, ranks: Mapping[int, Sequence[int]] = RANKS) -> gate.Facts:
+    """Return what a rank of three knows that is in these groups."""
+    return gate.Facts(rank, 3, lambda identity, peer: ranks[identity] if peer in ranks.get(identity, ()) else None)
+
+
 def packed(note: Any) -> bytes | None:
     """Return a note as bytes; None if msgpack has no way to write it."""
     try:
@@ -38,7 +44,7 @@ def test_a_note_fits_or_is_refused(note: Any, way: str) -> None:
     if body is None:
         return
     try:
-        read = gate.read(body, 2, way, gate.Facts(0, 3, RANKS.get))
+        read = gate.read(body, 2, way, facts(0))
     except ProtocolError:
         return
     assert way in gate.SHAPES[read["t"]].ways
@@ -51,7 +57,7 @@ def test_a_note_fits_or_is_refused(note: Any, way: str) -> None:
 @fuzz(st.binary(max_size=200), WAYS, examples=200)
 def test_bytes_fit_or_are_refused(body: bytes, way: str) -> None:
     try:
-        gate.read(body, 2, way, gate.Facts(0, 3, RANKS.get))
+        gate.read(body, 2, way, facts(0))
     except ProtocolError:
         return
 
@@ -81,7 +87,7 @@ def test_whatever_is_said_every_work_ends(said: list[tuple[Any, bool, int]]) -> 
 
 def _fits(body: bytes, behind_data: bool, to: int, ranks: dict[int, tuple[int, ...]]) -> bool:
     try:
-        gate.read(body, 2, gate.DATA if behind_data else gate.CONTROL, gate.Facts(to, 3, ranks.get))
+        gate.read(body, 2, gate.DATA if behind_data else gate.CONTROL, facts(to, ranks))
     except ProtocolError:
         return False
     return True

@@ -71,7 +71,7 @@ def play(attack: Attack) -> tuple[bool, bool]:
 def _pair_identity(pg: ProcessGroup) -> int:
     """Return the id of the group of ranks 0 and 1, which rank 2 is not in."""
     member = comm_of(pg)
-    return member.endpoint.hash62(f"{member.id}\0split\0{(member.id, 0, None, (0, 1))}") & 0xFFFFFFFF
+    return member.endpoint.group_id(f"{member.id}\0split\0{(member.id, 0, None, (0, 1))}")
 
 
 def _bounded(pg: ProcessGroup) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, GroupClosedError, GroupError, PeerLostError, ProcessGroup, Recv, Send
+from aiocoll.engine.split_history import Splits
 
 from ..internals import comm_of
 from ..ranks import LINKS, over, run_ranks, until
@@ -154,10 +155,9 @@ async def test_a_rank_that_does_not_know_the_colours_yet_is_waited_for() -> None
             called.set()
             await work
         else:
-            splits = comm_of(pg).splits
-            splits.append(None)  # as while the colours are on their way
+            comm_of(pg).splits.append(None)  # as while the colours are on their way
             await called.wait()
-            splits.clear()
+            comm_of(pg).splits = Splits()
             group = await pg.split_group([0, 1])
             assert group is not None
             await group.barrier()

@@ -211,6 +211,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_adapted.py", "test_contexts.py", "test_bounce.py", "gpu/test_ahead.py"),
             ),
         ),
+        "group ids": Subject(("ClosedGroups.close",), (("test_group_ids.py", "-k", "not 5"),)),
         "wrong reports": Subject(
             ("Roster.disowned",), (("test_wrong_reports.py", "test_reports.py", "-k", "not more and not many"),)
         ),
@@ -238,6 +239,7 @@ BY_HAND = (
     "plans by arrays",
     "what is kept",
     "signals",
+    "group ids",
     "wrong reports",
     "output",
     "users",

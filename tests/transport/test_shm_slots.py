@@ -212,7 +212,7 @@ def test_a_slot_without_memory_takes_what_fits_in_its_line(monkeypatch: pytest.M
 
 
 def test_what_tells_of_something_is_written_after_it() -> None:
-    """Machines that keep no order need fences between the bytes and the group, and between the group and the rest."""
+    """On machines that keep no order, one fence is before the group is written, and one after it."""
     told: list[str] = []
     slot_writer, slot_reader, *_ = both(Fences(lambda: told.append("fence"), lambda: None))
     words, line, posts = slot_writer._words, slot_writer._lines[5], slot_writer._posts

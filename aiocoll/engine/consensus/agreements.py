@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from aiocoll.engine.consensus.coordinator import Coordinator
 from aiocoll.engine.consensus.parts import Parts
@@ -17,17 +17,19 @@ class Agreements:
 
     Args:
         parts: what the voters need of the endpoint.
-        named: called with the id of a group that a rank has mentioned, and that rank: the group may be unknown here.
+        named: called with the id of a group that a rank has mentioned, and that rank: the group may be unknown here;
+            returns False if all its ranks have left the group.
 
     Attributes:
         parts: as given.
-        voters: by group, and how many times that group had grown.
+        voters: by group, how many times that group had grown, and its ranks: ids may collide. A voter may outlive the
+            group, until all ranks have left it: then none of them can vote to continue.
     """
 
-    def __init__(self, parts: Parts, named: Callable[[int, int], None]) -> None:
+    def __init__(self, parts: Parts, named: Callable[[int, int], bool]) -> None:
         self.parts = parts
         self._named = named
-        self.voters: dict[tuple[int, int], Voter] = {}
+        self.voters: dict[tuple[int, int, tuple[int, ...]], Voter] = {}
 
     def voter(self, identity: int, number: int, ranks: Sequence[int]) -> Voter:
         """Return this rank's voter for a group; it may outlive the group.
@@ -37,18 +39,29 @@ class Agreements:
             number: how many times it had grown.
             ranks: of the group, numbered as in the job.
         """
-        found = self.voters.get((identity, number))
+        key = identity, number, tuple(ranks)
+        found = self.voters.get(key)
         if found is None:
-            found = self.voters[identity, number] = Voter(self.parts, identity, number, ranks)
+            found = self.voters[key] = Voter(self.parts, identity, number, ranks)
             found.connect(Coordinator(found))
         return found
 
+    def left(self, identity: int, ranks: Sequence[int]) -> None:
+        """This rank leaves a group: it votes no more to continue."""
+        for (group, _, members), voter in self.voters.items():
+            if group == identity and members == tuple(ranks):
+                voter.withdraw()
+
+    def forget(self, identity: int, ranks: Collection[int]) -> None:
+        """All ranks have left a group."""
+        for key in [key for key in self.voters if key[0] == identity and set(key[2]) == set(ranks)]:
+            self.voters.pop(key).close()
+
     def handle(self, peer: int, message: ControlMessage) -> None:
         """Handle a message of `peer`."""
-        identity, number = message["g"], message["n"]
-        if (identity, number) not in self.voters:
-            self._named(identity, peer)
-        self.voter(identity, number, message["ranks"]).handle(peer, message)
+        identity, number, ranks = message["g"], message["n"], message["ranks"]
+        if (identity, number, tuple(ranks)) in self.voters or self._named(identity, peer):
+            self.voter(identity, number, ranks).handle(peer, message)
 
     def finished(self, rank: int, moved: Iterable[int]) -> None:
         """A rank has ended; it had continued elsewhere from the groups `moved`."""
@@ -58,7 +71,7 @@ class Agreements:
 
     def moved(self) -> list[int]:
         """Return the groups from which this rank has continued in a successor."""
-        return [identity for (identity, _), voter in self.voters.items() if voter.taken]
+        return [identity for (identity, _, _), voter in self.voters.items() if voter.taken]
 
     def changed(self) -> None:
         """A rank was lost, has ended, or is reachable again."""

@@ -27,7 +27,7 @@ from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import error_from
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.job.ids import group_id
-from aiocoll.errors import GroupError
+from aiocoll.errors import GroupClosedError, GroupError
 
 __all__ = ["Coordinating", "Outcome", "Voter"]
 
@@ -223,6 +223,13 @@ class Voter:
                 group.crashed(error)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(error)
+
+    def withdraw(self) -> None:
+        """This rank has left the group: end the wait for a decision."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(
+                GroupClosedError("this rank has closed the group while shrink() or grow() waited")
+            )
 
     def close(self) -> None:
         """This rank is ending; if the others continue with it, they must not wait for it."""

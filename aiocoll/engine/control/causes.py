@@ -14,7 +14,7 @@ from aiocoll.errors import (
     PeerProtocolError,
 )
 
-__all__ = ["cause_of", "error_from", "failure_by"]
+__all__ = ["cause_of", "error_from", "failure_by", "revocation"]
 
 _CLASSES: dict[str, type[GroupError]] = {
     each.__name__: each
@@ -40,6 +40,11 @@ def cause_of(error: GroupError) -> dict[str, Any]:
         "ranks": list(error.ranks),
         "how": getattr(error, "how", None),
     }
+
+
+def revocation(identity: int, name: str, cause: GroupError) -> dict[str, Any]:
+    """Return the message that a group has failed."""
+    return {"t": "revoke", "g": identity, "name": fitting(name), "cause": cause_of(cause)}
 
 
 def failure_by(cause: GroupError) -> GroupError:

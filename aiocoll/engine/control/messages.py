@@ -77,12 +77,13 @@ class Facts(NamedTuple):
     Attributes:
         rank: this one, in the job.
         world_size: of the job.
-        ranks_of: returns the ranks of a group that this rank is in, numbered as in the job; None for any other group.
+        ranks_of: returns the ranks of a group that this rank and a peer are in, numbered as in the job; None for any
+            other group.
     """
 
     rank: int
     world_size: int
-    ranks_of: Callable[[int], Sequence[int] | None]
+    ranks_of: Callable[[int, int], Sequence[int] | None]
 
 
 def read(payload: bytes | memoryview, peer: int, way: str, facts: Facts) -> ControlMessage:
@@ -109,11 +110,9 @@ def _check(message: Any, peer: int, way: str, facts: Facts) -> None:
     if way not in shape.ways:
         raise Misfit(f"{kind!r} does not come on {way}")
     identity = message.get("g")
-    ranks = facts.ranks_of(identity) if type(identity) is int else None
+    ranks = facts.ranks_of(identity, peer) if type(identity) is int else None
     try:
         shape.check(message, Scope(facts.world_size, None if ranks is None else len(ranks)))
-        if ranks is not None and peer not in ranks:
-            raise Misfit(f"rank {peer} is not in the group {identity} that it speaks of")
         for rule in _RULES.get(str(kind), ()):
             rule(message, peer, way, facts)
     except Misfit as error:
@@ -296,8 +295,10 @@ SHAPES: dict[str, _Shape] = {
     "ended": _shape(fields(t=_TEXT, ranks=listed(row(job_rank, rank_list, listed(_GROUP)))), CONTROL, RELAYED),
     "died": _shape(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
     # Of groups that this rank has made or not.
-    "bye": _shape(fields({"linked": _BOOL}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED),
-    "revoke": _shape(fields(t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
+    "bye": _shape(
+        fields({"linked": _BOOL, "name": _TEXT}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED
+    ),
+    "revoke": _shape(fields({"name": _TEXT}, t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
     "shrink": _shape(_shrink, CONTROL, RELAYED),
     DEVICE: _shape(_device, CONTROL, DATA, RELAYED),
     # Of operations, see `aiocoll.engine.failure.stall_inspector` and `mismatch`.
@@ -356,7 +357,7 @@ def _ended(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
 
 def _own_call(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     """A rank may only describe its own call."""
-    ranks = facts.ranks_of(message["g"])
+    ranks = facts.ranks_of(message["g"], peer)
     call = message["mine"] if "mine" in message else message["theirs"]
     if ranks is not None and ranks[call["rank"]] != peer:
         raise Misfit(f"rank: it speaks for rank {call['rank']} of the group, which it is not")
@@ -369,7 +370,7 @@ def _splits(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
 
 
 def _agreement(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
-    ranks, known = message["ranks"], facts.ranks_of(message["g"])
+    ranks, known = message["ranks"], facts.ranks_of(message["g"], peer)
     if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
         raise Misfit(f"ranks: {ranks} are not those of the group")
     # The remainder of a ballot by the world size is its coordinator; an asking rank may name another one's ballot.

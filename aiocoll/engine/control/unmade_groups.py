@@ -8,9 +8,10 @@ far above what a correct peer needs. A peer that exceeds a limit breaks the prot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, Protocol, TypeVar
 
+from aiocoll.engine.control.closed_groups import ClosedGroups, Farewells
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import Header
@@ -22,6 +23,12 @@ __all__ = ["Early", "Kept", "Source", "Unmade", "keep_message"]
 GROUPS = 4096
 #: Messages about CUDA devices of one peer for one group: before all ranks have described theirs, each sends one.
 DEVICE_MESSAGES = 16
+
+
+T = TypeVar("T")
+
+#: The sender of a message, and the group's name in it.
+Key = tuple[int, str | None]
 
 
 class Source(Protocol):
@@ -53,92 +60,128 @@ class Unmade:
     Attributes:
         frames: in order of arrival.
         messages: about CUDA devices, with their senders.
-        cause: why it was revoked, if it was.
-        departed: ranks that have left it.
-        peers: that have named it.
+        causes: why it was revoked, by sender and name of the group; the first one of each.
+        farewells: of ranks that have left it, by sender and name of the group.
+        peers: that have named it, with the names: several only if ids collide.
     """
 
     def __init__(self) -> None:
         self.frames: list[Kept] = []
         self.messages: list[tuple[int, ControlMessage]] = []
-        self.cause: dict[str, Any] | None = None
-        self.departed: set[int] = set()
-        self.peers: set[int] = set()
+        self.causes: dict[Key, dict[str, Any]] = {}
+        self.farewells: dict[Key, Farewells] = {}
+        self.peers: dict[int, set[str]] = {}
+
+    def split(self, name: str | None, ranks: Collection[int]) -> Unmade:
+        """Take out what is about the group of this name and these ranks; another group may have the same id."""
+        found, members = Unmade(), self.peers.keys() & set(ranks)
+        found.frames = [kept for kept in self.frames if kept[0].peer in members]
+        found.messages = [(peer, message) for peer, message in self.messages if peer in members]
+        self.frames = [kept for kept in self.frames if kept[0].peer not in members]
+        self.messages = [(peer, message) for peer, message in self.messages if peer not in members]
+        found.causes = _taken(self.causes, name, members)
+        found.farewells = _taken(self.farewells, name, members)
+        for peer in members:
+            others = {other for other in self.peers.pop(peer) if not _fits(name, other)}
+            if others:
+                self.peers[peer] = others
+        return found
+
+
+def _taken(kept: dict[Key, T], name: str | None, members: Collection[int]) -> dict[Key, T]:
+    """Take out what is about the group of this name and these ranks."""
+    return {key: kept.pop(key) for key in list(kept) if key[0] in members and _fits(name, key[1])}
+
+
+def _fits(name: str | None, other: str | None) -> bool:
+    """Return whether two names may be of one group; None if a name is not known."""
+    return name == other or None in (name, other)
 
 
 class Early:
-    """All groups of one endpoint that are not made yet, have been left, or will never be made."""
+    """All groups of one endpoint that are not made yet, or will never be made.
 
-    def __init__(self) -> None:
+    Args:
+        closed: groups that this rank has left.
+    """
+
+    def __init__(self, closed: ClosedGroups) -> None:
+        self._closed = closed
         self._unmade: dict[int, Unmade] = {}
         self._named: Counter[int] = Counter()
-        self._over: set[int] = set()
         self._disowned: Counter[int] = Counter()
 
-    def is_over(self, identity: int) -> bool:
-        """Whether this rank has left the group, or will never be in it."""
-        return identity in self._over
-
-    def unmade(self, identity: int, peer: int) -> Unmade:
+    def unmade(self, identity: int, peer: int, name: str | None = None) -> Unmade:
         """Return the buffer of a group that `peer` has named.
 
         Raises:
             ProtocolError: it has named too many.
         """
         found = self._unmade.get(identity)
-        if found is None or peer not in found.peers:
+        names = None if found is None else found.peers.get(peer)
+        if names is None or (names and name is not None and name not in names):
             if self._named[peer] >= GROUPS:
                 raise ProtocolError(f"rank {peer} has named more than {GROUPS} groups that are not made yet")
             self._named[peer] += 1
-            found = found or self._unmade.setdefault(identity, Unmade())
-            found.peers.add(peer)
+        found = found or self._unmade.setdefault(identity, Unmade())
+        names = found.peers.setdefault(peer, set())
+        if name is not None:
+            names.add(name)
         return found
 
     def keep_frame(self, channel: Source, header: Header, payload: memoryview | None) -> bool:
-        """Buffer a frame; True if its group is over, and the frame is dropped instead."""
+        """Buffer a frame; True if its group is closed, and the frame is dropped instead."""
         identity = header[3]
-        if identity in self._over:
+        if self._closed.sends_frames(identity, channel.peer):
             return True
         channel.hold(header)
         self.unmade(identity, channel.peer).frames.append((channel, header, b"" if payload is None else bytes(payload)))
         return False
 
-    def keep_message(self, identity: int, peer: int, message: ControlMessage) -> None:
-        """Buffer a message about CUDA devices."""
-        if identity not in self._over:
+    def keep_message(self, identity: int, peer: int, message: ControlMessage, direct: bool) -> None:
+        """Buffer a message about CUDA devices; `direct` if it came behind frames."""
+        if not self._closed.sends_notes(identity, peer, direct):
             keep_message(self.unmade(identity, peer).messages, peer, message)
 
-    def keep_cause(self, identity: int, peer: int, cause: dict[str, Any]) -> None:
-        """Store why a group was revoked; the first cause stays."""
-        if identity not in self._over:
-            unmade = self.unmade(identity, peer)
-            unmade.cause = unmade.cause or cause
+    def keep_cause(self, identity: int, peer: int, name: str | None, cause: dict[str, Any], direct: bool) -> None:
+        """Store why a group was revoked; the first cause stays. `direct` if the message came behind frames."""
+        if not self._closed.sends_notes(identity, peer, direct, name):
+            self.unmade(identity, peer, name).causes.setdefault((peer, name), cause)
 
-    def keep_departure(self, identity: int, peer: int) -> None:
-        """Store that a rank has left a group."""
-        if identity not in self._over:
-            self.unmade(identity, peer).departed.add(peer)
+    def keep_farewell(self, identity: int, peer: int, name: str | None, frames: bool, notes: bool) -> None:
+        """Store a goodbye of a rank that has left a group; see `ClosedGroups`."""
+        unmade = self.unmade(identity, peer, name)
+        unmade.farewells.setdefault((peer, name), Farewells(name, (peer,))).mark(peer, frames, notes)
 
-    def take(self, identity: int) -> Unmade:
+    def take(self, identity: int, name: str | None, ranks: Collection[int]) -> Unmade:
         """Return and remove what is buffered for a group that is made now."""
-        found = self._unmade.pop(identity, None) or Unmade()
-        self._named.subtract(found.peers)
+        unmade = self._unmade.get(identity)
+        if unmade is None:
+            return Unmade()
+        before = {peer: max(1, len(names)) for peer, names in unmade.peers.items()}
+        found = unmade.split(name, ranks)
+        self._named.subtract({peer: count - len(unmade.peers.get(peer, ())) for peer, count in before.items()})
+        if not unmade.peers:
+            del self._unmade[identity]
         return found
 
-    def end(self, identity: int) -> None:
-        """Buffer nothing more for a group: this rank has left it."""
-        self._over.add(identity)
+    def drop(self, identity: int, name: str | None, ranks: Collection[int]) -> Farewells:
+        """Drop what is buffered for a group that this rank will never make; return who has left it."""
+        found, farewells = self.take(identity, name, ranks), Farewells(name, ranks)
+        for channel, header, _ in found.frames:
+            channel.release(header)
+        for (peer, _), each in found.farewells.items():
+            farewells.mark(peer, bool(each.frames), bool(each.notes))
+        return farewells
 
-    def disown(self, identity: int, peer: int) -> None:
-        """Buffer nothing for a group that `peer` has named: this rank will never be in it."""
-        if identity in self._over:
+    def disown(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
+        """Buffer nothing for a group that `peer` has named: this rank, `me`, will never be in it."""
+        if self._closed.is_known(identity):
             return
         self._disowned[peer] += 1
         if self._disowned[peer] > GROUPS:
             raise ProtocolError(f"rank {peer} has split off more than {GROUPS} groups that this rank is not in")
-        self._over.add(identity)
-        for channel, header, _ in self.take(identity).frames:
-            channel.release(header)
+        self._closed.close(identity, self.drop(identity, name, ranks), (rank for rank in ranks if rank != me))
 
 
 def keep_message(messages: list[tuple[int, ControlMessage]], peer: int, message: ControlMessage) -> None:

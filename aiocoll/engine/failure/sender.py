@@ -22,8 +22,8 @@ class Channel(Protocol):
 
     link: Link | None
 
-    def say(self, message: ControlMessage) -> None:
-        """Send a control message behind all queued data."""
+    def say(self, message: ControlMessage) -> bool:
+        """Send a control message behind all queued data; False if there is no link."""
 
 
 class Sender:

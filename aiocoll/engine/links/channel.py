@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from aiocoll.engine.control.messages import DATA, ControlMessage
-from aiocoll.engine.control.sending import frame_of, send_message
+from aiocoll.engine.control.sending import frame_of
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.links.flow_control import ALIGN, ASK_WINDOW, LEAST, LINK_WINDOW, WINDOW_LOT, Waiting
 from aiocoll.engine.operations.base import Message, Operation
@@ -25,7 +25,7 @@ from aiocoll.transport.base import Link, SharedMemoryLink
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header, describe
 from aiocoll.transport.shared_memory import LEAST_BY_REFERENCE, MOST_BY_REFERENCE
 
-__all__ = ["Channel", "Group", "Owner"]
+__all__ = ["Channel", "Group", "Owner", "StrangerError"]
 
 # Plain ints: comparing with an enum member costs twice as much.
 _DATA, _READY = int(FrameKind.DATA), int(FrameKind.READY)
@@ -33,14 +33,26 @@ _WINDOW, _CONTROL = int(FrameKind.WINDOW), int(FrameKind.CONTROL)
 _pack = HEADER.pack
 
 
+class StrangerError(ProtocolError):
+    """A rank is not in the group of its frame; it may be in another group of the same id."""
+
+
 class Group(Protocol):
     """A group, as the receiver of frames."""
 
     def route(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
-        """Return the operation and the destination memory of a payload that is arriving."""
+        """Return the operation and the destination memory of a payload that is arriving.
+
+        Raises:
+            StrangerError: `peer` is not in the group.
+        """
 
     def deliver(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Deliver a frame; False if it has to wait, and counts against its sender's window."""
+        """Deliver a frame; False if it has to wait, and counts against its sender's window.
+
+        Raises:
+            StrangerError: the sender is not in the group.
+        """
 
 
 class Owner(Protocol):
@@ -167,10 +179,12 @@ class Channel:
         """Send a frame without payload, ahead of the queue."""
         self._write(_pack(kind, 0, 0, group, op, 0, amount, 0, 0))
 
-    def say(self, message: ControlMessage) -> None:
-        """Send a control message behind all data, if there is a link: without one there is no data to be behind."""
-        if self.link is not None:
-            send_message(self.link, message)
+    def say(self, message: ControlMessage) -> bool:
+        """Send a control message behind all data; False if there is neither a link nor data that waits for one."""
+        if self.link is None and not self._held:
+            return False
+        self.send_control(message)
+        return True
 
     def send_control(self, message: ControlMessage) -> None:
         """Send a control message behind all data, on a link that is opened for it if there is none."""
@@ -334,6 +348,8 @@ class Channel:
             if group is None:
                 return None
             operation, place = group.route(self.peer, header)
+        except StrangerError:
+            return None
         except Exception as error:
             raise self._untaken(header, error) from error
         if place is not None and place.nbytes != header[7]:
@@ -350,7 +366,11 @@ class Channel:
             group = self._groups.get(header[3])
             deliver = self._owner.keep_frame if group is None else group.deliver
             self._context.heard = self.peer
-            if deliver(self, header, payload) and header[1] & EAGER:
+            try:
+                taken = deliver(self, header, payload)
+            except StrangerError:
+                taken = self._owner.keep_frame(self, header, payload)
+            if taken and header[1] & EAGER:
                 length = header[7]
                 self.consume(length if length > LEAST else LEAST)
         except ProtocolError:
@@ -432,6 +452,13 @@ class Channel:
         if self.shared is not None:
             self.shared.forget()
             self.shared = None
+
+    def purge(self, group: int, has_left: bool) -> None:
+        """Free what the peer has left in shared memory for a group that is over, and will if it has not left it."""
+        if self.shared is not None:
+            self.shared.purge(group)
+            if has_left:
+                self.shared.release(group)
 
     def drop(self, operation: Operation) -> None:
         """Forget the blocked messages of a failed operation, and where its payload was to go."""

@@ -188,6 +188,10 @@ class ChunkQueueReader(_QueueEnd):
         """Know that a group is over: what is, or will be, written for it has no reader."""
         self._over.add(group)
 
+    def release(self, group: int) -> None:
+        """Forget that a group is over: nothing more is written for it."""
+        self._over.discard(group)
+
     def reclaim(self) -> tuple[bool, bool]:
         """Be done with what comes next for groups that are over.
 

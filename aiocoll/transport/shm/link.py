@@ -294,6 +294,12 @@ class ShmLink:
         self.chunks_in.end(group)
         self.reclaim()
 
+    def release(self, group: int) -> None:
+        """The peer has put its last for a group that is over: free that, and expect nothing more."""
+        self.slot_reader.release(group)
+        self.reclaim()
+        self.chunks_in.release(group)
+
     def reclaim(self) -> bool:
         """Free the next chunks as long as they are of groups that are over; whether there were any."""
         freed, wanted = self.chunks_in.reclaim()

@@ -219,6 +219,11 @@ class SlotReader(_SlotEnd):
         for slot in range(SLOTS):
             self.reclaim(slot)
 
+    def release(self, group: int) -> None:
+        """Give back all that was posted for a group that is over; nothing more is."""
+        self.purge(group)
+        self._over.discard(group)
+
     def reclaim(self, slot: int) -> None:
         """Give the slot back if what is there was posted for a group that is over; it may come after `purge`."""
         words, line = self._words, self._lines[slot]
