@@ -323,7 +323,7 @@ class Communicator:
     def _purge(self) -> None:
         """Free what peers have left for this group in shared memory."""
         for channel in self.channels:
-            channel.purge(self.id, self.position[channel.peer] in self.left)
+            channel.purge(self.id, self.position.get(channel.peer) in self.left)
 
     def stands(self) -> bool:
         """Whether the group is still usable: neither revoked nor closed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,10 +103,11 @@ class Job:
         self._exchange: Exchange | None = None
         self._stream: StreamTransport | None = None
         self._joining: Endpoint | None = None
-        self._members = self._made = 0
+        self._members = 0
         self._heeding: asyncio.Task[None] | None = None
         store_handle.hold()
-        self._names: dict[str, int] = {}
+        #: How often each name was given; None for groups without one.
+        self._names: Counter[str | None] = Counter()
         self._claims = self._make_claims()
 
     async def group(self, spec: GroupSpec, left: float) -> ProcessGroup:
@@ -120,16 +122,12 @@ class Job:
             raise
 
     def _join(self, endpoint: Endpoint, spec: GroupSpec) -> ProcessGroup:
-        self._made += 1
-        name = f"world:{self._made - 1}" if spec.name is None else spec.name
+        name = f"world:{self._names.total()}" if spec.name is None else spec.name
         if any(group.name == name for group in endpoint.groups.values()):
             raise ValueError(f"name={name!r} is the name of an open group; give every group its own")
         # A name may be used again after its group was closed: frames of the old one must not reach the new one.
-        again = ""
-        if spec.name is not None:
-            again = str(self._names.get(name, -1) + 1)
-            self._names[name] = int(again)
-        identity = endpoint.group_id(f"{name}\0{again}")
+        self._names[spec.name] += 1
+        identity = endpoint.group_id(f"{name}\0{spec.name}\0{self._names[spec.name]}")
         return self._form(endpoint, identity, range(self.world_size), spec._replace(name=name))
 
     def _form(self, endpoint: Endpoint, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:

@@ -456,9 +456,7 @@ class Channel:
     def purge(self, group: int, has_left: bool) -> None:
         """Free what the peer has left in shared memory for a group that is over, and will if it has not left it."""
         if self.shared is not None:
-            self.shared.purge(group)
-            if has_left:
-                self.shared.release(group)
+            (self.shared.release if has_left else self.shared.purge)(group)
 
     def drop(self, operation: Operation) -> None:
         """Forget the blocked messages of a failed operation, and where its payload was to go."""

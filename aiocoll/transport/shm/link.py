@@ -129,10 +129,8 @@ class ShmLink:
         self._words = memory.cast("Q")
         self._out = RingWriter(region, ours, fences)
         self.slot_writer, self.slot_reader = SlotWriter(region, ours, fences), SlotReader(memory, theirs, fences)
-        self.chunks_out, self.chunks_in = (
-            ChunkQueueWriter(region, ours, fences),
-            ChunkQueueReader(memory, theirs, fences),
-        )
+        self.chunks_out = ChunkQueueWriter(region, ours, fences)
+        self.chunks_in = ChunkQueueReader(memory, theirs, fences)
         self.segment_sharing = SegmentSharing(stream, peer)
         self.can_map = self.segment_sharing.can_map
         self._order = fences.order
@@ -296,8 +294,8 @@ class ShmLink:
 
     def release(self, group: int) -> None:
         """The peer has put its last for a group that is over: free that, and expect nothing more."""
+        self.purge(group)
         self.slot_reader.release(group)
-        self.reclaim()
         self.chunks_in.release(group)
 
     def reclaim(self) -> bool:

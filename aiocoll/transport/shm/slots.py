@@ -220,8 +220,7 @@ class SlotReader(_SlotEnd):
             self.reclaim(slot)
 
     def release(self, group: int) -> None:
-        """Give back all that was posted for a group that is over; nothing more is."""
-        self.purge(group)
+        """Forget that a group is over: nothing more is posted for it."""
         self._over.discard(group)
 
     def reclaim(self, slot: int) -> None:
