@@ -215,6 +215,28 @@ def test_exit_in_user_code_of_a_thread_reaches_the_loop(fatal: type[BaseExceptio
         asyncio.run(main())
 
 
+def test_loop_raises_one_exit_at_a_time_and_each_once() -> None:
+    with asyncio.Runner() as runner:
+        carriers = []
+
+        async def fail(*errors: BaseException) -> None:
+            carriers.extend(contain(error) for error in errors)
+            await asyncio.Event().wait()
+
+        with pytest.raises(SystemExit, match="first"):
+            runner.run(fail(SystemExit("first"), SystemExit("second")))
+        runner.run(asyncio.sleep(0))  # the second one is not raised later
+        with pytest.raises(KeyboardInterrupt, match="third"):
+            runner.run(fail(KeyboardInterrupt("third")))
+
+        async def fail_again() -> None:
+            for carrier in carriers[:1]:
+                assert contain(carrier) is carrier
+            await asyncio.sleep(0)
+
+        runner.run(fail_again())
+
+
 def _contained(error: type[BaseException]) -> None:
     try:
         raise error("for a test")
@@ -288,6 +310,18 @@ async def test_object_that_cannot_be_pickled_is_refused_at_the_call(error: type[
 async def test_function_on_a_result_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
     work = changed(pg.allreduce(1), raising(error))
     with pytest.raises(error if issubclass(error, Exception) and error is not StopIteration else UserCodeError):
+        await work
+    assert await pg.allreduce(1) == pg.size()
+
+
+@pytest.mark.parametrize("error", CONTROL)
+@pytest.mark.ranks(1, 2)
+async def test_result_that_cannot_be_handed_over_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
+    """Such as an array of a foreign library into which nothing can be written back."""
+    work = pg.allreduce(np.ones(6)[::2])  # not contiguous: through a copy
+    assert work._unwrap is not None
+    work._unwrap = raising(error)
+    with pytest.raises(error if issubclass(error, Silent) else UserCodeError):
         await work
     assert await pg.allreduce(1) == pg.size()
 
@@ -367,5 +401,7 @@ async def test_wait_at_a_store_can_be_cancelled() -> None:
             await waiting
 
 
-def test_text_of_an_exception_that_has_none() -> None:
+def test_text_of_an_exception() -> None:
+    assert describe(KeyError("a")) == "KeyError: 'a'"
+    assert describe(KeyError()) == "KeyError"
     assert describe(Silent()) == "Silent: <str() of it failed>"
