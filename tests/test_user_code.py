@@ -315,7 +315,7 @@ async def test_function_on_a_result_fails_its_work(pg: ProcessGroup, error: type
 
 
 @pytest.mark.parametrize("error", CONTROL)
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2, 3)
 async def test_result_that_cannot_be_handed_over_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
     """Such as an array of a foreign library into which nothing can be written back."""
     work = pg.allreduce(np.ones(6)[::2])  # not contiguous: through a copy
