@@ -9,6 +9,7 @@ kernels          their computation; `half_precision` and `packed` are for floats
 buffers          any array -> a flat view of its memory
 allocate         new memory like a buffer's, and whether buffers are on the same device
 device           the flat view of memory on a CUDA device; `device_views` makes it from arrays of CuPy, torch and others
+strides          strided arrays whose elements share memory
 entries          indices and values of sparse arrays; `sparse` reads them from scipy's and torch's
 streams          CUDA streams of any library -> their addresses
 """

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.dtypes import DType, by_name, of_numpy
+from aiocoll.elements.strides import check_apart
 from aiocoll.loading import loading
 
 __all__ = [
@@ -227,6 +228,7 @@ def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> B
         return _share(array, obj, name)
     buffer = _share(array.copy(order="C"), obj, name)
     if writable:
+        check_apart(array.strides, array.shape, array.itemsize, name, f"{name}.copy()")
         staged = buffer.array
 
         def writeback() -> Any:
@@ -296,19 +298,28 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
         message = f"{name} must be a dense tensor on the CPU or on CUDA, not {tensor.layout} on {device}"
         raise TypeError(message)
     dtype, carrier = _known(tensor, name)
-    # Each of these steps takes half a microsecond, and hardly any tensor needs one.
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
-    resolved = resolved.contiguous()
-    array = (resolved if carrier is None else resolved.view(getattr(torch, carrier))).numpy()
+    try:
+        # Each of these steps takes half a microsecond, and hardly any tensor needs one.
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
+        resolved = resolved.contiguous()
+        array = (resolved if carrier is None else resolved.view(getattr(torch, carrier))).numpy()
+        shape = tuple(tensor.shape)
+    except RuntimeError as exc:  # nested and fake tensors, and other subclasses without memory of their own
+        if tensor.is_nested:
+            raise TypeError(f"{name} must be a dense tensor, not a nested one; pass its parts") from exc
+        why = str(exc).partition("\n")[0]
+        raise TypeError(
+            f"{name} must be a dense tensor on the CPU or on CUDA; torch refuses to show the memory of this "
+            f"{type(tensor).__name__}: {why}"
+        ) from exc
     if array.ndim != 1:
         array = array.reshape(-1)
     if array.dtype is not dtype.storage:
         array = array.view(dtype.storage)
-    buffer = Buffer(array, dtype, tuple(tensor.shape), tensor)
+    buffer = Buffer(array, dtype, shape, tensor)
     if writable and resolved.data_ptr() != plain.data_ptr() and buffer.count:
-        if any(stride == 0 and length > 1 for stride, length in zip(plain.stride(), plain.shape, strict=True)):
-            raise ValueError(f"{name} is an expanded tensor whose elements share memory; pass {name}.clone()")
+        check_apart(plain.stride(), tuple(plain.shape), 1, name, f"{name}.clone()")
 
         def writeback() -> Any:
             plain.copy_(resolved)

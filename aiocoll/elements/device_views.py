@@ -14,6 +14,7 @@ import numpy as np
 
 from aiocoll.elements.device import UNKNOWN, DeviceArray, PutBack
 from aiocoll.elements.dtypes import DType, by_name, of_numpy
+from aiocoll.elements.strides import check_apart
 
 __all__ = ["empty_like", "of_cupy", "of_dlpack", "of_interface", "of_torch", "overwrite", "spare"]
 
@@ -28,7 +29,7 @@ def of_cupy(cupy: Any, array: Any, name: str, writable: bool) -> DeviceArray:
     if array.flags.c_contiguous:
         return DeviceArray(array.data.ptr, array.size, dtype, device, stream, array)
     if writable:
-        _check_apart(array.strides, array.shape, f"{name} is a broadcast array", f"{name}.copy()")
+        check_apart(array.strides, array.shape, array.dtype.itemsize, name, f"{name}.copy()")
     with cupy.cuda.Device(device):
         dense = cupy.ascontiguousarray(array)
     back = PutBack(_into_cupy(cupy, array, dense), stream, array) if writable else None
@@ -50,7 +51,7 @@ def of_torch(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) -
     dense = plain.resolve_conj().resolve_neg().contiguous()
     ptr, back = dense.data_ptr(), None
     if writable and dense is not plain and ptr != plain.data_ptr():
-        _check_apart(plain.stride(), plain.shape, f"{name} is an expanded tensor", f"{name}.clone()")
+        check_apart(plain.stride(), tuple(plain.shape), 1, name, f"{name}.clone()")
         back = PutBack(_into_torch(torch, plain, dense), stream, tensor)
     return DeviceArray(ptr, dense.numel(), dtype, device, stream, (tensor, dense), back)
 
@@ -205,9 +206,3 @@ def _is_contiguous(strides: Sequence[int], shape: Sequence[int], itemsize: int) 
             return 0 in shape
         step *= length
     return True
-
-
-def _check_apart(strides: Sequence[int], shape: Sequence[int], what: str, instead: str) -> None:
-    """Refuse to write to an array whose elements share memory."""
-    if any(stride == 0 and length > 1 for stride, length in zip(strides, shape, strict=True)):
-        raise ValueError(f"{what} whose elements share memory; pass {instead}")

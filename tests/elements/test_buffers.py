@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import array
 import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 from aiocoll.elements.buffers import Buffer, byte_view, is_scalar, overlaps, scalar, view
+from aiocoll.elements.strides import check_apart
+
+from ..each import each
 
 
 class Interface:
@@ -320,3 +327,70 @@ def test_a_buffer_keeps_the_callers_object_alive() -> None:
     buffer = view(bytearray(b"\5"))
     assert isinstance(buffer, Buffer)
     assert buffer.array.tolist() == [5]
+
+
+def windows(array: np.ndarray, length: int, step: int = 1) -> np.ndarray:
+    """Return the windows of an array, which overlap if `step` is less than `length`."""
+    count = (len(array) - length) // step + 1
+    return as_strided(array, (count, length), (step * array.itemsize, array.itemsize))
+
+
+OVERLAPPING: dict[str, Callable[[], np.ndarray]] = {
+    "one element, repeated": lambda: as_strided(np.zeros(1), (4,), (0,)),
+    "rows, repeated": lambda: as_strided(np.zeros((1, 3)), (2, 3), (0, 8)),
+    "columns, repeated": lambda: as_strided(np.zeros((3, 1)), (3, 2), (8, 0)),
+    "windows": lambda: windows(np.zeros(10), 3),
+    "windows, backwards": lambda: windows(np.zeros(10), 3)[::-1, ::-1],
+    "windows of small elements": lambda: windows(np.zeros(9, np.int8), 4, 3),
+    "halves of elements": lambda: as_strided(np.zeros(4), (3,), (4,)),
+    "axes that meet": lambda: as_strided(np.zeros(20), (3, 4), (3 * 8, 8)),
+    "axes that meet later": lambda: as_strided(np.zeros(30), (4, 3), (2 * 8, 3 * 8)),
+    "writable broadcast": lambda: as_strided(np.zeros((2, 1, 3)), (2, 5, 3), (24, 0, 8)),
+}
+
+
+@each("kind", OVERLAPPING)
+def test_outputs_whose_elements_share_memory_are_refused(kind: str) -> None:
+    array = OVERLAPPING[kind]()
+    assert array.flags.writeable
+    with pytest.raises(ValueError, match=r"^x has elements that share memory, .*; pass x.copy\(\)$"):
+        view(array, name="x")
+    assert view(array, writable=False).array.tolist() == array.reshape(-1).tolist()
+
+
+APART: dict[str, Callable[[], np.ndarray]] = {
+    "every second": lambda: np.zeros(10)[::2],
+    "backwards": lambda: np.zeros(10)[::-1],
+    "transposed": lambda: np.zeros((3, 4, 5)).transpose(2, 0, 1),
+    "columns": lambda: np.zeros((4, 6))[:, 1:3],
+    "Fortran order": lambda: np.zeros((3, 4), order="F"),
+    "a field": lambda: np.zeros(4, [("a", "f8"), ("b", "i4")])["b"],
+    "windows side by side": lambda: windows(np.zeros(12), 3, 3)[:, ::-1],
+    "one row, repeated once": lambda: as_strided(np.zeros((1, 3)), (1, 3), (0, 16))[:, :1],
+    "interleaved axes": lambda: as_strided(np.zeros(10), (3, 2), (2 * 8, 3 * 8)),
+    "no elements, repeated": lambda: as_strided(np.zeros(3), (0, 3, 2), (0, 0, 0)),
+    "not aligned": lambda: np.frombuffer(bytearray(33), np.uint8)[1:].view(np.float64),
+}
+
+
+@each("kind", APART)
+def test_outputs_whose_elements_lie_apart_are_written(kind: str) -> None:
+    array = APART[kind]()
+    buffer = view(array)
+    buffer.array[:] = np.arange(buffer.count)
+    buffer.finish()
+    assert array.reshape(-1).tolist() == list(range(array.size))
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(-6, 6)), max_size=3), st.sampled_from([1, 2, 4]))
+def test_sharing_of_memory_is_found_exactly(axes: list[tuple[int, int]], itemsize: int) -> None:
+    shape, strides = [length for length, _ in axes], [stride for _, stride in axes]
+    starts = [0]
+    for length, stride in axes:
+        starts = [start + stride * index for start in starts for index in range(length)]
+    touched = [start + byte for start in starts for byte in range(itemsize)]
+    if len(set(touched)) == len(touched):
+        check_apart(strides, shape, itemsize, "x", "x.copy()")
+    else:
+        with pytest.raises(ValueError, match="x has elements that share memory"):
+            check_apart(strides, shape, itemsize, "x", "x.copy()")

@@ -74,9 +74,38 @@ def test_conjugated_and_negated_views(torch: Any) -> None:
 
 def test_expanded_tensors(torch: Any) -> None:
     tensor = torch.ones(1).expand(4)
-    with pytest.raises(ValueError, match=r"x is an expanded tensor whose elements share memory; pass x.clone\(\)"):
+    with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
     assert view(tensor, writable=False).array.tolist() == [1, 1, 1, 1]
+
+
+def test_windows_that_overlap(torch: Any) -> None:
+    tensor = torch.arange(4.0).unfold(0, 2, 1)
+    with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
+        view(tensor, name="x")
+    assert view(tensor, writable=False).array.tolist() == [0, 1, 1, 2, 2, 3]
+    tensor = torch.arange(4.0).unfold(0, 2, 2).t()  # which do not
+    buffer = view(tensor)
+    buffer.array[:] = 7
+    buffer.finish()
+    assert tensor.tolist() == [[7, 7], [7, 7]]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensors_without_memory_of_their_own_are_refused(torch: Any) -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.masked import masked_tensor
+
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(TypeError, match=r"^x must be a dense tensor, not a nested one; pass its parts$"):
+        view(nested, name="x")
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    masked = masked_tensor(torch.ones(2), torch.tensor([True, False]))
+    for tensor in (fake, masked):
+        kind = type(tensor).__name__
+        with pytest.raises(TypeError, match=rf"^x must be a dense tensor .* refuses to show the memory of this {kind}"):
+            view(tensor, name="x")
 
 
 def test_refused_tensors(torch: Any) -> None:

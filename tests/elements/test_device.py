@@ -122,9 +122,7 @@ def test_a_copy_of_input_does_not_go_back(cupy: Cupy) -> None:
 def test_broadcast_arrays_of_cupy_are_only_read(cupy: Cupy) -> None:
     x = cupy.ndarray(np.broadcast_to(np.float32(3), (2, 3)))
     assert view(x, writable=False).array.keep[1].host.tolist() == [[3, 3, 3]] * 2
-    with pytest.raises(
-        ValueError, match=r"^grad is a broadcast array whose elements share memory; pass grad.copy\(\)$"
-    ):
+    with pytest.raises(ValueError, match=r"^grad has elements that share memory, and .*; pass grad.copy\(\)$"):
         view(x, name="grad")
 
 
@@ -198,7 +196,7 @@ def test_conjugated_tensors_are_resolved(torch: Torch) -> None:
 def test_inputs_of_tensors_do_not_come_back(torch: Torch) -> None:
     tensor = torch.Tensor(np.broadcast_to(np.float32(3), (2, 3)), "float32")
     assert view(tensor, writable=False).writeback is None
-    with pytest.raises(ValueError, match=r"x is an expanded tensor whose elements share memory; pass x.clone\(\)"):
+    with pytest.raises(ValueError, match=r"^x has elements that share memory, and .*; pass x.clone\(\)$"):
         view(tensor, name="x")
 
 
