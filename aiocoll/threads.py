@@ -27,7 +27,7 @@ class Waitable(Protocol):
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Call `fn` in the loop after the end."""
 
-    def _forget_callback(self, fn: Callable[[Any], object]) -> None:
+    def remove_done_callback(self, fn: Callable[[Any], object]) -> int:
         """Do not call `fn`."""
 
 
@@ -51,7 +51,7 @@ def wait_in_thread(
             if not waited and left <= CHECK_INTERVAL and not work.done():
                 raise TimeoutError(f"{work!r} has not ended within {seconds} s")
     except BaseException:
-        _call(loop, work._forget_callback, notify)
+        _call(loop, work.remove_done_callback, notify)
         raise
 
 

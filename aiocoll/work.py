@@ -19,7 +19,7 @@ from aiocoll.threads import wait_in_thread
 from aiocoll.unretrieved import CallSite, Unretrieved
 from aiocoll.user_code import contain
 
-__all__ = ["COMPILED", "Progress", "Work"]
+__all__ = ["COMPILED", "Progress", "Work", "is_wait"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -248,20 +248,51 @@ class Work(Generic[T_co]):
             raise ValueError(f"{self!r} has no source rank: only a completed receive has one")
         return self._source
 
-    def add_done_callback(self, fn: Callable[[Work[T_co]], object]) -> None:
+    def cancelled(self) -> bool:
+        """Tell whether a receive was withdrawn, since its last awaiter was cancelled.
+
+        Returns:
+            True if awaiting the work raises `asyncio.CancelledError`.
+        """
+        return self._done and isinstance(self._exception, asyncio.CancelledError)
+
+    def add_done_callback(
+        self, fn: Callable[[Work[T_co]], object], *, context: contextvars.Context | None = None
+    ) -> None:
         """Call `fn(work)` from the loop, by `call_soon`, after the end.
 
         Args:
-            fn: gets this work; it runs in the context of the caller, and what it returns is ignored.
+            fn: gets this work; what it returns is ignored.
+            context: what it runs in; None is a copy of the caller's.
+
+        Raises:
+            RuntimeError: called in another event loop than the group's.
         """
+        if (running := asyncio._get_running_loop()) is not None and running is not self._progress.loop:
+            self._check_loop()
         if self._done:
-            self._look()
-            self._progress.loop.call_soon(fn, self)
+            if not is_wait(fn):
+                self._look()
+            self._progress.loop.call_soon(fn, self, context=context)
         else:
-            self._call_back(fn, contextvars.copy_context())
+            self._call_back(fn, contextvars.copy_context() if context is None else context)
+
+    def remove_done_callback(self, fn: Callable[[Work[T_co]], object]) -> int:
+        """Remove a callback that has not been called.
+
+        Args:
+            fn: as given to `add_done_callback`; all that are equal to it are removed.
+
+        Returns:
+            How many were removed.
+        """
+        calls = self._callbacks or []
+        kept = [call for call in calls if call[1] is None or call[1] is AT_ONCE or call[0] != fn]
+        self._callbacks = kept or None
+        return len(calls) - len(kept)
 
     def get_future(self) -> asyncio.Future[T_co]:
-        """Return a future with the same outcome, for `asyncio.wait`.
+        """Return a future with the same outcome, for libraries that take nothing else.
 
         Returns:
             A new future of the group's loop; cancelling it is like cancelling an await.
@@ -288,7 +319,7 @@ class Work(Generic[T_co]):
         return future
 
     async def join(self) -> T_co:
-        """Await the work: a coroutine for `asyncio.create_task` and `TaskGroup`.
+        """Await the work: a coroutine for `asyncio.create_task` and `TaskGroup.create_task`.
 
         Returns:
             The result.
@@ -342,9 +373,6 @@ class Work(Generic[T_co]):
         wait_in_thread(self, self._progress.loop, self._progress.runtime, timeout)
         return self.result()
 
-    def _forget_callback(self, fn: Callable[[Work[T_co]], object]) -> None:
-        self._callbacks = [call for call in self._callbacks or () if call[0] is not fn] or None
-
     def abort(self) -> None:
         """Revoke the group: this and every other pending work of it fails on all ranks.
 
@@ -386,7 +414,8 @@ class Work(Generic[T_co]):
 
     def _failed(self, error: BaseException) -> None:
         """Keep the failure for whoever looks; a callback does, and a receive is withdrawn because nobody wants it."""
-        calls_back = self._callbacks is not None and any(context is not None for _, context in self._callbacks)
+        calls = self._callbacks
+        calls_back = calls is not None and any(context is not None and not is_wait(fn) for fn, context in calls)
         if calls_back or isinstance(error, asyncio.CancelledError):
             return
         self._unretrieved = self.group._failures.of(error)
@@ -463,6 +492,11 @@ class Work(Generic[T_co]):
         else:
             self._callbacks.append(call)
         return call
+
+
+def is_wait(fn: Any) -> bool:
+    """Whether a callback is that of `asyncio.wait`, which leaves it to its caller to look at the outcome."""
+    return getattr(fn, "__module__", None) == "asyncio.tasks"
 
 
 def _user_frame(frame: FrameType) -> FrameType:

@@ -34,8 +34,8 @@ SECTIONS = ("Attributes", "Args", "Returns", "Raises", "Cost", "Source")
 FREE = {"abort", "add_hook", "aclose", "backend_for", "coords", "drain", "pending", "rank", "rank_at", "shift",
         "shutdown", "size", "stats", "time_estimator", "wait_revoked"}  # fmt: skip
 #: Calls that cannot fail.
-SAFE = {"pending", "rank", "size", "add_done_callback", "done", "dump", "get_future", "is_completed", "is_success",
-        "signalled", "process_group", "current_process_group"}  # fmt: skip
+SAFE = {"pending", "rank", "size", "add_done_callback", "cancelled", "done", "dump", "get_future", "is_completed",
+        "is_success", "remove_done_callback", "signalled", "process_group", "current_process_group"}  # fmt: skip
 
 
 def calls() -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -17,7 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveTimeoutError, FileStore, GroupError, HashStore, ProcessGroup, TCPStore, new_group
+from aiocoll import (
+    CollectiveTimeoutError,
+    FileStore,
+    GroupClosedError,
+    GroupError,
+    HashStore,
+    ProcessGroup,
+    TCPStore,
+    new_group,
+)
 from aiocoll.work import Work
 
 from .internals import callbacks_of
@@ -25,15 +35,17 @@ from .ranks import LINKS, in_a_fork, options, over
 
 
 class Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own; `tidy`: it ends as `asyncio.run` ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tidy: bool = True) -> None:
         self.loop = asyncio.new_event_loop()
+        self._tidy = tidy
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         self.loop.run_forever()
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        if self._tidy:
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 
@@ -156,8 +168,13 @@ async def test_a_thread_that_gave_up_is_forgotten(pg: ProcessGroup) -> None:
 # -- loops that end
 
 
-def test_a_loop_that_is_closed_ends_the_waiting() -> None:
-    with Loop() as elsewhere:
+@pytest.mark.filterwarnings("ignore:group 'world.0' was not shut down:ResourceWarning")
+@pytest.mark.parametrize("tidy", [False, True])
+def test_a_loop_that_is_closed_ends_the_waiting(tidy: bool) -> None:
+    """By the end of the group, if the loop could close it."""
+    error = GroupClosedError if tidy else RuntimeError
+    text = "was closed by this rank" if tidy else "has not ended, and its event loop was closed"
+    with Loop(tidy=tidy) as elsewhere:
         groups = elsewhere.run(pair())
         work = elsewhere.run(calling(groups[0].recv, np.zeros(1), 1))
         with ThreadPoolExecutor(2) as threads:
@@ -165,10 +182,12 @@ def test_a_loop_that_is_closed_ends_the_waiting() -> None:
             elsewhere.run(calling_back(work))
             elsewhere.stop()
             for each in waiting:
-                with pytest.raises(RuntimeError, match="has not ended, and its event loop was closed"):
+                with pytest.raises(error, match=text):
                     each.result(30)
-    with pytest.raises(RuntimeError, match="has not ended, and its event loop was closed"):
+    with pytest.raises(error, match=text):
         work.wait()
+    del groups, work
+    gc.collect()
 
 
 async def calling_back(work: Work[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -10,7 +11,7 @@ from typing import Any, Protocol, cast
 from numpy.typing import NDArray
 
 from aiocoll.engine.operations.plan import Plan
-from aiocoll.work import AT_ONCE, Progress, Work
+from aiocoll.work import AT_ONCE, Progress, Work, is_wait
 
 __all__ = ["DeferredWork", "FlushWork", "MemberWork", "Progressive"]
 
@@ -45,6 +46,12 @@ class DeferredWork(Work[Any]):
     call: Any
     looked: bool
     plan: Plan | None
+
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: contextvars.Context | None = None) -> None:
+        """Call `fn(work)` after the end; see `Work.add_done_callback`."""
+        if is_wait(fn):
+            self._block.want()
+        super().add_done_callback(fn, context=context)
 
     def get_future(self) -> asyncio.Future[Any]:
         """Return a future with the same outcome; see `Work.get_future`."""

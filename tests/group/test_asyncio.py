@@ -1,0 +1,207 @@
+"""What asyncio does with works: they are taken where futures are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveTimeoutError, GroupError, ProcessGroup, Work
+
+from ..ranks import over, run_ranks, until
+
+Wait = Callable[[list[Work[Any]]], Awaitable[set[Work[Any]]]]
+
+
+async def all_by_as_completed(works: list[Work[Any]]) -> set[Work[Any]]:
+    results = [await each for each in asyncio.as_completed(works)]
+    assert len(results) == len(works)
+    return set(works)
+
+
+async def all_by_gather(works: list[Work[Any]]) -> set[Work[Any]]:
+    await asyncio.gather(*works)
+    return set(works)
+
+
+async def all_by_wait(works: list[Work[Any]]) -> set[Work[Any]]:
+    done, pending = await asyncio.wait(works)
+    assert not pending
+    return done
+
+
+async def all_by_wait_for(works: list[Work[Any]]) -> set[Work[Any]]:
+    for work in works:
+        await asyncio.wait_for(work, 20)
+    return set(works)
+
+
+async def all_by_shield(works: list[Work[Any]]) -> set[Work[Any]]:
+    for work in works:
+        await asyncio.shield(work)
+    return set(works)
+
+
+async def all_by_task_group(works: list[Work[Any]]) -> set[Work[Any]]:
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work.join())
+    return set(works)
+
+
+WAYS = [all_by_as_completed, all_by_gather, all_by_wait, all_by_wait_for, all_by_shield, all_by_task_group]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(1, 2, 3)
+@over("memory", "shm")
+async def test_works_are_waited_for_in_every_way(pg: ProcessGroup, way: Wait) -> None:
+    for count in (1, 3):
+        works: list[Work[Any]] = [pg.allreduce(np.ones(count + index)) for index in range(count)]
+        assert await way(works) == set(works)
+        assert all(work.result()[0] == pg.size() for work in works)
+        assert await way(works) == set(works)  # once more: they have ended
+        assert [work._callbacks for work in works] == [None] * count
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(2)
+async def test_works_of_a_block_are_started_when_they_are_waited_for(pg: ProcessGroup, way: Wait) -> None:
+    async with pg.coalescing():
+        works: list[Work[Any]] = [pg.allreduce(np.ones(3)), pg.allreduce(2)]
+        assert await way(works) == set(works)
+        assert works[1].result() == 4
+
+
+@pytest.mark.ranks(2)
+async def test_wait_returns_what_was_asked_for(pg: ProcessGroup) -> None:
+    other = 1 - pg.rank()
+    later = pg.recv_object(other, tag=2)
+    first = pg.recv_object(other, tag=1)
+    await pg.send_object("first", other, tag=1)
+    done, pending = await asyncio.wait([later, first], return_when=asyncio.FIRST_COMPLETED)
+    assert (done, pending) == ({first}, {later})
+    done, pending = await asyncio.wait([later], timeout=0)
+    assert (done, pending) == (set(), {later})
+    assert later._callbacks is None  # those of both waits are removed
+    await pg.barrier()
+    await pg.send_object("later", other, tag=2)
+    done, _ = await asyncio.wait([later, first], return_when=asyncio.FIRST_EXCEPTION)
+    assert done == {later, first}
+    assert [work.result() for work in (first, later)] == ["first", "later"]
+
+
+@pytest.mark.ranks(2)
+async def test_wait_returns_at_the_first_failure(pg: ProcessGroup) -> None:
+    """The receive that fails is withdrawn at its timeout, and the group goes on."""
+    never = pg.recv_object(1 - pg.rank(), tag=1)
+    fails = pg.recv_object(1 - pg.rank(), tag=2, timeout=0.01)
+    done, pending = await asyncio.wait([never, fails], return_when=asyncio.FIRST_EXCEPTION)
+    assert (done, pending) == ({fails}, {never})
+    assert isinstance(fails.exception(), GroupError)
+    assert not fails.cancelled()
+    waiting = asyncio.ensure_future(never.join())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([never])
+    assert never.cancelled()
+    assert (waiting.cancelled(), never.done()) == (True, True)
+    with pytest.raises(asyncio.CancelledError):
+        await never
+    await pg.barrier()  # until then the other rank is there, so that nothing else fails
+
+
+@pytest.mark.ranks(2)
+async def test_cancelled_wait_leaves_its_works_alone(pg: ProcessGroup) -> None:
+    other = 1 - pg.rank()
+    work = pg.recv_object(other)
+    waiting = asyncio.ensure_future(asyncio.wait([work]))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work._callbacks is None
+    await pg.send_object("still", other)
+    assert await work == "still"
+
+
+@pytest.mark.parametrize("retrieves", [False, True])
+async def test_wait_itself_retrieves_no_failure(retrieves: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank() == 0:
+            works: list[Work[Any]] = [pg.allreduce(1, timeout=0.01)]
+            for _ in range(2):
+                done, _ = await asyncio.wait(works)
+            if retrieves:
+                assert isinstance(done.pop().exception(), CollectiveTimeoutError)
+            del works, done
+            gc.collect()
+        else:
+            await pg.wait_revoked()
+
+    await run_ranks(2, rank)
+    assert ("was never retrieved" in caplog.text) is not retrieves
+
+
+@pytest.mark.ranks(2)
+async def test_callbacks_are_removed_by_equality(pg: ProcessGroup) -> None:
+    called: list[str] = []
+
+    class Owner:
+        def method(self, work: Work[Any]) -> None:
+            called.append("method")
+
+    owner = Owner()
+    work = pg.recv_object(1 - pg.rank())
+    for _ in range(2):
+        work.add_done_callback(owner.method)
+    work.add_done_callback(lambda _: called.append("kept"))
+    assert work.remove_done_callback(owner.method) == 2
+    assert work.remove_done_callback(owner.method) == 0
+    await pg.send_object(1, 1 - pg.rank())
+    await work
+    await until(lambda: called)
+    assert called == ["kept"]
+    assert work.remove_done_callback(print) == 0
+
+
+@pytest.mark.ranks(1, 2)
+async def test_callbacks_run_in_the_context_that_is_given(pg: ProcessGroup) -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
+    context = contextvars.copy_context()
+    context.run(variable.set, "given")
+    found: list[str] = []
+    work = pg.allreduce(1)
+    work.add_done_callback(lambda _: found.append(variable.get()), context=context)
+    variable.set("own")
+    work.add_done_callback(lambda _: found.append(variable.get()))
+    variable.set("later")
+    await work
+    work.add_done_callback(lambda _: found.append(variable.get()), context=context)
+    await until(lambda: len(found) == 3)
+    assert found == ["given", "own", "given"]
+
+
+@pytest.mark.ranks(1)
+async def test_wait_in_another_loop_is_refused(pg: ProcessGroup) -> None:
+    works: list[Work[Any]] = [pg.allreduce(1), pg.recv_object(0)]
+    errors: list[BaseException] = []
+
+    async def main() -> None:
+        for work in works:
+            with pytest.raises(RuntimeError, match="belongs to another event loop") as caught:
+                await asyncio.wait([work])
+            errors.append(caught.value)
+
+    other = threading.Thread(target=asyncio.run, args=(main(),))
+    other.start()
+    await asyncio.to_thread(other.join)
+    assert len(errors) == 2
+    await pg.send_object(1, 0)
+    await works[1]
