@@ -25,6 +25,8 @@ from aiocoll.errors import (
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.launcher import say_elastic
 from aiocoll.log import logger
+from aiocoll.numerals import to_int
+from aiocoll.options import seconds
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.runtime import Runtime, running_loop
 
@@ -82,8 +84,9 @@ async def elastic(
     """
     if state is not None and not isinstance(state, MutableMapping):
         raise TypeError(f"state must be a dict or None, not {type(state).__name__}")
-    if not wait >= 0:
-        raise ValueError(f"wait={wait}: must not be negative")
+    wait, mend_timeout = seconds(wait, "wait"), seconds(mend_timeout, "mend_timeout")
+    size = None if size is None else to_int(size, "size", "an int or None")
+    max_mends = None if max_mends is None else to_int(max_mends, "max_mends", "an int or None")
     if max_mends is not None and max_mends < 0:
         raise ValueError(f"max_mends={max_mends}: must not be negative")
     made = new_group(**given)

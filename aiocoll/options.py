@@ -40,7 +40,7 @@ from aiocoll.credentials import read_private, tls_files
 from aiocoll.endpoints import check_ports, parse_advertised, parse_ports
 from aiocoll.environment import take
 from aiocoll.log import logger
-from aiocoll.numerals import parse_float, parse_int
+from aiocoll.numerals import parse_float, parse_int, to_float, to_int
 
 __all__ = ["GroupOptions", "job_key", "read_key_file", "seconds"]
 
@@ -179,6 +179,8 @@ class GroupOptions:
     def __post_init__(self) -> None:
         for name, value in self._given().items():
             _CHECKS[name](name, value)
+            if (convert := _CONVERSIONS.get(name)) is not None and value is not None:
+                object.__setattr__(self, name, convert(value))
 
     def __repr__(self) -> str:
         shown = (f"{name}={'<hidden>' if name == 'job_key' else repr(value)}" for name, value in self._given().items())
@@ -272,9 +274,10 @@ def _check(label: str, value: Any, check: Callable[..., object], *arguments: Any
 def _check_ports(label: str, value: Any) -> None:
     if value is None:
         return
-    if not isinstance(value, tuple) or [type(port) for port in value] != [int, int]:
-        raise TypeError(f"{label} must be a tuple of two ports, the first and the last, or None, not {value!r}")
-    _check(label, value, check_ports, *value)
+    what = "a tuple of two ports, the first and the last, or None"
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(f"{label} must be {what}, not {value!r}")
+    _check(label, value, check_ports, *(to_int(port, label, what) for port in value))
 
 
 def _check_advertised(label: str, value: Any) -> None:
@@ -284,9 +287,7 @@ def _check_advertised(label: str, value: Any) -> None:
 
 
 def _check_connections(label: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"{label} must be an int or None, not {type(value).__name__}")
-    if value is not None and value < 1:
+    if value is not None and to_int(value, label, "an int or None") < 1:
         raise ValueError(f"{label}={value}: must be at least 1")
 
 
@@ -300,15 +301,13 @@ def _check_together(advertise: str | None, port_range: tuple[int, int] | None) -
 
 
 def _check_number(label: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{label} must be a number, not {type(value).__name__}")
-    if not value >= 0:
+    if not to_float(value, label) >= 0:
         raise ValueError(f"{label}={value!r}: must be >= 0")
 
 
 def _check_spin(label: str, value: Any) -> None:
     _check_number(label, value)
-    if math.isinf(value):
+    if math.isinf(to_float(value, label)):
         raise ValueError(f"{label}={value!r}: must be finite, or the event loop would never get its turn")
 
 
@@ -321,6 +320,14 @@ def _check_key(label: str, value: Any) -> None:
     if value is not None:
         _key(label, value)
 
+
+#: Of what may be a NumPy scalar.
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
+    "connections": lambda value: to_int(value, "connections"),
+    "port_range": lambda value: tuple(to_int(port, "port_range") for port in value),
+    "spin_us": lambda value: to_float(value, "spin_us"),
+    "warn_after": lambda value: to_float(value, "warn_after"),
+}
 
 _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     **{option: _check_choice(option) for option in _CHOICES},
@@ -421,11 +428,7 @@ def seconds(value: float | timedelta | None, name: str, default: float = math.in
         return default
     if isinstance(value, timedelta):
         value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be seconds, a timedelta or None, not {type(value).__name__}")
-    if not value >= 0:
+    number = value if type(value) is float else to_float(value, name, "seconds, a timedelta or None")
+    if not number >= 0:
         raise ValueError(f"{name}={value!r}: must be >= 0 seconds (inf = never)")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+    return number

@@ -375,8 +375,8 @@ async def test_states_with_other_arrays_are_refused() -> None:
     ("given", "error", "message"),
     [
         ({"state": [1]}, TypeError, "state must be a dict or None, not list"),
-        ({"wait": -1}, ValueError, "wait=-1: must not be negative"),
-        ({"wait": math.nan}, ValueError, "wait=nan: must not be negative"),
+        ({"wait": -1}, ValueError, "wait=-1: must be >= 0 seconds"),
+        ({"wait": math.nan}, ValueError, "wait=nan: must be >= 0 seconds"),
         ({"max_mends": -1}, ValueError, "max_mends=-1: must not be negative"),
         ({"rank": 3, "world_size": 2}, ValueError, "rank=3, world_size=2"),
     ],

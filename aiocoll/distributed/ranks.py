@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from typing import Any
 
 from aiocoll.distributed.world import Group, a_group, found, inside, is_outside
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.numerals import to_int
 from aiocoll.rendezvous.launchers import local_numbers
 from aiocoll.work import Work
 
@@ -157,12 +157,7 @@ def global_rank_of(pg: ProcessGroup, rank: int) -> int:
 
 
 def _number(rank: Any, name: str) -> int:
-    if isinstance(rank, bool):
-        raise TypeError(f"{name} must be a rank (int), not bool")
-    try:
-        return operator.index(rank)
-    except TypeError:
-        raise TypeError(f"{name} must be a rank (int), not {type(rank).__name__}") from None
+    return to_int(rank, name, "a rank (int)")
 
 
 def _within(rank: int, pg: ProcessGroup, name: str) -> int:

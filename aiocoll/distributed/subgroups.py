@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.world import Group, GroupMember, default_group, found, inside, replace
 from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.numerals import to_int
 from aiocoll.options import seconds
 from aiocoll.rendezvous.launchers import local_numbers
 from aiocoll.work import Work
@@ -134,8 +134,7 @@ def new_subgroups(
         _, group_size = local_numbers(os.environ)
         if group_size is None:
             raise ValueError("group_size is missing, and LOCAL_WORLD_SIZE is not in the environment: give group_size=")
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size must be an int, not {type(group_size).__name__}")
+    group_size = to_int(group_size, "group_size")
     if group_size <= 0:
         raise ValueError(f"group_size={group_size} must be positive")
     if group_size > size:
@@ -267,9 +266,7 @@ def _ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
         raise TypeError(f"{name} must be a list of ranks, not {type(ranks).__name__}")
     numbers = []
     for index, rank in enumerate(ranks):
-        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-            raise TypeError(f"{name}[{index}] must be a rank (int), not {type(rank).__name__}")
-        number = operator.index(rank)
+        number = to_int(rank, f"{name}[{index}]", "a rank (int)")
         if not 0 <= number < pg.size():
             raise ValueError(
                 f"{name}[{index}]={number} is not a rank of group {pg.group_name!r}: ranks are 0 to {pg.size() - 1}"

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from aiocoll.group.current import CURRENT
 from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.numerals import to_int
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group as meet
 from aiocoll.store import Store
@@ -197,7 +198,7 @@ async def init_process_group(
         rank=None if rank == -1 else rank,
         world_size=None if world_size == -1 else world_size,
         timeout=default_pg_timeout if timeout is None else timeout,
-        device=f"cuda:{device_id}" if isinstance(device_id, int) else None if device_id is None else str(device_id),
+        device=_device(device_id),
         name=group_name or None,
         options=pg_options,
     )
@@ -223,6 +224,12 @@ async def destroy_process_group(group: Group = None) -> None:
     await pg.shutdown()
     for loop in [loop for loop, first in _first.items() if first is pg]:
         del _first[loop]
+
+
+def _device(device_id: Any) -> str | None:
+    if hasattr(device_id, "__index__"):
+        return f"cuda:{to_int(device_id, 'device_id', 'a device, its number or None')}"
+    return None if device_id is None else str(device_id)
 
 
 def is_available() -> bool:

@@ -132,7 +132,8 @@ class Lifetime:
         """The program knows that a rank is dead."""
         d, comm = self._dispatcher, self._comm
         d.check_place()
-        if d.check_rank(rank, "rank") == d.rank:
+        rank = d.check_rank(rank, "rank")
+        if rank == d.rank:
             raise ValueError(f"rank={d.rank} is this rank itself, which lives")
         if not isinstance(reason, str):
             raise TypeError(f"reason must be a str, not {type(reason).__name__}")

@@ -26,6 +26,7 @@ from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import PROC_NULL, Dispatcher, Timeout
 from aiocoll.group.objects import Objects
 from aiocoll.loading import loading
+from aiocoll.numerals import to_int
 from aiocoll.runtime import BUDGET
 from aiocoll.typing import Array
 from aiocoll.work import Work
@@ -78,7 +79,7 @@ class Messages:
 
     def send(self, tensor: Any, dst: int, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a send."""
-        dst = self._dispatcher.check_rank(dst, "dst", null=True)
+        dst, tag = self._dispatcher.check_rank(dst, "dst", null=True), _checked_tag(tag)
         try:
             buffer = view(tensor, writable=False)
         except TypeError as error:
@@ -87,6 +88,7 @@ class Messages:
 
     def recv(self, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a receive from rank `src`, which is checked; from any rank if it is None."""
+        tag = _checked_tag(tag)
         try:
             buffer = view(tensor)
         except TypeError as error:
@@ -103,7 +105,7 @@ class Messages:
         d = self._dispatcher
         if not isinstance(operations, Iterable):
             raise TypeError(f"operations must be a list of Send and Recv, not {type(operations).__name__}")
-        ready = [(each, self._checked(each, f"operations[{index}]")) for index, each in enumerate(operations)]
+        ready = [self._checked(each, f"operations[{index}]") for index, each in enumerate(operations)]
         _check_no_overlap(ready)
         d.limit(timeout)
         d.check()
@@ -125,7 +127,7 @@ class Messages:
 
     def send_object(self, obj: Any, dst: int, tag: int, timeout: Timeout) -> Work[None]:
         """Start a send of an object."""
-        dst = self._dispatcher.check_rank(dst, "dst", null=True)
+        dst, tag = self._dispatcher.check_rank(dst, "dst", null=True), _checked_tag(tag)
         content = Content(OBJECT, memoryview(self._objects.dump(obj)))
         if dst == PROC_NULL:
             return self._nobody("SEND_OBJECT", ("dst", dst, tag), None, timeout)
@@ -133,12 +135,12 @@ class Messages:
 
     def recv_object(self, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a receive of an object."""
-        d = self._dispatcher
+        d, tag = self._dispatcher, _checked_tag(tag)
         if src is not None:
             src = d.check_rank(src, "src", null=True)
             if src == PROC_NULL:
                 return self._nobody("RECV_OBJECT", ("src", src, tag), None, timeout)
-        limit = self._limit(tag, timeout)
+        limit = d.limit(timeout)
 
         def make(_: int, work: Work[Any]) -> PostedReceive:
             return PostedReceive(d.comm.matching, src, tag, Content(OBJECT, None, self._objects.load), work)
@@ -147,7 +149,7 @@ class Messages:
 
     def incoming(self, tag: int) -> AsyncIterator[tuple[int, Any]]:
         """Return an iterator over the messages that match no receive."""
-        _check_tag(tag)
+        tag = _checked_tag(tag)
         self._dispatcher.check()
         return _Incoming(self._dispatcher.comm, tag, self._objects)
 
@@ -155,6 +157,7 @@ class Messages:
         """Start to wait for a message."""
         d = self._dispatcher
         asked = self._asked(source, tag)
+        tag = asked.tag
         if asked.source == PROC_NULL:
             return self._nobody("PROBE", ("src", PROC_NULL, tag), asked, timeout)
         limit, src = d.limit(timeout), None if source is None else asked.source
@@ -168,6 +171,7 @@ class Messages:
         """Look for a message."""
         d = self._dispatcher
         asked = self._asked(source, tag)
+        tag = asked.tag
         d.check()
         if asked.source == PROC_NULL:
             return asked
@@ -189,18 +193,18 @@ class Messages:
         recorded.follow(whole)
         return whole
 
-    def _checked(self, each: Any, name: str) -> Buffer:
-        """Check one operation of a batch; return the view of its tensor."""
+    def _checked(self, each: Any, name: str) -> tuple[Send[Any] | Recv[Any], Buffer]:
+        """Check one operation of a batch; return it with plain numbers, and the view of its tensor."""
         if not isinstance(each, Send | Recv):
             raise TypeError(f"{name} must be a Send or a Recv, not {type(each).__name__}")
-        _check_tag(each.tag, f"{name}.tag")
+        tag = _checked_tag(each.tag, f"{name}.tag")
         buffer = view(each.tensor, name=f"{name}.tensor", writable=isinstance(each, Recv))
         if isinstance(each, Send):
-            self._dispatcher.check_rank(each.dst, f"{name}.dst", null=True)
             _check_length(buffer.nbytes, f"{name}.tensor")
-        elif each.src is not None:
-            self._dispatcher.check_rank(each.src, f"{name}.src", null=True)
-        return buffer
+            dst = self._dispatcher.check_rank(each.dst, f"{name}.dst", null=True)
+            return Send(each.tensor, dst, tag), buffer
+        src = None if each.src is None else self._dispatcher.check_rank(each.src, f"{name}.src", null=True)
+        return Recv(each.tensor, src, tag), buffer
 
     def send_call(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Call:
         """Return the call of a send to a rank."""
@@ -209,7 +213,8 @@ class Messages:
         if type(array) is _ndarray:
             return self._sending("SEND", dst, tag, Content(code, byte_view(array)), buffer.result, timeout)
         _check_length(buffer.nbytes, "tensor")
-        limit, ends, d = self._limit(tag, timeout), ("dst", dst, tag), self._dispatcher
+        d, ends = self._dispatcher, ("dst", dst, tag)
+        limit = d.limit(timeout)
         if dst == d.rank:
             raise TypeError("tensor is a CUDA array and dst this rank itself: copy it on the device instead")
         make = _never if d.dry else d.on_device([array]).sending(array, dst, tag, code)
@@ -217,7 +222,8 @@ class Messages:
 
     def recv_call(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Call:
         """Return the call of a receive from a rank, or from any."""
-        limit, d = self._limit(tag, timeout), self._dispatcher
+        d = self._dispatcher
+        limit = d.limit(timeout)
         array: Any = buffer.array
         code, matching, arrays = buffer.dtype.code, d.comm.matching, None
 
@@ -247,7 +253,7 @@ class Messages:
         assert content.data is not None
         nbytes = content.data.nbytes
         _check_length(nbytes, "tensor")
-        limit, matching = self._limit(tag, timeout), self._dispatcher.comm.matching
+        limit, matching = self._dispatcher.limit(timeout), self._dispatcher.comm.matching
         to_self = dst == self._dispatcher.rank
 
         def make(_: int, work: Work[Any]) -> OutboundMessage:
@@ -274,7 +280,7 @@ class Messages:
         with loading("sparse arrays"):
             from aiocoll.group.sparse_messages import send_sparse
 
-        call = send_sparse(self._dispatcher, tensor, dst, tag, self._limit(tag, timeout), LONGEST)
+        call = send_sparse(self._dispatcher, tensor, dst, tag, self._dispatcher.limit(timeout), LONGEST)
         return self._unless_nobody(call, timeout)
 
     def _recv_sparse(self, error: TypeError, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
@@ -283,7 +289,8 @@ class Messages:
         with loading("sparse arrays"):
             from aiocoll.group.sparse_messages import recv_sparse
 
-        return self._unless_nobody(recv_sparse(self._dispatcher, tensor, src, tag, self._limit(tag, timeout)), timeout)
+        limit = self._dispatcher.limit(timeout)
+        return self._unless_nobody(recv_sparse(self._dispatcher, tensor, src, tag, limit), timeout)
 
     def _unless_nobody(self, call: Call, timeout: Timeout) -> Work[Any]:
         """Start a message, unless its other rank is `PROC_NULL`."""
@@ -294,13 +301,14 @@ class Messages:
 
     def _asked(self, source: int | None, tag: int) -> Envelope:
         """Check what a probe asks for; return the message that there is in a dry run, and of `PROC_NULL`."""
-        _check_tag(tag)
+        tag = _checked_tag(tag)
         number = self._dispatcher.check_rank(0 if source is None else source, "source", null=True)
         return Envelope(number, tag, 0, np.dtype(np.uint8))
 
     def _nobody(self, op: str, ends: tuple[str, int | None, int], result: Any, timeout: Timeout) -> Work[Any]:
         """End a message whose other rank is `PROC_NULL`."""
-        limit, d = self._limit(ends[2], timeout), self._dispatcher
+        d = self._dispatcher
+        limit = d.limit(timeout)
         d.check()
         work: Work[Any] = Work(d.endpoint, op, None, None, d.group, 4)
         Call(op, _never, limit, result=result, ends=ends).expect(work)
@@ -308,10 +316,6 @@ class Messages:
             work._source = PROC_NULL
         work._finish(result)
         return work
-
-    def _limit(self, tag: int, timeout: Timeout) -> float:
-        _check_tag(tag)
-        return self._dispatcher.limit(timeout)
 
 
 class _Incoming(AsyncIterator[tuple[int, Any]]):
@@ -358,11 +362,12 @@ def _other_end(each: Send[Any] | Recv[Any]) -> int | None:
     return each.dst if isinstance(each, Send) else each.src
 
 
-def _check_tag(tag: Any, name: str = "tag") -> None:
-    if isinstance(tag, bool) or not isinstance(tag, int):
-        raise TypeError(f"{name} must be an int, not {type(tag).__name__}")
-    if not 0 <= tag < TAG_LIMIT:
-        raise ValueError(f"{name}={tag} is out of range: tags are 0 to 2**30 - 1")
+def _checked_tag(tag: Any, name: str = "tag") -> int:
+    """Return `tag` as a plain int, if it is one."""
+    number = tag if type(tag) is int else to_int(tag, name)
+    if not 0 <= number < TAG_LIMIT:
+        raise ValueError(f"{name}={number} is out of range: tags are 0 to 2**30 - 1")
+    return number
 
 
 def _check_length(nbytes: int, name: str) -> None:

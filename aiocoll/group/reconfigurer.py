@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import operator
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from aiocoll.group.dispatch.origin import GroupSpec, Origin
 from aiocoll.group.objects import Objects
 from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.meeting.merging import Party, find_assignment
+from aiocoll.numerals import to_int
 from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
 from aiocoll.work import AT_ONCE, Work
@@ -107,9 +107,7 @@ class Reconfigurer:
     async def grow(self, n: int, timeout: Timeout, at_least: int | None) -> Any:
         """Make a group of this one's ranks and newcomers."""
         least = n if at_least is None else at_least
-        for name, given in (("n", n), ("at_least", least)):
-            if isinstance(given, bool) or not isinstance(given, int):
-                raise TypeError(f"{name} must be an int, not {type(given).__name__}")
+        n, least = to_int(n, "n"), to_int(least, "at_least")
         if n < 1:
             raise ValueError(f"n={n}: give the number of newcomers, at least 1")
         if not 1 <= least <= n:
@@ -215,8 +213,8 @@ class Reconfigurer:
         comm = self._comm
         self._check_open(is_ending())
         if color is not None and not isinstance(color, str):
-            color = _index(color, "color", "an int, a str or None")
-        asked = [color, _index(key, "key", "an int")]
+            color = to_int(_unless_bool(color), "color", "an int, a str or None")
+        asked = [color, to_int(_unless_bool(key), "key")]
         exchange = self._objects.allgather(asked, None, None)
         # Taken here, where all ranks make the same calls in the same order, and not when the colours are known.
         number = len(comm.splits)
@@ -290,8 +288,7 @@ class Reconfigurer:
         comm, d = self._comm, self._dispatcher
         if not isinstance(store, Store):
             raise TypeError(f"store must be a Store, not {type(store).__name__}")
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"size must be an int, not {type(size).__name__}")
+        size = to_int(size, "size")
         if size < d.size:
             raise ValueError(f"size={size}: the new group has all {d.size} ranks of this one, and more")
         _check_name(group_name)
@@ -407,11 +404,9 @@ def _following(name: str) -> str:
     return f"{first}~{int(number) + 1}" if first and number.isdecimal() else f"{name}~1"
 
 
-def _index(value: Any, name: str, what: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be {what}, not {type(value).__name__}") from None
+def _unless_bool(value: Any) -> Any:
+    """Return a bool, which may be a colour, as the integer that it is; else `value`."""
+    return int(value) if isinstance(value, bool) else value
 
 
 def _check_name(name: Any) -> None:
@@ -426,7 +421,8 @@ def _disjoint(ranks: Any, check_rank: Callable[[Any, str], int]) -> list[list[in
     if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
         raise TypeError(f"ranks must be a list of ranks, or a list of such lists, not {type(ranks).__name__}")
     given = list(ranks)
-    nested = bool(given) and all(hasattr(each, "__iter__") for each in given)
+    # An array of no dimensions, which is a number, cannot be iterated over in spite of its method.
+    nested = bool(given) and all(hasattr(each, "__iter__") and getattr(each, "shape", None) != () for each in given)
     lists = {f"ranks[{index}]": list(each) for index, each in enumerate(given)} if nested else {"ranks": given}
     owners: dict[int, str] = {}
     checked = []

@@ -11,6 +11,7 @@ from typing import Any
 
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.integrations.programs import RankLostError, Ranks
+from aiocoll.numerals import to_int
 from aiocoll.rendezvous.tickets import Meeting, Ticket
 
 try:
@@ -58,8 +59,7 @@ async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, *
     """
     if not callable(program):
         raise TypeError(f"program must be a function, not {type(program).__name__}")
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"n must be an int, not {type(n).__name__}")
+    n = to_int(n, "n")
     if n < 1:
         raise ValueError(f"n={n}: must be positive")
     address = client.scheduler.address

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from aiocoll.engine.control.shapes import fitting
 from aiocoll.meeting.holders import arrival, death
+from aiocoll.numerals import to_int
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.rendezvous.where import DEFAULT, Where
 from aiocoll.runtime import random_bytes, running_loop
@@ -114,8 +115,7 @@ class Meeting:
         port: int = 0,
         encryption: Literal["auto", "none", "tls"] = "auto",
     ) -> None:
-        if isinstance(world_size, bool) or not isinstance(world_size, int):
-            raise TypeError(f"world_size must be an int, not {type(world_size).__name__}")
+        world_size = to_int(world_size, "world_size")
         if world_size < 1:
             raise ValueError(f"world_size={world_size}: must be positive")
         self.world_size = world_size
@@ -151,8 +151,7 @@ class Meeting:
         Raises:
             ValueError: there is no such rank, or the meeting has not begun.
         """
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
-            raise TypeError(f"rank must be an int or None, not {type(rank).__name__}")
+        rank = None if rank is None else to_int(rank, "rank", "an int or None")
         if rank is not None and not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank}: must be from 0 to {self.world_size - 1}, one less than world_size")
         return self._ticket(self.world_size, rank)

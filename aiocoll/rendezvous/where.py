@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from aiocoll.endpoints import parse_endpoint
 from aiocoll.errors import AuthenticationError
-from aiocoll.numerals import parse_int
+from aiocoll.numerals import parse_int, to_int
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.launchers import EXPLICIT, TORCHRUN, Ask, recognise
 from aiocoll.rendezvous.store_security import store_security
@@ -244,9 +243,7 @@ def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> 
     """Return an argument, or else its variable, and its name for error messages."""
     variable = name.upper()
     if value is not None:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-        return name, operator.index(value)
+        return name, to_int(value, name)
     if variable not in env:
         from_environment = env or when.endswith("'env://'")
         hint = (

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 from aiocoll.errors import StoreError, StoreTimeoutError
+from aiocoll.numerals import to_float
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.store.commands import check_arguments
 from aiocoll.user_code import describe
@@ -121,6 +124,8 @@ class Store(ABC):
         Raises:
             StoreError: the value is not a decimal number, or the sum does not fit 64 bits; nothing was changed.
         """
+        with suppress(TypeError):  # the check of all arguments refuses it
+            amount = operator.index(amount)
         total: int = await self._checked("add", key, amount)
         return total
 
@@ -330,11 +335,10 @@ class Store(ABC):
 def seconds(timeout: float | timedelta) -> float:
     """Return `timeout` in seconds; refuse a negative one and NaN."""
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"timeout must be seconds or a timedelta, got {type(timeout).__name__}")
-    if math.isnan(value) or value < 0:
+    number = to_float(value, "timeout", "seconds or a timedelta")
+    if math.isnan(number) or number < 0:
         raise ValueError(f"timeout must not be negative, got {timeout}: use 0 to look once, math.inf to wait for ever")
-    return float(value)
+    return number
 
 
 async def answered(request: Coroutine[Any, Any, T], timeout: float, store: Store, command: str) -> T:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from aiocoll.credentials import tls_files
 from aiocoll.errors import StoreUnavailableError
+from aiocoll.numerals import to_int
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.security.handshake import ConnKind, Identity, job_id
 from aiocoll.security.names import part_name
@@ -67,6 +68,7 @@ class TCPStore(Store):
         runtime: Runtime | None = None,
     ) -> None:
         super().__init__(timeout)
+        world_size = None if world_size is None else to_int(world_size, "world_size", "an int or None")
         if world_size is not None and world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         if not 0 <= port <= 65535:

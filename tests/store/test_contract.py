@@ -240,7 +240,7 @@ async def test_unusable_timeouts_are_refused(store, timeout):
         await store.get("k", timeout=timeout)
     with pytest.raises(ValueError, match="timeout must not be negative"):
         store.timeout = timeout
-    with pytest.raises(TypeError, match="timeout must be seconds or a timedelta, got str"):
+    with pytest.raises(TypeError, match="timeout must be seconds or a timedelta, not str"):
         await store.get("k", timeout="1")
 
 

@@ -33,6 +33,7 @@ from aiocoll.group.dispatch.call import (
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.dispatch.planner import Known, Planner, keep
 from aiocoll.loading import loading
+from aiocoll.numerals import to_int
 from aiocoll.options import seconds
 from aiocoll.unretrieved import UnretrievedFailures
 from aiocoll.work import Work
@@ -395,9 +396,7 @@ class Dispatcher:
     def check_rank(self, rank: Unchecked, name: str, *, null: bool = False) -> int:
         """Return `rank` if it is one of this group's, or, with `null`, `PROC_NULL`."""
         if type(rank) is not int:  # in a plain number there is nothing to find out
-            if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-                raise TypeError(f"{name} must be a rank (int), not {type(rank).__name__}")
-            rank = int(rank.__index__())
+            rank = to_int(rank, name, "a rank (int)")
         number: int = rank
         if not 0 <= number < self.size and not (null and number == PROC_NULL):
             what = f"{name}={number} is not a rank" if number != PROC_NULL else f"{name} is PROC_NULL, which is no rank"
