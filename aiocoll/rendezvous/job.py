@@ -110,11 +110,17 @@ class Job:
         self._names: Counter[str | None] = Counter()
         self._claims = self._make_claims()
 
-    async def group(self, spec: GroupSpec, left: float) -> ProcessGroup:
-        """Make a group of all ranks within the `left` seconds of its timeout; the first one meets the other ranks."""
+    async def group(self, spec: GroupSpec, left: float, timeout: float) -> ProcessGroup:
+        """Make a group of all ranks; the first one meets the other ranks.
+
+        Args:
+            spec: of the group.
+            left: seconds in which the ranks must meet.
+            timeout: seconds that errors name, of which `left` are left.
+        """
         self._members += 1
         try:
-            await self._open(left, spec.timeout)
+            await self._open(left, timeout)
             assert self.endpoint is not None
             return self._join(self.endpoint, spec)
         except BaseException:
@@ -203,7 +209,7 @@ class Job:
             self._key,
             limit,
         )
-        return await job.group(spec, limit)
+        return await job.group(spec, limit, limit)
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
         """Publish to newcomers of the same world why the ranks cannot meet, if the store is still there."""

@@ -171,7 +171,7 @@ class new_group:
             job = shared[identity] = self._job(identity, self._open_store_handle(options), where.rank)
         elif job.world_size != where.world_size:
             raise ValueError(f"world_size={where.world_size}, but the groups of this job have {job.world_size} ranks")
-        return await job.group(GroupSpec(self._name, self._timeout, options, self._devices), left())
+        return await job.group(GroupSpec(self._name, self._timeout, options, self._devices), left(), self._timeout)
 
     async def _assign(self, options: GroupOptions, left: Callable[[], float]) -> ProcessGroup:
         store_handle = self._open_store_handle(options)
@@ -182,7 +182,9 @@ class new_group:
             for rank in (*range(first, size), *range(first)):
                 job = self._job((id(store_handle), rank), store_handle, rank)
                 try:
-                    return await job.group(GroupSpec(self._name, self._timeout, options, self._devices), left())
+                    return await job.group(
+                        GroupSpec(self._name, self._timeout, options, self._devices), left(), self._timeout
+                    )
                 except RankTakenError as error:  # this process may be in place of one that has ended
                     taken = error
             raise taken
@@ -199,7 +201,7 @@ class new_group:
             job = Job(
                 identity, store_handle, assignment.prefix, assignment.rank, assignment.world_size, options, key, timeout
             )
-            group = await job.group(GroupSpec(assignment.name, timeout, options), left())
+            group = await job.group(GroupSpec(assignment.name, timeout, options), left(), timeout)
             try:
                 await group.broadcast_object(None, 0, key=ADOPTED, timeout=left())
             except BaseException as error:

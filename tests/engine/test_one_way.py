@@ -53,11 +53,13 @@ class View(Store):
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         found = await self._store._wait(command, arguments, timeout)
-        return found if command != "multi_get" else [self._shown(rank, data) for rank, data in enumerate(found)]
+        if command != "multi_get" or any(key.rpartition("/")[0].endswith("claim") for key in arguments[0]):
+            return found
+        return [self._shown(rank, data) for rank, data in enumerate(found)]
 
     def _shown(self, rank: int, data: bytes) -> bytes:
         card = msgpack.unpackb(data)
-        if isinstance(card, dict) and rank in self._hidden and card["tcp"]:  # a claim is a list
+        if rank in self._hidden and card["tcp"]:
             card["tcp"] = list(self._shown_at)
         return msgpack.packb(card)
 

@@ -424,7 +424,7 @@ async def test_an_address_of_another_host_without_a_key(environment: pytest.Monk
 
 
 async def test_ranks_that_were_given_different_jobs() -> None:
-    """Two world sizes, and one rank twice: whoever comes second is told what the first one said."""
+    """Two world sizes: the second rank raises what the first one said. A rank that has given up may try again."""
     store = HashStore()
 
     async def rank(number: int, world_size: int) -> Any:
@@ -435,6 +435,6 @@ async def test_ranks_that_were_given_different_jobs() -> None:
     assert all(isinstance(each, RendezvousError) for each in results)
     told = "rank 1 was started with world_size=3, others with world_size=2: give all ranks the same"
     assert told in {str(each) for each in results}
-    with pytest.raises(RendezvousError, match="rank 0 is taken: another process joined as rank 0; give each process"):
+    with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.3 s for rank\(s\) 1 of 2"):
         await rank(0, 2)
     await store.aclose()
