@@ -13,6 +13,7 @@ generation, too, so that all wait for the successor.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,7 +24,7 @@ from aiocoll.meeting.cards import CALLED_OFF, ENDED, MOVED, MeetingMovedError, c
 from aiocoll.process import GONE, ProcessId, state, this_process
 from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store
-from aiocoll.store.commands import LEFT
+from aiocoll.store.commands import LEFT, LEFT_SUFFIX
 from aiocoll.transport.stream.addresses import host_identity
 
 __all__ = ["Claims", "RankTakenError", "assign", "call_off_all"]
@@ -99,10 +100,14 @@ class Claims:
             MeetingMovedError: they meet in the next generation.
         """
         claims = [key for key in await self.store.list_keys() if key.startswith("claim/")]
-        for claim in await self.store.multi_get(claims):
-            if self._has_ended(claim):
-                await self._move()
-                raise MeetingMovedError("the ranks meet again without the card of a process that has ended")
+        if self._store._sees_disconnects:
+            has_ended = any(key.endswith(LEFT_SUFFIX) for key in claims)
+        else:
+            found = await asyncio.gather(*(self.store.get(key) for key in claims))
+            has_ended = any(map(self._has_ended, found))
+        if has_ended:
+            await self._move()
+            raise MeetingMovedError("the ranks meet again without the card of a process that has ended")
 
     async def confirm(self) -> None:
         """Publish that this rank has met the others: the generation is over for its successors."""

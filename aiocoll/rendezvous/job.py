@@ -247,7 +247,7 @@ class Job:
 
     async def _unmet(self, seconds: float) -> str:
         """Return why the ranks have not met in so many seconds."""
-        store, time = self._store, f"{seconds:g} s"
+        store, time = self._store, f"{round(seconds, 2) or seconds:g} s"
         missing = None if self._exchange is None else await self._exchange.missing()
         if missing:
             who = not_come(missing, self.world_size, store.trouble, self._claims.met)

@@ -31,7 +31,7 @@ def not_come(missing: Sequence[int], world_size: int, drawback: str | None, befo
 
 def silent(store: Store) -> str:
     """Return the text for a store that does not answer."""
-    return f"{store._where} does not answer; is the process that serves it stopped?"
+    return f"{store} does not answer; is the process that serves it stopped?"
 
 
 def not_connected(endpoint: Endpoint | None, transport: StreamTransport | None) -> str:

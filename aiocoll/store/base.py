@@ -73,9 +73,7 @@ class Store(ABC):
     def timeout(self, timeout: float | timedelta) -> None:
         self._timeout = seconds(timeout)
 
-    @property
-    def _where(self) -> str:
-        """The store as errors name it: its kind, and its address where it has one."""
+    def __str__(self) -> str:
         return type(self).__name__
 
     @property
@@ -370,7 +368,7 @@ async def answered(request: Coroutine[Any, Any, T], timeout: float, store: Store
             return await request
     except TimeoutError as error:
         if limit.expired() and not isinstance(error, StoreTimeoutError):
-            reason = store.trouble or f"{store._where} does not answer"
+            reason = store.trouble or f"{store} does not answer"
             raise StoreTimeoutError(f"{command} failed: {reason}") from error
         raise
     finally:

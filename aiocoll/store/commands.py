@@ -14,6 +14,7 @@ from aiocoll.errors import StoreError
 __all__ = [
     "COMMANDS",
     "LEFT",
+    "LEFT_SUFFIX",
     "MAX_ENTRIES",
     "MAX_TOTAL_BYTES",
     "MAX_VALUE_BYTES",
@@ -39,6 +40,9 @@ MAX_INTEGER: Final = (1 << 63) - 1
 
 #: Value of a key that a client held until it disconnected.
 LEFT: Final = b"left"
+
+#: Ends the name of the key that is then set, too: a list of keys shows at once which clients have left.
+LEFT_SUFFIX: Final = "/left"
 
 #: `hold` does what `compare_set` does; a server replaces the value by `LEFT` when the client disconnects.
 #:

@@ -50,7 +50,7 @@ class DeadlineStore(StoreView):
         left = self._left()
         if left <= -GRACE:
             request.close()
-            late = f"{command} was not sent to {self._where}: the {self._seconds:g} s of the call are over"
+            late = f"{command} was not sent to {self}: the {self._seconds:g} s of the call are over"
             raise StoreTimeoutError(self._failure or late)
         try:
             return await answered(request, left, self._store, command)

@@ -71,8 +71,7 @@ class FileStore(Store):
         self._closing = False
         self._closed = False
 
-    @property
-    def _where(self) -> str:
+    def __str__(self) -> str:
         return f"FileStore {self._path}"
 
     async def aclose(self) -> None:

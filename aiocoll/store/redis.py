@@ -80,8 +80,7 @@ class RedisStore(KeyValueStore):
         """The numeric address of the server, "" before the first connection."""
         return self._client.reached
 
-    @property
-    def _where(self) -> str:
+    def __str__(self) -> str:
         return f"RedisStore on {self._address}"
 
     async def read(self, name: str) -> bytes | None:
@@ -142,7 +141,7 @@ class RedisStore(KeyValueStore):
                 elif not missing:
                     return values[0] if command == "get" else values if command == "multi_get" else None
                 if not remaining:
-                    raise timed_out(self._where, command, keys if command == "queue_pop" else missing, timeout)
+                    raise timed_out(str(self), command, keys if command == "queue_pop" else missing, timeout)
                 # Few bytes, since there may be a thousand ranks that wait for a thousand cards.
                 wanted = (missing or names)[-1:]
                 await watch.change(_field(wanted[0]), min(remaining, _LOOK_EVERY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from aiocoll.errors import ProtocolError, StoreError
@@ -19,7 +20,7 @@ from aiocoll.security.handshake import (
 from aiocoll.security.names import WrongCertificateError, check_names, names_in, part_name
 from aiocoll.security.patience import Patience
 from aiocoll.sockets import is_ready
-from aiocoll.store.commands import COMMANDS, LEFT, OF_CONNECTIONS, WAITS, check_request
+from aiocoll.store.commands import COMMANDS, LEFT, LEFT_SUFFIX, OF_CONNECTIONS, WAITS, check_request
 from aiocoll.store.core import PendingWait, StoreCore
 from aiocoll.store.frames import MAX_FRAME, FrameProtocol, pack
 from aiocoll.store.replies import ReplyStatus
@@ -91,7 +92,9 @@ class Session(FrameProtocol):
             core.drop(waiter)
         self._waits.clear()
         for key, value in self._held.items():
-            self._owner.core.apply("compare_set", (key, value, LEFT))
+            with suppress(StoreError):  # the store is full
+                if self._owner.core.apply("compare_set", (key, value, LEFT)) == LEFT:
+                    self._owner.core.apply("set", (key + LEFT_SUFFIX, b""))
         self._owner.session_closed(self, self._reason or exc)
 
     def pause_writing(self) -> None:

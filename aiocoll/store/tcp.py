@@ -105,8 +105,7 @@ class TCPStore(Store):
         peer = None if self._link is None else self._link.transport.get_extra_info("peername")
         return peer[0] if isinstance(peer, tuple) else ""
 
-    @property
-    def _where(self) -> str:
+    def __str__(self) -> str:
         return f"store {describe(self.host, self.port)}"
 
     @property

@@ -43,9 +43,8 @@ class StoreView(Store):
     def _sees_disconnects(self) -> bool:
         return self._store._sees_disconnects
 
-    @property
-    def _where(self) -> str:
-        return self._store._where
+    def __str__(self) -> str:
+        return str(self._store)
 
     async def aclose(self) -> None:
         """Do nothing; the store below stays open."""

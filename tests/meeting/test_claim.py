@@ -197,6 +197,7 @@ async def test_server_marks_the_claims_of_clients_that_disconnect() -> None:
         while await master.get("part/held") != LEFT:  # noqa: ASYNC110 - a key that changes notifies no client
             await asyncio.sleep(0.001)
         assert await master.get("part/changed") == b"new"
+        assert sorted(await master.list_keys()) == ["part/changed", "part/held", "part/held/left"]
         assert await master._hold("part/held", LEFT, b"next") == b"next"
 
 
