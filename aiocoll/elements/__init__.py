@@ -6,6 +6,7 @@ ops              the reductions, and the types on which each is defined
 kernels          their computation; `half_precision` and `packed` are for floats of 16 bits and fewer, `logical`
                  for LAND, LOR and LXOR, `narrow_integers` for those of 4 and 2 bits,
                  `pairs` for MINLOC and MAXLOC
+nan_fingerprint  which NaN the arithmetic of this process makes
 buffers          any array -> a flat view of its memory
 allocate         new memory like a buffer's, and whether buffers are on the same device
 device           the flat view of memory on a CUDA device; `device_views` makes it from arrays of CuPy, torch and others

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import frexp, nan
 from typing import Any, Final
 
@@ -90,17 +89,19 @@ class Communicator:
         self.log_extra = {"group": name, "rank": self.rank}
         #: Host number of each rank, the same on all ranks since their cards are.
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
+        #: Whether the arithmetic of all ranks makes the same NaNs.
+        self.makes_same_nans = len({endpoint.cards[rank].get("nans", 0) for rank in self.ranks}) == 1
         self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
         self.channels = endpoint.channels.of_group(self.ranks)
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}
-        #: Number of the last ordered operation; a new one takes the next number.
-        self.entered = 0
         self.operation_log = OperationLog()
         self.cause: GroupError | None = None
         #: The group has failed, or a hook is running: calls take the slow checks.
         self.barred = False
+        #: Number of the last ordered operation; a new one takes the next number.
+        self.entered = 0
         self.hooks = Hooks(name, self.rank)
         #: Collectives that failed with the revocation, by number, or by key and count; all others this rank entered had
         #: completed by then. Collected from the works, since one collective may run as several operations in turn.
@@ -429,7 +430,7 @@ class Communicator:
 
     def before_turn_ends(self, callback: Callable[[], object]) -> None:
         """Run `attempt` at the end of this turn of the loop, or when an await polls."""
-        self.runtime.before_turn_ends(partial(self.attempt, callback))
+        self.runtime.before_turn_ends(lambda: self.attempt(callback))
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
         """Run `attempt` in `delay` seconds."""

@@ -32,8 +32,9 @@ MOVED = b"moved:"
 ENDED = "ended"
 
 #: Types of the fields of a card: host, event loop, unix socket, address of the store, whose ticket it has, process
-#: (namespace, pid, start), host and port of TCP, bytes of a piece in shared memory, whether it reads others' memory.
-_CARD = [str, str, str, str, str, int, int, int, str, int, int, bool]
+#: (namespace, pid, start), host and port of TCP, bytes of a piece in shared memory, whether it reads others' memory,
+#: the fingerprint of its NaNs.
+_CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int]
 
 
 class MeetingMovedError(RendezvousError):
@@ -81,6 +82,7 @@ def _decoded(rank: int, data: bytes) -> Card:
             *tcp,
             card["piece"],
             card.get("reads", False),
+            card.get("nans", 0),
         )
         if list(map(type, told)) == _CARD:
             return dict(card)

@@ -215,6 +215,10 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "wrong reports": Subject(
             ("Roster.disowned",), (("test_wrong_reports.py", "test_reports.py", "-k", "not more and not many"),)
         ),
+        "nans": Subject(("nan_fingerprint",), (("group/test_nans.py",), ("integration/test_nans.py",))),
+        "arguments": Subject(
+            ("to_int",), (("test_numpy_arguments.py", "elements/test_buffers.py"), ("group/test_asyncio.py",))
+        ),
         "user code": Subject(("contain",), (("test_user_code.py",), ("test_blocking.py",))),
         "unclosed groups": Subject(("LoopEnd.add",), (("test_unclosed.py",), ("test_user_code.py", "-k", "exit"))),
     }
@@ -246,6 +250,8 @@ BY_HAND = (
     "codec keys",
     "user code",
     "unclosed groups",
+    "nans",
+    "arguments",
 )
 
 

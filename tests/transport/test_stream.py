@@ -14,6 +14,7 @@ from itertools import count
 
 import pytest
 
+from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AuthenticationError, GroupClosedError, PeerLostError, RendezvousError
 from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
@@ -829,6 +830,7 @@ async def test_cards() -> None:
             "process": process,
             "piece": 0,
             "reads": False,
+            "nans": nan_fingerprint(),
         }
         assert a.card["unix"].startswith("@aiocoll-")
         assert (b.card["unix"], b.card["tcp"][0]) == (None, "127.0.0.1")

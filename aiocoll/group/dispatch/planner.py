@@ -139,7 +139,7 @@ class Planner:
             nbytes,
             self._size,
             ordered=made is not None and made.ordered,
-            portable=made is None or made.portable,
+            portable=made is None or self._is_portable(made),
             tuning=self._comm.tuning,
             hosts=self._comm.hosts,
         )
@@ -197,11 +197,15 @@ class Planner:
             return OneShotTensor if self._fits(nbytes) else None
         if kind != "allreduce" or made is None or not nbytes:
             return None
-        if made.portable and self._fits(nbytes):
+        if self._is_portable(made) and self._fits(nbytes):
             return self._small
         few = self._size <= CIRCLE or algorithm == "ring"
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
         return ShmRing if few and not made.ordered and pieces < MOST_PIECES else None
+
+    def _is_portable(self, made: Kernel) -> bool:
+        """Whether several ranks may compute the same element: they get the same bits, those of a NaN included."""
+        return made.portable and (not made.nan_varies or self._comm.makes_same_nans)
 
     def _reads(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> bool:
         """Whether all messages of a call are so large that they are read where they lie."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Literal
 
+from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AiocollError, AuthenticationError
 from aiocoll.log import logger
 from aiocoll.process import this_process
@@ -145,6 +146,7 @@ class StreamTransport:
             "process": list(self._process),
             "piece": self._links.sharing.chunk_nbytes,
             "reads": self._links.sharing.reads,
+            "nans": nan_fingerprint(),
         }
 
     async def listen(self) -> Card:

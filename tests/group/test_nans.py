@@ -1,0 +1,117 @@
+"""The same bits on every rank, those of NaNs included."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.elements.dtypes import by_name, of_numpy
+from aiocoll.elements.kernels import builtin_kernel
+from aiocoll.elements.nan_fingerprint import nan_fingerprint
+from aiocoll.elements.ops import kernel
+from aiocoll.engine.job.ids import hash62
+
+from ..each import each
+from ..internals import comm_of
+from ..nans import COUNTS, cases, inputs, is_right, reduce_op
+from ..ranks import over
+
+Call = Callable[[ProcessGroup, list[np.ndarray], Any], Awaitable[list[np.ndarray]]]
+
+
+async def plain(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
+    return [await work for work in [pg.allreduce(x, op) for x in arrays]]
+
+
+async def keyed(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
+    return [await work for work in [pg.allreduce(x, op, key=f"{len(x)}") for x in arrays]]
+
+
+async def in_a_block(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
+    async with pg.coalescing():
+        works = [pg.allreduce(x, op) for x in arrays]
+    return [work.result() for work in works]
+
+
+async def of_a_list(pg: ProcessGroup, arrays: list[np.ndarray], op: Any) -> list[np.ndarray]:
+    return await pg.allreduce_coalesced(arrays, op)
+
+
+@pytest.mark.parametrize("call", [plain, keyed, in_a_block, of_a_list])
+@pytest.mark.ranks(2, 3, 4, 7, timeout=60)
+@over("memory", "shm", "tcp")
+async def test_every_rank_gets_the_same_nans(pg: ProcessGroup, call: Call) -> None:
+    found: list[bytes] = []
+    for op, dtype in cases()[:: 1 if pg.size() < 4 else 3]:
+        given = [inputs(dtype, count, pg.size()) for count in (COUNTS if call is plain else COUNTS[:4])]
+        results = await call(pg, [arrays[pg.rank()].copy() for arrays in given], reduce_op(op))
+        for arrays, result in zip(given, results, strict=True):
+            assert is_right(op, arrays, result), (op, dtype, len(result))
+        found.append(b"".join(result.tobytes() for result in results))
+    digests = [hash62(bits.hex()) for bits in found]
+    assert await pg.allgather_object(digests) == [digests] * pg.size()
+
+
+@pytest.mark.ranks(2, 3, 4, 7)
+@over("memory", "shm")
+async def test_every_rank_gets_the_same_nan_as_a_number(pg: ProcessGroup) -> None:
+    bits = []
+    for dtype in ("float32", "float64", "complex64", "complex128"):
+        for seed in range(6):
+            number = inputs(dtype, 1, pg.size(), seed)[pg.rank()][0]
+            bits += [np.array(await pg.allreduce(given)).tobytes() for given in (number, number.item())]
+    assert await pg.allgather_object(bits) == [bits] * pg.size()
+
+
+@each(("op", "dtype"), cases())
+def test_fold_does_not_depend_on_which_input_is_the_output(op: str, dtype: str) -> None:
+    """A rank reduces into its own array, whose place among the inputs is its rank."""
+    for size in (2, 3, 4):
+        for count in COUNTS[:6]:
+            found = set()
+            for rank in range(size):
+                arrays = inputs(dtype, count, size)
+                element = of_numpy(arrays[0].dtype)
+                made = kernel(reduce_op(op), element, size)
+                stored = [array.view(element.storage) for array in arrays]
+                with np.errstate(all="ignore"):
+                    made.fold(stored, stored[rank])
+                found.add(stored[rank].tobytes())
+            assert len(found) == 1 or not made.portable, (size, count)
+
+
+@pytest.mark.ranks(3, 4)
+@over("memory", "shm")
+async def test_elements_are_reduced_on_one_rank_where_ranks_make_different_nans(pg: ProcessGroup) -> None:
+    """The arithmetic of each rank is replaced by one that makes NaNs of its own."""
+    comm, planner = comm_of(pg), pg._dispatcher.planner
+    assert comm.makes_same_nans
+    comm.makes_same_nans = False
+    planner._plans.clear()
+    found = []
+    for op, dtype in cases():
+        arrays = [inputs(dtype, count, pg.size())[pg.rank()].copy() for count in (1, 3, 131)]
+        found += [x.tobytes() for x in await plain(pg, arrays, reduce_op(op))]
+    assert await pg.allgather_object(found) == [found] * pg.size()
+    algorithms = {row.algorithm for row in pg.stats().operations if row.op == "ALLREDUCE"}
+    assert not algorithms & {"exchange", "oneround", "bruck", "oneshot", "central"}, algorithms
+    assert await pg.allreduce(np.ones(3, int)) is not None  # integers are reduced everywhere
+
+
+def test_fingerprint_is_that_of_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nan_fingerprint() == nan_fingerprint.__wrapped__()
+    assert 0 < nan_fingerprint() < 2**56
+    assert builtin_kernel("SUM", by_name("float64"), 2, None).nan_varies
+    assert not builtin_kernel("SUM", by_name("int64"), 2, None).nan_varies
+
+    def other(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.add(b, a)
+
+    monkeypatch.setattr("aiocoll.elements.nan_fingerprint._CASES", (((other,), (np.nan, -np.nan), (3,)),))
+    swapped = nan_fingerprint.__wrapped__()
+    monkeypatch.setattr("aiocoll.elements.nan_fingerprint._CASES", (((np.add,), (np.nan, -np.nan), (3,)),))
+    assert swapped != nan_fingerprint.__wrapped__()
