@@ -319,7 +319,7 @@ class Work(Generic[T_co]):
         return future
 
     async def join(self) -> T_co:
-        """Await the work: a coroutine for `asyncio.create_task` and `TaskGroup.create_task`.
+        """Await the work: a coroutine for `asyncio.create_task` and `asyncio.TaskGroup`.
 
         Returns:
             The result.

@@ -378,7 +378,7 @@ def test_help_says_what_the_exit_code_means(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="0"):
         main(["doctor", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "0 all is fine: a job would meet and run 1 something fails, or is slower than it could be" in said
+    assert "0 all is fine: a job would meet and run 1 something fails or is slower than it could be, or output" in said
 
 
 def test_a_key_is_not_shown() -> None:

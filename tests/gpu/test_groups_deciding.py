@@ -166,7 +166,7 @@ async def test_notes_for_groups_that_are_over_or_of_others_are_not_kept() -> Non
             endpoint.control.tell(1 - pg.rank(), {"t": "device", "g": identity, "ready": True, "shares": False})
         await until(lambda: unmade_groups(pg))
         assert list(unmade_groups(pg)) == [7]
-        endpoint.registry.early.disown(7, 1 - pg.rank())
+        endpoint.registry.early.disown(7, 1 - pg.rank(), None, (1 - pg.rank(),), pg.rank())
         assert not unmade_groups(pg)
 
     with gpus(2) as gpu:
@@ -408,24 +408,25 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
         assert calls.count("init") == 6
 
 
-async def test_a_rank_that_said_something_of_a_group_it_is_not_in_is_refused_as_that_is_made() -> None:
+async def test_a_note_of_a_rank_that_is_not_in_the_group_waits_for_another_group_with_its_id() -> None:
     made: list[int] = []
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
-        endpoint = comm_of(pg).endpoint
-        if pg.rank() == 0:
+        rank, early = pg.rank(), comm_of(pg).endpoint.registry.early
+        identity = Split(comm_of(pg).id, 0, None, (0, 1)).identity()
+        note = {"t": "device", "g": identity, "ready": True, "shares": False}
+        if rank == 0:
             await until(lambda: len(made) == 2)
-            identity = Split(comm_of(pg).id, 0, None, (0, 1)).identity()
-            endpoint.registry.early.keep_message(
-                identity, 2, {"t": "device", "g": identity, "ready": True, "shares": False}
-            )
+            early.keep_message(identity, 2, note, direct=False)
         part = await pg.split_group([[0, 1], [2]])
         assert part is not None
-        made.append(pg.rank())
-        with pytest.raises(PeerProtocolError, match="names rank 2 in a group of ranks"):
-            raise await pg.wait_revoked()
-        if pg.rank() < 2:
-            assert (await part.allreduce(1.0)) == 2.0
+        made.append(rank)
+        tensor = gpu.tensor(np.full(1, rank), rank)
+        await part.allreduce(tensor)
+        assert is_native(part)
+        assert host(tensor).tolist() == [1 if rank < 2 else 2]
+        if rank == 0:
+            assert unmade_groups(pg)[identity].messages == [(2, note)]
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
