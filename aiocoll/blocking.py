@@ -146,7 +146,8 @@ class BlockingGroup:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._end(functools.partial(self._group.__aexit__, *exc))
+        if self._loop.pid == os.getpid():  # a forked child leaves the block of its parent, which has the group
+            self._end(functools.partial(self._group.__aexit__, *exc))
 
     def submit(
         self, call: Callable[Concatenate[ProcessGroup, P], Awaitable[T] | T], /, *args: P.args, **kwargs: P.kwargs

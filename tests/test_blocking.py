@@ -18,6 +18,8 @@ import pytest
 import aiocoll
 from aiocoll import BlockingGroup, GroupClosedError, GroupOptions, Meeting, ProcessGroup, Ticket, new_group
 
+from .ranks import in_a_fork
+
 #: What is no call to wait for: blocks, what yields, and another name.
 WITH_THE_LOOP = {"cart", "coalescing", "time_estimator", "incoming", "plan", "aclose"}
 
@@ -228,6 +230,18 @@ def test_a_forked_child_is_told() -> None:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     assert on_ranks(1, rank) == [7]
+
+
+def test_a_forked_child_that_exits_leaves_the_block_of_its_parent_alone() -> None:
+    def rank(group: BlockingGroup) -> Any:
+        def exits() -> None:
+            with group:
+                raise SystemExit("exits")
+
+        assert group.rank() != 0 or in_a_fork(exits) == "exits"
+        return group.allreduce(1)
+
+    assert on_ranks(2, rank) == [2, 2]
 
 
 async def test_beside_ranks_that_have_a_loop() -> None:

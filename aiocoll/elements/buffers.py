@@ -295,8 +295,7 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
         if device == "cuda":
             array = _views().of_torch(torch, tensor, _known(tensor, name)[0], name, writable)
             return Buffer(array, array.dtype, tuple(tensor.shape), tensor, array.back)
-        message = f"{name} must be a dense tensor on the CPU or on CUDA, not {tensor.layout} on {device}"
-        raise TypeError(message)
+        raise _not_dense(tensor, name, f"{tensor.layout} on {device}")
     dtype, carrier = _known(tensor, name)
     try:
         # Each of these steps takes half a microsecond, and hardly any tensor needs one.
@@ -307,7 +306,7 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
         shape = tuple(tensor.shape)
     except RuntimeError as exc:  # nested and fake tensors, and other subclasses without memory of their own
         if tensor.is_nested:
-            raise TypeError(f"{name} must be a dense tensor, not a nested one; pass its parts") from exc
+            raise _not_dense(tensor, name, "") from exc
         why = str(exc).partition("\n")[0]
         raise TypeError(
             f"{name} must be a dense tensor on the CPU or on CUDA; torch refuses to show the memory of this "
@@ -327,6 +326,11 @@ def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
 
         buffer.writeback = writeback
     return buffer
+
+
+def _not_dense(tensor: Any, name: str, found: str) -> TypeError:
+    found = "a nested one; pass its parts" if tensor.is_nested else found
+    return TypeError(f"{name} must be a dense tensor on the CPU or on CUDA, not {found}")
 
 
 @cache  # NumPy computes the name of a dtype at every access, in more than a microsecond

@@ -58,7 +58,7 @@ def is_sparse(obj: Any) -> bool:
     """Whether `obj` is a sparse array of scipy.sparse, or of torch on the CPU, in any format."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, torch.Tensor):
-        return bool(obj.is_cpu) and obj.layout is not torch.strided
+        return bool(obj.is_cpu) and obj.layout is not torch.strided and "sparse" in str(obj.layout)
     scipy = sys.modules.get("scipy.sparse")
     return scipy is not None and bool(scipy.issparse(obj))
 

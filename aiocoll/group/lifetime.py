@@ -19,6 +19,7 @@ from aiocoll.group.interceptors.coalesce import Coalescer
 from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.loading import loading
 from aiocoll.options import GroupOptions
+from aiocoll.user_code import describe
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -138,6 +139,15 @@ class Lifetime:
         if not isinstance(reason, str):
             raise TypeError(f"reason must be a str, not {type(reason).__name__}")
         d.endpoint.roster.report(comm.ranks[rank], fitting(reason))
+
+    async def leave(self, error: BaseException | None) -> None:
+        """Close the group at the end of its block; `error` ends the block, and revokes the group and its parts."""
+        if self._comm.runtime.thread == 0:
+            return  # a forked child leaves the block of its parent, which has the group
+        if error is not None:
+            for group in self._family.open_groups():
+                group.abort(describe(error))
+        await self.shutdown()
 
     async def shutdown(self) -> None:
         """Close the group."""

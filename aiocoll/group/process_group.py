@@ -28,7 +28,6 @@ from aiocoll.hooks import Hook, HookHandle
 from aiocoll.loading import loading
 from aiocoll.store import Store
 from aiocoll.typing import Array, Number, Sparse
-from aiocoll.user_code import describe
 from aiocoll.work import Work
 
 if TYPE_CHECKING:
@@ -134,10 +133,7 @@ class ProcessGroup(MpiCalls):
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None:
-            for group in self._reconfigurer.open_groups():
-                group.abort(describe(error))
-        await self.shutdown()
+        await self._lifetime.leave(error)
 
     def rank(self) -> int:
         """Return this rank's number in the group.

@@ -9,6 +9,7 @@ import pytest
 
 from aiocoll.elements.buffers import view
 from aiocoll.elements.dtypes import by_code
+from aiocoll.elements.sparse import is_sparse
 
 pytestmark = [
     pytest.mark.torch,
@@ -96,9 +97,11 @@ def test_tensors_without_memory_of_their_own_are_refused(torch: Any) -> None:
     from torch._subclasses import FakeTensorMode
     from torch.masked import masked_tensor
 
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises(TypeError, match=r"^x must be a dense tensor, not a nested one; pass its parts$"):
-        view(nested, name="x")
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+        assert not is_sparse(nested)
+        with pytest.raises(TypeError, match=r"^x must be a dense tensor on .*, not a nested one; pass its parts$"):
+            view(nested, name="x")
     with FakeTensorMode():
         fake = torch.ones(3)
     masked = masked_tensor(torch.ones(2), torch.tensor([True, False]))
@@ -113,5 +116,7 @@ def test_refused_tensors(torch: Any) -> None:
         view(torch.ones(2, device="meta"), name="x")
     with pytest.raises(TypeError, match=r"x must be a dense tensor on the CPU or on CUDA, not torch.sparse_coo on cpu"):
         view(torch.eye(2).to_sparse(), name="x")
+    with pytest.raises(TypeError, match=r"x must be a dense tensor .*, not torch._mkldnn on cpu"):
+        view(torch.ones(2).to_mkldnn(), name="x")
     with pytest.raises(TypeError, match="x: dtype 'float8_e8m0fnu' is not supported"):
         view(torch.zeros(2, dtype=torch.float8_e8m0fnu), name="x")

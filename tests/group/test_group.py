@@ -420,6 +420,16 @@ async def test_a_forked_child_is_refused(pg: ProcessGroup) -> None:
     assert "a forked child cannot use it: make a new group in the child" in in_a_fork(pg.barrier)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("error", [None, SystemExit(0)])
+async def test_a_forked_child_leaves_the_block_of_its_parent_alone(
+    pg: ProcessGroup, error: BaseException | None
+) -> None:
+    if pg.rank() == 0:
+        assert in_a_fork(lambda: pg.__aexit__(None, error, None).send(None)) == ""
+    assert await pg.allreduce(1) == 2
+
+
 def test_a_forked_child_that_runs_the_loop_itself_is_refused() -> None:
     loop = asyncio.SelectorEventLoop()
     store = HashStore()
