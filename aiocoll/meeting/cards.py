@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgpack
 
 from aiocoll.errors import RendezvousError
-from aiocoll.store import Store
+from aiocoll.store import PrefixStore, Store
 from aiocoll.transport.base import Card
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "MeetingMovedError",
     "call_off",
     "cores",
+    "meeting_store",
     "raise_if_called_off",
     "ranks_on_host",
 ]
@@ -28,7 +29,7 @@ __all__ = [
 CALLED_OFF = b"off:"
 #: Such a value, too: the ranks meet again under the keys of the next generation.
 MOVED = b"moved:"
-#: Key of the reason why ranks that have each other's cards do not meet.
+#: Key of the reason why the ranks of a generation do not meet, or that they meet again: whichever is stored first.
 ENDED = "ended"
 
 #: Types of the fields of a card: host, event loop, unix socket, address of the store, whose ticket it has, process
@@ -91,10 +92,21 @@ def _decoded(rank: int, data: bytes) -> Card:
     raise RendezvousError(f"rank {rank} published an invalid card in the store: {data[:64]!r}")
 
 
-async def call_off(store: Store, world_size: int, reason: str) -> None:
-    """Publish the reason why the ranks cannot meet under every key that a rank may be waiting for."""
+async def call_off(store: Store, world_size: int, reason: str, generation: int = 1) -> None:
+    """Publish why the ranks of this generation cannot meet, under every key for which a rank may be waiting.
+
+    If they are meeting again, they find it in a later generation.
+    """
+    value = CALLED_OFF + reason.encode()
+    while await meeting_store(store, generation).compare_set(ENDED, b"", value) == MOVED:
+        generation += 1
     keys = ["job", ENDED, *(f"{what}/{rank}" for what in ("card", "tcp", "links") for rank in range(world_size))]
-    await store.multi_set(keys, [CALLED_OFF + reason.encode()] * len(keys))
+    await meeting_store(store, generation).multi_set(keys, [value] * len(keys))
+
+
+def meeting_store(store: Store, generation: int) -> Store:
+    """Return the part of `store` where the ranks of a generation meet."""
+    return PrefixStore(f"aiocoll/{generation}", store)
 
 
 def raise_if_called_off(data: bytes) -> None:

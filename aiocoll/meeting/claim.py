@@ -20,10 +20,10 @@ from contextlib import contextmanager
 import msgpack
 
 from aiocoll.errors import RendezvousError
-from aiocoll.meeting.cards import CALLED_OFF, ENDED, MOVED, MeetingMovedError, call_off
+from aiocoll.meeting.cards import CALLED_OFF, ENDED, MOVED, call_off, meeting_store, raise_if_called_off
 from aiocoll.process import GONE, ProcessId, state, this_process
 from aiocoll.runtime import Runtime
-from aiocoll.store import PrefixStore, Store
+from aiocoll.store import Store
 from aiocoll.store.commands import LEFT, LEFT_SUFFIX
 from aiocoll.transport.stream.addresses import host_identity
 
@@ -69,7 +69,7 @@ class Claims:
     @property
     def store(self) -> Store:
         """The part of the store for this generation."""
-        return PrefixStore(f"aiocoll/{self.generation}", self._store)
+        return meeting_store(self._store, self.generation)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -98,6 +98,7 @@ class Claims:
 
         Raises:
             MeetingMovedError: they meet in the next generation.
+            RendezvousError: a rank has published that they cannot meet.
         """
         claims = [key for key in await self.store.list_keys() if key.startswith("claim/")]
         if self._store._sees_disconnects:
@@ -106,8 +107,7 @@ class Claims:
             found = await asyncio.gather(*(self.store.get(key) for key in claims))
             has_ended = any(map(self._has_ended, found))
         if has_ended:
-            await self._move()
-            raise MeetingMovedError("the ranks meet again without the card of a process that has ended")
+            raise_if_called_off(await self._move())
 
     async def confirm(self) -> None:
         """Publish that this rank has met the others: the generation is over for its successors."""
@@ -121,7 +121,7 @@ class Claims:
             claim = await self.store.compare_set(f"claim/{next_rank}", b"?", b"?")  # reads it without waiting
             if self._has_ended(claim) and await self._store.add(_met(next_rank), 0) < self.generation:
                 reason = f"rank {next_rank} was lost while the ranks met: its process has ended; start all ranks again"
-                await call_off(self.store, self._world_size, reason)
+                await call_off(self._store, self._world_size, reason, self.generation)
                 return RendezvousError(reason)
 
     async def _claim(self) -> bool:
@@ -141,20 +141,24 @@ class Claims:
         await self._move()
         return False
 
-    async def _move(self) -> None:
-        """Have the ranks of this generation meet again in the next one, unless all have published their cards."""
+    async def _move(self) -> bytes:
+        """Have the ranks of this generation meet again in the next one, unless all have published their cards.
+
+        Returns:
+            `MOVED`, or the published reason why they cannot meet.
+        """
         store, rank, size = self.store, self._rank, self._world_size
         for each in (rank, *range(rank), *range(rank + 1, size)):
             found = await store.compare_set(f"card/{each}", b"", MOVED)
             if found == MOVED:
-                await store.set(ENDED, MOVED)
-            if found == MOVED or found.startswith(CALLED_OFF):
-                return
+                return await store.compare_set(ENDED, b"", MOVED)
+            if found.startswith(CALLED_OFF):
+                return found
         reason = (
             f"rank {rank} was lost while the ranks met: its process ended after all ranks had published their "
             "addresses, so the process in its place comes too late; start all ranks again"
         )
-        await call_off(store, size, reason)
+        await call_off(self._store, size, reason, self.generation)
         raise RendezvousError(reason)
 
     def _has_ended(self, claim: bytes) -> bool:
@@ -200,13 +204,11 @@ async def assign(store: Store, world_size: int) -> int:
 
 
 async def call_off_all(store: Store, world_size: int, reason: str) -> None:
-    """Publish the reason under the keys for which the others wait."""
+    """Publish the reason to the ranks that are meeting on `store`, in whichever generation they are."""
     generation = max([await store.add(_met(rank), 0) for rank in range(world_size)]) + 1
-    while await store.check([f"aiocoll/{generation}/{ENDED}"]):
+    while await meeting_store(store, generation).check([ENDED]):
         generation += 1
-    meeting_store = PrefixStore(f"aiocoll/{generation}", store)
-    for key in ("job", *(f"card/{rank}" for rank in range(world_size)), ENDED):
-        await meeting_store.compare_set(key, b"", CALLED_OFF + reason.encode())
+    await call_off(store, world_size, reason, generation)
 
 
 def _met(rank: int) -> str:

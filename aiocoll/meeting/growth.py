@@ -25,7 +25,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.store import PrefixStore, Store
 from aiocoll.store.deadline import DeadlineStore, last_request
 
-__all__ = ["Assignment", "Invitation", "await_assignment", "await_newcomer", "invite", "meeting_store"]
+__all__ = ["Assignment", "Invitation", "await_assignment", "await_newcomer", "invite"]
 
 #: Keys of newcomers that wait; the keys of a world begin with a number, so none of them is one of these. All tickets up
 #: to `DONE` are assigned.
@@ -215,12 +215,7 @@ async def _call_off_open(store: Store, open_world: str) -> None:
     if await store.check([open_world]):
         world = Assignment(*msgpack.unpackb(await store.get(open_world)))
         reason = "the group that was to meet them does not grow: its rank 0 was lost or cancelled"
-        await call_off(meeting_store(world, store), world.world_size, reason)
-
-
-def meeting_store(assignment: Assignment, store: Store) -> Store:
-    """Return the part of `store` where the ranks of an assignment meet, for the first time and only once."""
-    return PrefixStore(f"{assignment.prefix}/aiocoll/1", store)
+        await call_off(PrefixStore(world.prefix, store), world.world_size, reason)
 
 
 def _assignment(ticket: int) -> str:

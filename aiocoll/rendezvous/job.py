@@ -25,7 +25,7 @@ from aiocoll.meeting.cards import (
     ranks_on_host,
 )
 from aiocoll.meeting.claim import Claims, call_off_all
-from aiocoll.meeting.growth import Assignment, Invitation, await_newcomer, invite, meeting_store
+from aiocoll.meeting.growth import Assignment, Invitation, await_newcomer, invite
 from aiocoll.meeting.holders import arrival, heed_deaths
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions
@@ -213,7 +213,7 @@ class Job:
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
         """Publish to newcomers of the same world why the ranks cannot meet, if the store is still there."""
-        place = meeting_store(assignment, self._store_handle.store if store is None else store)
+        place = PrefixStore(assignment.prefix, self._store_handle.store if store is None else store)
         await last_request(call_off(place, assignment.world_size, reason))
 
     # -- meeting

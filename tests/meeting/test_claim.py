@@ -13,6 +13,7 @@ import msgpack
 import pytest
 
 from aiocoll import FileStore, HashStore, PeerLostError, ProcessGroup, RendezvousError, Store, TCPStore, new_group
+from aiocoll.meeting.cards import MOVED, MeetingMovedError, call_off
 from aiocoll.meeting.claim import Claims, RankTakenError
 from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
@@ -229,6 +230,39 @@ async def test_ranks_meet_again_where_some_have_met_and_some_have_failed() -> No
     await store.set("aiocoll/4/ended", b"moved:")
     assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
     assert await store.get("aiocoll/rank/0") == b"5"
+
+
+async def test_rank_that_finds_an_ended_process_gets_the_reason_why_the_meeting_was_called_off() -> None:
+    store = HashStore()
+    await store.set("aiocoll/1/claim/0", LEFT)
+    rank = claims(store, 1, 2)
+    await rank.claim()
+    await call_off(store, 2, "on purpose")
+    with pytest.raises(RendezvousError, match="on purpose"):
+        await rank.leave_ended()
+
+
+async def test_ranks_that_meet_again_get_the_reason_why_they_cannot() -> None:
+    store = HashStore()
+    await store.set("aiocoll/1/claim/0", LEFT)
+    rank = claims(store, 1, 2)
+    await rank.claim()
+    with pytest.raises(MeetingMovedError):
+        await rank.leave_ended()
+    await rank.claim()
+    await call_off(store, 2, "on purpose")
+    assert await rank.store.get("job") == b"off:on purpose"
+
+
+async def test_meeting_that_is_called_off_between_the_two_requests_that_begin_it_again() -> None:
+    store = HashStore()
+    await store.set("aiocoll/1/claim/0", LEFT)
+    await call_off(store, 2, "on purpose")
+    await store.set("aiocoll/1/card/1", MOVED)
+    rank = claims(store, 1, 2)
+    await rank.claim()
+    with pytest.raises(RendezvousError, match="on purpose"):
+        await rank.leave_ended()
 
 
 async def open_group(made: new_group) -> ProcessGroup:

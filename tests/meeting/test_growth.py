@@ -10,15 +10,9 @@ import pytest
 
 from aiocoll import HashStore, RendezvousError
 from aiocoll.errors import StoreTimeoutError
-from aiocoll.meeting.growth import (
-    ANSWER,
-    Assignment,
-    Invitation,
-    await_assignment,
-    await_newcomer,
-    invite,
-    meeting_store,
-)
+from aiocoll.meeting.cards import meeting_store
+from aiocoll.meeting.growth import ANSWER, Assignment, Invitation, await_assignment, await_newcomer, invite
+from aiocoll.store import PrefixStore, Store
 from aiocoll.testing.virtual import VirtualLoop
 
 
@@ -38,6 +32,10 @@ def now() -> float:
 
 def seat(rank: int, world_size: int, epoch: int = 1) -> Assignment:
     return Assignment(f"aiocoll/grown/{epoch}", rank, world_size, "large")
+
+
+def first_meeting(assignment: Assignment, store: Store) -> Store:
+    return meeting_store(PrefixStore(assignment.prefix, store), 1)
 
 
 async def die(store: HashStore) -> None:
@@ -169,7 +167,7 @@ def test_newcomers_are_found_wherever_rank_0_has_died(newcomers: int, heard: boo
         async def newcomer() -> Assignment:
             while True:
                 assignment = await await_assignment(store, 1000)
-                world = meeting_store(assignment, store)
+                world = first_meeting(assignment, store)
                 if await world.get("ended", timeout=1000) == b"met":
                     return assignment
 
@@ -180,7 +178,7 @@ def test_newcomers_are_found_wherever_rank_0_has_died(newcomers: int, heard: boo
         await asyncio.wait([first, dead], return_when=asyncio.FIRST_COMPLETED)
         head = await invite(store, Invitation(newcomers, newcomers, 1, "group~2"), 30)
         assert head[1:] == (0, 1 + newcomers, "group~2")
-        await meeting_store(head, store).set("ended", b"met")
+        await first_meeting(head, store).set("ended", b"met")
         found = await asyncio.gather(*waiting)
         assert sorted(each.rank for each in found) == list(range(1, 1 + newcomers))
         assert {each.prefix for each in found} == {head.prefix}
