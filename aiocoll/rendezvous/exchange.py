@@ -9,14 +9,18 @@ from typing import Any
 
 import msgpack
 
-from aiocoll.errors import RendezvousError
+from aiocoll.errors import RendezvousError, StoreUnavailableError
 from aiocoll.meeting.cards import ENDED, CardCache, raise_if_called_off
 from aiocoll.runtime import Runtime
 from aiocoll.store import Store
+from aiocoll.store.base import settled
 from aiocoll.store.deadline import last_request
 from aiocoll.transport.base import Card
 
 __all__ = ["Exchange", "await_end", "run_unless"]
+
+#: Seconds in which news that arrived before the store was lost come through the layers of the store.
+_LAST_NEWS = 0.3
 
 
 class Exchange:
@@ -79,11 +83,17 @@ async def await_end(store: Store) -> RendezvousError | None:
 async def run_unless(
     runtime: Runtime, doing: Coroutine[Any, Any, None], news: Coroutine[Any, Any, Exception | None], name: str
 ) -> None:
-    """Run `doing` to its end; if `news` returns first, cancel it and raise the returned error."""
+    """Run `doing` to its end; if `news` returns first, cancel it and raise the returned error.
+
+    Whoever publishes news may close the store at once: what arrived before the connection broke wins.
+    """
     task, other = runtime.create_task(doing, name), runtime.create_task(news, f"{name} news")
     try:
         await asyncio.wait([task, other], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() and other.exception() is None and (error := other.result()) is not None:
+        lost = task.done() and not task.cancelled() and isinstance(task.exception(), StoreUnavailableError)
+        if lost:
+            await settled(other, _LAST_NEWS)
+        if (lost or not task.done()) and other.done() and other.exception() is None and (error := other.result()):
             raise error
         await task
     finally:

@@ -1,0 +1,67 @@
+"""Ranks that learn that they cannot meet, while the store ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from aiocoll import RendezvousError, TCPStore, new_group
+from aiocoll.errors import StoreUnavailableError
+from aiocoll.meeting.cards import call_off
+from aiocoll.rendezvous.exchange import run_unless
+from aiocoll.runtime import Runtime
+
+
+async def lost() -> None:
+    raise StoreUnavailableError("the store is gone")
+
+
+async def news(turns: float) -> Exception | None:
+    if turns == math.inf:
+        await asyncio.get_running_loop().create_future()
+    for _ in range(int(turns)):
+        await asyncio.sleep(0)
+    return RendezvousError("on purpose")
+
+
+def either(doing: Coroutine[Any, Any, None], turns: float) -> Coroutine[Any, Any, None]:
+    return run_unless(Runtime.of(asyncio.get_running_loop()), doing, news(turns), "a test")
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 10])
+async def test_news_that_have_arrived_win_against_the_loss_of_the_store(turns: int) -> None:
+    with pytest.raises(RendezvousError, match="on purpose"):
+        await either(lost(), turns)
+
+
+async def test_loss_of_the_store_without_news_is_raised() -> None:
+    with pytest.raises(StoreUnavailableError, match="the store is gone"):
+        await either(lost(), math.inf)
+
+
+async def test_other_errors_and_the_end_do_not_wait_for_news() -> None:
+    async def fails() -> None:
+        raise ValueError("wrong")
+
+    async def ends() -> None:
+        return None
+
+    async with asyncio.timeout(0.2):
+        with pytest.raises(ValueError, match="wrong"):
+            await either(fails(), math.inf)
+        await either(ends(), math.inf)
+
+
+async def test_rank_gets_the_reason_from_a_store_that_closes_at_once() -> None:
+    for _ in range(30):
+        async with TCPStore("127.0.0.1", 0, is_master=True) as master, TCPStore("127.0.0.1", master.port) as store:
+            made = asyncio.ensure_future(new_group(store=store, rank=1, world_size=2, timeout=20))
+            await master.wait(["aiocoll/1/claim/1"])
+            await call_off(master, 2, "on purpose")
+            await master.aclose()
+            with pytest.raises(RendezvousError, match=r"^on purpose$"):
+                await made
