@@ -259,8 +259,7 @@ class Job:
     async def _meet(self) -> None:
         warning = self._runtime.create_task(self._warn(), f"aiocoll meeting {self.rank}")
         try:
-            with self._claims.active():
-                await self._meet_until_done()
+            await self._meet_until_done()
         finally:
             warning.cancel()
             await asyncio.wait([warning])
@@ -291,9 +290,10 @@ class Job:
 
     async def _meet_once(self) -> None:
         """Claim the rank, and meet the others unless a rank publishes that they cannot meet, or meet again."""
-        await self._claims.claim()
-        store = self._claims.store
-        await run_unless(self._runtime, self._attempt(store), await_end(store), f"aiocoll meeting {self.rank}")
+        with self._claims.active():
+            await self._claims.claim()
+            store = self._claims.store
+            await run_unless(self._runtime, self._attempt(store), await_end(store), f"aiocoll meeting {self.rank}")
 
     async def _attempt(self, store: Store) -> None:
         tuning = await self._tune() if self.rank == 0 else None

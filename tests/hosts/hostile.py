@@ -30,6 +30,7 @@ from aiocoll.security.handshake import (
     MAGIC,
     PROOF_SIZE,
     VERDICT_SIZE,
+    WIRE_VERSION,
     ClientHandshake,
     ConnKind,
     Identity,
@@ -47,7 +48,7 @@ LONG_DATA = HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF
 #: Seconds between two bytes of who is slow, and after which a server that has not ended a connection never will.
 SLOWLY, FOREVER = 1.0, 20.0
 #: What a client without the key may be sent by a listener without TLS, and the most that one with TLS begins with.
-CHALLENGE = MAGIC + b"\x03\0\0\0"
+CHALLENGE = MAGIC + WIRE_VERSION.to_bytes(4, "little")
 MOST_OF_TLS = 2048
 
 recorded: list[bytes] = []

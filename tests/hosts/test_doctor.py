@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 NAME = re.escape(socket.gethostname())
 MEETS, DOES_NOT = "would meet on these hosts", "would not meet on these hosts"
 SILENT = r"it does not answer \(tried for 5\.\d s\)"
+#: What the kernel says if it finds nobody with the address.
+NO_ROUTE = r"No route to host \(tried for 5\.\d s\)"
 NAME_IT = "name it there: AIOCOLL_ADVERTISE, AIOCOLL_BIND or AIOCOLL_INTERFACE"
 
 
@@ -128,15 +130,18 @@ async def test_a_firewall_that_hides_the_first_host(network: Callable[[int], Net
     assert not await meet(net, ranks)
 
 
-async def test_two_hosts_that_are_cut_from_each_other(network: Callable[[int], Network], ranks: Ranks) -> None:
+@pytest.mark.parametrize(("lost", "why"), [("meta l4proto tcp", SILENT), ("", NO_ROUTE)], ids=["tcp", "all"])
+async def test_two_hosts_that_are_cut_from_each_other(
+    network: Callable[[int], Network], ranks: Ranks, lost: str, why: str
+) -> None:
     net = network(3)
-    net.separate(1, 2)
+    net.separate(1, 2, lost)
     found = await examined(net, ranks)
     firewall = r"let firewalls pass TCP from host {0} to any port \(AIOCOLL_PORT_RANGE there says which\) of host {1}, "
     advice = firewall + "or back from host {1} to host {0}; if another address leads to host {1}, " + NAME_IT
-    assert all_match([cannot(a, b, SILENT, advice.format(a, b)) for a, b in ((1, 2), (2, 1))], found.problems)
+    assert all_match([cannot(a, b, why, advice.format(a, b)) for a, b in ((1, 2), (2, 1))], found.problems)
     named = re.sub(rf"\b{NAME}\b", "node0", found.text)
-    assert is_shown(code("docs/several-hosts.md", "Checking", language="text"), named)
+    assert why != SILENT or is_shown(code("docs/several-hosts.md", "Checking", language="text"), named)
     assert (found.hints, found.verdict) == ([], DOES_NOT)
     assert not await meet(net, ranks)
 

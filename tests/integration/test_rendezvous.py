@@ -101,8 +101,9 @@ def test_under_the_launcher(ranks: Ranks) -> None:
     assert results == [{"rank": rank, "size": 4, "result": COUNTS} for rank in range(4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["tcp://127.0.0.1:{port}", "file://{path}/meet"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("tcp://127.0.0.1:{port}", marks=pytest.mark.slow), "file://{path}/meet"]
+)
 def test_the_same_ranks_meet_again_and_again(ranks: Ranks, port: int, tmp_path: Path, method: str) -> None:
     assert ranks("meet", method.format(port=port, path=tmp_path), 3) == [3] * 3
 
