@@ -19,8 +19,8 @@ from aiocoll.engine.failure.failures import crashed, left, lost, raised, revoked
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_inspector import StallInspector
-from aiocoll.engine.job.ids import hash62
-from aiocoll.engine.links.channel import Channel, StrangerError
+from aiocoll.engine.job.ids import StrangerError, hash62
+from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import mismatch

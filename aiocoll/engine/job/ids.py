@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-__all__ = ["GROUP_BITS", "group_id", "hash62"]
+from aiocoll.errors import ProtocolError
+
+__all__ = ["GROUP_BITS", "StrangerError", "group_id", "hash62"]
 
 #: Bits of a group id. Of a million groups that exist at the same time, two have the same id with probability 1e-7.
 GROUP_BITS = 62
+
+
+class StrangerError(ProtocolError):
+    """A rank is not in the group of its frame; it may be in another group of the same id."""
 
 
 def hash62(text: str) -> int:

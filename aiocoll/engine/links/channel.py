@@ -16,6 +16,7 @@ from typing import Protocol
 from aiocoll.engine.control.messages import DATA, ControlMessage
 from aiocoll.engine.control.sending import frame_of
 from aiocoll.engine.job.context import Context
+from aiocoll.engine.job.ids import StrangerError
 from aiocoll.engine.links.flow_control import ALIGN, ASK_WINDOW, LEAST, LINK_WINDOW, WINDOW_LOT, Waiting
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import EAGER_WINDOW
@@ -25,16 +26,12 @@ from aiocoll.transport.base import Link, SharedMemoryLink
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header, describe
 from aiocoll.transport.shared_memory import LEAST_BY_REFERENCE, MOST_BY_REFERENCE
 
-__all__ = ["Channel", "Group", "Owner", "StrangerError"]
+__all__ = ["Channel", "Group", "Owner"]
 
 # Plain ints: comparing with an enum member costs twice as much.
 _DATA, _READY = int(FrameKind.DATA), int(FrameKind.READY)
 _WINDOW, _CONTROL = int(FrameKind.WINDOW), int(FrameKind.CONTROL)
 _pack = HEADER.pack
-
-
-class StrangerError(ProtocolError):
-    """A rank is not in the group of its frame; it may be in another group of the same id."""
 
 
 class Group(Protocol):
