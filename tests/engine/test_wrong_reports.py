@@ -260,7 +260,7 @@ def test_the_note_of_a_death_comes_first_on_every_link() -> None:
             data, control = channels_of(pg)[0].link, comm_of(pg).endpoint.control.link(0)
             assert data is not None
             assert control is not None
-            with mock.patch.object(type(data), "write", autospec=True) as write:
+            with mock.patch.object(type(data), "write", autospec=True, return_value=True) as write:
                 pg.report_death(0, REASON)
             first = {id(link): frame for link, *frame in reversed([call.args for call in write.call_args_list])}
             note = list(frame_of({"t": "died", "rank": 0, "detail": REASON, "how": "killed"}))
