@@ -13,6 +13,7 @@ from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import rank_of
 from aiocoll.distributed.world import Group, absent, member_of
 from aiocoll.elements.ops import ReduceOp
+from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.messages import all_of
 from aiocoll.group.process_group import ProcessGroup
@@ -108,14 +109,35 @@ def broadcast(tensor: N, src: int | None = None, group: Group = None, group_src:
 
 
 def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Work[None]:
-    """Wait until all ranks have called it: `ProcessGroup.barrier`.
+    """Wait until all ranks have called it, and until the earlier collectives of this rank on the group are complete.
+
+    As with torch's Gloo backend, the tensor of an earlier `all_reduce` is reduced after ``await barrier()``. Sends,
+    receives and keyed calls are not waited for. `ProcessGroup.barrier` waits for the other ranks only.
 
     Args:
         group: None is the default group.
-        device_ids: not used: no device takes part.
+        device_ids: ignored, since no device takes part.
+
+    Raises:
+        GroupError: one of these collectives has failed; see `ProcessGroup`.
     """
     pg = member_of(group, "barrier")
-    return absent("BARRIER") if pg is None else pg.barrier()
+    if pg is None:
+        return absent("BARRIER")
+    pending = pg.pending()
+    work = pg.barrier()
+    earlier = [each for each in pending if _precedes(each, work)]
+    if not earlier:
+        return work
+    fence = pg._messages.one_of("BARRIER", [work])
+    return changed(all_of(fence, [*earlier, work]), lambda _: None)
+
+
+def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
+    """Return whether `work` is an unkeyed collective that has started, or starts together with `barrier`."""
+    if isinstance(work, DeferredWork) and work.seq is None:
+        return work.is_unkeyed_collective and (work.has_started or work.is_in_block_of(barrier))
+    return work.seq is not None and work.key is None
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:

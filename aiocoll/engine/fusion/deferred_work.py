@@ -17,7 +17,13 @@ __all__ = ["DeferredWork", "FlushWork", "MemberWork", "Progressive"]
 
 
 class Progressive(Progress, Protocol):
-    """What a deferred work needs of the block."""
+    """What a deferred work needs of the block.
+
+    Attributes:
+        flushed: the recorded calls have started.
+    """
+
+    flushed: bool
 
     def want(self) -> None:
         """Somebody waits: start the recorded calls."""
@@ -67,6 +73,20 @@ class DeferredWork(Work[Any]):
     def _block(self) -> Progressive:
         """The block that has recorded the call."""
         return cast(Progressive, self._progress)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the block has started its calls."""
+        return self._block.flushed
+
+    @property
+    def is_unkeyed_collective(self) -> bool:
+        """Whether this is a collective without a key, and not a work of several of them."""
+        return hasattr(self, "plan")
+
+    def is_in_block_of(self, other: Work[Any]) -> bool:
+        """Return whether one block has recorded both calls, to start them together."""
+        return self._progress is other._progress
 
     def follow(self, work: Work[Any]) -> None:
         """Let the block also wait for `work`."""
