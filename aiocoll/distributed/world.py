@@ -1,4 +1,4 @@
-"""The default group: that of the context, else that of the event loop."""
+"""The default group: that of the context, else that of the event loop, or of the process in a thread without one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import warnings
 from datetime import timedelta
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from aiocoll.group.current import CURRENT
 from aiocoll.group.dispatch.dispatcher import Timeout
@@ -46,6 +46,8 @@ default_pg_timeout = timedelta(seconds=300)
 _NON_GROUP_MEMBER: Final = -100
 #: The first group that `init_process_group` has made on each loop. Closed loops are removed with the next entry.
 _first: dict[asyncio.AbstractEventLoop, ProcessGroup] = {}
+#: All groups that `init_process_group` has made: one for each rank of this process.
+_all: WeakSet[ProcessGroup] = WeakSet()
 #: Groups that `shrink_group` has closed, and the groups that replace them.
 _heirs: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
@@ -76,11 +78,31 @@ class GroupMember(metaclass=_World):
 
 
 def found() -> ProcessGroup | None:
-    """Return the default group; None if there is none, or it is closed."""
+    """Return the default group; None if there is none, or it is closed.
+
+    Raises:
+        RuntimeError: this thread runs no event loop, and the process has several ranks.
+    """
     pg = CURRENT.get()
     if pg is None:
         loop = asyncio._get_running_loop()
-        pg = None if loop is None else _first.get(loop)
+        pg = _of_process() if loop is None else _first.get(loop)
+    return _open_heir(pg)
+
+
+def _of_process() -> ProcessGroup | None:
+    """Return the default group of the only rank of this process; None if there is no rank."""
+    ranks = {pg for made in list(_all) if (pg := _open_heir(made)) is not None}
+    if len(ranks) > 1:
+        raise RuntimeError(
+            f"{len(ranks)} ranks in this process have a default group, and this thread runs none of their event loops: "
+            "pass group=, or use asyncio.to_thread, whose thread inherits the default group"
+        )
+    return next(iter(ranks), None)
+
+
+def _open_heir(pg: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group, or if it is closed the open one that has replaced it; else None."""
     while pg is not None and _is_closed(pg, otherwise=False):
         pg = _heirs.get(pg)
     return pg
@@ -150,6 +172,8 @@ def absent(op: str, result: Any = None) -> Work[Any]:
 def replace(old: ProcessGroup, new: ProcessGroup) -> None:
     """Make `new` the default group wherever `old`, which is closed, is."""
     _heirs[old] = new
+    if old in _all:
+        _all.add(new)
 
 
 async def init_process_group(
@@ -166,7 +190,9 @@ async def init_process_group(
     """Meet the other ranks, and make the group of all of them the default one.
 
     It becomes the default group of this context: of this task and of tasks that it starts. The first group made on an
-    event loop is also the default of all other tasks of the loop. So two tasks may be two ranks.
+    event loop is also the default of all other tasks of the loop. So two tasks may be two ranks. Threads without an
+    event loop have the default group of the process's only rank; if it has several ranks, calls there raise
+    `RuntimeError`.
 
     Args:
         backend: see `aiocoll.new_group`.
@@ -203,6 +229,7 @@ async def init_process_group(
         options=pg_options,
     )
     CURRENT.set(pg)
+    _all.add(pg)
     for loop in [loop for loop in _first if loop.is_closed()]:
         del _first[loop]
     loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -123,6 +124,70 @@ def test_a_loop_that_is_gone_keeps_no_group() -> None:
         asyncio.run(main())
     assert len(_first) == 1
     _first.clear()
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """Call a function in a thread that inherits no context and runs no event loop."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(10)
+
+
+def seen() -> tuple[bool, int, int]:
+    return dist.is_initialized(), dist.get_rank(), dist.get_world_size()
+
+
+async def test_threads_see_the_default_group_of_the_only_rank() -> None:
+    async with HashStore() as store:
+        assert not in_thread(dist.is_initialized)
+        await dist.init_process_group(store=store, rank=0, world_size=1)
+        assert in_thread(seen) == (True, 0, 1)
+        with pytest.raises(RuntimeError, match="belongs to another event loop"):
+            in_thread(lambda: dist.all_reduce(1))
+        await dist.destroy_process_group()
+        assert not in_thread(dist.is_initialized)
+        with pytest.raises(ValueError, match="there is no default group here"):
+            in_thread(dist.get_rank)
+
+
+async def test_threads_see_the_group_that_replaced_the_default_group() -> None:
+    async def rank(store: HashStore, number: int) -> None:
+        await dist.init_process_group(store=store, rank=number, world_size=2)
+        pg = dist.group.WORLD
+        if number == 0:
+            await dist.shrink_group([1])
+            assert dist.group.WORLD is not pg
+            assert in_thread(lambda: dist.group.WORLD) is dist.group.WORLD
+        await dist.destroy_process_group()
+
+    await as_ranks(2, rank)
+
+
+async def test_threads_of_a_process_with_several_ranks_are_told_so() -> None:
+    async def rank(store: HashStore, number: int) -> tuple[int, int]:
+        await dist.init_process_group(store=store, rank=number, world_size=2)
+        await dist.barrier()
+        loop = asyncio.get_running_loop()
+        for call in (dist.is_initialized, dist.get_rank, lambda: dist.all_reduce(1)):
+            with pytest.raises(RuntimeError, match="2 ranks in this process have a default group"):
+                await loop.run_in_executor(None, call)
+        inherited = await asyncio.to_thread(dist.get_rank)
+        given = await loop.run_in_executor(None, dist.get_rank, dist.group.WORLD)
+        await dist.barrier()
+        await dist.destroy_process_group()
+        return inherited, given
+
+    assert await as_ranks(2, rank) == [(0, 0), (1, 1)]
+
+
+async def test_threads_with_a_loop_are_ranks_of_their_own() -> None:
+    async with HashStore() as store:
+        await dist.init_process_group(store=store, rank=0, world_size=1)
+
+        async def other() -> tuple[bool, int]:
+            return dist.is_initialized(), dist.get_rank() if dist.is_initialized() else -1
+
+        assert in_thread(lambda: asyncio.run(other())) == (False, -1)
+        await dist.destroy_process_group()
 
 
 async def test_init_refuses_what_new_group_refuses() -> None:
