@@ -109,10 +109,10 @@ def broadcast(tensor: N, src: int | None = None, group: Group = None, group_src:
 
 
 def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Work[None]:
-    """Wait until all ranks have called it, and until the earlier collectives of this rank on the group are complete.
+    """Wait for all ranks, as `ProcessGroup.barrier`, and for the collectives that this rank started earlier.
 
-    As with torch's Gloo backend, the tensor of an earlier `all_reduce` is reduced after ``await barrier()``. Sends,
-    receives and keyed calls are not waited for. `ProcessGroup.barrier` waits for the other ranks only.
+    As with torch's Gloo backend, the tensor of an earlier `all_reduce` is reduced after ``await barrier()``.
+    Collectives of other groups, keyed calls, sends and receives do not count.
 
     Args:
         group: None is the default group.

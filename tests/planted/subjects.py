@@ -179,7 +179,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         ),
         "tickets": Subject(
             ("Meeting.ticket", "Part._keep", "Claims._claim"),
-            (("test_claim.py",), ("test_tickets.py", "test_parts.py")),
+            (("test_claim.py", "test_exchange.py"), ("test_tickets.py", "test_parts.py")),
         ),
         "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),
         "blocking": Subject(("LoopThread.call",), (("test_blocking.py",),)),
