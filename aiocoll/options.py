@@ -54,7 +54,7 @@ _PREFIX = "AIOCOLL_"
 _ELSEWHERE = frozenset(
     f"{_PREFIX}{name}"
     for name in (
-        *("PORT", "STORE", "SINGLETON", "JOIN", "RESTART_COUNT", "WORLD_SIZE", "SERVICE"),
+        *("PORT", "STORE", "STORE_PORT", "SINGLETON", "JOIN", "RESTART_COUNT", "WORLD_SIZE", "SERVICE"),
         *("JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP", "COMPILED"),
     )
 )

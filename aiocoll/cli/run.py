@@ -6,6 +6,7 @@ variables (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`,
     NODE_RANK              this host among the hosts, the same as GROUP_RANK
     AIOCOLL_JOB_ID         what tells this job's connections from another's, unless it was set before
     AIOCOLL_STORE          "launcher": the store at MASTER_ADDR:MASTER_PORT is there, rank 0 must not start one
+    AIOCOLL_STORE_PORT     its port; where a program sets another MASTER_PORT, rank 0 starts a store there
     AIOCOLL_RESTART_COUNT  how many restarts of the job there had been when this process was started
     AIOCOLL_JOIN           "1", in place of RANK: take the place of a lost rank in a group that grows
     AIOCOLL_TOP_DIR        where `aiocoll top` finds the ranks, unless it was set before
@@ -193,6 +194,7 @@ def _variables(start: Start, hosts: Hosts, nprocs: Sequence[int], store: tuple[s
         "MASTER_PORT": str(port),
         "AIOCOLL_JOB_ID": hosts.name,
         "AIOCOLL_STORE": "launcher",
+        "AIOCOLL_STORE_PORT": str(port),
         "AIOCOLL_RESTART_COUNT": str(start.restarts),
         "PYTHONUNBUFFERED": "1",
     }

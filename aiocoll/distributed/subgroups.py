@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from aiocoll.distributed.introspection import get_backend
+from aiocoll.backends import BackendConfig
+from aiocoll.distributed.introspection import get_backend, get_backend_config
 from aiocoll.distributed.map_result import changed
-from aiocoll.distributed.world import Group, GroupMember, default_group, found, inside, replace
+from aiocoll.distributed.world import Group, GroupMember, default_group, device_name, found, inside, replace
 from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.numerals import to_int
@@ -283,11 +284,23 @@ def _same_kind(pg: ProcessGroup, backend: str | None, options: Any, device: Any)
     """Raise if an argument differs from that of `pg`, from which the group is split off."""
     if options is not None:
         raise ValueError("pg_options must be None: a group has the options of the one it comes from")
-    if backend is not None and backend != (own := get_backend(pg)):
-        raise ValueError(f"backend={backend!r} must be None or {own!r}, that of group {pg.group_name!r}")
-    if device is not None and str(device).partition(":")[0] not in pg._devices:
+    if backend is not None and not _has_backend(pg, backend):
+        own, served = get_backend(pg), get_backend_config(pg)
+        raise ValueError(f"backend={backend!r} must be None or {own!r}; group {pg.group_name!r} has {served}")
+    if device is not None and (device_name(device) or "").partition(":")[0] not in pg._devices:
         served = ", ".join(map(repr, pg._devices))
         raise ValueError(f"device_id={device!r} must be None or of a kind that {pg.group_name!r} serves: {served}")
+
+
+def _has_backend(pg: ProcessGroup, backend: str) -> bool:
+    """Return whether `pg` has a backend, or all pairs of device and backend."""
+    try:
+        wanted = BackendConfig(backend).device_backend_map
+    except ValueError:  # unknown here, so no group has it
+        return False
+    if ":" in backend:
+        return wanted.items() <= pg._devices.items()
+    return set(wanted.values()) <= set(pg._devices.values())
 
 
 def _described(pg: Any, desc: str | None, outside: Any) -> Any:

@@ -26,6 +26,7 @@ __all__ = [
     "default_group",
     "default_pg_timeout",
     "destroy_process_group",
+    "device_name",
     "found",
     "group",
     "init_process_group",
@@ -224,7 +225,7 @@ async def init_process_group(
         rank=None if rank == -1 else rank,
         world_size=None if world_size == -1 else world_size,
         timeout=default_pg_timeout if timeout is None else timeout,
-        device=_device(device_id),
+        device=device_name(device_id),
         name=group_name or None,
         options=pg_options,
     )
@@ -253,7 +254,8 @@ async def destroy_process_group(group: Group = None) -> None:
         del _first[loop]
 
 
-def _device(device_id: Any) -> str | None:
+def device_name(device_id: Any) -> str | None:
+    """Return the name of a device that is given as its name, its number, a `torch.device` or None."""
     if hasattr(device_id, "__index__"):
         return f"cuda:{to_int(device_id, 'device_id', 'a device, its number or None')}"
     return None if device_id is None else str(device_id)

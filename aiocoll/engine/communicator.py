@@ -80,7 +80,8 @@ class Communicator:
         self.chunk_nbytes = chunk_nbytes
         self.small_nbytes = chunk_nbytes // SMALL_PER_CHUNK
         self.timeout = timeout
-        #: Timeout of operations that expire in order of entry, and that need not be registered with the deadlines.
+        #: Timeout of operations that expire in order of entry, and that need not be registered with the deadlines; nan
+        #: if all of them must be registered.
         self.default_timeout = timeout if timeout >= REPORT_AFTER else nan
         self.warn_after = options.warn_after
         self.tuning = tuning

@@ -218,9 +218,8 @@ class Lifetime:
             if self._family.parts:
                 await asyncio.wait([part._lifetime.begin_end() for part in self._family.parts])
             if comm.cause is None and waits:
-                limit = d.group.timeout  # which a program may change
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(None if limit == float("inf") else limit):
+                    async with asyncio.timeout(None if comm.timeout == float("inf") else comm.timeout):
                         await self.settle()
                 if d.device_state is not None:
                     await d.device_state.close()

@@ -89,7 +89,7 @@ class ProcessGroup(MpiCalls):
     Attributes:
         group_name: the same on all ranks.
         group_desc: a description for people.
-        timeout: seconds an operation may take by default.
+        timeout: seconds an operation may take by default. Setting it applies to later calls, on this rank.
         global_ranks: rank in the job of each rank of the group.
         recorder: what this rank did last, see `FlightRecorder`.
         completed_everywhere: for a group made by `shrink`, what the old one had completed on all ranks of this one.
@@ -99,7 +99,6 @@ class ProcessGroup(MpiCalls):
     def __init__(self, comm: Communicator, spec: GroupSpec, origin: Origin) -> None:
         self.group_name = comm.name
         self.group_desc = f"{len(comm.ranks)} ranks"
-        self.timeout = comm.timeout
         self.global_ranks = comm.ranks
         self.recorder = FlightRecorder(comm, spec.options.dump_dir)
         self.completed_everywhere, self.completed_somewhere = spec.completed
@@ -115,8 +114,7 @@ class ProcessGroup(MpiCalls):
             verifier = Verifier(dispatcher)
             dispatcher.intercept(verifier, verifier.tell_wrong)
         # Bound once: most calls are short.
-        self._one = dispatcher.one
-        self._check_rank = dispatcher.check_rank
+        self._one, self._check_rank = dispatcher.one, dispatcher.check_rank
         self._failures = dispatcher.failures
         self._collectives = Collectives(dispatcher)
         self._objects = Objects(dispatcher)
@@ -128,6 +126,15 @@ class ProcessGroup(MpiCalls):
     def __repr__(self) -> str:
         state = "closed" if self._dispatcher.closed else "open" if self._comm.cause is None else "revoked"
         return f"<ProcessGroup {self.group_name!r} rank {self._rank} of {len(self.global_ranks)}, {state}>"
+
+    @property
+    def timeout(self) -> float:
+        """Seconds an operation may take by default; `math.inf` is no limit."""
+        return self._comm.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: Timeout) -> None:
+        self._dispatcher.set_timeout(timeout)
 
     async def __aenter__(self) -> Self:
         return self

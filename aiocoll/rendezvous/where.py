@@ -147,7 +147,7 @@ def find_where(
         return Where(("store", id(store)), *_numbers(rank, world_size, {}, "with store=", assigned=True), store)
     if isinstance(init_method, Place):
         return init_method.where()
-    method = "env://" if init_method is None else init_method
+    method, rank, world_size = _without_query("env://" if init_method is None else init_method, rank, world_size)
     scheme, _, place = method.partition("://")
     if scheme == "env":
         return _from_environment(method, rank, world_size, env, job)
@@ -168,6 +168,23 @@ def find_where(
     raise ValueError(f"init_method={shown!r} must be env://, tcp://host:port, file:///path or redis://host:port/db")
 
 
+def _without_query(method: str, rank: int | None, world_size: int | None) -> tuple[str, int | None, int | None]:
+    """Return a URL without ``?rank=0&world_size=2``, and the numbers that are given there or as arguments."""
+    url, _, query = method.partition("?")
+    texts = dict(pair.split("=", 1) for pair in query.split("&") if "=" in pair)
+    numbers = {"rank": rank, "world_size": world_size}
+    if not texts or not texts.keys() <= numbers.keys() or url.partition(":")[0] in _REDIS:
+        return method, rank, world_size  # a file may be called that
+    for name, text in texts.items():
+        if numbers[name] is not None:
+            raise ValueError(f"init_method={method!r} has {name}, and {name}= is given, too: give one of them")
+        try:
+            numbers[name] = parse_int(text)
+        except ValueError:
+            raise ValueError(f"init_method={method!r}: {name} must be a number, not {text!r}") from None
+    return url, numbers["rank"], numbers["world_size"]
+
+
 def nowhere(rank: int | None, world_size: int | None, env: Mapping[str, str]) -> Where:
     """Return rank and world size of a dry run, which needs no store."""
     numbers = _numbers(rank, world_size, env, "with backend='fake'")
@@ -186,6 +203,8 @@ def _from_environment(method: str, rank: int | None, world_size: int | None, env
             address = (launcher if launcher is TORCHRUN else EXPLICIT).address(env)
         except ValueError as error:
             raise ValueError(f"{error}{_another(env)}") from None
+        # A program that sets another MASTER_PORT than its launcher chooses a place of its own.
+        hosted = hosted and env.get("AIOCOLL_STORE_PORT", str(address.port)) == str(address.port)
         return Where((method, *address[:2], job), *numbers, None, "tcp", *address[:2], hosted, job)
     numbers, address = launcher.numbers(env), launcher.address(env)
     return Where(

@@ -194,4 +194,5 @@ def _environment(rank: int, world_size: int, host: str, port: int, job: str) -> 
         "MASTER_PORT": str(port),
         "AIOCOLL_JOB_ID": job,
         "AIOCOLL_STORE": "launcher",
+        "AIOCOLL_STORE_PORT": str(port),
     }

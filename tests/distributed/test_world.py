@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from aiocoll.distributed.world import _first
 from aiocoll.gpu.provider import provide
 from aiocoll.testing import run_processes
 
+from ..ports import free_port
 from ..ranks import run_ranks
 
 
@@ -253,6 +255,19 @@ async def init_from_the_environment(pg: ProcessGroup) -> tuple[int, int, int]:
 @pytest.mark.slow
 async def test_processes() -> None:
     assert await run_processes(2, init_from_the_environment) == [(0, 2, 0), (1, 2, 1)]
+
+
+async def meets_at_an_address_of_its_own(pg: ProcessGroup, port: int) -> Any:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    with aiocoll.process_group(None):
+        await dist.init_process_group(timeout=timedelta(seconds=20))
+        total = await dist.all_reduce(1)
+        await dist.destroy_process_group()
+    return total
+
+
+async def test_program_that_sets_the_address_itself_meets_there() -> None:
+    assert await run_processes(2, meets_at_an_address_of_its_own, free_port()) == [2, 2]
 
 
 # -- what is known about groups

@@ -396,9 +396,9 @@ async def test_where_calls_are_compared_and_in_a_dry_run() -> None:
 @pytest.mark.ranks(2)
 async def test_a_group_that_is_closed_ends_its_exchanges(pg: ProcessGroup) -> None:
     cart = grid_of(pg, [2, 1])
-    cart.group.timeout = 0.02
     if pg.rank() == 0:
         work = cart.halo(np.zeros((3, 3)))
+        cart.group.timeout = 0.02
         await cart.group.shutdown()
         assert isinstance(work.exception(), GroupClosedError)
     await pg.barrier()

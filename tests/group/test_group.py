@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -559,3 +560,37 @@ async def test_two_groups_fail_apart() -> None:
 
     await asyncio.gather(rank(0), rank(1))
     await store.aclose()
+
+
+@pytest.mark.ranks(2)
+async def test_timeout_that_is_set_applies_to_later_calls(pg: ProcessGroup) -> None:
+    loop = asyncio.get_running_loop()
+    before = [pg.recv(np.zeros(1), 1 - pg.rank(), tag) for tag in range(1, 100)]
+    part = await pg.split_group([0, 1])
+    assert part is not None
+    pg.timeout = timedelta(seconds=1.5)
+    assert (pg.timeout, part.timeout) == (1.5, 300.0)
+    later = await pg.split_group([0, 1])
+    assert later is not None
+    assert later.timeout == 1.5
+    start = loop.time()
+    if pg.rank() == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"within 1.5 s"):
+            await pg.barrier()
+        assert 1.4 < loop.time() - start < 5
+    else:
+        await pg.wait_revoked()
+    assert all(work.exception() for work in before)
+
+
+@pytest.mark.ranks(1)
+async def test_timeouts_that_cannot_be_set(pg: ProcessGroup) -> None:
+    for wrong in (-5, math.nan):
+        with pytest.raises(ValueError, match=r"timeout=.*: must be >= 0 seconds"):
+            pg.timeout = wrong
+    for other in (None, "3", [1.0]):
+        with pytest.raises(TypeError, match="timeout must be seconds"):
+            pg.timeout = other  # type: ignore[assignment]
+    assert pg.timeout == 300.0
+    pg.timeout = math.inf
+    assert await pg.allreduce(1) == 1

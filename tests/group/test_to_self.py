@@ -176,8 +176,8 @@ async def test_an_abort_fails_both_ends(pg: ProcessGroup) -> None:
 
 @pytest.mark.ranks(2)
 async def test_the_end_of_the_group_ends_them(pg: ProcessGroup) -> None:
-    pg.timeout = 0.02
     sending, receiving = pg.send(np.ones(MIB), pg.rank()), pg.recv(np.ones(1), pg.rank(), tag=1)
+    pg.timeout = 0.02
     await pg.shutdown()
     for work in (sending, receiving):
         assert isinstance(work.exception(), GroupClosedError)

@@ -192,6 +192,52 @@ def test_arguments_count_before_launchers() -> None:
 # -- places
 
 
+@pytest.mark.parametrize("scheme", ["tcp://n08:1", "file:///there", "env://"])
+@pytest.mark.parametrize(
+    ("query", "rank", "world_size"),
+    [
+        ("rank=1&world_size=3", None, None),
+        ("world_size=3&rank=1", None, None),
+        ("rank=1", None, 3),
+        ("world_size=3", 1, None),
+    ],
+)
+def test_url_may_have_the_numbers(scheme: str, query: str, rank: int | None, world_size: int | None) -> None:
+    env = {"MASTER_ADDR": "n08", "MASTER_PORT": "1", "RANK": "7", "WORLD_SIZE": "9"}
+    where = find_where(f"{scheme}?{query}", None, rank, world_size, env, "")
+    assert (where.rank, where.world_size) == (1, 3)
+    assert where == find_where(scheme, None, 1, 3, env, "")
+
+
+@pytest.mark.parametrize(
+    ("query", "rank", "world_size", "message"),
+    [
+        ("rank=1&world_size=3", 1, None, "has rank, and rank= is given, too: give one of them"),
+        ("rank=1&world_size=3", None, 3, "has world_size, and world_size= is given, too"),
+        ("rank=one&world_size=3", None, None, "rank must be a number, not 'one'"),
+        ("rank=3&world_size=3", None, None, "rank=3, world_size=3: world_size must be positive and rank 0 to"),
+        ("rank=1", None, None, "world_size is missing: give world_size="),
+    ],
+)
+def test_wrong_numbers_in_a_url_are_named(query: str, rank: int | None, world_size: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_where(f"tcp://n08:1?{query}", None, rank, world_size, {}, "")
+
+
+def test_other_queries_belong_to_the_name_of_a_file() -> None:
+    assert find_where("file:///there?rank#1", None, 0, 1, {}, "").host == "/there?rank#1"
+
+
+def test_rank_0_hosts_where_a_program_has_changed_the_port_of_its_launcher() -> None:
+    launched = EXPLICIT | {"RANK": "0", "AIOCOLL_STORE": "launcher", "AIOCOLL_STORE_PORT": "29500"}
+    assert not found(launched).hosts
+    assert not found(launched | {"MASTER_ADDR": "localhost"}).hosts
+    changed = found(launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29501"})
+    assert (changed.hosts, changed.host, changed.port) == (True, "localhost", 29501)
+    del launched["AIOCOLL_STORE_PORT"]
+    assert not found(launched | {"MASTER_PORT": "29501"}).hosts
+
+
 def test_jobs_of_one_host_meet_at_a_socket_of_their_user(tmp_path: Path) -> None:
     """Its name differs for each job."""
     alone = {"XDG_RUNTIME_DIR": str(tmp_path)}

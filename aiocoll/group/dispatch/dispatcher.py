@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from math import nan
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.elements.pairs import paired
 from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Executor, Plan
@@ -144,6 +146,15 @@ class Dispatcher:
                 f"{method} called group {self.comm.name!r}, which has called this hook: let a task of its own do that"
             )
         self.runtime.thread = _thread()
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the group's default timeout for later calls."""
+        if timeout is None:
+            raise TypeError("timeout must be seconds or a timedelta, not None; math.inf means no limit")
+        comm, limit = self.comm, seconds(timeout, "timeout")
+        comm.timeout = limit
+        # Later operations may expire before those that are in flight.
+        comm.default_timeout = nan if comm.pending or limit < REPORT_AFTER else limit
 
     def limit(self, timeout: Timeout) -> float:
         """Return how many seconds a call may take."""
