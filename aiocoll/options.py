@@ -244,7 +244,7 @@ def _parse(name: str, variable: str, text: str) -> Any:
             return _TRUTH[text.lower()]
         except KeyError:
             raise ValueError(f"{variable}={text!r}: must be one of {', '.join(_TRUTH)}") from None
-    return text
+    return text.lower() if name in _CHOICES else text
 
 
 def _check_choice(option: str) -> Callable[[str, Any], None]:

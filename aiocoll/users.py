@@ -90,7 +90,7 @@ def _may_signal_peer(sock: socket.socket) -> bool:
         return False
     try:
         signal.pidfd_send_signal(pidfd, 0)
-    except OSError:
+    except (AttributeError, OSError):  # Python may have been built with headers of an older kernel
         return False
     finally:
         os.close(pidfd)

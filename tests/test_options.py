@@ -86,6 +86,12 @@ def test_variables_of_others_are_left_alone(name: str) -> None:
     assert environ == {f"AIOCOLL_{name}": "x"}
 
 
+def test_choices_in_the_environment_may_be_capital_letters() -> None:
+    assert GroupOptions.resolve(None, {"AIOCOLL_DEBUG": "DETAIL", "AIOCOLL_TRANSPORT": "Shm"}) == GroupOptions.resolve(
+        GroupOptions(debug="detail", transport="shm"), {}
+    )
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "allowed"),
     [

@@ -190,6 +190,19 @@ def test_pidfd_shows_the_end_of_a_zombie() -> None:
         assert pidfd.has_ended() is None
 
 
+def test_end_is_seen_where_python_cannot_signal_by_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python that was built with headers of an older kernel."""
+    with child() as (process, identity):
+        pidfd = open_pidfd(identity)
+        assert pidfd is not None
+        monkeypatch.delattr(signal, "pidfd_send_signal")
+        assert pidfd.has_ended() is False
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert pidfd.has_ended() is True
+        pidfd.close()
+
+
 def test_other_file_under_the_number_of_a_pidfd_proves_nothing() -> None:
     """A program may close all descriptors and open others."""
     with child() as (_, identity):

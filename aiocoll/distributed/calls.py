@@ -121,6 +121,10 @@ def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Wor
     Raises:
         GroupError: one of these collectives has failed; see `ProcessGroup`.
     """
+    if isinstance(device_ids, bool):
+        raise TypeError(
+            "device_ids must be a list of devices or None, not bool; async_op does not exist: await the call"
+        )
     pg = member_of(group, "barrier")
     if pg is None:
         return absent("BARRIER")

@@ -150,7 +150,8 @@ def member_of(group: Group, op: str) -> ProcessGroup | None:
 def a_group(group: Any) -> ProcessGroup:
     """Return `group` if it is a group of any backend."""
     if not hasattr(group, "allreduce"):
-        raise TypeError(f"group must be a ProcessGroup or None, not {type(group).__name__}")
+        hint = "; await the call that makes the group" if hasattr(group, "__await__") else ""
+        raise TypeError(f"group must be a ProcessGroup or None, not {type(group).__name__}{hint}")
     pg: ProcessGroup = group
     return pg
 

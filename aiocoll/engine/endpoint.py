@@ -176,8 +176,9 @@ class Endpoint:
             self._say_bye(message, group.ranks, linked)
         roster = self.roster
         gone = {rank for rank in roster.over if rank not in roster.suspected}
-        self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))
+        # First: removing the group may forget its agreements, with the task that waits for one.
         self.agreements.left(group.id, group.ranks)
+        self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))
         group.close()
 
     def _say_bye(self, message: ControlMessage, ranks: Sequence[int], linked: set[int]) -> None:

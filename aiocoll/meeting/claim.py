@@ -13,7 +13,6 @@ generation, too, so that all wait for the successor.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -104,8 +103,7 @@ class Claims:
         if self._store._sees_disconnects:
             has_ended = any(key.endswith(LEFT_SUFFIX) for key in claims)
         else:
-            found = await asyncio.gather(*(self.store.get(key) for key in claims))
-            has_ended = any(map(self._has_ended, found))
+            has_ended = any(map(self._has_ended, await self.store.multi_get(claims)))
         if has_ended:
             raise_if_called_off(await self._move())
 
@@ -205,10 +203,14 @@ async def assign(store: Store, world_size: int) -> int:
 
 async def call_off_all(store: Store, world_size: int, reason: str) -> None:
     """Publish the reason to the ranks that are meeting on `store`, in whichever generation they are."""
-    generation = max([await store.add(_met(rank), 0) for rank in range(world_size)]) + 1
+    met = max([await store.add(_met(rank), 0) for rank in range(world_size)])
+    generation = met + 1
     while await meeting_store(store, generation).check([ENDED]):
         generation += 1
-    await call_off(store, world_size, reason, generation)
+    # After a meeting the ranks need no reason, unless they have begun to meet again.
+    claims = [key for key in await meeting_store(store, generation).list_keys() if key.startswith("claim/")]
+    if claims or met == 0:
+        await call_off(store, world_size, reason, generation)
 
 
 def _met(rank: int) -> str:

@@ -33,9 +33,9 @@ TICKETS = "aiocoll/grow/tickets"
 DONE = "aiocoll/grow/done"
 CALLS = "aiocoll/grow/calls"
 EPOCHS = "aiocoll/grow/epochs"
-#: Seconds in which a newcomer answers a call, and those when the time for newcomers is over.
+#: Seconds in which a newcomer answers a call, and those after the deadline for newcomers.
 ANSWER = 2.0
-LATE_ANSWER = 0.5
+LATE_ANSWER = 0.25
 #: Seconds after which whoever waits for tickets looks for them again.
 LOOK = 5.0
 #: Stored instead of the assignment of a ticket that is not valid any more.
@@ -136,7 +136,8 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
     """
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
-    store = DeadlineStore(store, timeout)
+    # The last call for newcomers comes at the deadline, and must be answered.
+    store = DeadlineStore(store, timeout + LATE_ANSWER)
     open_world = f"aiocoll/grow/open/{invitation.name.rpartition('~')[0]}"
     await _call_off_open(store, open_world)
     while True:

@@ -190,6 +190,10 @@ class StoreServer:
         self._members.apply("set", (str(self._members.apply("num_keys", ("",)) + 1), b""))
         return self._members
 
+    def join_abandoned(self) -> None:
+        """Uncount a client that gave up before enough had come."""
+        self._members.apply("delete_key", (str(self._members.apply("num_keys", ("",))),))
+
     def _request_stop(self) -> bool:
         """Return whether there is a thread to wait for."""
         with self._lock:

@@ -52,6 +52,9 @@ class SessionOwner(Protocol):
     def joined(self) -> StoreCore:
         """Count a client that opens its store; return the keys "1", "2", ... of those that have."""
 
+    def join_abandoned(self) -> None:
+        """Uncount a client that gave up before enough had come: it may try again."""
+
 
 class Session(FrameProtocol):
     """Handshake, then requests. Any error of the client ends this connection and affects nothing else."""
@@ -89,7 +92,7 @@ class Session(FrameProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         for core, waiter, _ in self._waits.values():
-            core.drop(waiter)
+            self._drop(core, waiter)
         self._waits.clear()
         for key, value in self._held.items():
             with suppress(StoreError):  # the store is full
@@ -216,8 +219,13 @@ class Session(FrameProtocol):
         wait = self._waits.pop(number, None)
         if wait is not None:
             core, waiter, wanted = wait
-            core.drop(waiter)
             self._reply(number, ReplyStatus.MISSING, core.missing(waiter.command, wanted))
+            self._drop(core, waiter)
+
+    def _drop(self, core: StoreCore, waiter: PendingWait) -> None:
+        core.drop(waiter)
+        if core is not self._owner.core:
+            self._owner.join_abandoned()
 
     def _reply(self, number: int, outcome: ReplyStatus, payload: Any) -> None:
         if self.transport.is_closing():

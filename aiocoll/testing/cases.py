@@ -21,10 +21,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions, seconds
+from aiocoll.testing.comparison import find_difference, has_arrays
 from aiocoll.testing.frames import trimmed
 from aiocoll.testing.processes import run_test_processes
 from aiocoll.testing.ranks import loop_factory, run_ranks
@@ -58,7 +57,6 @@ class RanksTestCase(unittest.TestCase):
 
     def __init__(self, methodName: str = "runTest") -> None:
         super().__init__(methodName)
-        self.addTypeEqualityFunc(np.ndarray, self._assert_same_arrays)
 
     def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
         """Run the test on all ranks."""
@@ -98,22 +96,53 @@ class RanksTestCase(unittest.TestCase):
             error.add_note(f"in the part {what}")
             raise
 
+    def assertEqual(
+        self,
+        first: Any,
+        second: Any,
+        msg: Any = None,
+        *,
+        atol: float | None = None,
+        rtol: float | None = None,
+        exact_dtype: bool = True,
+    ) -> None:
+        """Check that two values are equal: arrays of any library, lists, tuples and dicts of them, or other objects.
+
+        Arrays are compared exactly, NaNs as equal; torch's assertion has tolerances that depend on the dtype.
+
+        Args:
+            first: a value; an array equals a list of its elements.
+            second: likewise.
+            msg: added to the failure.
+            atol: absolute tolerance for arrays.
+            rtol: tolerance relative to `second`.
+            exact_dtype: arrays of different dtypes differ.
+        """
+        tolerances: Any = {"atol": atol or 0.0, "rtol": rtol or 0.0, "exact_dtype": exact_dtype}
+        if has_arrays(first) or has_arrays(second):
+            difference = find_difference(first, second, **tolerances)
+            if difference is not None:
+                self.fail(self._formatMessage(msg, difference))
+        else:
+            super().assertEqual(first, second, msg)  # noqa: PT009
+
+    def assertNotEqual(self, first: Any, second: Any, msg: Any = None) -> None:
+        """Check that two values differ, which may be what `assertEqual` takes."""
+        if has_arrays(first) or has_arrays(second):
+            if find_difference(first, second) is None:
+                self.fail(self._formatMessage(msg, f"both are {first!r}"))
+        else:
+            super().assertNotEqual(first, second, msg)  # noqa: PT009
+
     def assertEqualOnRank(self, first: Any, second: Any, msg: Any = None, *, rank: int = 0) -> None:
-        """Check on one rank that two values, or arrays, are equal."""
+        """Check on one rank that two values are equal, as `assertEqual` does."""
         if self.rank == rank:
             self.assertEqual(first, second, msg)  # noqa: PT009
 
     def assertNotEqualOnRank(self, first: Any, second: Any, msg: Any = None, *, rank: int = 0) -> None:
-        """Check on one rank that two values, or arrays, differ."""
-        if self.rank != rank:
-            return
-        if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-            self.assertFalse(np.array_equal(first, second), msg or f"both are {first!r}")  # noqa: PT009
-        else:
+        """Check on one rank that two values differ, as `assertNotEqual` does."""
+        if self.rank == rank:
             self.assertNotEqual(first, second, msg)  # noqa: PT009
-
-    def _assert_same_arrays(self, first: Any, second: Any, msg: Any = None) -> None:
-        np.testing.assert_array_equal(first, second, err_msg=msg or "", strict=True)
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
@@ -188,8 +217,9 @@ class MultiProcessTestCase(RanksTestCase):
         """Start the processes of continuous ranks."""
         super().setUpClass()
         if cls.continuous:
-            skip_early(cls.world_size, cls)
-            cls._standing = Standing(cls, cls.world_size, options=cls.options, loop=cls.loop)
+            world_size = cls().world_size  # torch's test cases have a property
+            skip_early(world_size, cls)
+            cls._standing = Standing(cls, world_size, options=cls.options, loop=cls.loop)
             cls.addClassCleanup(cls._standing.close)
             cls._standing.start()
 

@@ -120,3 +120,17 @@ async def test_barrier_of_a_group_does_not_wait(pg: ProcessGroup) -> None:
     done = slow.done()
     await slow
     assert not done
+
+
+@pytest.mark.ranks(1)
+async def test_async_op_in_the_place_of_devices_is_refused(pg: ProcessGroup) -> None:
+    with pytest.raises(TypeError, match="device_ids must be a list of devices or None, not bool; async_op does not"):
+        dist.barrier(None, True)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(1)
+async def test_group_that_was_not_awaited_is_named(pg: ProcessGroup) -> None:
+    made = dist.new_group([0])
+    with pytest.raises(TypeError, match="group must be a ProcessGroup or None, not Work; await the call that makes"):
+        dist.all_reduce(1, group=made)  # type: ignore[arg-type]
+    await made

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aiocoll import (
+    FileStore,
     GroupClosedError,
     GroupError,
     HashStore,
@@ -310,6 +313,31 @@ async def test_as_many_newcomers_as_have_come(world_size: int, transport: str) -
 
     results = await on_ranks(where, world_size, rank, newcomer(), newcomer())
     assert results == [[*range(world_size + 2)]] * (world_size + 2)
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+async def test_as_many_newcomers_as_have_come_to_a_store_outside_of_the_process(kind: str, tmp_path: Path) -> None:
+    """Their answers to the last call take a while."""
+    async with AsyncExitStack() as stack:
+        if kind == "tcp":
+            server = await stack.enter_async_context(TCPStore("127.0.0.1", 0, is_master=True))
+        stores = [FileStore(tmp_path / "f") if kind == "file" else TCPStore("127.0.0.1", server.port) for _ in range(3)]
+        for store in stores:
+            await stack.enter_async_context(store)
+
+        async def rank(number: int) -> Any:
+            async with (
+                new_group(store=stores[number], rank=number, world_size=2) as pg,
+                await pg.grow(3, timeout=1, at_least=1) as grown,
+            ):
+                return await grown.allgather_object(grown.rank())
+
+        async def newcomer() -> Any:
+            async with new_group(store=stores[2], join=True) as pg:
+                return await pg.allgather_object(pg.rank())
+
+        async with asyncio.timeout(30):
+            assert await asyncio.gather(rank(0), rank(1), newcomer()) == [[0, 1, 2]] * 3
 
 
 async def test_newcomers_are_told_if_the_ranks_do_not_meet_them_in_time() -> None:

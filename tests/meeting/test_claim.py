@@ -265,6 +265,14 @@ async def test_meeting_that_is_called_off_between_the_two_requests_that_begin_it
         await rank.leave_ended()
 
 
+async def test_stray_process_with_another_world_size_does_not_disturb_the_next_meeting() -> None:
+    store = HashStore()
+    assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
+    with pytest.raises(RendezvousError, match="rank 1 was started with world_size=3, others with world_size=2"):
+        await meet(store, 1, 3)
+    assert await asyncio.gather(*(meet(store, rank, 2) for rank in range(2))) == [[0, 1]] * 2
+
+
 async def open_group(made: new_group) -> ProcessGroup:
     return await made
 

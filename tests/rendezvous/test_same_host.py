@@ -45,7 +45,7 @@ class Machine(Store):
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         found = await self._store._wait(command, arguments, timeout)
-        if command != "multi_get" or "/links/" in arguments[0][0]:
+        if command != "multi_get" or "/card/" not in arguments[0][0]:
             return found
         cards = [msgpack.unpackb(data) for data in found]
         # On loops of their own, or they would use the memory of this process.

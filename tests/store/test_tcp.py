@@ -185,6 +185,17 @@ async def test_missing_workers_are_counted(server):
     await store.aclose()
 
 
+async def test_worker_that_tries_again_is_counted_once(server):
+    store = client(server, world_size=2, timeout=0.05)
+    for _ in range(3):
+        with pytest.raises(StoreTimeoutError, match="1 of 2 clients connected"):
+            await store.get("k", timeout=0.05)
+    other = client(server, world_size=2)
+    assert await asyncio.gather(other.set("k", b"v"), store.get("k", timeout=10)) == [None, b"v"]
+    await other.aclose()
+    await store.aclose()
+
+
 async def test_death_of_the_server_releases_everybody(server):
     async with client(server) as store:
         waits = [asyncio.create_task(wait) for wait in (store.get("k"), store.queue_pop("q"), store.wait(["a", "b"]))]

@@ -152,7 +152,9 @@ class A(InProcessTestCase):
         assert await self.pg.allreduce(1) == 3
 
 class B(MultiProcessTestCase):
-    world_size = 2
+    @property
+    def world_size(self):
+        return 2
     continuous = True
     async def test_error(self):
         raise Odd("it cannot be")

@@ -290,6 +290,23 @@ def test_space_comes_while_the_writer_begins_to_wait(step: int) -> None:
     assert put(writer, CHUNKS) or told in ([], [True])
 
 
+def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes() -> None:
+    *_, writer, reader = both()
+    assert writer.take("one")
+    assert put(writer, 1, OLD)
+    assert put(writer, 2, NEW)
+    reader.end(NEW)
+    assert reader.reclaim() == (False, False)
+    reader.release(NEW)
+    assert got(reader, OLD) == 1
+    assert reader.reclaim()[0]
+    assert put(writer, 3, OLD)
+    assert got(reader, OLD) == 3
+    assert not reader._over
+    reader.reclaim()
+    assert not reader._last
+
+
 def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:
     *_, writer, reader = both()
     assert writer.take("one")

@@ -304,10 +304,10 @@ class Watchdog:
         Where no thread can be started, the loop logs it when it turns again.
         """
         log = partial(logger.log, level, text, *args, extra={"rank": self._rank})
-        speaker = threading.Thread(target=log, name=f"aiocoll warning {self._rank}", daemon=True)
         try:
+            speaker = threading.Thread(target=log, name=f"aiocoll warning {self._rank}", daemon=True)
             speaker.start()
-        except RuntimeError:
+        except (MemoryError, RuntimeError):
             self._tell(log)
         else:
             self._speaker = speaker

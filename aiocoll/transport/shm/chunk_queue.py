@@ -140,12 +140,14 @@ class ChunkQueueWriter(_QueueEnd):
 class ChunkQueueReader(_QueueEnd):
     """The reader's end."""
 
-    __slots__ = ("_next", "_over")
+    __slots__ = ("_last", "_next", "_over")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         super().__init__(memory, direction, fences)
         self._next = 1
         self._over: set[int] = set()
+        #: By released group, the number of its last chunk, which waits behind chunks that are still to be read.
+        self._last: dict[int, int] = {}
 
     def look(self, identity: int, group: int) -> int:
         """Return the fingerprint of the next chunk, if it is for an operation of a group; -1 if not."""
@@ -189,8 +191,14 @@ class ChunkQueueReader(_QueueEnd):
         self._over.add(group)
 
     def release(self, group: int) -> None:
-        """Forget that a group is over: nothing more is written for it."""
-        self._over.discard(group)
+        """Forget that a group is over when its last chunk is freed: nothing more is written for it."""
+        words, numbers = self._words, range(self._next, self._next + CHUNKS)
+        lines = {number: self._lines[(number - 1) % CHUNKS] for number in numbers}
+        left = [number for number, line in lines.items() if words[line] == number and words[line + 1] == group]
+        if left:
+            self._last[group] = left[-1]
+        else:
+            self._over.discard(group)
 
     def reclaim(self) -> tuple[bool, bool]:
         """Be done with what comes next for groups that are over.
@@ -207,4 +215,8 @@ class ChunkQueueReader(_QueueEnd):
                 break
             freed = True
             wanted = self.free() or wanted
+        for group, last in list(self._last.items()):
+            if last < self._next:
+                del self._last[group]
+                self._over.discard(group)
         return freed, wanted

@@ -370,7 +370,8 @@ class StreamTransport:
         """Wait for this peer as long as it lives: it may have a link as soon as it has sent its last message.
 
         It closes the connection when it gives up, as the kernel does when its process ends. If its host is gone, or a
-        network in between has forgotten the connection, keepalive probes find that.
+        network in between has forgotten the connection, keepalive probes find that, or the retransmission of the last
+        message ends after minutes.
         """
         self._serving[task].cancel()
         self._unproven.release(task)
