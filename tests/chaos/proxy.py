@@ -240,7 +240,7 @@ class Detour(Store):
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         found = await self._store._wait(command, arguments, timeout)
-        if command != "multi_get":
+        if command != "multi_get" or "/claim/" in arguments[0][0]:
             return found
         return [self._card(data) for data in found]
 
