@@ -85,7 +85,7 @@ async def run_unless(
 ) -> None:
     """Run `doing` to its end; if `news` returns first, cancel it and raise the returned error.
 
-    Whoever publishes news may close the store at once: what arrived before the connection broke wins.
+    A rank that publishes news may close the store at once. News that arrived before the connection broke win.
     """
     task, other = runtime.create_task(doing, name), runtime.create_task(news, f"{name} news")
     try:

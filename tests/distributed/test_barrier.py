@@ -114,7 +114,7 @@ async def test_barrier_of_an_idle_group_is_that_of_the_group(pg: ProcessGroup) -
 
 @pytest.mark.ranks(2)
 async def test_barrier_of_a_group_does_not_wait(pg: ProcessGroup) -> None:
-    """That of `ProcessGroup` is only for the ranks."""
+    """`ProcessGroup.barrier` waits for the ranks only."""
     slow = pg.allreduce(np.ones(8 * LARGE))
     await pg.barrier()
     done = slow.done()

@@ -1,4 +1,4 @@
-"""What the assertions of test cases compare."""
+"""Comparisons of arrays and containers by the assertions of test cases."""
 
 # ruff: noqa: PT009 - the assertions are tested
 

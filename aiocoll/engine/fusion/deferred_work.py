@@ -17,7 +17,7 @@ __all__ = ["DeferredWork", "FlushWork", "MemberWork", "Progressive"]
 
 
 class Progressive(Progress, Protocol):
-    """What a deferred work needs of the block.
+    """The interface of a block to its deferred works.
 
     Attributes:
         flushed: the recorded calls have started.
@@ -76,12 +76,12 @@ class DeferredWork(Work[Any]):
 
     @property
     def has_started(self) -> bool:
-        """Whether the block has started its calls."""
+        """True once the block has started its calls."""
         return self._block.flushed
 
     @property
     def is_unkeyed_collective(self) -> bool:
-        """Whether this is a collective without a key, and not a work of several of them."""
+        """True for a single collective without a key."""
         return hasattr(self, "plan")
 
     def is_in_block_of(self, other: Work[Any]) -> bool:
