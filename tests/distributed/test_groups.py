@@ -196,3 +196,20 @@ async def test_two_worlds_have_sub_groups_of_their_own() -> None:
     store = HashStore()
     await run_ranks(4, body, [store])
     await store.aclose()
+
+
+async def test_backends_of_a_group_are_compared_by_device_and_not_by_text() -> None:
+    async with HashStore() as store:
+        await dist.init_process_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1)
+        config = dist.get_backend_config()
+        for backend in ("aio", "AIO", "nccl", "cpu:aio", "CUDA:NCCL", "cuda:nccl,cpu:aio", config):
+            group = await dist.new_group(backend=backend)
+            assert dist.get_backend_config(group) == config
+        for backend in ("cuda:aio", "cpu:nccl", "gloo", "fake"):
+            with pytest.raises(ValueError, match=f"backend='{backend}' must be None or 'aio'; group .* has {config}"):
+                await dist.new_group(backend=backend)
+        for device in ("cpu", 0, "cuda:1"):
+            assert dist.get_backend_config(await dist.new_group(device_id=device)) == config
+        with pytest.raises(ValueError, match="device_id='xpu' must be None or of a kind"):
+            await dist.new_group(device_id="xpu")
+        await dist.destroy_process_group()
