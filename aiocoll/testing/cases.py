@@ -118,9 +118,8 @@ class RanksTestCase(unittest.TestCase):
             rtol: tolerance relative to `second`.
             exact_dtype: arrays of different dtypes differ.
         """
-        tolerances: Any = {"atol": atol or 0.0, "rtol": rtol or 0.0, "exact_dtype": exact_dtype}
         if has_arrays(first) or has_arrays(second):
-            difference = find_difference(first, second, **tolerances)
+            difference = find_difference(first, second, rtol=rtol or 0.0, atol=atol or 0.0, exact_dtype=exact_dtype)
             if difference is not None:
                 self.fail(self._formatMessage(msg, difference))
         else:

@@ -215,8 +215,9 @@ class ChunkQueueReader(_QueueEnd):
                 break
             freed = True
             wanted = self.free() or wanted
-        for group, last in list(self._last.items()):
-            if last < self._next:
-                del self._last[group]
-                self._over.discard(group)
+        if self._last:
+            for group, last in list(self._last.items()):
+                if last < self._next:
+                    del self._last[group]
+                    self._over.discard(group)
         return freed, wanted
