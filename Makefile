@@ -1,4 +1,5 @@
-# `make demo` and `make test` need python3 >= 3.11 and nothing else: they make their own environment in .venv.
+# `make demo` and `make test` need python3 >= 3.11 with venv, and packages that pip downloads. Each makes an environment of
+# its own: .venv-demo has the package and what it depends on; .venv has also what work on aiocoll needs.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ ARGS ?=
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo          4 processes reduce real arrays, in .venv'
+	@echo 'make demo          processes learn, lose one of them, and go on with another in its place'
 	@echo 'make test          every feature once, in three minutes on 2 cores'
 	@echo 'make test-all      everything that needs no GPU and no hour'
 	@echo 'make check         format, lint and types'
@@ -26,15 +27,24 @@ help:
 	@echo 'make gpu           what needs a GPU, in under 8 minutes; PYTHON= one with CuPy or torch, pytest-asyncio; ARGS=--fake'
 	@echo 'make clean         remove the environments and caches'
 
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo 'aiocoll needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+
 $(VENV)/installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo 'aiocoll needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/installed
-	$(VENV)/bin/aiocoll run -n 4 examples/allreduce.py
+.venv-demo/installed: pyproject.toml
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install --quiet --editable .
+	@touch $@
+
+# As many ranks as cores, but at least the two that the program needs, and at most four.
+demo: .venv-demo/installed
+	n=$$(nproc); .venv-demo/bin/aiocoll run -n $$((n < 2 ? 2 : n > 4 ? 4 : n)) --max-restarts 1 examples/learn_digits.py
 
 # Tests start hundreds of interpreters: what one has compiled serves the others, where images of containers forbid it, too.
 export PYTHONDONTWRITEBYTECODE :=

@@ -6,9 +6,9 @@ are the weights of that moment. They come when they like and leave when they hav
 """
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import aiocoll
 
@@ -25,8 +25,9 @@ async def main() -> None:
     async with aiocoll.new_group() as pg:
         if pg.size() < 2:
             raise SystemExit("a server needs workers: aiocoll run -n 4 examples/parameter_server.py")
-        images, labels = load_digits(return_X_y=True)
-        images = np.hstack([images / 16, np.ones((len(images), 1))])  # the ones learn how frequent a digit is
+        with np.load(Path(__file__).with_name("digits.npz")) as data:
+            images, labels = data["images"] / 16, data["labels"]
+        images = np.hstack([images, np.ones((len(images), 1))])  # the ones learn how frequent a digit is
         test = np.arange(len(images)) % 5 == 0
         if pg.rank() == SERVER:
             await serve(pg, images[test], labels[test])

@@ -100,8 +100,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             try_csv(args.csv)
     except ValueError as error:
         parser.error(str(error))
+    load = os.getloadavg()[0]
     if not args.json:
-        print(_title(args), styled(HEADING, "heading", sys.stdout), sep="\n", flush=True)
+        print(_title(args, load), styled(HEADING, "heading", sys.stdout), sep="\n", flush=True)
     try:
         timings = asyncio.run(
             run_processes(
@@ -121,15 +122,15 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         complain("bench", error)
         return 1
     if args.json:
-        print(as_json(args, cases, timings[0]))
+        print(as_json(args, load, cases, timings[0]))
     return int(any(timing.wrong for timing in timings[0]))
 
 
-def _title(args: argparse.Namespace) -> str:
+def _title(args: argparse.Namespace, load: float) -> str:
     op = f" {args.op}" if spec_of(args.collective).reduces else ""
     cores = len(os.sched_getaffinity(0))
     kind = "compiled" if COMPILED else "pure Python"
-    where = f"{args.nproc} ranks on {cores} cores, transport {args.transport}"
+    where = f"{args.nproc} ranks on {cores} cores, load {load:.1f}, transport {args.transport}"
     return textwrap.fill(f"# {args.collective}{op}, {args.dtype}, {where}, {kind}", 80, subsequent_indent="# ")
 
 

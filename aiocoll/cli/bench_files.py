@@ -6,6 +6,7 @@ The object has these fields, and those of a later version will have them, too:
     aiocoll, compiled   the version of the package, and whether its hot modules are compiled
     python, numpy       their versions
     system, cores       the operating system with its release and the kind of processor; cores that this process may use
+    load                load average of the minute before the measurement: other processes, if nothing else was run
     collective, op      what was measured; op is null where nothing is reduced
     dtype, ranks        of the elements; how many processes
     transport           what --transport asked for
@@ -42,7 +43,7 @@ __all__ = ["as_json", "try_csv", "write_csv"]
 FORMAT, VERSION = "aiocoll bench", 1
 
 
-def as_json(args: argparse.Namespace, cases: Sequence[Case], timings: Sequence[Timing]) -> str:
+def as_json(args: argparse.Namespace, load: float, cases: Sequence[Case], timings: Sequence[Timing]) -> str:
     """Return the object that `aiocoll bench --json` prints."""
     told = {
         "format": FORMAT,
@@ -53,6 +54,7 @@ def as_json(args: argparse.Namespace, cases: Sequence[Case], timings: Sequence[T
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
+        "load": round(load, 2),
         "collective": args.collective,
         "op": args.op if spec_of(args.collective).reduces else None,
         "dtype": args.dtype,

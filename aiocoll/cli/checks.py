@@ -113,6 +113,15 @@ def _host(ranks: int) -> Iterator[CheckResult]:
         "" if ranks <= cores else f"{ranks} ranks take turns on {cores}: each operation takes several times as long"
     )
     yield CheckResult("host", "cores usable", str(cores), advice)
+    if hasattr(os, "getloadavg"):
+        load = os.getloadavg()[0]
+        busy = load >= cores
+        advice = (
+            "other processes keep the cores busy: operations take several times as long; stop them or wait"
+            if busy
+            else ""
+        )
+        yield CheckResult("host", "load of the last minute", f"{load:.1f}", advice, fine=not busy)
     loop = asyncio.new_event_loop()
     loop.close()
     kind = f"{type(loop).__module__}.{type(loop).__qualname__}"
