@@ -1,9 +1,10 @@
 """`Store`: the interface of every store.
 
-A store is a small dictionary that the ranks of a job share: str keys, bytes values, plus first-in-first-out queues with
-names of their own. Ranks meet through it; arrays are sent by groups. The public methods of `Store` check arguments and
-pass them on as commands (`aiocoll.store.commands`): `_call` carries out those that are answered at once, `_wait` those
-that wait for keys. `KeyValueStore` implements both by three methods that a new store has to write.
+A store is a small dictionary that the ranks of a job share: str keys, bytes values (a str is stored in UTF-8), plus
+first-in-first-out queues with names of their own. Ranks meet through it; arrays are sent by groups. The public methods
+of `Store` check arguments and pass them on as commands (`aiocoll.store.commands`): `_call` carries out those that are
+answered at once, `_wait` those that wait for keys. `KeyValueStore` implements both by three methods that a new store
+has to write.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 from aiocoll.errors import StoreError, StoreTimeoutError
-from aiocoll.numerals import to_float
+from aiocoll.numerals import to_float, to_int
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.store.commands import check_arguments
+from aiocoll.store.commands import check_arguments, count_bytes
 from aiocoll.user_code import describe
 
-__all__ = ["GRACE", "Store", "answered", "seconds", "settled", "timed_out"]
+__all__ = ["GRACE", "Store", "answered", "count_of_clients", "seconds", "settled", "timed_out"]
 
 T = TypeVar("T")
 
@@ -73,6 +74,14 @@ class Store(ABC):
     def timeout(self, timeout: float | timedelta) -> None:
         self._timeout = seconds(timeout)
 
+    def set_timeout(self, timeout: float | timedelta) -> None:
+        """Set `timeout`.
+
+        Args:
+            timeout: seconds a call waits when it is given no timeout.
+        """
+        self.timeout = timeout
+
     def __str__(self) -> str:
         return type(self).__name__
 
@@ -81,17 +90,17 @@ class Store(ABC):
         """Whether `_hold` gives a key up when this client disconnects or dies."""
         return False
 
-    async def set(self, key: str, value: bytes) -> None:
+    async def set(self, key: str, value: bytes | str) -> None:
         """Store `value` under `key`, replacing any value.
 
         Args:
             key: at most 1 KiB in UTF-8.
-            value: at most 8 MiB.
+            value: at most 8 MiB; a str is stored in UTF-8.
 
         Raises:
             StoreError: a limit; nothing was changed.
         """
-        await self._checked("set", key, value)
+        await self._checked("set", key, _encoded(value))
 
     async def get(self, key: str, timeout: float | timedelta | None = None) -> bytes:
         """Wait until `key` exists.
@@ -127,7 +136,7 @@ class Store(ABC):
         total: int = await self._checked("add", key, amount)
         return total
 
-    async def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+    async def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Store `desired` if the value is `expected`, or if `key` is absent and `expected` is empty.
 
         The result is the same for the client that stored `desired` and one that found it there: to find a winner, let
@@ -144,7 +153,7 @@ class Store(ABC):
         Raises:
             StoreError: a limit; nothing was changed.
         """
-        value: bytes = await self._checked("compare_set", key, expected, desired)
+        value: bytes = await self._checked("compare_set", key, _encoded(expected), _encoded(desired))
         return value
 
     async def check(self, keys: Iterable[str]) -> bool:
@@ -192,7 +201,7 @@ class Store(ABC):
         count: int = await self._checked("num_keys", "")
         return count
 
-    async def append(self, key: str, value: bytes) -> None:
+    async def append(self, key: str, value: bytes | str) -> None:
         """Append `value` to what is stored under `key`; an absent key counts as empty.
 
         Args:
@@ -202,7 +211,7 @@ class Store(ABC):
         Raises:
             StoreError: a limit; nothing was changed.
         """
-        await self._checked("append", key, value)
+        await self._checked("append", key, _encoded(value))
 
     async def multi_get(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> list[bytes]:
         """Wait until all `keys` exist and read them atomically.
@@ -220,7 +229,7 @@ class Store(ABC):
         values: list[bytes] = await self._waited("multi_get", timeout, _listed("keys", keys))
         return values
 
-    async def multi_set(self, keys: Iterable[str], values: Iterable[bytes]) -> None:
+    async def multi_set(self, keys: Iterable[str], values: Iterable[bytes | str]) -> None:
         """Store one value per key, all or none.
 
         Args:
@@ -230,7 +239,9 @@ class Store(ABC):
         Raises:
             StoreError: a limit; nothing was changed.
         """
-        await self._checked("multi_set", _listed("keys", keys), _listed("values", values))
+        await self._checked(
+            "multi_set", _listed("keys", keys), [_encoded(value) for value in _listed("values", values)]
+        )
 
     async def list_keys(self) -> list[str]:
         """List the keys.
@@ -242,7 +253,7 @@ class Store(ABC):
         keys: list[str] = await self._checked("list_keys", "")
         return keys
 
-    async def queue_push(self, key: str, value: bytes) -> None:
+    async def queue_push(self, key: str, value: bytes | str) -> None:
         """Append an item to a queue; a queue and a key of the same name are unrelated.
 
         Args:
@@ -252,7 +263,7 @@ class Store(ABC):
         Raises:
             StoreError: a limit; nothing was changed.
         """
-        await self._checked("queue_push", key, value)
+        await self._checked("queue_push", key, _encoded(value))
 
     async def queue_pop(self, key: str, block: bool = True, timeout: float | timedelta | None = None) -> bytes:
         """Remove the first item of a queue; waiting calls are served in order.
@@ -397,6 +408,22 @@ def timed_out(where: str, command: str, missing: list[str], timeout: float) -> S
     return StoreTimeoutError(
         f"{where} did not get {'key' if len(missing) == 1 else 'keys'} {names} within {timeout:g} s"
     )
+
+
+def count_of_clients(world_size: int | None) -> int | None:
+    """Return the number of clients of a store; None if it may be any, as None and -1 say."""
+    number = -1 if world_size is None else to_int(world_size, "world_size", "an int or None")
+    if number < 1 and number != -1:
+        raise ValueError(f"world_size must be at least 1, or -1 for any number, got {number}")
+    return None if number == -1 else number
+
+
+def _encoded(value: Any) -> Any:
+    """Return text in UTF-8, and anything else as it is."""
+    if isinstance(value, str):
+        count_bytes("value", value)
+        return value.encode()
+    return value
 
 
 def _listed(name: str, items: Any) -> list[Any]:

@@ -147,8 +147,7 @@ def count_bytes(name: str, text: str) -> int:
 
 def _check_value(value: object) -> None:
     if not isinstance(value, bytes):
-        hint = "use value.encode()" if isinstance(value, str) else "use bytes(value)"
-        raise TypeError(f"value must be bytes, got {type(value).__name__}: {hint}")
+        raise TypeError(f"value must be bytes, got {type(value).__name__}: use bytes(value)")
     if len(value) > MAX_VALUE_BYTES:
         raise StoreError(
             f"value has {len(value)} bytes, the limit is {MAX_VALUE_BYTES}: send arrays through a group, not the store"

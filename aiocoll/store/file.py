@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from aiocoll.errors import BackendUnavailableError, StoreError, StoreTimeoutError, StoreUnavailableError
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.security.handshake import job_id
-from aiocoll.store.base import Store, timed_out
+from aiocoll.store.base import Store, count_of_clients, timed_out
 from aiocoll.store.commands import COMMANDS, check_arguments, keys_of
 from aiocoll.store.core import StoreCore
 from aiocoll.store.polling import Poll
@@ -41,9 +41,9 @@ class FileStore(Store):
     """A store that processes of one machine (or of a file system with working `flock`) reach by a path.
 
     Args:
-        path: the file; the first member creates it with mode 0600. A symlink, a file of another user or one that
+        file_name: the file; the first member creates it with mode 0600. A symlink, a file of another user or one that
             others may open is refused.
-        world_size: how many members will call `aclose`; the last one removes the file. None: it is never removed.
+        world_size: how many members will call `aclose`; the last one removes the file. None or -1: it is never removed.
         timeout: seconds that calls wait when they are given no timeout.
         job: name of the job; a file left behind by another job is refused instead of joined.
         runtime: clock to use; None is the running loop's.
@@ -51,7 +51,7 @@ class FileStore(Store):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        file_name: str | os.PathLike[str],
         world_size: int | None = None,
         *,
         timeout: float | timedelta = 300.0,
@@ -59,10 +59,8 @@ class FileStore(Store):
         runtime: Runtime | None = None,
     ) -> None:
         super().__init__(timeout)
-        if world_size is not None and world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {world_size}")
-        self._path = os.fspath(path)
-        self._world_size = world_size
+        self.path = os.fspath(file_name)
+        self._world_size = count_of_clients(world_size)
         self._job_id = job_id(job)
         self._runtime = runtime
         self._log: LogFile | None = None
@@ -72,7 +70,7 @@ class FileStore(Store):
         self._closed = False
 
     def __str__(self) -> str:
-        return f"FileStore {self._path}"
+        return f"FileStore {self.path}"
 
     async def aclose(self) -> None:
         """Close the file; the last of `world_size` members removes it."""
@@ -105,7 +103,7 @@ class FileStore(Store):
                     return item
             if not await poll.pause():
                 missing = self._core.missing(command, arguments) or keys
-                raise timed_out(f"FileStore {self._path}", command, missing, timeout)
+                raise timed_out(f"FileStore {self.path}", command, missing, timeout)
 
     async def _locked(self, action: Callable[[LogFile], Any], timeout: float) -> Any:
         """Run `action`, which must not await, under the lock, on an up-to-date core."""
@@ -113,7 +111,7 @@ class FileStore(Store):
         await self._replay()
         while not self._opened().try_lock():
             if not await poll.pause():
-                raise StoreTimeoutError(f"another process held the lock of {self._path} for {timeout:g} s")
+                raise StoreTimeoutError(f"another process held the lock of {self.path} for {timeout:g} s")
         log = self._opened()
         try:
             self._catch_up(log)
@@ -131,13 +129,13 @@ class FileStore(Store):
 
     def _opened(self) -> LogFile:
         if self._closed:
-            raise StoreUnavailableError(f"the FileStore on {self._path} is closed: make a new one")
+            raise StoreUnavailableError(f"the FileStore on {self.path} is closed: make a new one")
         if sys.platform == "win32":
             raise BackendUnavailableError("FileStore needs flock, which Windows does not have: use a TCPStore")
         if self._log is None:
             from aiocoll.store.log import LogFile
 
-            self._log = LogFile(self._path, self._job_id)
+            self._log = LogFile(self.path, self._job_id)
         return self._log
 
     def _catch_up(self, log: LogFile, *nbytes: int) -> bool:

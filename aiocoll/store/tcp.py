@@ -10,13 +10,12 @@ from typing import Any, Literal, Self
 
 from aiocoll.credentials import tls_files
 from aiocoll.errors import StoreUnavailableError
-from aiocoll.numerals import to_int
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.security.handshake import ConnKind, Identity, job_id
 from aiocoll.security.names import part_name
 from aiocoll.security.user_ca import prepare
 from aiocoll.store.address import describe, is_unix
-from aiocoll.store.base import Store, answered
+from aiocoll.store.base import Store, answered, count_of_clients
 from aiocoll.store.client import ClientLink, connect
 from aiocoll.store.listening import find_address, local_address
 from aiocoll.store.server import StoreServer
@@ -32,15 +31,15 @@ class TCPStore(Store):
     concurrently; the server pushes the ends of waits. When it is gone, every call raises `StoreUnavailableError`.
 
     Args:
-        host: the server's address; ``unix:PATH`` or ``unix:@NAME`` (Linux, no file) for a unix socket.
+        host_name: the server's address; ``unix:PATH`` or ``unix:@NAME`` (Linux, no file) for a unix socket.
         port: the server's port; 0 lets the master take a free one, which is `port` once the store is open.
-        world_size: number of clients, the master's own included.
+        world_size: number of clients, the master's own included; None or -1 for any number.
         is_master: run the server, on a thread of its own; it ends with this store.
         timeout: seconds for opening and for every call without a timeout.
         wait_for_workers: opening waits until `world_size` clients have opened.
         key: the job key, needed where other machines can reach the address.
         job: name of the job; a server of another job is refused.
-        bind: where the master listens if `host` is no address of its machine, or only its loopback; or "any".
+        bind: where the master listens if `host_name` is no address of its machine, or only its loopback; or "any".
         encryption: `"auto"` encrypts the connection if the server is on another host, `"tls"` always but over unix
             sockets, `"none"` never; the server has to be given the same.
         tls_ca: path of the certificates of a CA, with `tls_certificate` and `tls_key`: see `GroupOptions`.
@@ -51,7 +50,7 @@ class TCPStore(Store):
 
     def __init__(
         self,
-        host: str,
+        host_name: str,
         port: int,
         world_size: int | None = None,
         is_master: bool = False,
@@ -68,16 +67,13 @@ class TCPStore(Store):
         runtime: Runtime | None = None,
     ) -> None:
         super().__init__(timeout)
-        world_size = None if world_size is None else to_int(world_size, "world_size", "an int or None")
-        if world_size is not None and world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {world_size}")
         if not 0 <= port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {port}")
-        if port == 0 and not is_master and not is_unix(host):
+        if port == 0 and not is_master and not is_unix(host_name):
             raise ValueError("port=0 means a free port, which only the master can choose: give its real port")
-        self.host = host
+        self.host = host_name
         self.port = port
-        self._world_size = world_size
+        self._world_size = count_of_clients(world_size)
         self._is_master = is_master
         self._wait_for_workers = wait_for_workers
         self._key = key

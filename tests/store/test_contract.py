@@ -228,6 +228,8 @@ async def test_timeout_of_the_store_is_the_default(store):
     assert store.timeout == 0.01
     with pytest.raises(StoreTimeoutError, match=r"within 0\.01 s"):
         await store.get("missing")
+    store.set_timeout(timedelta(seconds=2))
+    assert store.timeout == 2.0
     store.timeout = math.inf
     assert store.timeout == math.inf
     await store.set("k", b"1")
@@ -245,8 +247,6 @@ async def test_unusable_timeouts_are_refused(store, timeout):
 
 
 async def test_values_must_be_bytes_and_keys_str(store):
-    with pytest.raises(TypeError, match=r"value must be bytes, got str: use value.encode\(\)"):
-        await store.set("k", "text")
     with pytest.raises(TypeError, match=r"value must be bytes, got bytearray: use bytes\(value\)"):
         await store.append("k", bytearray(b"1"))
     with pytest.raises(TypeError, match="key must be str, got bytes"):
@@ -258,6 +258,18 @@ async def test_values_must_be_bytes_and_keys_str(store):
     with pytest.raises(ValueError, match="multi_set got 2 keys and 1 values"):
         await store.multi_set(["a", "b"], [b""])
     assert await store.num_keys() == 0
+
+
+async def test_text_is_stored_in_utf8(store):
+    await store.set("set", "ä")
+    await store.append("set", "b")
+    await store.multi_set(["one", "two"], ["1", b"2"])
+    assert await store.multi_get(["set", "one", "two"]) == ["äb".encode(), b"1", b"2"]
+    assert await store.compare_set("set", "äb", "c") == b"c"
+    await store.queue_push("queue", "item")
+    assert await store.queue_pop("queue") == b"item"
+    with pytest.raises(ValueError, match=r"^value='\\ud800' is no text"):
+        await store.set("set", "\ud800")
 
 
 async def test_keys_are_text(store):

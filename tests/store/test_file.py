@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
-from aiocoll.store import FileStore
+from aiocoll.store import FileStore, TCPStore
 
 HEADER_SIZE = 32
 
@@ -114,12 +114,29 @@ async def test_last_member_removes_the_file(tmp_path):
         await member.aclose()
         await member.aclose()
     assert not path.exists()
-    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
-        FileStore(path, world_size=0)
+
+
+@pytest.mark.parametrize("world_size", [0, -2])
+async def test_numbers_of_members_that_cannot_be_are_refused(tmp_path, world_size):
+    for make in (
+        lambda: FileStore(tmp_path / "store", world_size),
+        lambda: TCPStore("localhost", 0, world_size, is_master=True),
+    ):
+        with pytest.raises(ValueError, match=f"world_size must be at least 1, or -1 for any number, got {world_size}"):
+            make()
 
 
 async def test_without_world_size_the_file_stays(log):
     assert log[0].exists()
+
+
+async def test_arguments_of_c10d_are_understood(tmp_path):
+    async with FileStore(file_name=tmp_path / "store", world_size=-1) as store:
+        await store.set("k", b"")
+        assert store.path == str(tmp_path / "store")
+    assert (tmp_path / "store").exists()
+    async with TCPStore(host_name="localhost", port=0, world_size=-1, is_master=True, timeout=60) as tcp:
+        assert await tcp.num_keys() == 0
 
 
 async def test_removed_file_is_noticed_by_those_who_wait(log):
@@ -171,7 +188,7 @@ async def test_one_store_shared_by_tasks_that_replay_a_long_history(tmp_path):
 
 HAMMER = """
 import asyncio, sys
-from aiocoll.store import FileStore
+from aiocoll.store import FileStore, TCPStore
 
 async def main():
     async with FileStore(sys.argv[1], world_size=3) as store:
