@@ -92,6 +92,7 @@ class ProcessGroup(MpiCalls):
         timeout: seconds an operation may take by default. Setting it applies to later calls, on this rank.
         global_ranks: rank in the job of each rank of the group.
         recorder: what this rank did last, see `FlightRecorder`.
+        store: keys of this group in the store where its ranks met, for any small values that they share.
         completed_everywhere: for a group made by `shrink`, what the old one had completed on all ranks of this one.
         completed_somewhere: what it had completed on one of them at least.
     """
@@ -99,7 +100,7 @@ class ProcessGroup(MpiCalls):
     def __init__(self, comm: Communicator, spec: GroupSpec, origin: Origin) -> None:
         self.group_name = comm.name
         self.group_desc = f"{len(comm.ranks)} ranks"
-        self.global_ranks = comm.ranks
+        self.global_ranks, self.store = comm.ranks, origin.store(comm.id)
         self.recorder = FlightRecorder(comm, spec.options.dump_dir)
         self.completed_everywhere, self.completed_somewhere = spec.completed
         self._comm, self._rank, self._devices = comm, comm.rank, spec.devices

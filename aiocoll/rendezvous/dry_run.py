@@ -46,7 +46,7 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.options import GroupOptions
 from aiocoll.runtime import Runtime
-from aiocoll.store import Store
+from aiocoll.store import HashStore, PrefixStore, Store
 from aiocoll.transport.base import Card
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.tuning import load
@@ -70,6 +70,11 @@ class World:
         self._endpoint = _Nowhere(Runtime.of(asyncio.get_running_loop()), rank, world_size)
         self._tuning = _tuning(options)
         self._members = 0
+        self._store = HashStore()
+
+    def store(self, identity: int) -> Store:
+        """Return the keys of a group, of which this rank sets all."""
+        return PrefixStore(f"group/{identity:x}", self._store)
 
     def group(self, spec: GroupSpec) -> ProcessGroup:
         """Make a group of all ranks."""

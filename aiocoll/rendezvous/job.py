@@ -16,14 +16,7 @@ from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, S
 from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
-from aiocoll.meeting.cards import (
-    CALLED_OFF,
-    CardCache,
-    MeetingMovedError,
-    call_off,
-    cores,
-    ranks_on_host,
-)
+from aiocoll.meeting.cards import CALLED_OFF, CardCache, MeetingMovedError, call_off, cores, ranks_on_host
 from aiocoll.meeting.claim import Claims, call_off_all
 from aiocoll.meeting.growth import Assignment, Invitation, await_newcomer, invite
 from aiocoll.meeting.holders import arrival, heed_deaths
@@ -146,6 +139,10 @@ class Job:
         comm = Communicator(endpoint, identity, spec.name, ranks, chunk_nbytes, spec.timeout, spec.options, tuning)
         endpoint.add(comm)
         return ProcessGroup(comm, spec, self)
+
+    def store(self, identity: int) -> Store:
+        """Return the keys of a group, which no later meeting on the same store sees."""
+        return PrefixStore(f"group/{identity:x}", self._claims.store)
 
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
         """Make a group of some of the ranks, which have agreed on it."""

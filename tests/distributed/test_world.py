@@ -252,6 +252,38 @@ async def init_from_the_environment(pg: ProcessGroup) -> tuple[int, int, int]:
     return dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank()
 
 
+@pytest.mark.ranks(3)
+async def test_ranks_share_keys_in_the_store_of_their_group(pg: ProcessGroup) -> None:
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.store
+    await store.set(f"card/{pg.rank()}", f"here {pg.rank()}")
+    assert await store.multi_get([f"card/{rank}" for rank in range(3)]) == [b"here 0", b"here 1", b"here 2"]
+    await dist.barrier()
+    part = await dist.new_group([0, 1])
+    if isinstance(part, ProcessGroup):
+        await part.store.set(f"part/{pg.rank()}", "")
+        await part.store.wait(["part/0", "part/1"])
+        assert await part.store.num_keys() == 2
+    await dist.barrier()
+    assert await store.num_keys() == 3
+
+
+async def test_later_meeting_on_the_same_store_sees_no_keys_of_earlier_ones() -> None:
+    async with HashStore() as store:
+        for _ in range(2):
+            async with aiocoll.new_group(store=store, rank=0, world_size=1, name="job") as pg:
+                assert await pg.store.list_keys() == []
+                await pg.store.set("key", "value")
+
+
+async def test_dry_run_has_a_store_of_its_own() -> None:
+    await dist.init_process_group("fake", rank=3, world_size=8)
+    assert dist.group.WORLD is not None
+    await dist.group.WORLD.store.set("key", "value")
+    assert await dist.group.WORLD.store.get("key") == b"value"
+    await dist.destroy_process_group()
+
+
 @pytest.mark.slow
 async def test_processes() -> None:
     assert await run_processes(2, init_from_the_environment) == [(0, 2, 0), (1, 2, 1)]

@@ -42,6 +42,9 @@ class Origin(Protocol):
 
     dry: bool
 
+    def store(self, identity: int) -> Store:
+        """Return the keys of a group in the store where its ranks met."""
+
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> Any:
         """Make a group of some of the ranks, all of which have agreed to it."""
 
