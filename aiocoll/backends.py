@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-__all__ = ["Backend", "BackendConfig", "factory_of", "refuse_device", "register_backend", "sole_backend"]
+__all__ = ["Backend", "BackendConfig", "factory_of", "kind_of", "refuse_device", "register_backend", "sole_backend"]
 
 _FORMAT = "write pairs of device and backend, such as 'cpu:aio,cuda:nccl'"
 
@@ -23,13 +23,14 @@ _factories: dict[str, Callable[..., Any]] = {}
 
 
 #: What programs for torch.distributed name; they need nothing in its place.
-_OF_TORCH = {"gloo", "mpi", "ucc"}
+_OF_TORCH = {"gloo", "mpi", "ucc", "xccl"}
 
 
 class Backend(str):
     """The name of an existing backend, in lower case: ``Backend("AIO") == "aio" == Backend.AIO``.
 
-    A registered backend is an attribute, too.
+    A registered backend is an attribute, too. `GLOO`, `MPI`, `UCC` and `XCCL` are names that programs for
+    torch.distributed compare with: there is no such backend unless it was registered.
 
     Attributes:
         backend_list: all names.
@@ -47,6 +48,10 @@ class Backend(str):
     AIO: ClassVar[str] = "aio"
     NCCL: ClassVar[str] = "nccl"
     FAKE: ClassVar[str] = "fake"
+    GLOO: ClassVar[str] = "gloo"
+    MPI: ClassVar[str] = "mpi"
+    UCC: ClassVar[str] = "ucc"
+    XCCL: ClassVar[str] = "xccl"
 
     backend_list: ClassVar[list[str]] = [AIO, NCCL, FAKE]
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": AIO, "cuda": NCCL}
@@ -157,13 +162,25 @@ def factory_of(backend: str) -> Callable[..., Any] | None:
     return _factories.get(backend)
 
 
+def kind_of(device: str, name: str) -> str:
+    """Return the kind of a device, the argument `name`: "cuda" of "cuda:0".
+
+    Raises:
+        ValueError: its index is no number from 0.
+    """
+    kind, colon, index = device.partition(":")
+    if colon and not (index.isascii() and index.isdecimal()):
+        raise ValueError(f"{name}={device!r}: the index {index!r} must be a number from 0, such as in '{kind}:0'")
+    return kind
+
+
 def refuse_device(device: str, devices: Mapping[str, str]) -> None:
     """Refuse a device, such as "cpu" or "cuda:0", that a group with these backends does not serve.
 
     Raises:
-        ValueError: it has no backend.
+        ValueError: it has no backend, or its index is no number.
     """
-    if device.partition(":")[0] not in devices:
+    if kind_of(device, "device") not in devices:
         served = ", ".join(f"{name!r} ({serves})" for name, serves in devices.items())
         raise ValueError(f"device={device!r} has no backend; this group has backends for {served}")
 

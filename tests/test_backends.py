@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+import aiocoll.distributed as dist
 from aiocoll import Backend, BackendConfig, GroupOptions, HashStore, backends, new_group
 from aiocoll import register_backend as register
+from aiocoll.gpu.provider import provide
 from aiocoll.testing import run_ranks
+
+from .fakes.cuda import FakeCuda
 
 
 @pytest.fixture
@@ -37,6 +41,14 @@ def test_a_name_is_told_in_small_letters(name: str) -> None:
 def test_a_name_that_is_not_known_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"backend='{name}' is not known: use aio, nccl"):
         Backend(name)
+
+
+@pytest.mark.parametrize("name", ["GLOO", "MPI", "UCC", "XCCL"])
+async def test_backend_of_torch_is_a_name_that_leads_to_the_remedy(name: str) -> None:
+    assert getattr(Backend, name) == name.lower()
+    assert name.lower() not in Backend.backend_list
+    with pytest.raises(ValueError, match=rf"backend='{name.lower()}' is not known: .* leave it out: that one is torch"):
+        await dist.init_process_group(getattr(Backend, name), store=HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("make", [Backend, BackendConfig])
@@ -100,7 +112,7 @@ async def test_a_group_tells_what_serves_a_device() -> None:
     async with (
         new_group("cpu:aio,cuda:nccl", store=store, rank=0, world_size=1) as both,
         new_group("aio", store=store, rank=0, world_size=1) as one,
-        new_group("nccl", store=store, rank=0, world_size=1, device="cuda:1") as device,
+        new_group("nccl", store=store, rank=0, world_size=1) as device,
         new_group("cpu:aio", store=store, rank=0, world_size=1) as host,
     ):
         assert (both.backend_for("cpu"), both.backend_for("cuda"), one.backend_for("cpu")) == ("aio", "nccl", "aio")
@@ -138,11 +150,24 @@ async def test_groups_made_of_others_have_their_backends() -> None:
             r"device='tpu' has no backend; this group has backends for 'cpu' \(aio\), 'cuda' \(aio\)",
         ),
         ({"device": 0}, TypeError, "device must be a str or None, not int"),
+        ({"device": "cuda:-1"}, ValueError, "device='cuda:-1': the index '-1' must be a number from 0, such as in"),
+        ({"device": "cuda:"}, ValueError, "device='cuda:': the index '' must be a number from 0"),
+        ({"device": "cuda:2"}, ValueError, "device='cuda:2' not found: this process may use 2 CUDA devices"),
+        ({"backend": "nccl", "device": "cuda:99"}, ValueError, "device='cuda:99' not found"),
     ],
 )
 def test_devices_that_cannot_be_served(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with provide(FakeCuda(2)), pytest.raises(error, match=message):
         new_group(**given, store=HashStore(), rank=0, world_size=1)
+
+
+def test_devices_that_are_there_are_accepted() -> None:
+    with provide(FakeCuda(2)):
+        for device in ("cpu", "cpu:0", "cuda", "cuda:0", "cuda:1"):
+            new_group(store=HashStore(), rank=0, world_size=1, device=device)
+    with provide(FakeCuda(0)), pytest.raises(ValueError, match=r"device='cuda' not found: .* may use 0 CUDA devices"):
+        new_group(store=HashStore(), rank=0, world_size=1, device="cuda")
+    new_group("fake", rank=0, world_size=1, device="cuda:7")
 
 
 # -- other backends

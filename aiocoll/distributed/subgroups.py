@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from aiocoll.backends import BackendConfig
+from aiocoll.backends import BackendConfig, kind_of
 from aiocoll.distributed.introspection import get_backend, get_backend_config
 from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.world import Group, GroupMember, default_group, device_name, found, inside, replace
@@ -287,7 +287,7 @@ def _same_kind(pg: ProcessGroup, backend: str | None, options: Any, device: Any)
     if backend is not None and not _has_backend(pg, backend):
         own, served = get_backend(pg), get_backend_config(pg)
         raise ValueError(f"backend={backend!r} must be None or {own!r}; group {pg.group_name!r} has {served}")
-    if device is not None and (device_name(device) or "").partition(":")[0] not in pg._devices:
+    if device is not None and kind_of(device_name(device) or "", "device_id") not in pg._devices:
         served = ", ".join(map(repr, pg._devices))
         raise ValueError(f"device_id={device!r} must be None or of a kind that {pg.group_name!r} serves: {served}")
 

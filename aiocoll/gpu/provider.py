@@ -10,7 +10,7 @@ from functools import cache
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.gpu.api import Cuda, DeviceError, Nccl
 
-__all__ = ["by_ctypes", "needed", "provide", "runtime", "why_no_nccl"]
+__all__ = ["by_ctypes", "device_count", "driver_devices", "needed", "provide", "runtime", "why_no_nccl"]
 
 #: What a test has provided: CUDA, NCCL or None, and why there is no NCCL.
 _provided: tuple[Cuda, Nccl | None, str] | None = None
@@ -50,6 +50,25 @@ def runtime() -> tuple[Cuda, Nccl | None]:
                 f"CUDA arrays need CuPy: {needed()} ({error}; nor is the driver enough: {other})"
             ) from error
     return cuda(), nccl()[0]
+
+
+def device_count() -> int:
+    """Return how many CUDA devices this process may use; CuPy is not loaded."""
+    return driver_devices() if _provided is None else _provided[0].device_count()
+
+
+def driver_devices() -> int:
+    """Return how many devices the driver names; 0 without a driver."""
+    import ctypes
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
 
 
 def why_no_nccl() -> str | None:

@@ -47,7 +47,7 @@ class new_group:
             Then no process may choose its rank, and each call is another rank.
         world_size: number of ranks; with ``env://`` from ``WORLD_SIZE``, or the variable of that launcher.
         timeout: seconds the ranks have to meet, and that an operation may take by default.
-        device: a kind of device that the backend serves, or None.
+        device: a device that the backend serves and this process has, such as "cpu" or "cuda:0", or None.
         name: name of the group, the same on all ranks; by default numbered in the order of the calls.
         join: become a rank of an existing group whose ranks call `ProcessGroup.grow`; the group assigns the rank. With
             ``env://``, ``AIOCOLL_JOIN=1`` says so too: the launcher does, to the process that replaces a lost rank.
@@ -100,6 +100,8 @@ class new_group:
             count_bytes("name", name)
         if device is not None:
             refuse_device(device, self._devices)
+            if self._backend == Backend.AIO:
+                _refuse_absent(device)
         self._device = device
         self._name = name
         self._timeout = seconds(timeout, "timeout")
@@ -242,6 +244,16 @@ class new_group:
         rank, size = self._where.rank, self._where.world_size
         assert rank is not None
         return World(rank, size, options).group(GroupSpec(self._name, self._timeout, options, self._devices))
+
+
+def _refuse_absent(device: str) -> None:
+    """Raise `ValueError` for a CUDA device that this process does not have."""
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        from aiocoll.gpu.provider import device_count  # few groups are given a device
+
+        if int(index or 0) >= (count := device_count()):
+            raise ValueError(f"device={device!r} not found: this process may use {count} CUDA devices")
 
 
 def _left(time: Callable[[], float], end: float) -> float:

@@ -124,13 +124,6 @@ def _checked(test: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _gpus() -> int:
-    import ctypes
+    from aiocoll.gpu.provider import driver_devices
 
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return 0
-    return count.value
+    return driver_devices()

@@ -212,4 +212,6 @@ async def test_backends_of_a_group_are_compared_by_device_and_not_by_text() -> N
             assert dist.get_backend_config(await dist.new_group(device_id=device)) == config
         with pytest.raises(ValueError, match="device_id='xpu' must be None or of a kind"):
             await dist.new_group(device_id="xpu")
+        with pytest.raises(ValueError, match="device_id='cuda:-1': the index '-1' must be a number from 0"):
+            await dist.new_group(device_id=-1)
         await dist.destroy_process_group()
