@@ -25,6 +25,17 @@ def test_every_name_is_what_the_table_says() -> None:
     assert list(generate.wrong_names()) == []
 
 
+def test_names_that_do_not_exist_and_other_arguments_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("aiocoll.ProcessGroup.abort", "aiocoll.ProcessGroup.store", "aiocoll.distributed.group.WORLD"):
+        generate.resolve(name)
+    for name in ("aiocoll.ProcessGroup.missing", "aiocoll.missing", "aiocoll.distributed.group.missing"):
+        with pytest.raises(AttributeError, match="missing"):
+            generate.resolve(name)
+    made = generate.Name("TCPStore", "Types", ["host", "port"], None, None, "")
+    monkeypatch.setattr(generate, "names", lambda: [made])
+    assert "aiocoll.distributed.TCPStore(host_name" in next(iter(generate.wrong_names()))
+
+
 def test_the_table_of_names_is_current() -> None:
     text = generate.PORTING.read_text()
     assert text == generate.replaced(text, generate.names_table()), "run `python docs/generate.py`"
@@ -49,7 +60,14 @@ def test_every_test_of_the_references_is_covered_or_left_out_for_a_reason(module
         if row.module == module:
             assert (row.ours is None) is not (row.left_out is None), f"{row.reference}: put it in COVERS or in LEFT_OUT"
             assert row.ours is None or generate.function_of(row.ours) in functions, f"there is no {row.ours}"
-            assert row.left_out is None or len(row.left_out) > 10, f"{row.reference}: say why it is left out"
+            reason = row.left_out or ""
+            assert row.left_out is None or len(reason) > 10, f"{row.reference}: say why it is left out"
+            named = set(re.findall("`(test_[a-z_]+)`", reason))
+            assert named <= functions, f"{row.reference}: there is no {named - functions}"
+
+
+def test_every_test_of_the_references_is_listed() -> None:
+    assert list(generate.unlisted()) == []
 
 
 def test_the_table_of_reference_tests_is_current() -> None:

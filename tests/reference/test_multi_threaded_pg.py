@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import unittest
 from typing import Any
 
 import numpy as np
 import pytest
 
-from aiocoll import GroupError, ProcessGroup, ReduceOp, current_process_group
-from aiocoll.testing import InProcessTestCase, spawn_ranks
+import aiocoll.distributed as dist
+from aiocoll import GroupError, ProcessGroup, ReduceOp, Work, current_process_group
+from aiocoll.testing import InProcessTestCase, requires_module, spawn_ranks
 
 COVERS = {
     "TestCollectivesWithWrapper.test_broadcast_object_list": "TestCollectivesWithWrapper.test_broadcast_object_list",
@@ -212,8 +214,38 @@ class TestCollectivesWithBaseClass(InProcessTestCase):
         np.testing.assert_array_equal(tensors[0], np.full((3, 3), 6.0))
         np.testing.assert_array_equal(tensors[1], np.full((3, 3), 12.0))
 
+    @pytest.mark.torch
+    @requires_module("torch")
     async def test_bwd_sees_fwd_pg(self) -> None:
-        """A step that runs later, and in another thread, has the group of the rank that asked for it."""
+        """Backward runs on the thread of forward. It cannot await, so it starts the call and keeps the work."""
+        import torch
+
+        thread = threading.get_ident()
+        works: list[Work[Any]] = []
+
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, rank: Any) -> Any:
+                assert int(rank) == dist.get_rank()
+                ctx.save_for_backward(rank)
+                return 2 * rank
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Any) -> Any:
+                (rank,) = ctx.saved_tensors
+                assert threading.get_ident() == thread
+                assert dist.is_initialized()
+                assert int(rank) == dist.get_rank()
+                works.append(dist.all_reduce(2 * rank.detach()))
+                return 2 * gradient
+
+        rank = torch.tensor([float(self.rank)], requires_grad=True)
+        Double.apply(rank).sum().backward()
+        assert [float(await work) for work in works] == [12.0]
+        assert rank.grad is not None
+        assert float(rank.grad) == 2.0
+
+    async def test_thread_has_the_group_of_the_rank_that_started_it(self) -> None:
         loop = asyncio.get_running_loop()
 
         async def reduce(group: ProcessGroup, value: int) -> int:

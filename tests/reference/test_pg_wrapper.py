@@ -36,22 +36,25 @@ COVERS = {
     "ProcessGroupGlooWrapperTest.test_collective_shape_mismatch_debug_mode_off": (
         "test_collective_shape_mismatch_debug_mode_off"
     ),
-    "ProcessGroupNCCLWrapperTest.test_collective_hang": "test_collective_hang",
-    "ProcessGroupNCCLWrapperTest.test_collectives_op_mismatch_debug_mode": "test_nccl_only_op_mismatch",
-    "ProcessGroupNCCLWrapperTest.test_collectives_op_mismatch": "test_collectives_op_mismatch",
-    "ProcessGroupNCCLWrapperTest.test_collective_shape_mismatch_debug_mode_detail": "test_nccl_only_shape_mismatch",
-    "ProcessGroupNCCLWrapperTest.test_collective_shape_mismatch_debug_mode_off": (
-        "test_collective_shape_mismatch_debug_mode_off"
-    ),
-    "ProcessGroupNCCLWrapperTest._test_nccl_only_op_mismatch": "test_nccl_only_op_mismatch",
-    "ProcessGroupNCCLWrapperTest._test_nccl_only_shape_mismatch": "test_nccl_only_shape_mismatch",
-    "ProcessGroupNCCLWrapperTest.test_coalescing_manager_debug_mode_detail": (
-        "test_coalescing_manager_debug_mode_detail"
-    ),
 }
 
 _GPUS = "the same test on tensors of four GPUs: what is compared does not depend on where the memory is"
+_NCCL = "needs NCCL and two GPUs; on arrays of the host it is "
 LEFT_OUT = {
+    "ProcessGroupNCCLWrapperTest.test_collective_hang": f"{_NCCL}`test_collective_hang`",
+    "ProcessGroupNCCLWrapperTest.test_collectives_op_mismatch_debug_mode": f"{_NCCL}`test_nccl_only_op_mismatch`",
+    "ProcessGroupNCCLWrapperTest.test_collectives_op_mismatch": f"{_NCCL}`test_collectives_op_mismatch`",
+    "ProcessGroupNCCLWrapperTest.test_collective_shape_mismatch_debug_mode_detail": (
+        f"{_NCCL}`test_nccl_only_shape_mismatch`"
+    ),
+    "ProcessGroupNCCLWrapperTest.test_collective_shape_mismatch_debug_mode_off": (
+        f"{_NCCL}`test_collective_shape_mismatch_debug_mode_off`"
+    ),
+    "ProcessGroupNCCLWrapperTest.test_coalescing_manager_debug_mode_detail": (
+        f"{_NCCL}`test_coalescing_manager_debug_mode_detail`"
+    ),
+    "ProcessGroupNCCLWrapperTest._test_nccl_only_op_mismatch": f"{_NCCL}`test_nccl_only_op_mismatch`",
+    "ProcessGroupNCCLWrapperTest._test_nccl_only_shape_mismatch": f"{_NCCL}`test_nccl_only_shape_mismatch`",
     "ProcessGroupGlooWrapperTest.test_collectives_op_mismatch_cuda_debug_mode": _GPUS,
     "ProcessGroupGlooWrapperTest.test_collectives_op_mismatch_cuda": _GPUS,
     "ProcessGroupGlooWrapperTest.test_collective_shape_mismatch_cuda_debug_mode": _GPUS,
