@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 import os
 import stat
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -394,17 +395,25 @@ def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> 
 
 
 def _read_pipe(text: str) -> bytes:
+    only = "only the process that `aiocoll run` started can read the key, and only once"
+    started_by = sys.modules.get("multiprocessing.process")
+    if started_by is not None and started_by.parent_process() is not None:
+        raise ValueError(
+            f"AIOCOLL_JOB_KEY_FD={text}: multiprocessing started this process, and {only}: if the program starts its "
+            "ranks itself, start it with python, without `aiocoll run`"
+        )
     try:
         fd = parse_int(text)
         if not stat.S_ISFIFO(os.fstat(fd).st_mode):  # another file that has this number by now
             raise OSError("not a pipe")
     except (ValueError, OverflowError, OSError) as error:
         raise ValueError(
-            f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor that this process inherited ({error}); only the process "
-            "that `aiocoll run` started can read the key, and only once"
+            f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor that this process inherited ({error}); {only}"
         ) from None
     with open(fd, "rb") as pipe:
-        return pipe.read(_MAX_KEY_BYTES)
+        if not (key := pipe.read(_MAX_KEY_BYTES)):
+            raise ValueError(f"AIOCOLL_JOB_KEY_FD={text}: another process has read the key; {only}")
+        return key
 
 
 def read_key_file(path: str, label: str = "job key file") -> bytes:

@@ -204,6 +204,13 @@ def test_key_from_an_inherited_pipe() -> None:
         os.fstat(reader)
 
 
+def test_key_that_another_process_has_read() -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={reader}: another process has read the key; only the"):
+        job_key({"AIOCOLL_JOB_KEY_FD": str(reader)}, None)
+
+
 @pytest.mark.parametrize("text", ["x", "-1", "999999", "9" * 30])
 def test_descriptor_that_was_not_inherited(text: str) -> None:
     with pytest.raises(ValueError, match=f"AIOCOLL_JOB_KEY_FD={text}: not a descriptor that this process inherited"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import ssl
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +324,17 @@ async def test_the_ported_example_runs() -> None:
     await run_ranks(4, body)
 
 
+async def test_program_with_a_thread_and_an_exit_stack_runs(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "1", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    results: dict[int, int] = {}
+    given = {"asyncio": asyncio, "contextlib": contextlib, "threading": threading, "dist": dist, "results": results}
+    space = await execute(code("docs/porting.md", "How programs begin and end"), **given)
+    await asyncio.create_task(space["main"]())
+    assert results == {0: 1}
+    assert not dist.is_initialized()
+
+
 @pytest.mark.slow
 @pytest.mark.torch
 def test_the_example_before_it_was_ported_runs(tmp_path: Path, port: int) -> None:
@@ -336,6 +349,7 @@ def test_the_example_before_it_was_ported_runs(tmp_path: Path, port: int) -> Non
 #: As the job of the page on the recorder: rank 2 is a little late, and in the end waits for rank 0.
 TRAIN = """
 import asyncio
+import contextlib
 
 import aiocoll
 

@@ -1,0 +1,16 @@
+"""The program had `atexit.register(dist.destroy_process_group)`: its end is now that of the block."""
+
+import asyncio
+import contextlib
+
+import aiocoll.distributed as dist
+
+
+async def main() -> None:
+    async with contextlib.AsyncExitStack() as at_exit:
+        await dist.init_process_group()
+        at_exit.push_async_callback(dist.destroy_process_group)
+        print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {await dist.all_reduce(dist.get_rank() + 1)}")
+
+
+asyncio.run(main())
