@@ -23,7 +23,7 @@ _factories: dict[str, Callable[..., Any]] = {}
 
 
 #: What programs for torch.distributed name; they need nothing in its place.
-_OF_TORCH = {"gloo", "mpi", "ucc", "xccl"}
+_OF_TORCH = {"gloo", "mpi", "threaded", "ucc", "xccl"}
 
 
 class Backend(str):

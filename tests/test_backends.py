@@ -51,6 +51,11 @@ async def test_backend_of_torch_is_a_name_that_leads_to_the_remedy(name: str) ->
         await dist.init_process_group(getattr(Backend, name), store=HashStore(), rank=0, world_size=1)
 
 
+def test_backend_of_torchs_threaded_tests_leads_to_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"backend='threaded' is not known: .* leave it out: that one is torch's"):
+        new_group("threaded", store=HashStore(), rank=0, world_size=1)
+
+
 @pytest.mark.parametrize("make", [Backend, BackendConfig])
 def test_a_name_is_a_string(make: Any) -> None:
     with pytest.raises(TypeError, match=r"backend must be a str.*, not int"):
