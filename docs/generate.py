@@ -44,6 +44,7 @@ class Name(NamedTuple):
     renamed: str | None
     left_out: str | None
     note: str
+    differs: bool = False
 
     @property
     def ours(self) -> str | None:
@@ -64,6 +65,7 @@ def names() -> list[Name]:
             said.get("renamed"),
             said.get("left_out"),
             said.get("note", ""),
+            said.get("differs", False),
         )
         for section, found in data.items()
         for name, said in found.items()
@@ -129,7 +131,7 @@ def _verdict(each: Name) -> str:
     if each.left_out is not None:
         return f"left out: {each.left_out}"
     if each.renamed is None:
-        return "same"
+        return "same name" if each.differs else "same"
     return f"`{each.renamed.removeprefix('aiocoll.distributed.').replace('aiocoll.ProcessGroup', 'ProcessGroup')}`"
 
 
