@@ -11,7 +11,7 @@ import pytest
 
 import aiocoll
 from aiocoll import ProcessGroup
-from aiocoll.log import logger
+from aiocoll.log import Repeats, logger
 
 from .each import each
 from .ranks import run_ranks
@@ -52,3 +52,37 @@ async def test_records_of_a_group(caplog: pytest.LogCaptureFixture) -> None:
     names = await run_ranks(2, rank)
     told = {(record.group, record.rank) for record in caplog.records}  # type: ignore[attr-defined]
     assert told == {(names[0], 0), (names[1], 1)}
+
+
+def admitted(repeats: Repeats, kind: object, times: range) -> dict[int, str]:
+    """Return when a warning that comes in each second of `times` is logged, and how its text ends."""
+    ends = {now: repeats.admit(kind, float(now)) for now in times}
+    return {now: end for now, end in ends.items() if end is not None}
+
+
+def test_repeated_warning_is_logged_at_growing_intervals_with_a_count() -> None:
+    assert admitted(Repeats(), "line", range(2000)) == {
+        0: "",
+        10: " (9 more since the last such warning)",
+        110: " (99 more since the last such warning)",
+        1110: " (999 more since the last such warning)",
+    }
+
+
+def test_warning_that_comes_when_it_is_due_counts_none() -> None:
+    repeats = Repeats()
+    assert [repeats.admit("line", now) for now in (5.0, 15.0, 115.0)] == ["", "", ""]
+
+
+def test_kinds_of_warnings_do_not_suppress_each_other() -> None:
+    repeats = Repeats()
+    assert [repeats.admit(kind, 0.0) for kind in ("a", "b", "a", "b")] == ["", "", None, None]
+
+
+def test_repeats_remember_the_latest_kinds_only() -> None:
+    repeats = Repeats()
+    for number in range(1000):
+        repeats.admit(number, 0.0)
+        assert repeats.admit("frequent", 0.0) == (None if number else "")
+    assert repeats.admit(999, 0.0) is None
+    assert repeats.admit(0, 0.0) == "", "forgotten"

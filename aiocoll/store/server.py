@@ -8,7 +8,6 @@ nothing else depends on them, so clients without the key cannot keep a rank out.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import ssl
@@ -20,7 +19,7 @@ from typing import Literal
 
 from aiocoll.credentials import tls_files
 from aiocoll.errors import AuthenticationError, StoreUnavailableError
-from aiocoll.log import logger
+from aiocoll.log import Repeats, logger
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, ServerHandshake, job_id
 from aiocoll.security.names import WrongCertificateError, store_name
@@ -44,8 +43,6 @@ _ACCEPTS = 16
 _TLS = b"\x16"
 #: Seconds before accepting again when the process is out of file descriptors or memory.
 _ACCEPT_PAUSE = 0.1
-#: Seconds between two warnings of that, since it can last.
-_WARN_EVERY = 10.0
 
 
 class StoreServer:
@@ -101,7 +98,7 @@ class StoreServer:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = False
-        self._warned = -math.inf
+        self._repeats = Repeats()
 
     def start(self) -> tuple[str, int]:
         """Bind, listen and start serving; may be called once, from any thread.
@@ -267,10 +264,8 @@ class StoreServer:
             logger.debug("store on %s refused a connection: %s", describe(self.host, self.port), why)
 
     def _warn(self, what: str, why: str) -> None:
-        now = self.runtime.time()
-        if now - self._warned >= _WARN_EVERY:
-            self._warned = now
-            logger.warning("store on %s %s: %s", describe(self.host, self.port), what, why)
+        if (repeated := self._repeats.admit(what, self.runtime.time())) is not None:
+            logger.warning("store on %s %s: %s%s", describe(self.host, self.port), what, why, repeated)
 
     async def _readable(self, sock: socket.socket) -> None:
         """Wait for a connection or a byte; unlike in `sock_accept`, none is lost when this is cancelled."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from aiocoll.engine.failure import watchdog
-from aiocoll.engine.failure.blocked import place
+from aiocoll.engine.failure.blocked import line, place
 from aiocoll.engine.failure.watchdog import Watchdog
 
 from ..internals import Limits
@@ -99,3 +99,40 @@ async def test_the_warning_has_the_users_line(limits: Limits, caplog: pytest.Log
     where = f"{__file__}:{line_of(waiting)} in test_the_warning_has_the_users_line"
     assert "threading.py:" in text
     assert f"in wait, called from {where}" in text
+
+
+async def test_a_line_that_blocks_again_and_again_is_logged_once(
+    limits: Limits, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits(watchdog_round=watchdog.ROUND / 20, blocked_after=watchdog.BLOCKED_AFTER / 20)
+    watch = Watchdog(3, asyncio.get_running_loop(), time.perf_counter, {}.__getitem__, lambda *_: None, lambda *_: None)
+    never: concurrent.futures.Future[None] = concurrent.futures.Future()
+    watch.start()
+    try:
+        with caplog.at_level(logging.INFO, logger="aiocoll"):
+            for _ in range(4):
+                concurrent.futures.wait([never], timeout=4 * watchdog.BLOCKED_AFTER)
+                await asyncio.sleep(2 * watchdog.ROUND)
+            concurrent.futures.wait([never], timeout=5 * watchdog.BLOCKED_AFTER)
+            await asyncio.sleep(2 * watchdog.ROUND)
+    finally:
+        watch.stop()
+    said = [each.getMessage() for each in caplog.records]
+    blocked = [text for text in said if "has been blocked" in text]
+    lines = [line_of(f"concurrent.futures.wait([never], timeout={n} * watchdog.BLOCKED_AFTER)") for n in (4, 5)]
+    assert len(blocked) == 2
+    for text, number in zip(blocked, lines, strict=True):
+        assert f"{__file__}:{number} in" in text
+    assert sum("turns again" in text for text in said) <= 2, "of blocks that were logged"
+
+
+def test_the_line_of_a_block_is_the_users_innermost_one(tmp_path: Path) -> None:
+    installed: dict[str, Any] = {}
+    exec(compile("def run(look):\n    look()\n", str(tmp_path / "site-packages" / "theirs.py"), "exec"), installed)
+
+    def step(look: Any) -> None:
+        run = installed["run"]
+        run(look)
+
+    assert line(frame_in(step)) == f"{__file__}:{line_of('run(look)')}"
+    assert line(None) == ""

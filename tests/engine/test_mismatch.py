@@ -38,6 +38,8 @@ MARK = 0x7E
 SOON = 1.0
 
 Call = Callable[[ProcessGroup, "Memory"], Work[Any] | list[Work[Any]]]
+#: Returns until when a rank handles no message at a time; None if it does.
+Silent = Callable[[int, float], float | None]
 
 
 class Memory:
@@ -446,6 +448,45 @@ def test_a_rank_that_answers_again_is_not_slow_since_the_coordinator_hears_it_la
     slow, again = filter(None, said)
     assert slow.startswith("is slow: it has not answered for 1.0 s")
     assert again == "answers again"
+
+
+def slow_warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, silent: Silent) -> list[str]:
+    """Let four ranks wait for ranks 1 and 2, which are `silent` until some time; return what rank 3 logs of them."""
+
+    def handle(original: Any, stalls: StallInspector, peer: int, message: Any) -> None:
+        loop = asyncio.get_running_loop()
+        again = silent(group_of(stalls).rank, loop.time())
+        if again is not None:
+            loop.call_later(again - loop.time(), original, stalls, peer, message)
+        else:
+            original(stalls, peer, message)
+
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(9 if pg.rank() in (1, 2) else 0)
+        await pg.barrier()
+
+    wrapped(monkeypatch, stall_heard=handle)
+    with caplog.at_level(logging.INFO, logger="aiocoll"):
+        run_virtual(4, rank, latency=LATENCY)
+    return [each.getMessage().partition("rank 3: ")[2] for each in caplog.records if "rank 3: " in each.getMessage()]
+
+
+def test_ranks_that_are_slow_at_once_are_in_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, *more = slow_warnings(monkeypatch, caplog, lambda rank, now: 7.0 if rank in (1, 2) and now < 7.0 else None)
+    assert re.fullmatch(r"(rank [12] is slow: it has not answered for 1.0 s; ){2}BARRIER.* waits for it", slow), slow
+    assert more == ["rank 1 answers again", "rank 2 answers again"]
+
+
+def test_rank_that_is_slow_again_soon_is_not_logged_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def silent(rank: int, now: float) -> float | None:
+        return next((end for end in (3.0, 7.0) if rank == 1 and end - 3.0 <= now < end), None)
+
+    said = slow_warnings(monkeypatch, caplog, silent)
+    assert [re.sub(r": it .*", "", text) for text in said] == ["rank 1 is slow", "rank 1 answers again"]
 
 
 def test_the_next_rank_coordinates_when_the_lowest_has_left() -> None:

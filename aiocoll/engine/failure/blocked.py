@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from types import FrameType
 
-__all__ = ["place"]
+__all__ = ["line", "place"]
 
 #: Source lines named: the current one and its caller.
 PLACES = 3
@@ -32,6 +32,17 @@ def place(frame: FrameType | None) -> str:
     named = [*frames[:1], *(theirs or frames[1:])][:PLACES]
     places = [f"{each.f_code.co_filename}:{each.f_lineno} in {each.f_code.co_name}" for each in named]
     return ", called from ".join(places) or "an unknown place"
+
+
+def line(frame: FrameType | None) -> str:
+    """Return the innermost of the user's source lines at which a thread is; an unknown one is ""."""
+    innermost = frame
+    while frame is not None:
+        if _is_theirs(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    # In an installed program, or one in C, no line can be distinguished from a library's.
+    return "" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
 
 
 def _is_theirs(file: str) -> bool:

@@ -22,7 +22,7 @@ from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, opposed
 from aiocoll.engine.operations.operation_log import OperationLog, Record
 from aiocoll.engine.operations.signature import P2P
-from aiocoll.log import logger
+from aiocoll.log import Repeats, logger
 from aiocoll.runtime import Runtime
 
 __all__ = ["Group", "StallInspector"]
@@ -100,10 +100,13 @@ class StallInspector:
         self._now = runtime.time
         self._state = failure_detector.state
         # As a waiting rank: the last answer by operation; the rank asked and when, while it has not answered; the
-        # ranks logged as slow since they last answered; and when each last answered, to this rank or to a coordinator.
+        # ranks found to be slow since they last answered, and of these those that were logged; and when each last
+        # answered, to this rank or to a coordinator.
         self._findings: dict[int, Finding] = {}
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
+        self._slow_logged: set[int] = set()
+        self._repeats = Repeats()
         self._answered: dict[int, float] = {}
         # As the coordinator: reports by operation. In both roles: since when a rank has owed an answer.
         self._reports: dict[int, StallReport] = {}
@@ -187,29 +190,39 @@ class StallInspector:
         for rank in self._slow - silent.keys():
             self._slow.remove(rank)
             self._answered[rank] = now
-            logger.info(
-                "group %r, rank %d: rank %d answers again",
-                self._group.name,
-                self._group.rank,
-                rank,
-                extra=self._group.log_extra,
-            )
-        operation = self._group.operations.get(op)
-        for rank, each in silent.items():
-            # What it has answered others may not have reached the coordinator yet.
-            seconds = min(each.silent, now - self._answered.get(rank, -inf))
-            if operation is not None and seconds >= SLOW_AFTER and rank not in self._slow:
-                self._slow.add(rank)
-                logger.warning(
-                    "group %r, rank %d: rank %d is slow: it has not answered for %.1f s%s; %s waits for it",
+            if rank in self._slow_logged:
+                self._slow_logged.remove(rank)
+                logger.info(
+                    "group %r, rank %d: rank %d answers again",
                     self._group.name,
                     self._group.rank,
                     rank,
-                    seconds,
-                    f", {each.state}" if each.state else "",
-                    called(operation.describe()),
                     extra=self._group.log_extra,
                 )
+        if (operation := self._group.operations.get(op)) is not None:
+            # What a rank has answered others may not have reached the coordinator yet.
+            seconds = {rank: min(each.silent, now - self._answered.get(rank, -inf)) for rank, each in silent.items()}
+            slow = [rank for rank in silent if seconds[rank] >= SLOW_AFTER and rank not in self._slow]
+            self._slow.update(slow)
+            self._warn_of_slow([(silent[rank], seconds[rank]) for rank in slow], operation)
+
+    def _warn_of_slow(self, ranks: list[tuple[Absence, float]], operation: Operation) -> None:
+        """Log that ranks have not answered for so many seconds, in one warning: in a large group they may be many."""
+        logged = []
+        for each, seconds in ranks:
+            if (repeated := self._repeats.admit(each.rank, self._now())) is not None:
+                self._slow_logged.add(each.rank)
+                state = f", {each.state}" if each.state else ""
+                logged.append(f"rank {each.rank} is slow: it has not answered for {seconds:.1f} s{state}{repeated}")
+        if logged:
+            logger.warning(
+                "group %r, rank %d: %s; %s waits for it",
+                self._group.name,
+                self._group.rank,
+                "; ".join(logged),
+                called(operation.describe()),
+                extra=self._group.log_extra,
+            )
 
     # -- receiving
 

@@ -6,7 +6,8 @@ Twice a second it
   heartbeat falls silent if the other process is stopped, its host is dead or the cable is cut, but not if only its
   loop is blocked;
 - checks the processes of this host that the loop waits for;
-- asks the loop for a sign of life, and logs where the loop is blocked if none comes.
+- asks the loop for a sign of life, and logs where the loop is blocked if none comes: for each source line the first
+  time, then at growing intervals.
 
 Only time in which this thread itself was running counts: a process that was stopped must not call others silent.
 Heartbeats come first in a round, and the failure of anything else (a log handler, a thread that cannot be started, a
@@ -26,9 +27,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 
-from aiocoll.engine.failure.blocked import place
+from aiocoll.engine.failure.blocked import line, place
 from aiocoll.errors import RendezvousError
-from aiocoll.log import logger
+from aiocoll.log import Repeats, logger
 from aiocoll.process import GONE, STOPPED, UNKNOWN
 from aiocoll.transport.byte_stream import ByteStream
 
@@ -57,7 +58,7 @@ _OWN_ERRORS = frozenset(
 
 STOOD_STILL = (
     "rank %d: for about %.1f s no other thread of this process could run (it used %.1f s of CPU time): it was stopped, "
-    "or one call held the GIL"
+    "or one call held the GIL%s"
 )
 
 
@@ -136,6 +137,8 @@ class Watchdog:
         self._signless = 0.0
         self._asked_at = 0.0
         self._blocked = False
+        self._is_block_logged = False
+        self._repeats = Repeats()
         self._turned_at = clock()
         self._cpu = _cpu_time()
         self._trouble = ""
@@ -274,26 +277,33 @@ class Watchdog:
             blocked, asked_at, self._blocked = self._blocked, self._asked_at, False
             self._sign, self._signless, self._asked_at = False, 0.0, now
             self._tell(self._give_sign)
-            if blocked:
+            if blocked and self._is_block_logged:
                 self._log(logging.INFO, "rank %d: the event loop turns again, after %.1f s", self._rank, now - asked_at)
             return
         self._signless += counted
         if self._signless >= BLOCKED_AFTER and not self._blocked:
             self._blocked = True
-            self._log(
-                logging.WARNING,
-                "rank %d: the event loop has been blocked for %.1f s, at %s: other ranks may wait for it; "
-                "asyncio.to_thread keeps such work off the loop",
-                self._rank,
-                now - self._asked_at,
-                place(sys._current_frames().get(self._watched_thread)),
-            )
+            frame = sys._current_frames().get(self._watched_thread)
+            repeated = self._repeats.admit(line(frame), now)
+            self._is_block_logged = repeated is not None
+            if self._is_block_logged:
+                self._log(
+                    logging.WARNING,
+                    "rank %d: the event loop has been blocked for %.1f s, at %s: other ranks may wait for it; "
+                    "asyncio.to_thread keeps such work off the loop%s",
+                    self._rank,
+                    now - self._asked_at,
+                    place(frame),
+                    repeated,
+                )
 
     def _watch_itself(self, elapsed: float) -> None:
         """Log that this thread could not run."""
         before, self._cpu = self._cpu, _cpu_time()
         if elapsed >= ROUND + BLOCKED_AFTER:
-            self._log(logging.WARNING, STOOD_STILL, self._rank, elapsed, self._cpu - before)
+            repeated = self._repeats.admit(STOOD_STILL, self._turned_at)
+            if repeated is not None:
+                self._log(logging.WARNING, STOOD_STILL, self._rank, elapsed, self._cpu - before, repeated)
 
     def _give_sign(self) -> None:
         self._sign = True

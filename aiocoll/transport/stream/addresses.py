@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-import math
 import os
 import socket
 import sys
@@ -14,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from aiocoll.errors import RendezvousError
-from aiocoll.log import logger
+from aiocoll.log import Repeats, logger
 from aiocoll.runtime import Runtime
 from aiocoll.sockets import retry_soon, send_in_bursts
 from aiocoll.transport.byte_stream import resolve
@@ -47,8 +46,6 @@ _SHORTAGE_PAUSE = 0.1
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: Errors of an outage of the network, which may end: the peer's host has not answered, or a router has for it.
 _OUTAGES = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT})
-#: Seconds between two warnings of that, since it can last.
-_WARN_EVERY = 10.0
 
 
 def host_identity(override: str | None = None) -> str:
@@ -248,7 +245,7 @@ class Listeners:
     def __init__(self, runtime: Runtime, greet: Callable[[socket.socket], None]) -> None:
         self._runtime = runtime
         self._greet = greet
-        self._warned = -math.inf
+        self._repeats = Repeats()
         # Each with the timer that ends its pause, if it has one.
         self._open: dict[socket.socket, asyncio.TimerHandle | None] = {}
 
@@ -281,9 +278,9 @@ class Listeners:
             self._greet(sock)
 
     def _pause(self, listener: socket.socket, error: OSError) -> None:
-        now = self._runtime.time()
-        if now - self._warned >= _WARN_EVERY:
-            self._warned = now
-            logger.warning("cannot accept connections (%s); trying again every %g s", error.strerror, _SHORTAGE_PAUSE)
+        if (repeated := self._repeats.admit(error.errno, self._runtime.time())) is not None:
+            logger.warning(
+                "cannot accept connections (%s); trying again every %g s%s", error.strerror, _SHORTAGE_PAUSE, repeated
+            )
         self._runtime.loop.remove_reader(listener)
         self._open[listener] = self._runtime.call_later(_SHORTAGE_PAUSE, self.add, listener)

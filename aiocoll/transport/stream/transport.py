@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any, Literal
 
 from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AiocollError, AuthenticationError
-from aiocoll.log import logger
+from aiocoll.log import Repeats, logger
 from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.security import handshake
@@ -43,8 +42,6 @@ __all__ = ["StreamTransport"]
 
 #: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
 _TRY_AGAIN = 0.01
-#: Seconds between two warnings of refused certificates: anybody can show one.
-_WARN_EVERY = 10.0
 
 #: What the accepting end of a further connection says of it.
 _TAKEN = b"\x01"
@@ -106,7 +103,7 @@ class StreamTransport:
         self._addresses = DialAddresses(rank, address.host_identity(host_id), key, transport)
         self._process = this_process()
         self._handshake_timeout = handshake_timeout
-        self._warned = -math.inf
+        self._repeats = Repeats()
         self._unix: str | None = None
         self._tcp: tuple[str, int] | None = None
         self._listeners = address.Listeners(runtime, self._greet)
@@ -310,10 +307,12 @@ class StreamTransport:
             sock.close()
 
     def _warn(self, why: WrongCertificateError) -> None:
-        """Log that a certificate was refused: whose clock or files are wrong may wait for this rank in vain."""
-        if (now := self._runtime.time()) - self._warned >= _WARN_EVERY:
-            self._warned = now
-            logger.warning("rank %d refused a connection: %s", self.rank, why, extra=self._log_extra)
+        """Log that a certificate was refused: whose clock or files are wrong may wait for this rank in vain.
+
+        All count as repetitions of one warning, since anybody can show any certificate.
+        """
+        if (repeated := self._repeats.admit("certificate", self._runtime.time())) is not None:
+            logger.warning("rank %d refused a connection: %s%s", self.rank, why, repeated, extra=self._log_extra)
 
     async def _serve(self, sock: socket.socket) -> bool:
         """Answer a handshake; whether the socket is now in use."""
