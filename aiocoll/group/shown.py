@@ -51,7 +51,8 @@ class ShownGroup:
             "rank": comm.rank,
             "size": len(comm.ranks),
             "host": socket.gethostname(),
-            "remote": [index for index, rank in enumerate(comm.ranks) if cards[rank]["host"] != mine],
+            # A viewer knows the state of a process, but not whose it is until it answers: one that is stopped may not.
+            "processes": [cards[rank]["process"][1] if cards[rank]["host"] == mine else None for rank in comm.ranks],
             "state": "open" if comm.cause is None else "revoked",
             "cause": None if comm.cause is None else str(cause_of(comm.cause)["text"])[:LONGEST],
             "time": now,

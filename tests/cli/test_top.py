@@ -175,13 +175,20 @@ def test_a_rank_that_does_something_else_first(running: Any, watch: Watch, launc
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_and_goes_on(running: tuple[Job, dict[int, int]], watch: Watch) -> None:
+def test_a_rank_that_is_stopped_and_goes_on(
+    running: tuple[Job, dict[int, int]], watch: Watch, env: Mapping[str, str]
+) -> None:
+    """Seen by a viewer that it has answered before, and by one that comes later."""
     _, pids = running
     until(watch, lambda group: states(group)[3] == "ok")
     os.kill(pids[3], signal.SIGSTOP)
     try:
         group = until(watch, lambda group: states(group)[3] == "stopped")
         assert f"process {pids[3]} is stopped" in group.ranks[0].detail
+        later = Watch(jobs(env)[0].folder)
+        (group,) = later.sample()
+        later.close()
+        assert (states(group)[3], group.ranks[0].process) == ("stopped", pids[3])
     finally:
         os.kill(pids[3], signal.SIGCONT)
     until(watch, lambda group: states(group)[3] == "ok")

@@ -17,7 +17,8 @@ Answer = dict[str, Any]
 def said(rank: int, time: float, size: int = 3, **more: Any) -> Answer:
     """Return what a rank says that has done nothing."""
     plain: Answer = {
-        **{"name": "world:0", "id": 7, "rank": rank, "size": size, "host": "here", "remote": [], "state": "open"},
+        **{"name": "world:0", "id": 7, "rank": rank, "size": size, "host": "here", "state": "open"},
+        "processes": [100 + each for each in range(size)],
         **{"cause": None, "time": time, "blocked": None, "lost": [], "left": [], "pending": 0, "oldest": 0.0},
         **{"in_flight": [], "slow": [], "counted": True, "operations": [], "peers": []},
     }
@@ -133,12 +134,32 @@ def test_a_process_that_does_not_answer(state: State, shown: str, text: str) -> 
     assert group.ranks[0].rank == (1 if state != State.CLOSED else 0)
 
 
+@pytest.mark.parametrize(
+    ("state", "shown", "text"),
+    [
+        (State.GONE, "gone", "process 101 is gone"),
+        (State.STOPPED, "stopped", "process 101 is stopped, no answer yet"),
+        (State.SILENT, "silent", "process 101 lives and does not answer: no answer yet"),
+        (State.ANSWERS, "slow", "it has not answered the others for 4.0 s, its process is alive (stopped)"),
+    ],
+)
+def test_rank_that_has_never_answered_has_the_state_of_its_process(state: State, shown: str, text: str) -> None:
+    job = Job()
+    job.processes[1] = Process(101)
+    job.processes[1].state = state
+    (group,) = job.look(4.0, said(0, 4.0, slow=[(1, 4.0, "its process is alive (stopped)")]), said(2, 4.0))
+    first = group.ranks[0]
+    assert (first.rank, first.process, first.state, first.detail) == (1, 101, shown, text)
+    assert (first.ops, first.p50, first.waits, first.pending) == (None, None, None, 0)
+
+
 def test_what_ranks_say_of_each_other_and_of_themselves() -> None:
     job = Job()
-    more: Answer = {"slow": [(1, 4.0, "its process is alive (running)")], "remote": [2, 3], "left": [4]}
-    blocked = said(5, 1.0, 7, blocked=(2.0, "a.py:1 in f"))
+    here: Answer = {"processes": [100, 101, None, None, 104, 105, 106]}
+    more: Answer = {"slow": [(1, 4.0, "its process is alive (running)")], "left": [4], **here}
+    blocked = said(5, 1.0, 7, blocked=(2.0, "a.py:1 in f"), **here)
     (group,) = job.look(
-        1.0, said(0, 1.0, 7, lost=[(2, "killed", "its process is gone")], **more), said(1, 1.0, 7), blocked
+        1.0, said(0, 1.0, 7, lost=[(2, "killed", "its process is gone")], **more), said(1, 1.0, 7, **here), blocked
     )
     assert {each.rank: (each.state, each.detail) for each in group.ranks} == {
         0: ("ok", ""),

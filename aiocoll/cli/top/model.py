@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final
 
 from aiocoll.group.stats import OperationStats
@@ -27,7 +28,7 @@ class RankView:
 
     Attributes:
         rank: in the group.
-        process: its number; None if it has not answered.
+        process: its number; None if it is on another host.
         state: "ok"; "late": pending collectives of others miss it; "blocked", "stopped", "silent": it lives and does
             nothing; "slow": others say that it does not answer; "gone", "lost": it is dead, or taken for dead; "left",
             "closed": it has closed the group; "revoked": the group has failed; "remote": on another host; "unknown".
@@ -158,7 +159,8 @@ class Model:
             processes: that were asked.
             now: on the clock of their answers.
         """
-        for process in processes:
+        by_number = {process.number: process for process in processes}
+        for process in by_number.values():
             if self._answers.get(process.number) != process.answered:
                 self._answers[process.number] = process.answered
                 for said in process.groups:
@@ -169,7 +171,7 @@ class Model:
                 group.seen = now
             elif now - group.seen > KEPT:
                 del self._groups[key]
-        return [_group_view(key, group, now) for key, group in sorted(self._groups.items())]
+        return [_group_view(key, group, by_number, now) for key, group in sorted(self._groups.items())]
 
     def _take(self, process: Process, said: dict[str, Any]) -> None:
         group = self._groups.setdefault((said["name"], said["id"]), _Group())
@@ -188,13 +190,13 @@ def _shows(key: tuple[str, int], report: _Report) -> bool:
     return any((said.get("name"), said.get("id")) == key for said in process.groups)
 
 
-def _group_view(key: tuple[str, int], group: _Group, now: float) -> GroupView:
+def _group_view(key: tuple[str, int], group: _Group, processes: Mapping[int, Process], now: float) -> GroupView:
     reports = group.reports
     any_said = next(iter(reports.values())).now
     size = any_said["size"]
     alive = [each for each in reports.values() if _shows(key, each)]
     waited_for, missing = _others_wait(alive)
-    states = _States(key, reports, alive)
+    states = _States(key, reports, alive, any_said["processes"], processes)
     ranks = [_rank_view(rank, reports.get(rank), states, now, waited_for, missing) for rank in range(size)]
     ranks.sort(
         key=lambda each: (-_urgency(each), -each.missing, -(each.waited_for or 0.0), each.waits or 0.0, each.rank)
@@ -265,25 +267,42 @@ def _measure_waits(report: _Report, ahead: dict[int, float]) -> None:
 class _States:
     """What is known of ranks besides what they say themselves."""
 
-    def __init__(self, key: tuple[str, int], reports: dict[int, _Report], alive: Sequence[_Report]) -> None:
+    def __init__(
+        self,
+        key: tuple[str, int],
+        reports: dict[int, _Report],
+        alive: Sequence[_Report],
+        numbers: Sequence[int | None],
+        processes: Mapping[int, Process],
+    ) -> None:
         self._key = key
+        #: Of each rank; None on another host.
+        self._numbers = numbers
+        self._processes = processes
         self._missing = {rank for each in alive for rank, _, _, missing in each.now["peers"] if missing}
         self._slow = {rank: (seconds, state) for each in alive for rank, seconds, state in each.now["slow"]}
         self._lost = {rank: (how, text) for each in reports.values() for rank, how, text in each.now["lost"]}
         self._left = {rank for each in reports.values() for rank in each.now["left"]}
-        self._remote = {rank for each in alive for rank in each.now["remote"]}
+
+    def process(self, rank: int, report: _Report | None) -> int | None:
+        """Return the number of a rank's process."""
+        return self._numbers[rank] if report is None else report.process.number
 
     def of(self, rank: int, report: _Report | None, now: float) -> tuple[str, str]:
         """Return the state of a rank, and more about it."""
-        if report is not None:
-            process, said = report.process, report.now
-            silent = f"no answer for {max(0.0, now - process.answered):.0f} s"
+        number = self._numbers[rank]
+        process = report.process if report is not None else None if number is None else self._processes.get(number)
+        if process is not None:
+            ever = process.answered > -inf
+            silent = f"no answer for {max(0.0, now - process.answered):.0f} s" if ever else "no answer yet"
             if process.state == State.GONE and rank not in self._left:
                 return "gone", f"process {process.number} is gone"
             if process.state == State.STOPPED:
                 return "stopped", f"process {process.number} is stopped, {silent}"
             if process.state == State.SILENT:
                 return "silent", f"process {process.number} lives and does not answer: {silent}"
+        if report is not None:
+            said = report.now
             if not _shows(self._key, report):
                 return "closed", "it has closed the group"
             if said["blocked"] is not None:
@@ -300,7 +319,7 @@ class _States:
             seconds, state = self._slow[rank]
             return "slow", f"it has not answered the others for {seconds:.1f} s{f', {state}' if state else ''}"
         if report is None:
-            return ("remote", "on another host") if rank in self._remote else ("unknown", "it has not answered yet")
+            return ("remote", "on another host") if number is None else ("unknown", "it has not answered yet")
         if report.now["cause"] is not None:
             return "revoked", "the group has failed"
         return ("late", "") if rank in self._missing else ("ok", "")
@@ -329,7 +348,7 @@ def _rank_view(
         p50, p99 = _quantiles(histogram for histogram, _ in counts.values())
         waits = report.waits
     return RankView(
-        *(rank, None if report is None else report.process.number, state, detail, ops, nbytes, p50, p99),
+        *(rank, states.process(rank, report), state, detail, ops, nbytes, p50, p99),
         waited_for=waited_for.get(rank, 0.0) if waited_for or running else None,
         waits=waits,
         missing=missing.get(rank, 0),
