@@ -87,7 +87,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="keep the output of each rank in files of its own as well, in a new folder in DIR that only you can read",
     )
     parser.add_argument("script", metavar="SCRIPT", help="Python program, or a module with -m")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
+    rest.required = False  # argparse would name it among those that are missing
     parser.set_defaults(command=lambda args: _run(args, parser))
 
 

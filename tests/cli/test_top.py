@@ -298,7 +298,7 @@ def test_launcher_that_cannot_be_observed_keeps_its_folder(
     [
         (["--once", "--web"], "argument --once: not allowed with argument --web"),
         (["--json", "--web"], "argument --web: not allowed with argument --json"),
-        (["./nowhere"], "aiocoll top: ./nowhere: [Errno 2] No such file or directory"),
+        (["./nowhere"], "aiocoll top: ./nowhere: No such file or directory\n"),
         (["/"], "aiocoll top: /: other users may enter it; chmod 700 it"),
     ],
 )

@@ -94,7 +94,8 @@ def _top(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         write_stderr([f"aiocoll top: {error}"])
         return 2
     except (AiocollError, OSError) as error:
-        write_stderr([f"aiocoll top: {args.job or 'the folder of the job'}: {error}"])
+        reason = getattr(error, "strerror", None) or error  # the text of an OSError names the folder again
+        write_stderr([f"aiocoll top: {args.job or 'the folder of the job'}: {reason}"])
         return 2
     try:
         return _show(args, title, watch)
