@@ -22,6 +22,7 @@ __all__ = [
     "UNKNOWN",
     "PidFd",
     "ProcessId",
+    "identify",
     "open_pidfd",
     "peer_id",
     "peer_process",
@@ -159,8 +160,13 @@ def this_process() -> ProcessId:
 def peer_id(sock: socket.socket) -> ProcessId | None:
     """Return the identity of the process at the other end of a connected unix socket; None if it is not visible."""
     pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    found = _identify(str(pid), pid)
+    found = identify(pid)
     return found if found.namespace else None
+
+
+def identify(pid: int) -> ProcessId:
+    """Return the identity of the process that has this number here; its namespace is 0 if it cannot be read."""
+    return _identify(str(pid), pid)
 
 
 def _identify(entry: str, pid: int) -> ProcessId:

@@ -35,6 +35,7 @@ class Program:
         ranks: those of this host.
         environment: returns the environment of a rank.
         key: the job key.
+        top_dir: where the ranks answer `aiocoll top`, if they do.
         logs: gets copies of the output, if it is there.
     """
 
@@ -42,6 +43,7 @@ class Program:
     ranks: range
     environment: Callable[[Start], Mapping[str, str]]
     key: bytes = field(repr=False)
+    top_dir: str | None = None
     logs: Logs | None = None
 
     def start(self, start: Start, tell: Callable[[Report | SaidElastic | Exit], object]) -> RankProcess:

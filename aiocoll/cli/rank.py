@@ -44,11 +44,19 @@ class SaidElastic(NamedTuple):
 
 
 class Exit(NamedTuple):
-    """The end of a rank's process, with its exit code, or -n for signal n."""
+    """The end of a rank's process.
+
+    Attributes:
+        rank: its number.
+        time: when it was noticed.
+        code: the exit code, or -n for signal n.
+        by_launcher: whether the launcher has sent that signal.
+    """
 
     rank: int
     time: float
     code: int
+    by_launcher: bool
 
 
 class RankProcess:
@@ -81,6 +89,7 @@ class RankProcess:
         self.rank = rank
         self._tell = tell
         self._logs = logs
+        self._sent: set[signal.Signals] = set()
         fd = _pipe_with(key)
         self._reports, theirs = os.pipe()
         try:
@@ -124,6 +133,7 @@ class RankProcess:
         """Send a signal to the rank and its children."""
         with suppress(ProcessLookupError):
             if self._process.returncode is None:
+                self._sent.add(number)
                 os.killpg(self._process.pid, number)
 
     def ask(self, number: signal.Signals) -> bool:
@@ -172,7 +182,7 @@ class RankProcess:
                 except ValueError:  # empty, or cut short by the end of the rank
                     continue
                 if said.pop("ended", False):
-                    self._tell(Exit(self.rank, **said))
+                    self._tell(Exit(self.rank, **said, by_launcher=-said["code"] in self._sent))
                     break
                 if said.pop("elastic", False):
                     self._tell(SaidElastic(self.rank))

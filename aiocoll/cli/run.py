@@ -122,6 +122,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             ranks,
             lambda start: environ | _variables(start, hosts, nprocs, (host, port)),
             hosts.key,
+            environ.get("AIOCOLL_TOP_DIR"),
             logs,
         )
         if hosts.nnodes > 1 and args.max_restarts:

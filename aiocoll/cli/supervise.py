@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from math import inf
@@ -21,6 +21,7 @@ from aiocoll.cli.rank import DRAIN, Exit, RankProcess, Report, SaidElastic
 from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Restarts, Verdict
 from aiocoll.cli.signals import signals_to
 from aiocoll.cli.sink import Sink, limit_waits, on_loss
+from aiocoll.cli.stuck import find_stuck
 from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.verdict import RankOutcome, culprit, headline, replaced, tracebacks, words
 
@@ -116,6 +117,8 @@ class _Attempt:
         #: When the next step towards the end of all is due, when the last one is, and when all were told to end.
         self._deadline = self._end = inf
         self._stopped = inf
+        #: Ranks that were stuck then, each with the reason.
+        self._stuck: Mapping[int, str] = {}
         self._signal: signal.Signals | None = None
         #: Whether a failure here ends the job, or one elsewhere, and what comes then.
         self._failing = self._failing_elsewhere = False
@@ -225,7 +228,7 @@ class _Attempt:
         else:
             elsewhere = self._failing_elsewhere and to_blame.time > self._stopped
             code = 1 if elsewhere else to_blame.status or 1
-            lines = list(words(self._outcomes, None if elsewhere else to_blame, self._stopped))
+            lines = list(words(self._outcomes, None if elsewhere else to_blame, self._stuck))
         if verdict.restarts is not None:
             why = f"{verdict.why}; " if verdict.why else ""
             restart = f"restart {verdict.restarts} of {self._restarts.allowed}"
@@ -289,10 +292,16 @@ class _Attempt:
 
     def _stop(self) -> None:
         """Tell all ranks to end that are not ending already."""
+        if all(outcome.degree == 2 for outcome in self._outcomes.values() if outcome.failed):
+            self._stuck = self._stuck_among(self._unreported())()
         self._stopped = time.monotonic()
         self._deadline = self._stopped + GRACE
         for rank in self._unreported():
             self._running[rank].send(signal.SIGTERM)
+
+    def _stuck_among(self, ranks: Iterable[int]) -> Callable[[], Mapping[int, str]]:
+        """Return a function, for any thread, that finds which of these ranks are stuck."""
+        return partial(find_stuck, {rank: self._running[rank].pid for rank in ranks}, self._program.top_dir)
 
     def _unreported(self) -> set[int]:
         return {rank for rank in self._running if self._outcomes[rank].report is None}

@@ -63,28 +63,34 @@ def culprit(outcomes: Mapping[int, RankOutcome], stopped: float) -> RankOutcome 
     return min(failed, key=lambda outcome: (outcome.degree, outcome.time), default=None)
 
 
-def words(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | None, stopped: float) -> Iterator[str]:
-    """Yield a line for each rank, then that to blame if it is here, its traceback last."""
+def words(outcomes: Mapping[int, RankOutcome], to_blame: RankOutcome | None, stuck: Mapping[int, str]) -> Iterator[str]:
+    """Yield a line for each rank, then that to blame if it is here, with its traceback; ranks that were stuck last.
+
+    Args:
+        outcomes: of all ranks.
+        to_blame: one of these, or None.
+        stuck: the ranks that were stuck when others had failed because of another rank, each with the reason.
+    """
     for rank, outcome in sorted(outcomes.items()):
-        if outcome is not to_blame:
-            yield f"aiocoll run: rank {rank} {_end(outcome, stopped)}"
-    if to_blame is None:
-        return
-    rank, report = to_blame.rank, to_blame.report
-    if report is None or not report.traceback:
-        yield f"aiocoll run: rank {rank} {_end(to_blame, inf)}"
-        return
-    first = (
-        "failed first" if to_blame.degree < 2 else "was the first to report a failure, and none here failed by itself"
-    )
-    yield f"aiocoll run: rank {rank} {first}; exit code {to_blame.status}:"
-    yield from tracebacks({rank: to_blame})
+        if outcome is not to_blame and rank not in stuck:
+            yield f"aiocoll run: rank {rank} {_end(outcome)}"
+    if to_blame is not None and to_blame.rank not in stuck:
+        if to_blame.report is None or not to_blame.report.traceback:
+            yield f"aiocoll run: rank {to_blame.rank} {_end(to_blame)}"
+        else:
+            reported = "was the first to report a failure"
+            reported += "" if stuck else ", and none here failed by itself"
+            first = "failed first" if to_blame.degree < 2 else reported
+            yield f"aiocoll run: rank {to_blame.rank} {first}; exit code {to_blame.status}:"
+            yield from tracebacks({to_blame.rank: to_blame})
+    for rank, reason in sorted(stuck.items()):
+        yield f"aiocoll run: rank {rank} was stuck: {reason}; it {_end(outcomes[rank])}"
 
 
 def headline(outcome: RankOutcome) -> str:
     """Return how a rank failed, in one line."""
     report = outcome.report
-    failed = f"failed: {report.error}" if report is not None and report.code is None else _end(outcome, inf)
+    failed = f"failed: {report.error}" if report is not None and report.code is None else _end(outcome)
     return f"rank {outcome.rank} {failed}"
 
 
@@ -109,7 +115,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _end(outcome: RankOutcome, stopped: float) -> str:
+def _end(outcome: RankOutcome) -> str:
     report, end = outcome.report, outcome.exit
     if report is not None and report.code is not None:
         return f"exited with code {report.code}" + (f", after {report.error}" if report.error else "")
@@ -118,6 +124,6 @@ def _end(outcome: RankOutcome, stopped: float) -> str:
     assert end is not None
     if end.code >= 0:
         return f"exited with code {end.code}" if end.code else "ended well"
-    if end.time > stopped:
-        return f"was stopped ({_signal_name(-end.code)})"
+    if end.by_launcher:
+        return f"was ended by the launcher ({_signal_name(-end.code)})"
     return f"was killed by {_signal_name(-end.code)}"

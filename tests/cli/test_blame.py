@@ -65,7 +65,8 @@ def test_the_rank_that_raised_comes_last_with_its_whole_traceback(launch: Launch
     assert all(line.startswith("[1] ") for line in last[1:])
     assert [len(block) for block in others] == [1] * (ranks - 1), "one line for each other rank"
     for rank, (line,) in zip([0, *range(2, ranks)], others, strict=True):
-        assert re.match(rf"aiocoll run: rank {rank} (failed in consequence: .*rank 1.*no data|was stopped)", line), line
+        news = r"failed in consequence: .*rank 1.*no data"
+        assert re.match(rf"aiocoll run: rank {rank} ({news}|was ended by the launcher)", line), line
 
 
 FAULTS = {
@@ -87,7 +88,7 @@ def test_an_end_without_a_traceback_is_blamed_on_its_rank(launch: Launch, fault:
     assert one == f"aiocoll run: {words}"
     for rank, line in ((0, zero), (2, two)):
         news = r"failed in consequence: aiocoll\.errors\.\w+: .*rank 1.*script\.py:\d+ in main"
-        assert re.match(rf"aiocoll run: rank {rank} ({news}|was stopped)", line), line
+        assert re.match(rf"aiocoll run: rank {rank} ({news}|was ended by the launcher)", line), line
 
 
 REACTIONS = {
@@ -145,7 +146,7 @@ def test_a_rank_that_fails_before_it_meets_the_others_is_to_blame(launch: Launch
         assert (done.returncode, last[0]) == (1, "aiocoll run: rank 1 failed first; exit code 1:")
         assert f'[1]   File "{tmp_path / "part.py"}", line 1' in "\n".join(last)
         assert last[-1] == error
-        assert [block[0] for block in others] == ["aiocoll run: rank 0 was stopped (SIGTERM)"]
+        assert [block[0] for block in others] == ["aiocoll run: rank 0 was ended by the launcher (SIGTERM)"]
 
 
 @pytest.mark.slow
@@ -178,6 +179,77 @@ def test_when_nobody_failed_by_itself_the_first_to_hear_comes_last(launch: Launc
     )
     assert "rank 1" in last[-1]
     assert "aiocoll run: rank 1 ended well" in (block[0] for block in others)
+
+
+STUCK = """
+    import asyncio, os, signal, sys, time
+    import aiocoll
+
+    async def main():
+        if os.environ["RANK"] == "1":
+            with open(sys.argv[1], "w") as fifo:
+                fifo.write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            with open(sys.argv[1]) as fifo:
+                pid = fifo.read()
+            while open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "T":
+                await asyncio.sleep(0.01)
+            raise aiocoll.CollectiveTimeoutError("rank 1 does not come")
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_rank_that_is_stopped_comes_last_when_others_failed_because_of_it(
+    launch: Launch, limits: Limits, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limits(run_release=0.2, run_grace=0.2)
+    os.mkfifo(launch.path / "fifo")
+    assert main.main(["run", "-n", "2", launch.write(STUCK), str(launch.path / "fifo")]) == 1
+    *others, error, last = capfd.readouterr().err.splitlines()
+    assert "aiocoll run: rank 0 was the first to report a failure; exit code 1:" in others
+    assert error == "[0] aiocoll.errors.CollectiveTimeoutError: rank 1 does not come"
+    assert re.fullmatch(
+        r"aiocoll run: rank 1 was stuck: process \d+ stopped, by SIGSTOP or a debugger; "
+        r"it was ended by the launcher \(SIGKILL\)",
+        last,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the processes as aiocoll top does")
+def test_rank_whose_loop_is_blocked_comes_last_with_its_line(launch: Launch) -> None:
+    script = SCRIPT.format(fault="import time; time.sleep(600)", other="await pg.barrier(timeout=2)")
+    done = launch("-n", 3, script=script).finish()
+    assert done.returncode == 1
+    place = re.escape(f"{launch.path / 'script.py'}:6 in deeper, called from {launch.path / 'script.py'}:12 in main")
+    assert re.fullmatch(
+        rf"aiocoll run: rank 1 was stuck: event loop blocked for [23]\.\d s, at {place}, called from .*; "
+        r"it was ended by the launcher \(SIGTERM\)",
+        done.stderr.splitlines()[-1],
+    )
+
+
+def test_signal_that_the_launcher_has_not_sent_came_from_outside(launch: Launch) -> None:
+    """Rank 1 is told to end by SIGTERM, and is killed by another process, here itself."""
+    script = """
+        import os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            open(sys.argv[1], "w").close()
+            while True:
+                time.sleep(0.05)
+        open(sys.argv[1]).read()
+        sys.exit(3)
+    """
+    os.mkfifo(launch.path / "fifo")
+    done = launch("-n", 2, script=script, args=[launch.path / "fifo"]).finish()
+    assert done.stderr.splitlines() == [
+        "aiocoll run: rank 1 was killed by SIGKILL",
+        "aiocoll run: rank 0 exited with code 3",
+    ]
 
 
 @pytest.mark.slow
@@ -258,13 +330,13 @@ def test_a_rank_that_is_failing_may_take_its_time_to_end(launch: Launch) -> None
     os.mkfifo(launch.path / "fifo")
     done = launch("-n", 2, script=script, args=[launch.path / "fifo"]).finish()
     assert "[1] tidied up" in done.stdout
-    assert done.stderr.splitlines()[0] == "aiocoll run: rank 0 was stopped (SIGTERM)"
+    assert done.stderr.splitlines()[0] == "aiocoll run: rank 0 was ended by the launcher (SIGTERM)"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "[1] ValueError: no data")
 
 
 @pytest.mark.slow
 def test_a_rank_that_ends_when_it_is_told_to_is_not_to_blame(launch: Launch) -> None:
-    """Rank 1 never comes; the others know it only by a timeout, and it says nothing until it is stopped."""
+    """Rank 1 never comes; the others know it only by a timeout, and it says nothing until it is told to end."""
     script = """
 import asyncio, signal, sys, time
 import aiocoll
@@ -275,7 +347,7 @@ async def main():
         if pg.rank() == 1:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
             while True:
-                time.sleep(0.05)
+                await asyncio.sleep(0.05)
         await pg.barrier(timeout=0.1)
 
 asyncio.run(main())

@@ -139,7 +139,7 @@ def test_ranks_of_other_hosts_are_stopped_whatever_they_do(start: Start, tmp_pat
         "aiocoll run: all ranks are started anew (restart 1 of 1)",
     ]
     assert done[1 - rank].stderr.splitlines() == [
-        f"aiocoll run: rank {1 - rank} was stopped (SIGTERM)",
+        f"aiocoll run: rank {1 - rank} was ended by the launcher (SIGTERM)",
         f"aiocoll run: host {rank}: {failed}; all ranks are started anew (restart 1 of 1)",
     ]
 
@@ -232,7 +232,7 @@ def test_a_signal_to_one_launcher_ends_the_job_on_all_hosts(start: Start, host: 
     assert done[host].stderr.splitlines()[-1] == "aiocoll run: stopped by SIGINT"
     assert done[1 - host].returncode == 1
     assert done[1 - host].stderr.splitlines() == [
-        f"aiocoll run: rank {1 - host} was stopped (SIGTERM)",
+        f"aiocoll run: rank {1 - host} was ended by the launcher (SIGTERM)",
         f"aiocoll run: host {host} was stopped by SIGINT",
     ]
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -246,7 +246,7 @@ def test_a_launcher_that_dies_ends_the_job_on_the_other_hosts(start: Start, host
     done = jobs[1 - host].finish()
     assert done.returncode == 1
     stopped, why = done.stderr.splitlines()
-    assert stopped == f"aiocoll run: rank {1 - host} was stopped (SIGTERM)"
+    assert stopped == f"aiocoll run: rank {1 - host} was ended by the launcher (SIGTERM)"
     reason = (
         "its launcher has not been heard of for 6 s"
         if host

@@ -1,0 +1,51 @@
+"""Ranks that are stuck: their processes are stopped, or their event loops are blocked, as far as this host shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from aiocoll.errors import AiocollError
+from aiocoll.process import STOPPED, identify, state
+from aiocoll.top.viewer import State, Viewer
+
+__all__ = ["find_stuck"]
+
+#: Seconds for the answers of the processes: their threads take a thousandth of it, where there is a core for them.
+PATIENCE = 0.5
+
+
+def find_stuck(processes: Mapping[int, int], folder: str | None) -> dict[int, str]:
+    """Return the ranks that are stuck, each with the reason.
+
+    Args:
+        processes: numbers of the processes, by rank.
+        folder: the folder in which they answer `aiocoll top`; None if they do not.
+    """
+    found = {
+        rank: f"process {number} stopped, by SIGSTOP or a debugger"
+        for rank, number in processes.items()
+        if state(identify(number)) == STOPPED
+    }
+    others = {rank: number for rank, number in processes.items() if rank not in found}
+    if folder and others:
+        with suppress(AiocollError, OSError):
+            found.update(_ask(others, folder))
+    return found
+
+
+def _ask(processes: Mapping[int, int], folder: str) -> Iterator[tuple[int, str]]:
+    viewer = Viewer(folder, time.monotonic)
+    try:
+        viewer.ask(PATIENCE)
+        for rank, number in processes.items():
+            process = viewer.processes.get(number)
+            if process is None:
+                continue
+            if process.state == State.SILENT:
+                yield rank, f"process {number} does not answer: one call holds the GIL, or the host has no CPU for it"
+            elif (blocked := next(filter(None, (each.get("blocked") for each in process.groups)), None)) is not None:
+                yield rank, f"event loop blocked for {blocked[0]:.1f} s, at {blocked[1]}"
+    finally:
+        viewer.close()

@@ -1,0 +1,78 @@
+"""Ranks that are stuck are found, with the reason: stopped, blocked, or without an answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiocoll.cli.stuck import find_stuck
+from aiocoll.top import folder as folders
+from aiocoll.top import listener
+
+from ..internals import Limits
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and unix sockets of its users")
+
+SLEEPS = "import signal; signal.pause()"
+
+
+class Group:
+    """A group of this process, for viewers."""
+
+    def __init__(self, blocked: tuple[float, str] | None) -> None:
+        self.blocked = blocked
+
+    def shown(self) -> dict[str, Any]:
+        return {"blocked": self.blocked}
+
+
+@pytest.fixture
+def stopped() -> Iterator[int]:
+    """Return a process that is stopped."""
+    with subprocess.Popen([sys.executable, "-c", f"import os; os.kill(os.getpid(), 19); {SLEEPS}"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        yield process.pid
+        process.kill()
+
+
+def test_stopped_process_is_stuck_and_others_are_not(stopped: int, tmp_path: Path) -> None:
+    processes = {3: stopped, 4: os.getpid()}
+    for folder in (None, str(tmp_path), str(tmp_path / "absent")):
+        assert find_stuck(processes, folder) == {3: f"process {stopped} stopped, by SIGSTOP or a debugger"}
+
+
+@pytest.mark.parametrize(
+    ("blocked", "found"),
+    [(None, {}), ((2.04, "a.py:1 in f"), {5: "event loop blocked for 2.0 s, at a.py:1 in f"})],
+)
+def test_process_with_a_blocked_loop_is_stuck(
+    tmp_path: Path, blocked: tuple[float, str] | None, found: dict[int, str]
+) -> None:
+    tmp_path.chmod(0o700)
+    groups = [Group(None), Group(blocked)]
+    for group in groups:
+        listener.join(group, str(tmp_path), time.perf_counter)
+    try:
+        assert find_stuck({5: os.getpid()}, str(tmp_path)) == found
+    finally:
+        for group in groups:
+            listener.leave(group, str(tmp_path))
+
+
+def test_process_that_does_not_answer_is_stuck(limits: Limits, tmp_path: Path) -> None:
+    limits(run_stuck_patience=0.05)
+    tmp_path.chmod(0o700)
+    folder = folders.open_folder(str(tmp_path))
+    try:
+        with folders.listen(folder):
+            reason = f"process {os.getpid()} does not answer: one call holds the GIL, or the host has no CPU for it"
+            assert find_stuck({0: os.getpid()}, str(tmp_path)) == {0: reason}
+    finally:
+        os.close(folder)
