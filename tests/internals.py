@@ -107,6 +107,8 @@ LIMITS = {
     "progress_again": ("aiocoll.cli.terminal._AGAIN",),
     "run_drain": ("aiocoll.cli.supervise.DRAIN", "aiocoll.cli.rank.DRAIN"),
     "run_grace": ("aiocoll.cli.supervise.GRACE",),
+    "run_report_after": ("aiocoll.cli.shutdown.REPORT_AFTER",),
+    "run_signal_twice": ("aiocoll.cli.signals.TWICE",),
     "run_stuck_patience": ("aiocoll.cli.stuck.PATIENCE",),
     "run_release": ("aiocoll.cli.supervise.RELEASE",),
     "run_stuck": ("aiocoll.cli.supervise.STUCK",),

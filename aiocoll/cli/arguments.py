@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 
-from aiocoll.numerals import parse_int
+from aiocoll.numerals import parse_float, parse_int
 
-__all__ = ["HelpFormatter", "add_command", "integer", "natural", "positive", "positives"]
+__all__ = ["HelpFormatter", "add_command", "integer", "natural", "positive", "positives", "seconds"]
 
 #: Exit codes that all subcommands have.
 _COMMON = {1: "output could not be written", 2: "the command line is wrong", 130: "interrupted by Ctrl-C"}
@@ -104,3 +105,18 @@ def positives(text: str) -> tuple[int, ...]:
         return tuple(map(positive, text.split(",")))
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}; give numbers separated by commas, like 3,1") from None
+
+
+def seconds(text: str) -> float:
+    """Return a finite number of seconds of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = parse_float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number of seconds, not negative")
+    return value

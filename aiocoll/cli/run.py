@@ -23,12 +23,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from aiocoll.cli.arguments import add_command, natural, positive, positives
+from aiocoll.cli.arguments import add_command, natural, positive, positives, seconds
 from aiocoll.cli.hosts import Hosts, add_host_arguments, reach_store, read_hosts, serve
 from aiocoll.cli.hosts_link import HostsLink
 from aiocoll.cli.logs import Logs
 from aiocoll.cli.program import Program, Start
 from aiocoll.cli.restarts import Alone
+from aiocoll.cli.shutdown import KILL_AFTER
 from aiocoll.cli.supervise import supervise
 from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.top.jobs import job_folder
@@ -82,6 +83,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="how often ranks that failed may be started anew, all or one at a time, in the whole job (default: 0)",
     )
     parser.add_argument(
+        "--kill-after",
+        type=seconds,
+        default=KILL_AFTER,
+        metavar="SECONDS",
+        help="time from Ctrl-C or SIGTERM until ranks that still run are killed; a second one kills them at once "
+        f"(default: {KILL_AFTER:g})",
+    )
+    parser.add_argument(
         "--log-dir",
         metavar="DIR",
         help="keep the output of each rank in files of its own as well, in a new folder in DIR that only you can read",
@@ -128,9 +137,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if hosts.nnodes > 1 and args.max_restarts:
             same = f"--nproc-list {','.join(map(str, nprocs))} --max-restarts {args.max_restarts}"
             reach = partial(reach_store, hosts, options, (host, port))
-            code = supervise(program, HostsLink(hosts, same, args.max_restarts, reach, server))
+            code = supervise(program, HostsLink(hosts, same, args.max_restarts, reach, server), args.kill_after)
         else:
-            code = supervise(program, Alone(args.max_restarts, server))
+            code = supervise(program, Alone(args.max_restarts, server), args.kill_after)
         return code or int(logs is not None and not logs.complete)
 
 

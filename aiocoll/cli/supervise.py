@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from aiocoll.cli.program import Program, Start
 from aiocoll.cli.rank import DRAIN, Exit, RankProcess, Report, SaidElastic
 from aiocoll.cli.restarts import Elsewhere, Granted, HostState, News, Notice, Phase, Restarts, Verdict
+from aiocoll.cli.shutdown import KILL_AFTER, Shutdown
 from aiocoll.cli.signals import signals_to
 from aiocoll.cli.sink import Sink, limit_waits, on_loss
 from aiocoll.cli.stuck import find_stuck
@@ -50,12 +52,13 @@ class _Ending(NamedTuple):
     verdict: Verdict
 
 
-def supervise(program: Program, restarts: Restarts) -> int:
+def supervise(program: Program, restarts: Restarts, kill_after: float = KILL_AFTER) -> int:
     """Run the ranks of this host and wait for the end of all.
 
     Args:
         program: what they run.
         restarts: says when they start, for the first time and anew.
+        kill_after: seconds from a signal that ends the job until the ranks that still run are killed.
 
     Returns:
         0 when every rank ended with 0, else the code of the rank to blame, or 128 + n for signal n. It is also that of
@@ -72,11 +75,11 @@ def supervise(program: Program, restarts: Restarts) -> int:
             write_stderr([f"aiocoll run: {sink.trouble}: further output is lost, and the job goes on"])
 
     on_loss(lost)
-    with signals_to(partial(_signal, events)), closing(restarts):
+    with signals_to(partial(_signal, events, set())), closing(restarts):
         restarts.begin(events.put)
         ending = _await_start(events)
         while (number := ending.verdict.restarts) is not None:
-            ending = _Attempt(program, number, restarts, events).run()
+            ending = _Attempt(program, number, restarts, events, kill_after).run()
             write_stderr(ending.lines)
     if not ending.lines and ending.verdict.why:
         write_stderr([f"aiocoll run: {ending.verdict.why}"])
@@ -96,17 +99,18 @@ def _await_start(events: _Events) -> _Ending:
             return _Ending(128 + event, [], Verdict(None, f"stopped by {event.name}"))
 
 
-def _signal(events: _Events, number: signal.Signals) -> None:
+def _signal(events: _Events, before: set[signal.Signals], number: signal.Signals) -> None:
     """Pass on a signal, from the thread that receives it; the main thread may be waiting for the reader of an error."""
-    if number in (signal.SIGTERM, signal.SIGHUP):
+    if number in (signal.SIGTERM, signal.SIGHUP) or (number == signal.SIGINT and number in before):
         limit_waits(STUCK)
+    before.add(number)
     events.put(number)
 
 
 class _Attempt:
     """The ranks from the time when all start to the time when all have ended, and the deadlines for ending them."""
 
-    def __init__(self, program: Program, number: int, restarts: Restarts, events: _Events) -> None:
+    def __init__(self, program: Program, number: int, restarts: Restarts, events: _Events, kill_after: float) -> None:
         self._program = program
         self._number = number
         self._restarts = restarts
@@ -119,7 +123,7 @@ class _Attempt:
         self._stopped = inf
         #: Ranks that were stuck then, each with the reason.
         self._stuck: Mapping[int, str] = {}
-        self._signal: signal.Signals | None = None
+        self._shutdown = Shutdown(kill_after)
         #: Whether a failure here ends the job, or one elsewhere, and what comes then.
         self._failing = self._failing_elsewhere = False
         self._verdict: Verdict | None = None
@@ -141,12 +145,13 @@ class _Attempt:
         try:
             for rank in self._program.ranks:
                 self._start(Start(rank, self._number, joins=False))
-            while self._running or (self._signal is None and (self._to_replace() or self._verdict is None)):
+            while self._running or (not self._is_signalled and (self._to_replace() or self._verdict is None)):
                 self._tell_others()
                 self._next()
         finally:
             for process in self._processes:
                 process.kill()
+            self._shutdown.close()
             deadline = time.monotonic() + DRAIN
             for process in self._processes:
                 process.drain(deadline)
@@ -163,16 +168,19 @@ class _Attempt:
 
     def _next(self) -> None:
         """Handle the next event, or the next deadline."""
-        due = min(self._deadline, self._end, self._replacement, self._dismissal)
+        steps: list[tuple[float, Callable[[], None]]] = [
+            (self._replacement, self._ask),
+            (self._dismissal, self._dismiss),
+            (self._deadline, self._out_of_patience),
+            (self._end, self._out_of_patience),
+            (self._shutdown.report_at, self._report_running),
+            (self._shutdown.kill_at, self._kill_running),
+        ]
+        due, step = min(steps, key=itemgetter(0))
         try:
             event = self._events.get(timeout=None if due == inf else max(0.0, due - time.monotonic()))
         except queue.Empty:
-            if due == self._replacement:
-                self._ask()
-            elif due == self._dismissal:
-                self._dismiss()
-            else:
-                self._out_of_patience()
+            step()
             return
         if isinstance(event, signal.Signals):
             self._signalled(event)
@@ -196,8 +204,8 @@ class _Attempt:
 
     def _tell_others(self) -> None:
         why = ""
-        if self._signal is not None:
-            phase, why = Phase.QUITS, f"was stopped by {self._signal.name}"
+        if self._shutdown.signal is not None:
+            phase, why = Phase.QUITS, f"was stopped by {self._shutdown.signal.name}"
         elif self._running or self._to_replace():
             phase = Phase.FAILS if self._failing else Phase.RUNS
         else:
@@ -216,15 +224,12 @@ class _Attempt:
         return culprit(outcomes, self._stopped)
 
     def _ending(self) -> _Ending:
-        to_blame, verdict = self._culprit(), self._verdict or Verdict(None)
+        to_blame, verdict, number = self._culprit(), self._verdict or Verdict(None), self._shutdown.signal
         if to_blame is None:
             code, lines = int(bool(verdict.why)), []
-        elif self._signal is not None:
-            return _Ending(
-                128 + self._signal,
-                [*tracebacks(self._outcomes), f"aiocoll run: stopped by {self._signal.name}"],
-                Verdict(None),
-            )
+        elif number is not None:
+            stopped = f"aiocoll run: stopped by {number.name}"
+            return _Ending(128 + number, [*tracebacks(self._outcomes), stopped], Verdict(None))
         else:
             elsewhere = self._failing_elsewhere and to_blame.time > self._stopped
             code = 1 if elsewhere else to_blame.status or 1
@@ -256,27 +261,27 @@ class _Attempt:
                 self._lost.add(event.rank)
                 self._replacement = min(self._replacement, time.monotonic() + SETTLE)
             return
-        if isinstance(event, Exit):
+        if isinstance(event, Exit) and not self._is_signalled:
             self._end = min(self._end, time.monotonic() + RELEASE + GRACE)
         self._fail()
 
     def _fail(self) -> None:
         """All are to end, since a rank has failed."""
         self._replace_none()
-        if self._signal is None and self._stopped == inf:  # else all have been told to end
+        if not self._is_signalled and self._stopped == inf:  # else all have been told to end
             self._failing = True
             self._deadline = min(self._deadline, time.monotonic() + RELEASE)
 
     def _failed_elsewhere(self) -> None:
-        if self._running and not self._failing_elsewhere:
+        if self._running and not self._failing_elsewhere and not self._is_signalled:
             self._end = min(self._end, time.monotonic() + RELEASE + GRACE)
-            if self._signal is None and self._stopped == inf:
+            if self._stopped == inf:
                 self._deadline = min(self._deadline, time.monotonic() + RELEASE)
         self._failing_elsewhere = True
         self._replace_none()
 
     def _out_of_patience(self) -> None:
-        if self._signal is not None or time.monotonic() >= self._end:
+        if time.monotonic() >= self._end:
             self._deadline = self._end = inf
             self._kill(self._running)
         elif self._stopped == inf:
@@ -314,7 +319,7 @@ class _Attempt:
         return bool(going_on) and self._is_elastic() and self._has_members(but=rank)
 
     def _is_ending(self) -> bool:
-        return self._signal is not None or self._failing_elsewhere or min(self._stopped, self._deadline) != inf
+        return self._is_signalled or self._failing_elsewhere or min(self._stopped, self._deadline) != inf
 
     def _is_elastic(self) -> bool:
         return self._elastic or any(state.elastic for state in self._elsewhere.values())
@@ -344,7 +349,7 @@ class _Attempt:
 
     def _replace(self, granted: Granted) -> None:
         rank, number = granted
-        if rank not in self._asked or self._signal is not None:
+        if rank not in self._asked or self._is_signalled:
             return
         self._asked.discard(rank)
         if not number:
@@ -381,14 +386,24 @@ class _Attempt:
             self._ask_all()
         elif number == signal.SIGPIPE:
             # The reader of our output is gone, as in `aiocoll run ... | head`: end as programs do then.
-            self._signal = self._signal or number
-            self._deadline = min(self._deadline, time.monotonic() + GRACE)
+            self._shutdown.leave(number, GRACE)
             self._send(signal.SIGTERM)
-        elif number == signal.SIGINT and self._signal == signal.SIGINT:
-            self._kill(self._running)
-        else:
-            self._signal = self._signal or number
+        elif self._shutdown.take(number):
             self._send(number)
+        else:
+            self._kill_running(number)
+
+    @property
+    def _is_signalled(self) -> bool:
+        return self._shutdown.signal is not None
+
+    def _report_running(self) -> None:
+        self._shutdown.report(self._running, self._stuck_among(self._running))
+
+    def _kill_running(self, again: signal.Signals | None = None) -> None:
+        """Kill the ranks that have not ended in time after a signal, or when it has come `again`."""
+        self._kill(self._running)
+        self._shutdown.killed(self._running, again)
 
     def _ask_all(self) -> None:
         """Request dumps from the ranks; a process that the signal would end does not get it."""

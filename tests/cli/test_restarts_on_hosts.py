@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -234,6 +235,25 @@ def test_a_signal_to_one_launcher_ends_the_job_on_all_hosts(start: Start, host: 
     assert done[1 - host].stderr.splitlines() == [
         f"aiocoll run: rank {1 - host} was ended by the launcher (SIGTERM)",
         f"aiocoll run: host {host} was stopped by SIGINT",
+    ]
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_signal_to_one_launcher_ends_ranks_that_ignore_it_on_all_hosts(start: Start, host: int) -> None:
+    script = f"import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n{textwrap.dedent(WAITS)}"
+    options = ("-n", 1, "--max-restarts", 5, "--kill-after", 0.5)
+    jobs = [start(each, *options, script=script) for each in range(2)]
+    pids = [ready(job) for job in jobs]
+    jobs[host].process.send_signal(signal.SIGTERM)
+    done = [job.finish() for job in jobs]
+    assert [done[host].returncode, done[1 - host].returncode] == [143, 1]
+    killed, last = done[host].stderr.splitlines()
+    assert re.fullmatch(rf"aiocoll run: sent SIGKILL to rank {host}, \d s after SIGTERM", killed)
+    assert last == "aiocoll run: stopped by SIGTERM"
+    assert done[1 - host].stderr.splitlines() == [
+        f"aiocoll run: rank {1 - host} was ended by the launcher (SIGKILL)",
+        f"aiocoll run: host {host} was stopped by SIGTERM",
     ]
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 

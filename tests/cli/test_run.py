@@ -230,6 +230,10 @@ def test_a_second_ctrl_c_kills(launch: Launch) -> None:
     job.read("[0] ready", "[1] ready")
     job.process.send_signal(signal.SIGINT)
     job.read("[0] SIGINT", "[1] SIGINT")
+    assert job.process.stderr.readline() == (
+        "aiocoll run: waiting for rank 0-1 to end after SIGINT; SIGKILL follows in 29 s, or at once after a second "
+        "Ctrl-C\n"
+    )
     job.process.send_signal(signal.SIGINT)
     done = job.finish()
     assert done.returncode == 130
@@ -359,6 +363,8 @@ USAGE = [
     (["-n", "x", "script"], "argument -n/--nproc: 'x' must be a whole number"),
     (["-n", "2"], "the following arguments are required: SCRIPT$"),
     ([], r"the following arguments are required: SCRIPT$"),
+    (["-n", "2", "--kill-after", "inf", "script"], "argument --kill-after: inf must be a finite number of seconds"),
+    (["-n", "2", "--kill-after", "-1", "script"], "argument --kill-after: -1 must be a finite number of seconds"),
     (["-n", "2", "absent.py"], r"absent\.py: no such file \(-m runs a module\)"),
     (["-n", "2", "--node-rank", "1", "script"], "--node-rank 1: must be from 0 to 0, one less than --nnodes"),
     (["-n", "2", "--nnodes", "2", "script"], "--master-addr: needed with several hosts"),

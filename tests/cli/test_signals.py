@@ -15,6 +15,8 @@ import pytest
 
 from aiocoll.cli.signals import signals_to
 
+from ..internals import Limits
+
 #: Seconds after which a signal has not been heard.
 LIMIT = 10.0
 
@@ -56,6 +58,17 @@ def test_a_signal_is_heard_by_a_main_thread_that_is_about_to_wait(number: signal
         main_waits.release()
         assert events.get(timeout=LIMIT) == number
     thread.join()
+
+
+def test_signal_that_comes_twice_at_once_is_passed_on_once(limits: Limits) -> None:
+    """As from `timeout`, which sends it to the launcher and to its process group."""
+    limits(run_signal_twice=LIMIT)
+    events: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+    with handled(signal.SIGTERM, signal.SIG_DFL), handled(signal.SIGUSR2, signal.SIG_DFL), signals_to(events.put):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR2):
+            signal.raise_signal(number)
+        assert [events.get(timeout=LIMIT) for _ in range(3)] == [signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR2]
+    assert events.empty()
 
 
 def test_what_is_ignored_stays_ignored() -> None:

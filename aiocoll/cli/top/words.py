@@ -7,7 +7,7 @@ from typing import Final
 
 from aiocoll.cli.top.model import GroupView, PendingView, RankView
 
-__all__ = ["BAD", "LIMITED", "duration", "headline", "kind_table", "notes", "plain", "rank_table", "size"]
+__all__ = ["BAD", "LIMITED", "duration", "headline", "kind_table", "name_ranks", "notes", "plain", "rank_table", "size"]
 
 #: States in which a rank keeps the others from going on.
 LIMITED: Final = ("late", "blocked", "stopped", "silent", "slow")
@@ -66,7 +66,7 @@ def notes(group: GroupView, most: int = ROWS) -> Iterable[tuple[str, str]]:
         if rank.detail and rank.state not in ("revoked", "remote", "closed", "left"):
             by_detail.setdefault((rank.state, rank.detail), []).append(rank.rank)
     for (state, detail), ranks in by_detail.items():
-        yield state, f"{_named(ranks)} {state}: {detail}"
+        yield state, f"{name_ranks(ranks)} {state}: {detail}"
     for each in group.pending:
         yield "", _in_flight(each)
     if not group.counted:
@@ -120,11 +120,11 @@ def _rank_row(rank: RankView) -> Sequence[str]:
 
 
 def _in_flight(each: PendingView) -> str:
-    missing = f", {_named(each.missing)} missing" if each.missing else ""
-    return f"{each.op} pending for {duration(each.seconds)} on {_named(each.ranks)}{missing}, called at {each.site}"
+    missing = f", {name_ranks(each.missing)} missing" if each.missing else ""
+    return f"{each.op} pending for {duration(each.seconds)} on {name_ranks(each.ranks)}{missing}, called at {each.site}"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Return a list of ranks, in which those that follow each other are a range."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
