@@ -11,6 +11,8 @@ import pytest
 from aiocoll import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    GroupRevokedError,
+    PeerLostError,
     ProcessGroup,
     Recv,
     Send,
@@ -317,18 +319,27 @@ async def test_cancelling_incoming_loses_nothing(pg: ProcessGroup) -> None:
     assert got == list(range(200))
 
 
-@pytest.mark.ranks(2)
-async def test_incoming_raises_when_the_group_fails(pg: ProcessGroup) -> None:
-    async def serve() -> None:
-        async for _ in pg.incoming():
-            pass
-
-    serving = asyncio.ensure_future(serve())
+@pytest.mark.ranks(3)
+async def test_a_pending_incoming_raises_the_cause(pg: ProcessGroup) -> None:
+    """As pending receives do; a step after the failure is a later call, whose error has the cause behind it."""
+    incoming = pg.incoming()
+    waiting = [asyncio.ensure_future(anext(each)) for each in (incoming, pg.incoming(tag=1))]
+    await until(lambda: len(comm_of(pg).matching._listeners) == 2)
+    receiving = pg.recv_object()
     await pg.barrier()
     if pg.rank() == 0:
-        pg.abort("enough")
-    with pytest.raises(Exception, match="enough"):
-        await serving
+        pg.report_death(2, "for a test")
+    texts = set()
+    for pending in (*waiting, receiving):
+        with pytest.raises(PeerLostError) as raised:
+            await pending
+        assert type(raised.value) is PeerLostError
+        assert (raised.value.ranks, raised.value.how) == ((2,), "killed")
+        texts.add(str(raised.value))
+    assert len(texts) == 1
+    with pytest.raises(GroupRevokedError) as later:
+        await anext(incoming)
+    assert isinstance(later.value.__cause__, PeerLostError)
 
 
 async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(limits: Limits) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from typing import Protocol, TypeVar
 
+from aiocoll.engine.control.causes import failure_by
 from aiocoll.engine.matching.inbound import InboundMessage, Receive, Source
 from aiocoll.engine.matching.outbound import OutboundMessage, begun, is_sparse
 from aiocoll.engine.matching.posted import PostedReceive
@@ -18,7 +19,7 @@ from aiocoll.engine.matching.to_self import Loopback
 from aiocoll.engine.operations import group as base
 from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.signature import P2P
-from aiocoll.errors import ProtocolError
+from aiocoll.errors import GroupError, ProtocolError
 from aiocoll.transport.frame import FrameKind, Header
 
 __all__ = ["Group", "Matching", "Turns"]
@@ -27,7 +28,13 @@ K = TypeVar("K")
 
 
 class Group(base.Group, Protocol):
-    """A group whose ranks send each other messages."""
+    """A group whose ranks send each other messages.
+
+    Attributes:
+        cause: why it has failed; None if it has not.
+    """
+
+    cause: GroupError | None
 
     @property
     def polling(self) -> Turns:
@@ -162,14 +169,18 @@ class Matching:
         A cancelled wait takes nothing.
 
         Raises:
+            GroupRevokedError: the group had failed before this call.
+            GroupError: the group fails while this call waits: the cause with its class, as for pending works.
             TypeError: it is a sparse array, which stays.
         """
+        self.group.raise_if_revoked()
         runtime = self.group.runtime
         # Yield before the first message of a turn: a wait that is always cancelled quickly must succeed eventually.
         if self._taken and self.group.polling.turn_is_due():
             await asyncio.sleep(0)
         while True:
-            self.group.raise_if_revoked()
+            if self.group.cause is not None:
+                raise failure_by(self.group.cause)
             if self._closed:
                 return None
             arrival = next(iter(self._waiting.get(tag, ())), None)
