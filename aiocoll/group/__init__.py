@@ -8,6 +8,6 @@ unsized, empty                   the calls of a group, by what they carry
 interceptors                     calls that are fused, verified, predicted or simulated instead of started directly
 cuda                             calls on CUDA arrays, loaded with the first of them
 reconfigurer                     other groups made from this one
-lifetime                         pending works, revocation, closing
+lifetime, open_groups            pending works, revocation, closing; the open groups of the process
 flight_recorder                  the log of the group's last operations
 """

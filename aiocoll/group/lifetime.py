@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.fusion.deferred_work import FlushWork
 from aiocoll.errors import GroupError
+from aiocoll.group import open_groups
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.dispatch.origin import Origin
 from aiocoll.group.flight_recorder import FlightRecorder
@@ -65,6 +66,7 @@ class Lifetime:
             self._shown = show(self._comm, options.top_dir)
         if not origin.dry:
             self._comm.endpoint.loop_end.add(self)
+        open_groups.add(dispatcher.group)
 
     @property
     def is_ending(self) -> bool:
@@ -234,6 +236,7 @@ class Lifetime:
             self._family.leave_parent()
             for operation in list(comm.pending):
                 operation.fail(error)
+            open_groups.discard(d.group)
             comm.endpoint.leave(comm)
             for tell in comm.on_revoked:
                 tell()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
 from aiocoll.work import AT_ONCE, Work
 
-__all__ = ["ADOPTED", "Reconfigurer"]
+__all__ = ["ADOPTED", "Reconfigurer", "first_name"]
 
 T = TypeVar("T")
 
@@ -402,6 +403,11 @@ def _following(name: str) -> str:
     """Return the name of the group that comes after the one called `name`."""
     first, _, number = name.rpartition("~")
     return f"{first}~{int(number) + 1}" if first and number.isdecimal() else f"{name}~1"
+
+
+def first_name(name: str) -> str:
+    """Return a name without the numbers that `shrink` and `grow` append, to the names of split groups' parents, too."""
+    return re.sub(r"~\d+(?=/|$)", "", name) if "~" in name else name
 
 
 def _unless_bool(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aiocoll.engine.communicator import Communicator
@@ -11,7 +11,7 @@ from aiocoll.engine.counters import SHIFT, Counters, Row, Waits
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.operations.base import Operation
 
-__all__ = ["GroupStats", "OperationStats", "PeerStats", "stats_of"]
+__all__ = ["GroupStats", "OperationStats", "PeerStats", "combined", "stats_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +203,13 @@ def stats_of(comm: Communicator) -> GroupStats:
         counters.since,
         len(in_flight),
         now - in_flight[0].entered if in_flight else 0.0,
-        tuple(sorted(operations, key=lambda each: (each.op, each.algorithm or "", each.transport))),
+        tuple(sorted(operations, key=_order)),
         tuple(_peers(comm, counters, pending, now)),
     )
+
+
+def _order(each: OperationStats) -> tuple[str, str, str]:
+    return each.op, each.algorithm or "", each.transport
 
 
 def _operation(kind: tuple[str, str | None, str], row: Row) -> OperationStats:
@@ -227,6 +231,49 @@ def _peers(comm: Communicator, counters: Counters, pending: list[Operation], now
         each = waits.get(rank, Waits())
         recent_times, recent_seconds = each.recent(now)
         yield PeerStats(rank, each.times, each.seconds, recent_times, recent_seconds, missing.get(rank, 0))
+
+
+def combined(first: GroupStats, second: GroupStats) -> GroupStats:
+    """Add up the stats of two groups; the rest, such as the name, is that of the second."""
+    operations = {(each.op, each.algorithm, each.transport): each for each in first.operations}
+    for each in second.operations:
+        kind = each.op, each.algorithm, each.transport
+        operations[kind] = _add_operations(operations[kind], each) if kind in operations else each
+    peers = {each.rank: each for each in first.peers}
+    for peer in second.peers:
+        peers[peer.rank] = _add_peers(peers[peer.rank], peer) if peer.rank in peers else peer
+    return replace(
+        second,
+        pending=first.pending + second.pending,
+        oldest=max(first.oldest, second.oldest),
+        operations=tuple(sorted(operations.values(), key=_order)),
+        peers=tuple(peers[rank] for rank in sorted(peers)),
+    )
+
+
+def _add_operations(first: OperationStats, second: OperationStats) -> OperationStats:
+    histogram = dict(first.histogram)
+    for bound, calls in second.histogram:
+        histogram[bound] = histogram.get(bound, 0) + calls
+    return replace(
+        second,
+        calls=first.calls + second.calls,
+        failures=first.failures + second.failures,
+        nbytes=first.nbytes + second.nbytes,
+        seconds=first.seconds + second.seconds,
+        histogram=tuple(sorted(histogram.items())),
+    )
+
+
+def _add_peers(first: PeerStats, second: PeerStats) -> PeerStats:
+    return PeerStats(
+        second.rank,
+        first.times + second.times,
+        first.seconds + second.seconds,
+        first.recent_times + second.recent_times,
+        first.recent_seconds + second.recent_seconds,
+        first.missing + second.missing,
+    )
 
 
 # -- as text

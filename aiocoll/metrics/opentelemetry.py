@@ -1,18 +1,18 @@
 """OpenTelemetry: the numbers of groups as instruments that are observed, and a span per operation on request.
 
-    meter = aiocoll.metrics.opentelemetry.GroupMeter()  # of the global meter provider
-    meter.add(pg)  # until this rank closes it
+    meter = aiocoll.metrics.opentelemetry.GroupMeter()  # the global meter provider; all groups of this process
 
 Attributes of metrics: ``aiocoll.group`` and ``aiocoll.rank``; ``aiocoll.op``, ``aiocoll.algorithm``,
 ``aiocoll.transport`` and ``aiocoll.outcome`` of operations, of which there are few; ``aiocoll.peer`` is the number of a
-rank. None has a key, a sequence number or an address; spans have the first two. Of names of groups there are 100 at
-most: a program that makes groups without end lets them share names, ``add(pg, name="workers")``.
+rank. None has a key, a sequence number or an address; spans have the first two. There are at most 100 names of groups:
+a program that makes groups forever lets them share names, ``add(pg, name="workers")``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.group.process_group import ProcessGroup
@@ -34,18 +34,27 @@ _Values = Callable[[GroupStats], Iterator[tuple[float, Mapping[str, Any]]]]
 
 
 class GroupMeter:
-    """Exports the numbers of groups. One is enough: a provider keeps its instruments for ever.
+    """Exports the numbers of all groups of this process, or of those that are added.
+
+    One is enough: a provider keeps its instruments forever. A group that `shrink`, `grow` or `elastic` makes of another
+    one is exported under the same name, without the ``~1`` at its end. Groups that have one name on one rank are
+    exported as one, whose counters only grow.
 
     Args:
         meter_provider: of OpenTelemetry; None: the global one.
         tracer_provider: likewise, for spans.
         spans: make a span of each operation when it has ended, with its bytes, key, number and error. They are children
-            of the span that is current where `add` is called. That takes some ten microseconds per operation.
+            of the span that is current where `add` is called, or else where the meter is made. That takes some ten
+            microseconds per operation.
     """
 
     def __init__(self, meter_provider: Any = None, tracer_provider: Any = None, *, spans: bool = False) -> None:
-        self._watched = WatchedGroups(self._ended)
-        self._hooks: dict[ProcessGroup, HookHandle] = {}
+        self._watched = WatchedGroups(self._began, self._ended)
+        self._hooks: WeakKeyDictionary[ProcessGroup, HookHandle] = WeakKeyDictionary()
+        #: Where spans are made: by the exported name of an added group and its successors, and for all others.
+        self._contexts: dict[str, context.Context] = {}
+        self._context = context.get_current()
+        self._adding: context.Context | None = None
         self._tracer = trace.get_tracer("aiocoll", tracer_provider=tracer_provider) if spans else None
         meter = metrics.get_meter("aiocoll", meter_provider=meter_provider)
         counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
@@ -57,27 +66,29 @@ class GroupMeter:
         gauge("aiocoll.operations.pending", [self._observe(_pending)], "{operation}", "Operations in flight.")
         gauge("aiocoll.operations.oldest", [self._observe(_oldest)], "s", "Seconds for which the oldest has been.")
         gauge("aiocoll.missing", [self._observe(_missing)], "{collective}", "Collectives in which a peer is missing.")
+        self._watched.start()
 
     def add(self, pg: ProcessGroup, *, name: str | None = None) -> None:
-        """Export the numbers of a group until this rank closes it.
+        """Export a group until this rank closes it, and its successors; from now on no others but those added.
 
         Args:
             pg: the group.
-            name: the name to export it under, in place of its own. A program that makes groups for ever lets those that
-                follow each other share one; their counters begin at 0 again.
+            name: the name to export it under, in place of its own. Groups may share one: they are added up.
 
         Raises:
             TypeError: `pg` is no group, or `name` no text.
             RuntimeError: it was made with ``GroupOptions(stats=False)``.
             GroupClosedError: this rank has closed it.
-            ValueError: another group of that name is exported here, on the same rank; or there have been 100 names.
+            ValueError: there have been 100 names.
         """
-        self._watched.add(pg, name)
-        if self._tracer is not None and pg not in self._hooks:
-            self._hooks[pg] = pg.add_hook(_Spans(self._tracer, pg._comm.runtime.wall))
+        self._adding = context.get_current()
+        try:
+            self._watched.add(pg, name)
+        finally:
+            self._adding = None
 
     def remove(self, pg: ProcessGroup) -> None:
-        """Export the numbers of a group no more.
+        """Export a group and its successors no more.
 
         Args:
             pg: the group; it need not be exported.
@@ -86,9 +97,17 @@ class GroupMeter:
 
     def close(self) -> None:
         """Export nothing any more."""
-        self._watched.clear()
+        self._watched.close()
 
-    def _ended(self, pg: ProcessGroup) -> None:
+    def _began(self, pg: ProcessGroup, name: str) -> None:
+        if self._tracer is None:
+            return
+        if self._adding is not None:
+            self._contexts[name] = self._adding
+        parent = self._contexts.get(name, self._context)
+        self._hooks[pg] = pg.add_hook(_Spans(self._tracer, pg._comm.runtime.wall, parent))
+
+    def _ended(self, pg: ProcessGroup, name: str) -> None:
         if (hook := self._hooks.pop(pg, None)) is not None:
             hook.remove()
 
@@ -108,13 +127,14 @@ class _Spans:
 
     Args:
         tracer: makes them.
-        wall: tells the time.
+        wall: returns the time.
+        parent: the context in which they are made.
     """
 
-    def __init__(self, tracer: Any, wall: Callable[[], float]) -> None:
+    def __init__(self, tracer: Any, wall: Callable[[], float], parent: context.Context) -> None:
         self._tracer = tracer
         self._wall = wall
-        self._context = context.get_current()
+        self._context = parent
 
     def on_end(self, info: OperationInfo) -> None:
         """Make the span of an operation that has ended."""

@@ -1,13 +1,12 @@
-"""Prometheus: the numbers of groups in a registry of `prometheus_client`, read when somebody scrapes it.
+"""Prometheus: the numbers of groups in a registry of `prometheus_client`, read at each scrape.
 
-    collector = aiocoll.metrics.prometheus.GroupCollector()  # in prometheus_client.REGISTRY
-    collector.add(pg)  # until this rank closes it
+    collector = aiocoll.metrics.prometheus.GroupCollector()  # in prometheus_client.REGISTRY; all groups of this process
 
-Who serves the registry, and where, is the program's business. A scrape may come in any thread.
+The program serves the registry. A scrape may come in any thread.
 
 Labels: `group` and `rank`; `op`, `algorithm`, `transport` and `outcome` of operations, of which there are few; `peer`
-is the number of a rank. No label has a key, a sequence number or an address. Of names of groups there are 100 at most:
-a program that makes groups without end lets them share names, ``add(pg, name="workers")``.
+is the number of a rank. No label has a key, a sequence number or an address. There are at most 100 names of groups: a
+program that makes groups forever lets them share names, ``add(pg, name="workers")``.
 """
 
 from __future__ import annotations
@@ -38,38 +37,41 @@ _PEER: Final = (*_GROUP, "peer")
 
 
 class GroupCollector:
-    """Exports the numbers of groups.
+    """Exports the numbers of all groups of this process, or of those that are added.
+
+    A group that `shrink`, `grow` or `elastic` makes of another one is exported under the same name, without the
+    ``~1`` at its end. Groups that have one name on one rank are exported as one, whose counters only grow.
 
     Args:
         registry: a `prometheus_client.CollectorRegistry`; None: the one of the process.
 
     Raises:
-        ValueError: the registry has such a collector already: one is enough for all groups.
+        ValueError: the registry has such a collector already, and one is enough.
     """
 
     def __init__(self, registry: Any = None) -> None:
         self._watched = WatchedGroups()
         self._registry: Any = REGISTRY if registry is None else registry
         self._registry.register(self)
+        self._watched.start()
 
     def add(self, pg: ProcessGroup, *, name: str | None = None) -> None:
-        """Export the numbers of a group until this rank closes it.
+        """Export a group until this rank closes it, and its successors; from now on no others but those added.
 
         Args:
             pg: the group.
-            name: the name to export it under, in place of its own. A program that makes groups for ever lets those that
-                follow each other share one; their counters begin at 0 again.
+            name: the name to export it under, in place of its own. Groups may share one: they are added up.
 
         Raises:
             TypeError: `pg` is no group, or `name` no text.
             RuntimeError: it was made with ``GroupOptions(stats=False)``.
             GroupClosedError: this rank has closed it.
-            ValueError: another group of that name is exported here, on the same rank; or there have been 100 names.
+            ValueError: there have been 100 names.
         """
         self._watched.add(pg, name)
 
     def remove(self, pg: ProcessGroup) -> None:
-        """Export the numbers of a group no more.
+        """Export a group and its successors no more.
 
         Args:
             pg: the group; it need not be exported.
@@ -78,7 +80,7 @@ class GroupCollector:
 
     def close(self) -> None:
         """Export nothing any more, and leave the registry."""
-        self._watched.clear()
+        self._watched.close()
         self._registry.unregister(self)
 
     def describe(self) -> Iterable[Any]:

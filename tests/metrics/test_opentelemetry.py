@@ -142,6 +142,36 @@ async def test_a_span_per_operation(debug: Any) -> None:
     await asyncio.to_thread(meters.shutdown)
 
 
+async def test_a_replacement_is_observed_and_traced_as_its_predecessor() -> None:
+    """Under the same name, with counters that only grow, and with spans of the same parent."""
+    reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
+    meters, tracers = MeterProvider([reader]), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = tracers.get_tracer("a test")
+
+    async def rank(pg: ProcessGroup) -> None:
+        meter = GroupMeter(meters, tracers, spans=True)
+        kind = {"op": "ALLREDUCE", "algorithm": "alone", "transport": "", "outcome": "completed"}
+        calls = key("operations", group="world:0", rank=0, **kind)
+        with tracer.start_as_current_span("job") as job:
+            meter.add(pg)
+        await pg.allreduce(1)
+        assert points(reader)[calls] == 1
+        async with await pg.shrink() as successor:
+            await pg.shutdown()
+            await successor.allreduce(1)
+            assert points(reader)[calls] == 2
+        assert points(reader) == {}
+        spans = [span for span in exporter.get_finished_spans() if span.name == "ALLREDUCE"]
+        parents = [span.parent.span_id for span in spans if span.parent is not None]
+        assert parents == [job.get_span_context().span_id] * 2
+        meter.close()
+
+    await run_ranks(1, rank)
+    tracers.shutdown()
+    await asyncio.to_thread(meters.shutdown)
+
+
 @pytest.mark.ranks(1)
 async def test_without_an_sdk_it_does_nothing(pg: ProcessGroup) -> None:
     meter = GroupMeter(spans=True)

@@ -1,0 +1,248 @@
+"""Which groups are exported, and that a group which replaces another one continues its series."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from weakref import ref
+
+import numpy as np
+import prometheus_client
+import pytest
+
+from aiocoll import (
+    CollectiveTimeoutError,
+    GroupError,
+    GroupOptions,
+    HashStore,
+    Meeting,
+    ProcessGroup,
+    Ticket,
+    elastic,
+    new_group,
+)
+from aiocoll.group.reconfigurer import first_name
+from aiocoll.metrics.prometheus import GroupCollector
+from aiocoll.testing import run_ranks
+
+from ..internals import Limits
+from ..ranks import until
+
+
+def collector_of_its_own() -> GroupCollector:
+    return GroupCollector(prometheus_client.CollectorRegistry())
+
+
+def calls(collector: GroupCollector) -> Mapping[tuple[str, int], float]:
+    """Return how many allreduces have completed, by group and rank."""
+    return {
+        (sample.labels["group"], int(sample.labels["rank"])): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+        if sample.name == "aiocoll_operations_total"
+        and (sample.labels["op"], sample.labels["outcome"]) == ("ALLREDUCE", "completed")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("world:0", "world:0"),
+        ("world:0~1", "world:0"),
+        ("world:0~12/3.0~4", "world:0/3.0"),
+        ("a~b", "a~b"),
+        ("~1", ""),
+        ("a~1b", "a~1b"),
+    ],
+)
+def test_first_name_leaves_out_the_numbers_of_successors(name: str, first: str) -> None:
+    assert first_name(name) == first
+
+
+async def test_all_groups_are_exported_until_one_is_added() -> None:
+    """Those that are open already, and those that are made later; not one that does not count."""
+    collector = collector_of_its_own()
+
+    async def rank(pg: ProcessGroup) -> None:
+        late = collector_of_its_own()
+        part = await pg.split(0, 0)
+        async with new_group(store=HashStore(), rank=0, world_size=1, name="x", options=GroupOptions(stats=False)):
+            await pg.allreduce(1)
+            await part.allreduce(1)
+        for each in (collector, late):
+            assert calls(each) == {("world:0", 0): 1, (part.group_name, 0): 1}
+        late.add(part)
+        assert calls(late) == {(part.group_name, 0): 1}
+        async with await pg.split(0, 0) as other:
+            await other.allreduce(1)
+            assert calls(late) == {(part.group_name, 0): 1}
+            assert calls(collector)[other.group_name, 0] == 1
+        collector.remove(part)
+        assert calls(collector) == {("world:0", 0): 1}
+        late.close()
+        await pg.split(0, 0)
+        assert calls(late) == {}
+
+    await run_ranks(1, rank)
+    assert calls(collector) == {}
+    collector.close()
+
+
+@pytest.mark.parametrize("added", [None, "world:0", "workers"])
+async def test_a_successor_continues_the_series(added: str | None) -> None:
+    collector = collector_of_its_own()
+
+    async def rank(pg: ProcessGroup) -> None:
+        if added is not None:
+            collector.add(pg, name=None if added == "world:0" else added)
+        key = added or "world:0", pg.rank()
+        await pg.allreduce(1)
+        await pg.allreduce(1)
+        second = await pg.shrink()
+        assert second.group_name == "world:0~1"
+        await second.allreduce(1)
+        assert calls(collector)[key] == 3  # both are open
+        await pg.shutdown()
+        assert calls(collector)[key] == 3
+        third = await second.shrink()
+        await second.shutdown()
+        assert calls(collector)[key] == 3
+        await third.allreduce(1)
+        assert calls(collector)[key] == 4
+        await third.shutdown()
+
+    await run_ranks(2, rank)
+    assert calls(collector) == {}
+    collector.close()
+
+
+async def test_a_removed_group_has_no_successor() -> None:
+    collector = collector_of_its_own()
+
+    async def rank(pg: ProcessGroup) -> None:
+        collector.remove(pg)
+        async with await pg.shrink() as successor:
+            await successor.allreduce(1)
+            assert calls(collector) == {}
+            collector.add(successor)
+            assert calls(collector) == {("world:0", 0): 1}
+
+    await run_ranks(1, rank)
+    collector.close()
+
+
+async def test_groups_of_one_name_are_added_up() -> None:
+    """Every number, and those of a group that is closed."""
+    registry = prometheus_client.CollectorRegistry()
+    collector = GroupCollector(registry)
+
+    async def rank(pg: ProcessGroup) -> None:
+        async with await pg.split(0, pg.rank()) as part:
+            for each in (pg, part):
+                collector.add(each, name="a")
+                await each.allreduce(np.ones(4))
+                with suppress(CollectiveTimeoutError):
+                    await each.recv(np.ones(1), 1 - pg.rank(), timeout=0.001)
+            counted = [each.stats() for each in (pg, part)]
+            waited = sum(peer.seconds for each in counted for peer in each.peers)
+            check(pg, waited)
+        check(pg, waited)
+        await pg.barrier()
+
+    def check(pg: ProcessGroup, waited: float) -> None:
+        def found(name: str, **labels: str) -> float:
+            return registry.get_sample_value(name, {"group": "a", "rank": str(pg.rank()), **labels}) or 0.0
+
+        kind = {"op": "ALLREDUCE", "algorithm": "exchange", "transport": "memory"}
+        failed = {"op": "RECV", "algorithm": "", "transport": "memory", "outcome": "failed"}
+        assert found("aiocoll_operations_total", **kind, outcome="completed") == 2
+        assert found("aiocoll_operations_total", **failed) == 2
+        assert found("aiocoll_operation_bytes_total", **kind) == 64
+        assert found("aiocoll_operation_seconds_bucket", **kind, le="+Inf") == 2
+        assert found("aiocoll_wait_seconds_total", peer=str(1 - pg.rank())) == pytest.approx(waited)
+
+    await run_ranks(2, rank)
+    collector.close()
+
+
+async def test_elastic_groups_are_one_series() -> None:
+    """Process 1 leaves after 3 of 8 steps, and a newcomer becomes rank 1 in its place."""
+    collector = collector_of_its_own()
+    steps, left = 8, 3
+    found: list[Mapping[tuple[str, int], float]] = []
+
+    async with Meeting(2) as meeting:
+
+        async def process(number: int, ticket: Ticket) -> None:
+            state = {"step": 0}
+            async with aclosing(elastic(init_method=ticket, state=state)) as groups:
+                async for pg in groups:
+                    with suppress(GroupError):
+                        while state["step"] < steps:
+                            if (number, state["step"]) == (1, left):
+                                tasks.create_task(process(2, meeting.newcomer()))
+                                return
+                            await pg.allreduce(1)
+                            state["step"] += 1
+                        await pg.barrier()
+                        found.append(calls(collector))
+                        await pg.barrier()
+
+        async with asyncio.TaskGroup() as tasks:
+            for rank in range(2):
+                tasks.create_task(process(rank, meeting.ticket(rank)))
+
+    assert found == [{("world:0", 0): steps, ("world:0", 1): steps}] * 2
+    collector.close()
+
+
+async def test_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
+    limits(metrics_names=2)
+    collector = collector_of_its_own()
+
+    async def rank(pg: ProcessGroup) -> None:
+        for _ in range(3):
+            async with await pg.split(0, 0) as part:
+                await part.allreduce(1)
+            await pg.allreduce(1)
+        assert calls(collector) == {("world:0", 0): 3}
+        collector.add(pg, name="a")  # names that were exported without being added do not count
+        async with await pg.split(0, 0) as part:
+            collector.add(part)
+            await part.allreduce(1)
+            assert calls(collector) == {("a", 0): 3, (part.group_name, 0): 1}
+
+    with caplog.at_level(logging.WARNING, "aiocoll"):
+        await run_ranks(1, rank)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "group 'world:0/1.0', rank 0: not exported, as groups of 2 names have been: give groups that come and go a "
+        "name that they share, by add(pg, name='workers')"
+    )
+    collector.close()
+
+
+@pytest.mark.ranks(1)
+async def test_a_dropped_collector_is_not_notified(pg: ProcessGroup) -> None:
+    collector = ref(collector_of_its_own())
+    gc.collect()
+    assert collector() is None
+    async with await pg.split(0, 0) as part:
+        await part.allreduce(1)
+
+
+async def test_a_collector_keeps_no_group_alive() -> None:
+    collector = collector_of_its_own()
+    pg = await new_group(store=HashStore(), rank=0, world_size=1)
+    group = ref(pg)
+    assert calls(collector) == {}
+    await pg.allreduce(1)
+    del pg
+    with pytest.warns(ResourceWarning, match="was not shut down"):
+        gc.collect()
+    await until(lambda: group() is None)
+    assert calls(collector) == {}
+    collector.close()
