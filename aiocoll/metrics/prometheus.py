@@ -2,7 +2,8 @@
 
     collector = aiocoll.metrics.prometheus.GroupCollector()  # in prometheus_client.REGISTRY; all groups of this process
 
-The program serves the registry. A scrape may come in any thread.
+The program serves the registry. A scrape may come in any thread. In the multiprocess mode of `prometheus_client` the
+numbers are also written to the files of this process, once a second, for its `MultiProcessCollector`.
 
 Labels: `group` and `rank`; `op`, `algorithm`, `transport` and `outcome` of operations, of which there are few; `peer`
 is the number of a rank. No label has a key, a sequence number or an address. There are at most 100 names of groups: a
@@ -22,6 +23,8 @@ from aiocoll.metrics.watched import WatchedGroups
 try:
     from prometheus_client import REGISTRY
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    from aiocoll.metrics.multiprocess import sample_files
 except ImportError as error:
     raise BackendUnavailableError(
         "aiocoll.metrics.prometheus needs prometheus_client: pip install 'aiocoll[prometheus]'"
@@ -46,11 +49,13 @@ class GroupCollector:
         registry: a `prometheus_client.CollectorRegistry`; None: the one of the process.
 
     Raises:
-        ValueError: the registry has such a collector already, and one is enough.
+        ValueError: the registry has such a collector already, and one is enough; or PROMETHEUS_MULTIPROC_DIR is not a
+            directory.
     """
 
     def __init__(self, registry: Any = None) -> None:
-        self._watched = WatchedGroups()
+        self._watched = WatchedGroups(self._began, self._ended)
+        self._files = sample_files(lambda: _families(self._watched.stats(closed=True)))
         self._registry: Any = REGISTRY if registry is None else registry
         self._registry.register(self)
         self._watched.start()
@@ -81,6 +86,8 @@ class GroupCollector:
     def close(self) -> None:
         """Export nothing any more, and leave the registry."""
         self._watched.close()
+        if self._files is not None:
+            self._files.close()
         self._registry.unregister(self)
 
     def describe(self) -> Iterable[Any]:
@@ -90,6 +97,14 @@ class GroupCollector:
     def collect(self) -> Iterable[Any]:
         """Return what it exports now, as `prometheus_client` asks for."""
         return _families(self._watched.stats())
+
+    def _began(self, pg: ProcessGroup, name: str) -> None:
+        if self._files is not None:
+            self._files.start()
+
+    def _ended(self, pg: ProcessGroup, name: str) -> None:
+        if self._files is not None:
+            self._files.write()
 
 
 def _families(groups: list[GroupStats]) -> Iterator[Any]:

@@ -14,8 +14,10 @@ async def answer(app: Any, reader: asyncio.StreamReader, writer: asyncio.StreamW
     method, path, _ = (await reader.readline()).decode().split()
     while (await reader.readline()).strip():
         pass
+    asked: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    asked.put_nowait({"type": "http.request"})
     said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    await app({"type": "http", "method": method, "path": path}, None, said.put)
+    await app({"type": "http", "method": method, "path": path, "headers": []}, asked.get, said.put)
     status, body = said.get_nowait()["status"], said.get_nowait()["body"]
     writer.write(b"HTTP/1.1 %d .\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (status, len(body), body))
     await writer.drain()

@@ -20,17 +20,17 @@ from tests.pages import commands, files, write
 
 PAGE = "docs/web-service.md"
 SERVER = str(Path(__file__).with_name("asgi_server.py"))
-APP = "service:app"
+APP, MEASURED = "service:app", "measured:app"
 WORKERS = 3
 
 
-def ask(port: int, method: str, path: str) -> tuple[int, dict[str, Any]]:
+def ask(port: int, method: str, path: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT)
     connection.request(method, path)
     response = connection.getresponse()
-    told = json.loads(response.read())
+    body = response.read()
     connection.close()
-    return response.status, told
+    return response.status, json.loads(body) if path != "/metrics" else body.decode()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -111,10 +111,59 @@ def test_two_deaths_in_a_row(ranks: Ranks, environ: dict[str, str]) -> None:
     until(lambda: all(ask(port, "GET", "/total")[1] == {"total": 1} for port in ports[2:]))
 
 
+@pytest.mark.slow
+def test_one_scrape_has_the_numbers_of_all_workers(ranks: Ranks, environ: dict[str, str], tmp_path: Path) -> None:
+    """After one was killed and replaced, its counters are still part of those, and its gauges are not."""
+    directory = tmp_path / "metrics"
+    directory.mkdir()
+    environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
+
+    def serve() -> None:
+        processes.append(ranks.start(SERVER, MEASURED, env=environ))
+
+    def port_of(place: int) -> int:
+        return int(processes[place].stdout.readline())
+
+    def written() -> set[int]:
+        """Return the processes whose gauges are shown. A scrape fails at a file that was just created."""
+        return {int(path.stem.rpartition("_")[2]) for path in directory.glob("gauge_*.db") if path.stat().st_size}
+
+    def shown(port: int, metric: str) -> dict[str, float]:
+        """Return the sum of the samples of a metric by rank, from one scrape."""
+        status, text = ask(port, "GET", "/metrics")
+        assert status == 200
+        found: dict[str, float] = {}
+        for rank, value in re.findall(rf'^{metric}{{.*?group="world:0".*?rank="(.)".*?}} (.+)$', text, re.MULTILINE):
+            found[rank] = found.get(rank, 0) + float(value)
+        return found
+
+    processes: list[Any] = []
+    for _ in range(WORKERS):
+        serve()
+    ports = [port_of(place) for place in range(WORKERS)]
+    until(lambda: written() == {process.pid for process in processes})
+    for port in ports:
+        until(lambda port=port: shown(port, "aiocoll_operations_total").keys() == {"0", "1", "2"})
+    before = shown(ports[1], "aiocoll_operations_total")
+
+    processes[0].kill()
+    processes[0].wait()
+    serve()
+    ports[0] = port_of(WORKERS)
+    until(lambda: written() == {process.pid for process in processes[1:]})
+    for port in ports:
+        assert shown(port, "aiocoll_pending_operations").keys() == {"0", "1", "2"}
+        after = shown(port, "aiocoll_operations_total")
+        assert all(after[rank] >= before[rank] for rank in before)
+    for process in processes[1:]:
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=LIMIT) == ("", "")
+        assert process.returncode == 0
+
+
 @pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn is not installed")
 def test_uvicorn_replaces_workers(ranks: Ranks, environ: dict[str, str], port: int) -> None:
-    (command,) = commands(PAGE)
-    arguments = re.search(r"uvicorn (.*)", command)
+    arguments = re.search(r"uvicorn (.*)", commands(PAGE)[0])
     assert arguments is not None
     quiet = ("--port", str(port), "--log-level", "critical")
     # Warnings of uvicorn and what it needs are not ours.

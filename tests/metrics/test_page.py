@@ -41,17 +41,20 @@ async def test_stats_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_prometheus(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """Ranks of several processes: `tests/integration/test_metrics.py`."""
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setattr("aiocoll.metrics.prometheus.REGISTRY", registry)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
 
     async def rank(pg: ProcessGroup) -> dict[str, Any]:
-        program = code("docs/metrics.md", "Prometheus").replace("9464", str(port))
-        names = await execute(program, pg=pg)
+        names = await execute(code("docs/metrics.md", "Prometheus").replace("9464", str(port)))
         await pg.barrier()
         assert b"aiocoll_operations_total{" in prometheus_client.generate_latest(registry)
         return names
 
     (names,) = await run_ranks(1, rank)
+    assert names["port"] == port
+    names["collector"].close()
     names["server"].shutdown()
     names["server"].server_close()
     names["thread"].join()
@@ -62,10 +65,11 @@ async def test_opentelemetry(pg: ProcessGroup) -> None:
     reader = InMemoryMetricReader()
     meter_provider, tracer_provider = MeterProvider([reader]), TracerProvider()
     program = code("docs/metrics.md", "OpenTelemetry")
-    await execute(program, pg=pg, meter_provider=meter_provider, tracer_provider=tracer_provider)
+    names = await execute(program, meter_provider=meter_provider, tracer_provider=tracer_provider)
     await pg.barrier()
     data = reader.get_metrics_data()
     assert data is not None
     shown = {metric.name for metric in data.resource_metrics[0].scope_metrics[0].metrics}
     page = (ROOT / "docs/metrics.md").read_text()
     assert {name for name in shown if f"`{name}`" not in page} == set()
+    names["meter"].close()

@@ -1,0 +1,155 @@
+"""Samples in the files of prometheus_client's multiprocess mode, from which its `MultiProcessCollector` reads.
+
+That collector reads the files of all processes in PROMETHEUS_MULTIPROC_DIR, and asks no collector of this process. So
+the samples are written there, about once a second, in a thread: a process whose event loop is blocked writes, too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client import multiprocess, values
+
+from aiocoll.log import logger
+
+__all__ = ["SampleFiles", "sample_files"]
+
+_mark_process_dead: Final[Any] = multiprocess.mark_process_dead
+#: Seconds between two writes.
+PERIOD: Final = 1.0
+
+
+class SampleFiles:
+    """Writes the samples of this process to its files.
+
+    Counters of ended processes stay in the files. Gauges have the mode "livesum", so those of processes that
+    `mark_process_dead` has been called for are removed; the thread calls it for every process that has ended.
+
+    Args:
+        directory: of the files.
+        collect: returns the metric families; their counters only grow.
+    """
+
+    def __init__(self, directory: Path, collect: Callable[[], Iterable[Any]]) -> None:
+        self._directory = directory
+        self._collect = collect
+        self._lock = threading.Lock()
+        #: By the name and labels of a sample: the value in the file, and what was last collected.
+        self._written: dict[tuple[str, ...], tuple[Any, float]] = {}
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._has_warned = False
+
+    def start(self) -> None:
+        """Write from now on, if the thread does not already."""
+        if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent
+            self._thread = threading.Thread(target=self._run, name="aiocoll metrics", daemon=True)
+            self._thread.start()
+
+    def write(self) -> None:
+        """Write the samples as they are now."""
+        try:
+            with self._lock:
+                for family in self._collect():
+                    self._write_family(family)
+        except OSError as error:  # the disk is full, or the directory was removed
+            self._warn(error)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self.write()
+            try:
+                self._mark_dead_processes()
+            except OSError as error:
+                self._warn(error)
+            self._closing.wait(PERIOD)
+
+    def _write_family(self, family: Any) -> None:
+        below = 0.0
+        for sample in family.samples:
+            value = sample.value
+            if sample.name.endswith("_bucket"):  # a file has the calls of each bucket alone
+                value, below = value - below, value
+            elif sample.name.endswith("_count"):  # the sum of the buckets, which the reader adds up
+                below = 0.0
+                continue
+            self._write(family, sample, value)
+
+    def _write(self, family: Any, sample: Any, value: float) -> None:
+        key = sample.name, *sample.labels.values()
+        known = self._written.get(key)
+        if known is None:
+            names, labels = tuple(sample.labels), tuple(sample.labels.values())
+            entry = values.ValueClass(
+                *(family.type, family.name, sample.name, names, labels, family.documentation),
+                multiprocess_mode="livesum" if family.type == "gauge" else "",
+            )
+            before = 0.0
+        else:
+            entry, before = known
+        if family.type == "gauge":
+            if value != before:
+                entry.set(value)
+        elif value > before:
+            entry.inc(value - before)  # the file may be that of an ended process with the same number
+        else:
+            value = before
+        self._written[key] = entry, value
+
+    def _mark_dead_processes(self) -> None:
+        """Remove the gauges of processes that have ended."""
+        found = {path.stem.rpartition("_")[2] for path in self._directory.glob("gauge_live*_*.db")}
+        if str(os.getpid()) not in found:
+            return  # the program names files by something else than process ids
+        for name in found:
+            if name.isdecimal() and _has_ended(int(name)):
+                _mark_process_dead(int(name), str(self._directory))
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("metrics are not written to PROMETHEUS_MULTIPROC_DIR=%s: %s", self._directory, error)
+
+
+def _has_ended(pid: int) -> bool:
+    if os.name != "posix":
+        return False  # there, signal 0 is Ctrl-C
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # it belongs to another user
+    return False
+
+
+def sample_files(collect: Callable[[], Iterable[Any]]) -> SampleFiles | None:
+    """Return the files of this process; None outside of multiprocess mode.
+
+    Raises:
+        ValueError: the directory does not exist.
+    """
+    path = os.environ.get("PROMETHEUS_MULTIPROC_DIR") or os.environ.get("prometheus_multiproc_dir")  # noqa: SIM112
+    if not path:
+        return None
+    if not getattr(values.ValueClass, "_multiprocess", False):
+        logger.warning(
+            "PROMETHEUS_MULTIPROC_DIR=%s was set after prometheus_client was imported, so this process writes no "
+            "metrics there: set it in the environment that starts the program",
+            path,
+        )
+        return None
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ValueError(f"PROMETHEUS_MULTIPROC_DIR={path!r} is not a directory: create it before the program starts")
+    return SampleFiles(directory, collect)

@@ -1,0 +1,175 @@
+"""The multiprocess mode of prometheus_client; with real processes: `tests/integration/test_metrics.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import prometheus_client
+import pytest
+from prometheus_client import values
+
+from aiocoll import ProcessGroup
+from aiocoll.metrics.prometheus import GroupCollector
+from aiocoll.testing import run_ranks
+
+from ..pages import code
+from ..ranks import until
+from .test_prometheus import Samples, key, samples
+
+#: No process has this number: it is above the largest of Linux.
+DEAD = 1 << 23
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Switch the mode on, as the environment does where prometheus_client is imported."""
+    value_class: Any = values.MultiProcessValue()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(values, "ValueClass", value_class)
+    yield tmp_path
+    value_class.close_all_files()
+
+
+def written() -> Samples:
+    """Return what the files of all processes have, as the page reads them."""
+    names: dict[str, Any] = {}
+    exec(code("docs/metrics.md", "Several processes behind one port"), names)
+    return samples(names["text"].decode())
+
+
+def asked(registry: Any) -> Samples:
+    """Return what a collector answers by itself."""
+    return samples(prometheus_client.generate_latest(registry).decode())
+
+
+async def test_files_have_the_samples_of_a_scrape(directory: Path) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    collector = GroupCollector(registry)
+
+    async def rank(pg: ProcessGroup) -> None:
+        pending = pg.recv(np.ones(1), 1 - pg.rank())
+        for count in (1, 2, 5):
+            await pg.allreduce(np.ones(count))
+        await pg.barrier()
+        if pg.rank() == 0:
+            await until(lambda: written() != {} and stable(written()) == pytest.approx(stable(asked(registry))))
+            assert len(written()) == len(asked(registry)) > 60
+            assert written()[key("aiocoll_pending_operations", group=pg.group_name, rank=0)] == 1
+            assert written()[key("aiocoll_oldest_pending_seconds", group=pg.group_name, rank=0)] > 0
+        await pg.barrier(key="compared")
+        await pg.send(np.ones(1), 1 - pg.rank())
+        await pending
+
+    def stable(found: Samples) -> Samples:
+        return {each: value for each, value in found.items() if each[0] != "aiocoll_oldest_pending_seconds"}
+
+    await run_ranks(2, rank)
+    # What was counted after the last write of the thread is there, and nothing is pending.
+    for number in range(2):
+        this = {"group": "world:0", "rank": number}
+        kind = {**this, "op": "SEND", "algorithm": "", "transport": "memory"}
+        assert written()[key("aiocoll_operations_total", **kind, outcome="completed")] == 1
+        assert written()[key("aiocoll_pending_operations", **this)] == 0
+        assert written()[key("aiocoll_oldest_pending_seconds", **this)] == 0
+    assert asked(registry) == {}
+    await asyncio.to_thread(collector.close)
+
+
+async def test_counters_of_a_file_only_grow(directory: Path) -> None:
+    """Also when a group is removed and added again, or when the file is that of an ended process."""
+    kind = {"group": "a", "rank": 0, "op": "ALLREDUCE", "algorithm": "alone", "transport": "", "outcome": "completed"}
+    calls = key("aiocoll_operations_total", **kind)
+    count = key("aiocoll_operation_seconds_count", **{name: kind[name] for name in kind if name != "outcome"})
+
+    async def rank(pg: ProcessGroup, before: int) -> None:
+        collector = GroupCollector(prometheus_client.CollectorRegistry())
+        assert collector._files is not None
+        collector.add(pg, name="a")
+        await pg.allreduce(1)
+        collector._files.write()
+        assert (written()[calls], written()[count]) == (before + 1, before + 1)
+        collector.remove(pg)
+        collector._files.write()
+        assert written()[calls] == before + 1
+        collector.add(pg, name="a")
+        await pg.allreduce(1)
+        collector._files.write()
+        assert (written()[calls], written()[count]) == (before + 2, before + 2)
+        await asyncio.to_thread(collector.close)
+
+    await run_ranks(1, rank, 0)
+    await run_ranks(1, rank, 2)
+
+
+async def test_gauges_of_ended_processes_are_removed(directory: Path) -> None:
+    collector = GroupCollector(prometheus_client.CollectorRegistry())
+    gone = directory / f"gauge_livesum_{DEAD}.db"
+    mine = directory / f"gauge_livesum_{os.getpid()}.db"
+
+    async def rank(pg: ProcessGroup) -> None:
+        await until(mine.exists)
+        for name in (gone.name, f"counter_{DEAD}.db", f"gauge_livesum_{os.getppid()}.db"):
+            shutil.copy(mine, directory / name)
+        await until(lambda: not gone.exists())
+        assert (directory / f"counter_{DEAD}.db").exists()
+        assert (directory / f"gauge_livesum_{os.getppid()}.db").exists()
+
+    await run_ranks(1, rank)
+    await asyncio.to_thread(collector.close)
+
+
+async def test_files_that_are_not_named_by_processes_are_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value_class: Any = values.MultiProcessValue(lambda: 7)  # the number of a worker
+    monkeypatch.setattr(values, "ValueClass", value_class)
+    collector = GroupCollector(prometheus_client.CollectorRegistry())
+    assert collector._files is not None
+
+    async def rank(pg: ProcessGroup) -> None:
+        await until((directory / "gauge_livesum_7.db").exists)
+        kept = shutil.copy(directory / "gauge_livesum_7.db", directory / f"gauge_livesum_{DEAD}.db")
+        collector._files._mark_dead_processes()
+        assert kept.exists()
+
+    await run_ranks(1, rank)
+    await asyncio.to_thread(collector.close)
+    value_class.close_all_files()
+
+
+async def test_a_lost_directory_fails_no_group(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    collector = GroupCollector(prometheus_client.CollectorRegistry())
+    shutil.rmtree(directory)
+
+    async def rank(pg: ProcessGroup) -> None:
+        assert await pg.allreduce(1) == 1
+
+    await run_ranks(1, rank)
+    await asyncio.to_thread(collector.close)
+    (record,) = [each for each in caplog.records if each.name == "aiocoll"]
+    assert record.getMessage().startswith(f"metrics are not written to PROMETHEUS_MULTIPROC_DIR={directory}: ")
+
+
+@pytest.mark.usefixtures("directory")
+def test_the_directory_has_to_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"none' is not a directory: create it before the program starts"):
+        GroupCollector(registry)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    GroupCollector(registry).close()
+
+
+def test_a_directory_that_is_set_too_late_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    GroupCollector(prometheus_client.CollectorRegistry()).close()
+    (record,) = caplog.records
+    assert (
+        "was set after prometheus_client was imported, so this process writes no metrics there" in record.getMessage()
+    )
