@@ -27,13 +27,26 @@ DEAD = 1 << 23
 
 
 @pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Switch the mode on, as the environment does where prometheus_client is imported."""
-    value_class: Any = values.MultiProcessValue()
+def directory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Switch the mode on, as the environment does where prometheus_client is imported; the parameter names files."""
+    value_class: Any = values.MultiProcessValue(getattr(request, "param", os.getpid))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(values, "ValueClass", value_class)
     yield tmp_path
     value_class.close_all_files()
+
+
+@pytest.fixture
+def registry(directory: Path) -> Any:
+    """The registry of `collector`."""
+    return prometheus_client.CollectorRegistry()
+
+
+@pytest.fixture
+def collector(registry: Any) -> Iterator[GroupCollector]:
+    collector = GroupCollector(registry)
+    yield collector
+    collector.close()
 
 
 def written() -> Samples:
@@ -48,10 +61,8 @@ def asked(registry: Any) -> Samples:
     return samples(prometheus_client.generate_latest(registry).decode())
 
 
-async def test_files_have_the_samples_of_a_scrape(directory: Path) -> None:
-    registry = prometheus_client.CollectorRegistry()
-    collector = GroupCollector(registry)
-
+@pytest.mark.usefixtures("collector")
+async def test_files_have_the_samples_of_a_scrape(registry: Any) -> None:
     async def rank(pg: ProcessGroup) -> None:
         pending = pg.recv(np.ones(1), 1 - pg.rank())
         for count in (1, 2, 5):
@@ -78,7 +89,6 @@ async def test_files_have_the_samples_of_a_scrape(directory: Path) -> None:
         assert written()[key("aiocoll_pending_operations", **this)] == 0
         assert written()[key("aiocoll_oldest_pending_seconds", **this)] == 0
     assert asked(registry) == {}
-    await asyncio.to_thread(collector.close)
 
 
 async def test_counters_of_a_file_only_grow(directory: Path) -> None:
@@ -90,25 +100,29 @@ async def test_counters_of_a_file_only_grow(directory: Path) -> None:
     async def rank(pg: ProcessGroup, before: int) -> None:
         collector = GroupCollector(prometheus_client.CollectorRegistry())
         assert collector._files is not None
-        collector.add(pg, name="a")
-        await pg.allreduce(1)
-        collector._files.write()
+        async with await pg.split(0, 0) as part:
+            collector.add(part, name="a")
+            await part.allreduce(1)
         assert (written()[calls], written()[count]) == (before + 1, before + 1)
-        collector.remove(pg)
-        collector._files.write()
-        assert written()[calls] == before + 1
         collector.add(pg, name="a")
         await pg.allreduce(1)
         collector._files.write()
         assert (written()[calls], written()[count]) == (before + 2, before + 2)
+        collector.remove(pg)
+        collector._files.write()
+        assert (written()[calls], written()[count]) == (before + 2, before + 2)
+        collector.add(pg, name="a")
+        await pg.allreduce(1)
+        collector._files.write()
+        assert (written()[calls], written()[count]) == (before + 3, before + 3)
         await asyncio.to_thread(collector.close)
 
     await run_ranks(1, rank, 0)
-    await run_ranks(1, rank, 2)
+    await run_ranks(1, rank, 3)
 
 
+@pytest.mark.usefixtures("collector")
 async def test_gauges_of_ended_processes_are_removed(directory: Path) -> None:
-    collector = GroupCollector(prometheus_client.CollectorRegistry())
     gone = directory / f"gauge_livesum_{DEAD}.db"
     mine = directory / f"gauge_livesum_{os.getpid()}.db"
 
@@ -121,13 +135,10 @@ async def test_gauges_of_ended_processes_are_removed(directory: Path) -> None:
         assert (directory / f"gauge_livesum_{os.getppid()}.db").exists()
 
     await run_ranks(1, rank)
-    await asyncio.to_thread(collector.close)
 
 
-async def test_files_that_are_not_named_by_processes_are_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    value_class: Any = values.MultiProcessValue(lambda: 7)  # the number of a worker
-    monkeypatch.setattr(values, "ValueClass", value_class)
-    collector = GroupCollector(prometheus_client.CollectorRegistry())
+@pytest.mark.parametrize("directory", [lambda: 7], indirect=True, ids=["worker 7"])
+async def test_files_that_are_not_named_by_processes_are_kept(directory: Path, collector: GroupCollector) -> None:
     assert collector._files is not None
 
     async def rank(pg: ProcessGroup) -> None:
@@ -137,19 +148,16 @@ async def test_files_that_are_not_named_by_processes_are_kept(directory: Path, m
         assert kept.exists()
 
     await run_ranks(1, rank)
-    await asyncio.to_thread(collector.close)
-    value_class.close_all_files()
 
 
+@pytest.mark.usefixtures("collector")
 async def test_a_lost_directory_fails_no_group(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    collector = GroupCollector(prometheus_client.CollectorRegistry())
     shutil.rmtree(directory)
 
     async def rank(pg: ProcessGroup) -> None:
         assert await pg.allreduce(1) == 1
 
     await run_ranks(1, rank)
-    await asyncio.to_thread(collector.close)
     (record,) = [each for each in caplog.records if each.name == "aiocoll"]
     assert record.getMessage().startswith(f"metrics are not written to PROMETHEUS_MULTIPROC_DIR={directory}: ")
 

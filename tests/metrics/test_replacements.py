@@ -29,7 +29,7 @@ from aiocoll.metrics.prometheus import GroupCollector
 from aiocoll.testing import run_ranks
 
 from ..internals import Limits
-from ..ranks import until
+from ..ranks import in_a_fork, until
 
 
 def collector_of_its_own() -> GroupCollector:
@@ -232,6 +232,19 @@ async def test_a_dropped_collector_is_not_notified(pg: ProcessGroup) -> None:
     assert collector() is None
     async with await pg.split(0, 0) as part:
         await part.allreduce(1)
+
+
+@pytest.mark.ranks(1)
+async def test_a_forked_child_does_not_export_the_groups_of_its_parent(pg: ProcessGroup) -> None:
+    collector = collector_of_its_own()
+
+    def check() -> None:
+        assert calls(collector) == {}
+
+    await pg.allreduce(1)
+    assert calls(collector) == {("world:0", 0): 1}
+    assert in_a_fork(check) == ""
+    collector.close()
 
 
 async def test_a_collector_keeps_no_group_alive() -> None:
