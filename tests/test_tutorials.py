@@ -47,10 +47,36 @@ def test_ranks_train_a_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workers_find_the_weights_with_a_server(tmp_path: Path) -> None:
     write(files(SERVER), tmp_path)
-    first, second, third = commands(SERVER)
+    first, second, _, fourth = commands(SERVER)
     assert shell(first, tmp_path) == code(SERVER, "The program", language="text")
     assert code(SERVER, "A worker that dies", language="text") in shell(second, tmp_path)
-    assert shell(third, tmp_path) == code(SERVER, "Sparse gradients", language="text")
+    assert shell(fourth, tmp_path) == code(SERVER, "Sparse gradients", language="text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [None, "work", "serve"])
+def test_workers_join_a_server_that_was_started_alone(tmp_path: Path, port: int, victim: str | None) -> None:
+    """The victim is killed after 50 gradients: a worker beyond the two that have to be done, or the server."""
+    script = commands(SERVER)[2]
+    program = files(SERVER)["joining.py"].replace("29500", str(port))
+    place = "    x = random.normal"
+    if victim == "work":
+        script = script.replace(
+            "python joining.py work", "VICTIM=1 python joining.py work 100\npython joining.py work", 1
+        )
+    elif victim == "serve":
+        script = "VICTIM=1 " + script.replace("work ", "work 1000000")
+        place = "            for name, gradient"
+    if victim is not None:
+        condition = "'VICTIM' in os.environ" + (" and pg.size() == 3" if victim == "serve" else "")
+        before, line, after = program.partition(place)
+        death = f"{' ' * (len(line) - len(line.lstrip()))}die({condition})\n"
+        program = f"from death import die\n{before}{death}{line}{after}"
+    write({"joining.py": program, "death.py": DEATH}, tmp_path)
+    said = shell(script, tmp_path)
+    shown = code(SERVER, "Workers that come later", language="text")
+    assert ("the server is gone\n" if victim == "serve" else shown) in said, said
+    assert (tmp_path / "killed").exists() == (victim is not None)
 
 
 @pytest.mark.slow
