@@ -71,7 +71,7 @@ def test_workers_join_a_server_that_was_started_alone(tmp_path: Path, port: int,
         condition = "'VICTIM' in os.environ" + (" and pg.size() == 3" if victim == "serve" else "")
         before, line, after = program.partition(place)
         death = f"{' ' * (len(line) - len(line.lstrip()))}die({condition})\n"
-        program = f"from death import die\n{before}{death}{line}{after}"
+        program = f"import os\nfrom death import die\n{before}{death}{line}{after}"
     write({"joining.py": program, "death.py": DEATH}, tmp_path)
     said = shell(script, tmp_path)
     shown = code(SERVER, "Workers that come later", language="text")

@@ -22,7 +22,7 @@ class Observer(Protocol):
 #: Weak: neither this table nor an observer keeps a group alive that the program has dropped.
 _groups: Final[WeakSet[Any]] = WeakSet()
 _observers: Final[WeakSet[Observer]] = WeakSet()
-#: Reentrant, since a garbage collection may close a group in the middle of anything.
+#: Reentrant: a signal handler of the program may run while it is held.
 _lock: Final = threading.RLock()
 
 

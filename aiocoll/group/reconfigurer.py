@@ -29,7 +29,7 @@ from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
 from aiocoll.work import AT_ONCE, Work
 
-__all__ = ["ADOPTED", "Reconfigurer", "first_name"]
+__all__ = ["ADOPTED", "Reconfigurer", "strip_generation"]
 
 T = TypeVar("T")
 
@@ -405,8 +405,8 @@ def _following(name: str) -> str:
     return f"{first}~{int(number) + 1}" if first and number.isdecimal() else f"{name}~1"
 
 
-def first_name(name: str) -> str:
-    """Return a name without the numbers that `shrink` and `grow` append, to the names of split groups' parents, too."""
+def strip_generation(name: str) -> str:
+    """Return a name without the numbers that `shrink` and `grow` append to it, or to the name before a `/`."""
     return re.sub(r"~\d+(?=/|$)", "", name) if "~" in name else name
 
 

@@ -11,7 +11,7 @@ from aiocoll.engine.counters import SHIFT, Counters, Row, Waits
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.operations.base import Operation
 
-__all__ = ["GroupStats", "OperationStats", "PeerStats", "combined", "stats_of"]
+__all__ = ["GroupStats", "OperationStats", "PeerStats", "add_stats", "stats_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def _peers(comm: Communicator, counters: Counters, pending: list[Operation], now
         yield PeerStats(rank, each.times, each.seconds, recent_times, recent_seconds, missing.get(rank, 0))
 
 
-def combined(first: GroupStats, second: GroupStats) -> GroupStats:
+def add_stats(first: GroupStats, second: GroupStats) -> GroupStats:
     """Add up the stats of two groups; the rest, such as the name, is that of the second."""
     operations = {(each.op, each.algorithm, each.transport): each for each in first.operations}
     for each in second.operations:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from prometheus_client import multiprocess, values
 
 from aiocoll.log import logger
 
-__all__ = ["SampleFiles", "sample_files"]
+__all__ = ["SampleFiles", "open_sample_files"]
 
 _mark_process_dead: Final[Any] = multiprocess.mark_process_dead
 #: Seconds between two writes.
@@ -24,10 +25,10 @@ PERIOD: Final = 1.0
 
 
 class SampleFiles:
-    """Writes the samples of this process to its files.
+    """The files of this process, and a thread that writes samples to them.
 
-    Counters of ended processes stay in the files. Gauges have the mode "livesum", so those of processes that
-    `mark_process_dead` has been called for are removed; the thread calls it for every process that has ended.
+    Counters of ended processes stay. Gauges have the mode "livesum": `mark_process_dead` removes those of one process,
+    and the thread calls it for every process that has ended.
 
     Args:
         directory: of the files.
@@ -48,7 +49,11 @@ class SampleFiles:
         """Write from now on, if the thread does not already."""
         if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent
             self._thread = threading.Thread(target=self._run, name="aiocoll metrics", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # there are too many threads
+                self._thread = None
+                self._warn(error)
 
     def write(self) -> None:
         """Write the samples as they are now."""
@@ -56,7 +61,7 @@ class SampleFiles:
             with self._lock:
                 for family in self._collect():
                     self._write_family(family)
-        except OSError as error:  # the disk is full, or the directory was removed
+        except Exception as error:  # the disk is full, or the directory was removed: no failure of a group
             self._warn(error)
 
     def close(self) -> None:
@@ -68,10 +73,7 @@ class SampleFiles:
     def _run(self) -> None:
         while not self._closing.is_set():
             self.write()
-            try:
-                self._mark_dead_processes()
-            except OSError as error:
-                self._warn(error)
+            self._mark_dead_processes()
             self._closing.wait(PERIOD)
 
     def _write_family(self, family: Any) -> None:
@@ -113,9 +115,10 @@ class SampleFiles:
             return  # the program names files by something else than process ids
         for name in found:
             if name.isdecimal() and _has_ended(int(name)):
-                _mark_process_dead(int(name), str(self._directory))
+                with suppress(OSError):  # another process has removed the file, or it belongs to another user
+                    _mark_process_dead(int(name), str(self._directory))
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning("metrics are not written to PROMETHEUS_MULTIPROC_DIR=%s: %s", self._directory, error)
@@ -133,8 +136,8 @@ def _has_ended(pid: int) -> bool:
     return False
 
 
-def sample_files(collect: Callable[[], Iterable[Any]]) -> SampleFiles | None:
-    """Return the files of this process; None outside of multiprocess mode.
+def open_sample_files(collect: Callable[[], Iterable[Any]]) -> SampleFiles | None:
+    """Open the files of this process; return None outside of multiprocess mode.
 
     Raises:
         ValueError: the directory does not exist.

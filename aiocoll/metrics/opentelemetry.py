@@ -34,7 +34,7 @@ _Values = Callable[[GroupStats], Iterator[tuple[float, Mapping[str, Any]]]]
 
 
 class GroupMeter:
-    """Exports the numbers of all groups of this process, or of those that are added.
+    """Instruments for the numbers of all groups of this process, or of those that are added.
 
     One is enough: a provider keeps its instruments forever. A group that `shrink`, `grow` or `elastic` makes of another
     one is exported under the same name, without the ``~1`` at its end. Groups that have one name on one rank are

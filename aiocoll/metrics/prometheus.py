@@ -24,7 +24,7 @@ try:
     from prometheus_client import REGISTRY
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    from aiocoll.metrics.multiprocess import sample_files
+    from aiocoll.metrics.multiprocess import open_sample_files
 except ImportError as error:
     raise BackendUnavailableError(
         "aiocoll.metrics.prometheus needs prometheus_client: pip install 'aiocoll[prometheus]'"
@@ -40,7 +40,7 @@ _PEER: Final = (*_GROUP, "peer")
 
 
 class GroupCollector:
-    """Exports the numbers of all groups of this process, or of those that are added.
+    """A collector of the numbers of all groups of this process, or of those that are added.
 
     A group that `shrink`, `grow` or `elastic` makes of another one is exported under the same name, without the
     ``~1`` at its end. Groups that have one name on one rank are exported as one, whose counters only grow.
@@ -55,7 +55,7 @@ class GroupCollector:
 
     def __init__(self, registry: Any = None) -> None:
         self._watched = WatchedGroups(self._began, self._ended)
-        self._files = sample_files(lambda: _families(self._watched.stats(closed=True)))
+        self._files = open_sample_files(lambda: _families(self._watched.stats(closed=True)))
         self._registry: Any = REGISTRY if registry is None else registry
         self._registry.register(self)
         self._watched.start()

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 from aiocoll.group import open_groups
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.group.reconfigurer import first_name
-from aiocoll.group.stats import GroupStats, combined, stats_of
+from aiocoll.group.reconfigurer import strip_generation
+from aiocoll.group.stats import GroupStats, add_stats, stats_of
 from aiocoll.log import logger
 
 __all__ = ["MOST", "WatchedGroups"]
@@ -83,7 +83,7 @@ class WatchedGroups:
             self._names.clear()
         if self._open.get(pg) is not None:
             return
-        name = first_name(pg.group_name) if name is None else name
+        name = strip_generation(pg.group_name) if name is None else name
         if not self._has_room(name):
             raise ValueError(
                 f"pg: groups of {MOST} names have been exported here, and {name!r} is one more: give groups that come "
@@ -110,18 +110,18 @@ class WatchedGroups:
                 key = name, pg.rank()
                 before = found.get(key, self._closed.get(key))
                 stats = replace(stats_of(pg._comm), group=name)
-                found[key] = stats if before is None else combined(before, stats)
+                found[key] = stats if before is None else add_stats(before, stats)
             return list(({**self._closed, **found} if closed else found).values())
 
     # -- notifications of `open_groups`
 
     def opened(self, pg: ProcessGroup) -> None:
         """Export the group if all groups are, or if it is the successor of one that is."""
-        first = first_name(pg.group_name)
+        first = strip_generation(pg.group_name)
         name = first if self._exports_all else None
         if first != pg.group_name:
             with self._lock:
-                before = [name for each, name in self._open.items() if first_name(each.group_name) == first]
+                before = [name for each, name in self._open.items() if strip_generation(each.group_name) == first]
             if before:
                 name = next((each for each in reversed(before) if each is not None), None)
         if name is None or pg._comm.counters is None:
@@ -163,4 +163,4 @@ class WatchedGroups:
         stats = replace(stats_of(pg._comm), group=name, pending=0, oldest=0.0)
         stats = replace(stats, peers=tuple(replace(each, missing=0) for each in stats.peers))
         before = self._closed.get(key)
-        self._closed[key] = stats if before is None else combined(before, stats)
+        self._closed[key] = stats if before is None else add_stats(before, stats)

@@ -24,7 +24,7 @@ from aiocoll import (
     elastic,
     new_group,
 )
-from aiocoll.group.reconfigurer import first_name
+from aiocoll.group.reconfigurer import strip_generation
 from aiocoll.metrics.prometheus import GroupCollector
 from aiocoll.testing import run_ranks
 
@@ -58,8 +58,8 @@ def calls(collector: GroupCollector) -> Mapping[tuple[str, int], float]:
         ("a~1b", "a~1b"),
     ],
 )
-def test_first_name_leaves_out_the_numbers_of_successors(name: str, first: str) -> None:
-    assert first_name(name) == first
+def test_strip_generation_leaves_out_the_numbers_of_successors(name: str, first: str) -> None:
+    assert strip_generation(name) == first
 
 
 async def test_all_groups_are_exported_until_one_is_added() -> None:
