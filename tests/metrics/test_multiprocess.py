@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ async def test_gauges_of_ended_processes_are_removed(directory: Path) -> None:
     async def rank(pg: ProcessGroup) -> None:
         await until(mine.exists)
         for name in (gone.name, f"counter_{DEAD}.db", f"gauge_livesum_{os.getppid()}.db"):
-            shutil.copy(mine, directory / name)
+            shutil.copyfile(mine, directory / name)
         await until(lambda: not gone.exists())
         assert (directory / f"counter_{DEAD}.db").exists()
         assert (directory / f"gauge_livesum_{os.getppid()}.db").exists()
@@ -143,7 +144,7 @@ async def test_files_that_are_not_named_by_processes_are_kept(directory: Path, c
 
     async def rank(pg: ProcessGroup) -> None:
         await until((directory / "gauge_livesum_7.db").exists)
-        kept = shutil.copy(directory / "gauge_livesum_7.db", directory / f"gauge_livesum_{DEAD}.db")
+        kept = shutil.copyfile(directory / "gauge_livesum_7.db", directory / f"gauge_livesum_{DEAD}.db")
         collector._files._mark_dead_processes()
         assert kept.exists()
 
@@ -160,6 +161,23 @@ async def test_a_lost_directory_fails_no_group(directory: Path, caplog: pytest.L
     await run_ranks(1, rank)
     (record,) = [each for each in caplog.records if each.name == "aiocoll"]
     assert record.getMessage().startswith(f"metrics are not written to PROMETHEUS_MULTIPROC_DIR={directory}: ")
+
+
+@pytest.mark.usefixtures("collector")
+async def test_a_group_is_made_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def rank(pg: ProcessGroup) -> None:
+        assert await pg.allreduce(1) == 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        await run_ranks(1, rank)
+    (record,) = [each for each in caplog.records if each.name == "aiocoll"]
+    assert record.getMessage().endswith(": can't start new thread")
 
 
 @pytest.mark.usefixtures("directory")
