@@ -119,8 +119,12 @@ class Runtime:
         await asyncio.sleep(seconds)
 
     def create_task(self, coro: Any, name: str) -> asyncio.Task[Any]:
-        """Start a background task; the caller keeps the reference."""
-        return self.loop.create_task(coro, name=name)
+        """Start a background task; the caller keeps the reference.
+
+        Its first step is in a later turn of the loop, also where the program's tasks are eager: the caller may be in
+        the midst of something.
+        """
+        return asyncio.Task(coro, loop=self.loop, name=name)
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
