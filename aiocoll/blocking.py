@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from aiocoll.errors import GroupClosedError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.rendezvous.new_group import new_group
+from aiocoll.work import Work
 
 __all__ = ["BlockingGroup", "LoopThread", "blocking_on"]
 
@@ -82,7 +83,7 @@ class LoopThread:
             called.set_exception(error)
             return
         if inspect.isawaitable(made):
-            task = self.loop.create_task(_result(made))
+            task = self.loop.create_task(made.join() if isinstance(made, Work) else _result(made))
             self._tasks.add(task)  # the loop itself does not keep them
             task.add_done_callback(self._tasks.discard)
             task.add_done_callback(functools.partial(_copy, ended))

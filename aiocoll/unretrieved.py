@@ -1,21 +1,28 @@
-"""Failures that were never retrieved: logged once, when they can no longer be retrieved.
+"""Failures that were never retrieved, and works that were never awaited.
 
 Works that fail by one cause, such as a revocation, share one `Unretrieved`: one log line counts them, and retrieving
-the failure of one counts for all.
+the failure of one counts for all. It is written when the failures can no longer be retrieved. A test on ranks also
+collects these failures, and fails.
+
+On an event loop in debug mode, a work that was dropped without being awaited leads to a `RuntimeWarning`.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
 from types import CodeType
 from typing import NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from aiocoll.log import logger
 from aiocoll.user_code import describe
 
-__all__ = ["CallSite", "Unretrieved", "UnretrievedFailures", "line_of"]
-
+__all__ = ["CallSite", "Collector", "Unawaited", "Unretrieved", "UnretrievedFailures", "collecting", "line_of"]
 
 #: Calls that a log line names; the rest are only counted.
 NAMED = 3
@@ -40,19 +47,64 @@ def line_of(code: CodeType, instruction: int) -> int | None:
     return next(islice(code.co_positions(), instruction // 2, None), (None,))[0]
 
 
+class Collector:
+    """The unretrieved failures of all groups that were made in its block."""
+
+    def __init__(self) -> None:
+        # By the identity of the cause, which is kept: one may still be retrieved when its group has been closed.
+        self._found: dict[int, tuple[BaseException, str]] = {}
+        self._groups: WeakSet[UnretrievedFailures] = WeakSet()
+
+    def watch(self, failures: UnretrievedFailures) -> None:
+        """Collect the failures of a group, too."""
+        self._groups.add(failures)
+
+    def add(self, cause: BaseException, text: str) -> None:
+        """Note the failures by one cause, which were logged."""
+        self._found[id(cause)] = cause, text
+
+    def retrieved(self, cause: BaseException) -> None:
+        """One of the failures was retrieved after all."""
+        self._found.pop(id(cause), None)
+
+    def finish(self) -> list[str]:
+        """Return one text for each cause of unretrieved failures since the last call, like a log line."""
+        for failures in list(self._groups):
+            failures.log()
+        found, self._found = self._found, {}
+        return [text for _, text in found.values()]
+
+
+_collector: ContextVar[Collector | None] = ContextVar("collector of unretrieved failures", default=None)
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    """Collect the unretrieved failures of groups that are made in this block; they are still logged."""
+    collector = Collector()
+    token = _collector.set(collector)
+    try:
+        yield collector
+    finally:
+        _collector.reset(token)
+
+
 class Unretrieved:
     """The calls that failed by one cause.
 
     It lives as long as one of their works; when the last one is collected it logs, unless one failure was retrieved.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_cause", "_group", "_rank", "_text")
+    __slots__ = ("__weakref__", "_calls", "_cause", "_collector", "_group", "_rank", "_text")
 
-    def __init__(self, group: str, rank: int, cause: BaseException, text: str) -> None:
+    def __init__(
+        self, group: str, rank: int, cause: BaseException, text: str, collector: Collector | None = None
+    ) -> None:
         self._group = group
         self._rank = rank
         self._cause = cause  # keeps the object alive, so that its id stays unique
         self._text = text
+        self._collector = collector
         # None once one of the failures was retrieved or logged.
         self._calls: list[CallSite] | None = []
 
@@ -61,9 +113,14 @@ class Unretrieved:
         if self._calls is not None:
             self._calls.append(call)
 
+    def awaited(self) -> None:
+        """Ignore an await that has begun: only its end retrieves a failure."""
+
     def retrieved(self) -> None:
         """One of the failures was retrieved."""
         self._calls = None
+        if self._collector is not None:
+            self._collector.retrieved(self._cause)
 
     def log(self) -> None:
         """Log the failures if none of them was retrieved, once."""
@@ -71,18 +128,35 @@ class Unretrieved:
         if not calls:
             return
         named = ", ".join(map(str, calls[:NAMED]))
-        more = len(calls) - NAMED
-        logger.error(
-            "group %r, rank %d: exception of %s%s was never retrieved: %s",
-            self._group,
-            self._rank,
-            named,
-            f" and {more} more" if more > 0 else "",
-            self._text,
-            extra={"group": self._group, "rank": self._rank},
-        )
+        if len(calls) > NAMED:
+            named += f" and {len(calls) - NAMED} more"
+        text = f"exception of {named} was never retrieved: {self._text}"
+        if self._collector is not None:
+            self._collector.add(self._cause, f"group {self._group!r}: {text}")
+        extra = {"group": self._group, "rank": self._rank}
+        logger.error("group %r, rank %d: %s", self._group, self._rank, text, extra=extra)
 
     __del__ = log
+
+
+class Unawaited(Unretrieved):
+    """A work of a loop in debug mode that has not been awaited; it is collected with the work."""
+
+    __slots__ = ("_call", "_failures")
+
+    def __init__(self, failures: UnretrievedFailures, call: CallSite) -> None:
+        self._call = call
+        self._failures: UnretrievedFailures | None = failures
+
+    def awaited(self) -> None:
+        """The work has been awaited, or waited for in another way; or it has failed."""
+        self._failures = None
+
+    retrieved = awaited
+
+    def __del__(self) -> None:
+        if self._failures is not None and not sys.is_finalizing():
+            self._failures.drop(self._call)
 
 
 class UnretrievedFailures:
@@ -91,11 +165,20 @@ class UnretrievedFailures:
     Args:
         group: name of the group.
         rank: this rank in it.
+
+    Attributes:
+        watching: works that are never awaited lead to a warning: the event loop is in debug mode.
     """
 
     def __init__(self, group: str, rank: int) -> None:
+        self.watching = False
         self._group = group
         self._rank = rank
+        self._collector = _collector.get()
+        if self._collector is not None:
+            self._collector.watch(self)
+        self._dropped: dict[tuple[CodeType, int], _Dropped] = {}
+        self._closed = False
         # By the identity of the cause, which an entry keeps alive.
         self._open: WeakValueDictionary[int, Unretrieved] = WeakValueDictionary()
         self._known: BaseException | None = None
@@ -106,8 +189,11 @@ class UnretrievedFailures:
 
     def retrieved(self, error: BaseException) -> None:
         """Another call raises an error of the same cause."""
-        if (found := self._open.get(id(error.__cause__ or error))) is not None:
+        cause = error.__cause__ or error
+        if (found := self._open.get(id(cause))) is not None:
             found.retrieved()
+        if self._collector is not None:
+            self._collector.retrieved(cause)
 
     def of(self, error: BaseException) -> Unretrieved | None:
         """Return the `Unretrieved` that a failure by `error` belongs to; None if it need not be logged."""
@@ -117,11 +203,52 @@ class UnretrievedFailures:
         found = self._open.get(id(cause))
         if found is None:
             # As text: an exception that was raised keeps its frames alive.
-            found = Unretrieved(self._group, self._rank, cause, describe(error))
+            found = Unretrieved(self._group, self._rank, cause, describe(error), self._collector)
             self._open[id(cause)] = found
         return found
 
     def log(self) -> None:
-        """Log all failures that were not retrieved; the group is closed."""
+        """Log all failures that were not retrieved."""
         for unretrieved in list(self._open.values()):
             unretrieved.log()
+
+    def drop(self, call: CallSite) -> None:
+        """Note that a work was dropped without being awaited; `forgive` may follow, until the group is closed."""
+        dropped = self._dropped.setdefault(call[2:], _Dropped(self._group, self._rank, call))
+        dropped.count += 1
+        if self._closed:
+            self._dropped.clear()
+
+    def forgive(self) -> None:
+        """Forget which works were dropped: the program has waited for all."""
+        for dropped in self._dropped.values():
+            dropped.count = 0
+        self._dropped.clear()
+
+    def close(self) -> None:
+        """Log all failures that were not retrieved, and warn about works that were not awaited: the group is closed."""
+        self.log()
+        self._closed = True
+        self._dropped.clear()
+
+
+class _Dropped:
+    """The works of one line that were dropped without being awaited: deleting it warns."""
+
+    def __init__(self, group: str, rank: int, call: CallSite) -> None:
+        self._group = group
+        self._rank = rank
+        self._call = call
+        self.count = 0
+
+    def __del__(self) -> None:
+        # Where warnings are errors, one that is raised here is reported as unraisable and disturbs no other code.
+        if self.count and not sys.is_finalizing():
+            code, instruction = self._call[2:]
+            times = "" if self.count == 1 else f", {self.count} times"
+            warnings.warn_explicit(
+                f"group {self._group!r}, rank {self._rank}: {self._call} was never awaited{times}",
+                RuntimeWarning,
+                code.co_filename,
+                line_of(code, instruction) or code.co_firstlineno,
+            )

@@ -16,10 +16,10 @@ from aiocoll.compiling import mypyc_attr
 from aiocoll.elements.streams import stream_address
 from aiocoll.runtime import Runtime
 from aiocoll.threads import wait_in_thread
-from aiocoll.unretrieved import CallSite, Unretrieved
+from aiocoll.unretrieved import CallSite, Unawaited, Unretrieved
 from aiocoll.user_code import contain
 
-__all__ = ["COMPILED", "Progress", "Work", "is_wait"]
+__all__ = ["COMPILED", "Progress", "Work", "is_wait", "watch_works"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -34,6 +34,8 @@ AT_ONCE: Final = contextvars.Context()
 #: The file of the last call, which is not one of ours: most calls come from few files, and comparing objects takes a
 #: third of the time of comparing how their names start.
 _last_file = ""
+#: A group is on a loop in debug mode: `_last_file` stays empty, so every new work takes the branch that may watch it.
+_watching = False
 
 
 class Progress(Protocol):
@@ -134,8 +136,14 @@ class Work(Generic[T_co]):
         if code.co_filename is not _last_file:
             frame = _user_frame(frame)
             code = frame.f_code
+            if _watching and group is not None and group._failures.watching:
+                self._watch(CallSite(op, key or seq, code, frame.f_lasti))
         self._code = code
         self._instruction = frame.f_lasti
+
+    def _watch(self, call: CallSite) -> None:
+        """Warn if the work is never awaited."""
+        self._unretrieved = Unawaited(self.group._failures, call)
 
     def _expect(self, shape: tuple[int, ...], timeout: float, value: Any) -> None:
         """Set what is known of the operation that ends the work."""
@@ -159,6 +167,11 @@ class Work(Generic[T_co]):
         self._result = self._exception = self._unwrap = self._withdraw = None
         self._source = self._waiters = self._callbacks = self._unretrieved = None
 
+    def _note_await(self) -> None:
+        """The program waits for the work, or another work does."""
+        if self._unretrieved is not None:
+            self._unretrieved.awaited()
+
     def __repr__(self) -> str:
         state = "pending" if not self._done else "done" if self._exception is None else "failed"
         number = "" if self.seq is None else f" seq={self.seq}"
@@ -166,6 +179,8 @@ class Work(Generic[T_co]):
         return f"<Work {self.op}{number}{key}{self._other_end()} {state}>"
 
     def __await__(self) -> Generator[Any, None, T_co]:
+        if self._unretrieved is not None:
+            self._unretrieved.awaited()
         if not self._done:
             progress = self._progress
             # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
@@ -188,6 +203,8 @@ class Work(Generic[T_co]):
         Returns:
             True once its arrays are the caller's again.
         """
+        if self._unretrieved is not None and self._done:
+            self._unretrieved.awaited()
         return self._done
 
     def is_completed(self) -> bool:
@@ -196,7 +213,7 @@ class Work(Generic[T_co]):
         Returns:
             What `done` returns.
         """
-        return self._done
+        return self.done()
 
     def is_success(self) -> bool:
         """Tell whether the operation has ended well.
@@ -204,7 +221,7 @@ class Work(Generic[T_co]):
         Returns:
             False also before the end.
         """
-        return self._done and self._exception is None
+        return self.done() and self._exception is None
 
     def result(self) -> T_co:
         """Return the result of an operation that has ended.
@@ -270,6 +287,7 @@ class Work(Generic[T_co]):
         """
         if (running := asyncio._get_running_loop()) is not None and running is not self._progress.loop:
             self._check_loop()
+        self._note_await()
         if self._done:
             if not is_wait(fn):
                 self._look()
@@ -298,6 +316,7 @@ class Work(Generic[T_co]):
             A new future of the group's loop; cancelling it is like cancelling an await.
         """
         future: asyncio.Future[T_co] = self._progress.loop.create_future()
+        self._note_await()
         waiter = self._waiter()
 
         def copy(_: asyncio.Future[None]) -> None:
@@ -318,7 +337,7 @@ class Work(Generic[T_co]):
         future.add_done_callback(dropped)
         return future
 
-    async def join(self) -> T_co:
+    def join(self) -> Coroutine[Any, Any, T_co]:
         """Await the work: a coroutine for `asyncio.create_task` and `asyncio.TaskGroup`.
 
         Returns:
@@ -327,6 +346,10 @@ class Work(Generic[T_co]):
         Raises:
             GroupError: the operation fails, see `ProcessGroup`.
         """
+        self._note_await()  # also if the task is cancelled before its first step
+        return self._joined()
+
+    async def _joined(self) -> T_co:
         return await self
 
     async def on_stream(self, stream: Any = None) -> T_co:
@@ -349,6 +372,7 @@ class Work(Generic[T_co]):
         ordered: Callable[[int | None], Coroutine[Any, Any, T_co]] | None = getattr(self, "_ordered", None)
         if self._done or ordered is None:
             return await self
+        self._note_await()
         return await ordered(None if stream is None else stream_address(stream))
 
     def wait(self, timeout: float | timedelta | None = None) -> T_co:
@@ -414,6 +438,8 @@ class Work(Generic[T_co]):
 
     def _failed(self, error: BaseException) -> None:
         """Keep the failure for whoever looks; a callback does, and a receive is withdrawn because nobody wants it."""
+        self._note_await()  # what is reported from now on is the failure
+        self._unretrieved = None
         calls = self._callbacks
         calls_back = calls is not None and any(context is not None and not is_wait(fn) for fn, context in calls)
         if calls_back or isinstance(error, asyncio.CancelledError):
@@ -506,5 +532,11 @@ def _user_frame(frame: FrameType) -> FrameType:
         if frame.f_back is None:
             return frame
         frame = frame.f_back
-    _last_file = frame.f_code.co_filename
+    _last_file = "" if _watching else frame.f_code.co_filename
     return frame
+
+
+def watch_works() -> None:
+    """Warn about works that are never awaited, in groups that ask for it."""
+    global _last_file, _watching
+    _last_file, _watching = "", True

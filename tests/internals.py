@@ -155,6 +155,7 @@ PARTS = {
     "slot_posted": "aiocoll.transport.shm.slots.SlotWriter.post",
     "message_delivered": "aiocoll.engine.matching.matching.Matching.deliver",
     # operations
+    "watching": "aiocoll.work._watching",
     "collective_view": "aiocoll.group.collectives.view",
     "message_view": "aiocoll.group.messages.view",
     "whole_view": "aiocoll.group.dispatch.arguments.view",

@@ -74,6 +74,11 @@ async def calling(call: Callable[..., Work[Any]], *args: Any, **kwargs: Any) -> 
     return call(*args, **kwargs)
 
 
+async def added(pg: ProcessGroup) -> int:
+    """Take part in an allreduce of ones."""
+    return await pg.allreduce(1)
+
+
 async def pair() -> list[ProcessGroup]:
     store = HashStore()
     return await asyncio.gather(*(new_group(store=store, rank=rank, world_size=2) for rank in range(2)))
@@ -217,7 +222,7 @@ def test_a_loop_that_has_stopped_may_go_on() -> None:
         work.wait()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(work.wait)
-        loop.run_until_complete(calling(groups[1].allreduce, 1))
+        assert loop.run_until_complete(added(groups[1])) == 2
         loop.run_until_complete(close(groups))
         assert waiting.result(30) == 2
     assert work.wait() == 2
@@ -229,8 +234,7 @@ def test_a_forked_child_does_not_wait() -> None:
         groups = elsewhere.run(pair())
         work = elsewhere.run(calling(groups[0].allreduce, 1))
         assert "belongs to the process that this one was forked from" in in_a_fork(work.wait)
-        elsewhere.run(calling(groups[1].allreduce, 1))
-        assert work.wait(30) == 2
+        assert elsewhere.run(added(groups[1])) == work.wait(30) == 2
         elsewhere.run(close(groups))
 
 
@@ -249,8 +253,7 @@ def test_an_interrupt_ends_the_waiting_and_nothing_else() -> None:
         with pytest.raises(KeyboardInterrupt):
             work.wait(30)
         interrupting.result(30)
-        elsewhere.run(calling(groups[1].allreduce, 1))
-        assert work.wait(30) == 2
+        assert elsewhere.run(added(groups[1])) == work.wait(30) == 2
         assert callbacks_of(work) is None
         elsewhere.run(close(groups))
 
@@ -270,7 +273,7 @@ def test_a_call_from_another_thread_is_told_the_way(inside: bool) -> None:
             asyncio.run(call()) if inside else groups[0].allreduce(1)
         # A loop may wait for another one: it stands still, but that does not hold up the other.
         works = [elsewhere.run(calling(pg.allreduce, 1)) for pg in groups]
-        assert works[0].wait(30) == 2
+        assert [work.wait(30) for work in works] == [2, 2]
         elsewhere.run(close(groups))
 
 
@@ -331,12 +334,12 @@ def test_what_an_await_in_another_loop_is_told_to_write_works() -> None:
         works = [elsewhere.run(calling(pg.recv_object, 1 - pg.rank())) for pg in groups]
         with pytest.raises(RuntimeError, match="belongs to another event loop") as raised:
             asyncio.run(waits(works[0]))
-        for number, pg in enumerate(groups):
-            elsewhere.run(calling(pg.send_object, number, 1 - number))
+        sends = [elsewhere.run(calling(pg.send_object, number, 1 - number)) for number, pg in enumerate(groups)]
         for line in code_in(raised.value):
             names = {"asyncio": asyncio, "work": works[0], "loop": elsewhere.loop}
             assert eval(line, names) == 1
         assert works[1].wait(30) == 0
+        assert [work.wait(30) for work in sends] == [None, None]
         elsewhere.run(close(groups))
 
 

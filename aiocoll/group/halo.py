@@ -125,6 +125,7 @@ class _Exchange:
             if work.done():
                 self._ended(work)
             else:
+                work._note_await()
                 work._call_back(self._ended, AT_ONCE)
             return
         part = _Part(self.work, self._ended)

@@ -21,7 +21,7 @@ from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.loading import loading
 from aiocoll.options import GroupOptions
 from aiocoll.user_code import describe
-from aiocoll.work import Work
+from aiocoll.work import Work, watch_works
 
 if TYPE_CHECKING:
     from aiocoll.group.shown import ShownGroup
@@ -64,6 +64,9 @@ class Lifetime:
                 from aiocoll.group.shown import show  # few programs that no launcher has started ask for it
 
             self._shown = show(self._comm, options.top_dir)
+        if dispatcher.loop.get_debug():
+            dispatcher.failures.watching = True
+            watch_works()
         if not origin.dry:
             self._comm.endpoint.loop_end.add(self)
         open_groups.add(dispatcher.group)
@@ -94,7 +97,9 @@ class Lifetime:
     async def drain(self) -> None:
         """Wait for all works that are pending now."""
         self._dispatcher.check_place()
-        for error in [work.exception() for work in await self.settle()]:
+        works = await self.settle()
+        self._dispatcher.failures.forgive()
+        for error in [work.exception() for work in works]:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
 
@@ -244,4 +249,4 @@ class Lifetime:
                 await d.device_state.release()
             await self._origin.release()
             await self._recorder._settle()
-            d.failures.log()
+            d.failures.close()

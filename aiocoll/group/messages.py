@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -117,13 +118,19 @@ class Messages:
         if not d.dry:
             for array in on_device:
                 d.on_device([array])
-        with d.batched(on_device):
-            return [
-                self._send(each.dst, each.tag, buffer, timeout)
-                if isinstance(each, Send)
-                else self._recv(buffer, each.src, each.tag, timeout)
-                for each, buffer in ready
-            ]
+        works: list[Work[Any]] = []
+        try:
+            with d.batched(on_device):
+                for each, buffer in ready:
+                    if isinstance(each, Send):
+                        works.append(self._send(each.dst, each.tag, buffer, timeout))
+                    else:
+                        works.append(self._recv(buffer, each.src, each.tag, timeout))
+        except BaseException:
+            for work in works:
+                work.add_done_callback(_nothing)  # the caller gets the error in place of these works
+            raise
+        return works
 
     def send_object(self, obj: Any, dst: int, tag: int, timeout: Timeout) -> Work[None]:
         """Start a send of an object."""
@@ -185,6 +192,8 @@ class Messages:
 
     def one_of(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
         """Make one work of several, which a block may have recorded."""
+        for work in works:
+            work._note_await()  # the program awaits the whole
         group = self._dispatcher.group
         recorded = next((work for work in works if isinstance(work, DeferredWork)), None)
         if recorded is None:
@@ -389,9 +398,13 @@ def _check_no_overlap(operations: Sequence[tuple[Send[Any] | Recv[Any], Buffer]]
         )
 
 
+def _nothing(_: Work[Any]) -> None:
+    """Retrieve the outcome of a work that the caller does not get."""
+
+
 def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
     """End `whole` after all `works`, with their results or their first error."""
-    pending = [work for work in works if not work.done()]
+    pending = [work for work in works if not work._done]
     left = len(pending)
 
     def ended(_: Work[Any]) -> None:
@@ -401,10 +414,10 @@ def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]
             finish()
 
     def finish() -> None:
-        failed = [error for work in works if (error := work.exception()) is not None]
+        failed = [error for work in works if work._exception is not None and (error := work.exception()) is not None]
         # A receive that was withdrawn is the less important outcome.
         failed.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
-        whole._finish(None if failed else [work.result() for work in works], failed[0] if failed else None)
+        whole._finish(None if failed else [work._result for work in works], failed[0] if failed else None)
 
     def withdraw() -> None:
         for work in works:
@@ -414,7 +427,7 @@ def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]
     if pending:
         whole._withdraw = withdraw
         for work in pending:
-            work.add_done_callback(ended)
+            work._call_back(ended, contextvars.copy_context())
     else:
         finish()
     return whole

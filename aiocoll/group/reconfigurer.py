@@ -388,7 +388,8 @@ class Reconfigurer:
     def _tell(self, text: str, gone: bool = False) -> None:
         """Raise the error on the other ranks, too, unless the group has failed: then they know."""
         with contextlib.suppress(GroupError):
-            self._objects.broadcast({"error": text, "gone": gone}, 0, None, None)
+            # Rank 0 raises without waiting for the others; it may even be cancelled.
+            self._objects.broadcast({"error": text, "gone": gone}, 0, None, None)._note_await()
 
     async def _invited(self) -> Assignment:
         # Rank 0 enforces the timeout; its death, or a failure of the group, ends this wait.

@@ -221,7 +221,7 @@ async def disagree(pg: ProcessGroup, case: Case, odd: int, delays: tuple[float, 
     assert isinstance(cause, CollectiveMismatchError)
     for work, early in zip(works, done, strict=True):
         assert work.done()
-        if not early and (error := work.exception()) is not None:
+        if (error := work.exception()) is not None and not early:
             assert isinstance(error, CollectiveMismatchError)
             assert str(error) == str(cause)
     with pytest.raises(GroupRevokedError) as raised:
@@ -520,9 +520,9 @@ def test_receives_that_wait_for_long_do_not_hide_a_collective() -> None:
 def test_a_call_forgotten_long_ago_is_still_a_disagreement() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
-            for _ in range(1500):
-                pg.broadcast(np.zeros(1), 0)
+            works = [pg.broadcast(np.zeros(1), 0) for _ in range(1500)]
             assert isinstance(await pg.wait_revoked(), CollectiveMismatchError)
+            await asyncio.gather(*works, return_exceptions=True)
         else:
             await asyncio.sleep(5)
             with pytest.raises(CollectiveMismatchError, match=r"rank 0 called AN OPERATION.*rank 1 called ALLREDUCE\("):
@@ -536,8 +536,10 @@ def test_a_late_message_for_a_keyed_call_that_has_ended() -> None:
 
     async def rank(pg: ProcessGroup) -> None:
         await asyncio.sleep(5 * pg.rank())
-        pg.gather([np.zeros(0), np.zeros(0)] if pg.rank() == 0 else None, np.zeros(3 * pg.rank()), 0, key="k")
+        outputs = [np.zeros(0), np.zeros(0)] if pg.rank() == 0 else None
+        work = pg.gather(outputs, np.zeros(3 * pg.rank()), 0, key="k")
         cause = await pg.wait_revoked()
+        await asyncio.gather(work, return_exceptions=True)
         assert re.search(r"rank 0 called GATHER.*receives=\[0, 0\].*rank 1 called GATHER.*sends=\[3, 0\]", str(cause))
 
     run_virtual(2, rank, latency=LATENCY)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveTimeoutError, GroupOptions, ProcessGroup
+from aiocoll import CollectiveTimeoutError, GroupOptions, ProcessGroup, Work
 from aiocoll.testing.virtual import run_virtual
 
 from ..internals import spied
@@ -45,8 +45,9 @@ def test_a_keyed_operation_is_named_by_its_key() -> None:
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
             await asyncio.sleep(0.5)
-            pg.broadcast(np.zeros(2), 0)
+            work = pg.broadcast(np.zeros(2), 0)
             await pg.wait_revoked()
+            assert work.done()
             return
         with pytest.raises(CollectiveTimeoutError) as raised:
             await pg.allreduce(np.zeros(5), key="layer3.grad", timeout=2)
@@ -74,18 +75,20 @@ def test_what_is_said_of_a_rank_is_not_older_than_the_last_report() -> None:
     """Rank 1 goes on with other operations after it has been asked for the first time."""
 
     async def rank(pg: ProcessGroup) -> None:
+        works: list[Work[Any]] = []
         if pg.rank() == 1:
             for _ in range(10):
                 await asyncio.sleep(1)
                 await pg.send(np.zeros(1), 0)
-                pg.allreduce(np.zeros(1), key="other")
+                works.append(pg.allreduce(np.zeros(1), key="other"))
             await pg.wait_revoked()
+            await asyncio.gather(*works, return_exceptions=True)
             return
         if pg.rank() == 0:
-            for _ in range(10):
-                pg.recv(np.zeros(1), 1)
+            works.extend(pg.recv(np.zeros(1), 1) for _ in range(10))
         with pytest.raises(CollectiveTimeoutError, match=r"rank 1 \(last in ALLREDUCE\(.*key=other.*\), 10\.0 s ago\)"):
             await pg.barrier(timeout=20)
+        await asyncio.gather(*works)
 
     run_virtual(3, rank)
 

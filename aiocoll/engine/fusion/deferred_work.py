@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 from numpy.typing import NDArray
 
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.unretrieved import CallSite
 from aiocoll.work import AT_ONCE, Progress, Work, is_wait
 
 __all__ = ["DeferredWork", "FlushWork", "MemberWork", "Progressive"]
@@ -120,6 +121,9 @@ class MemberWork(DeferredWork):
         """Return the work that the user holds."""
         return self.whole
 
+    def _watch(self, call: CallSite) -> None:
+        pass
+
     def _failed(self, error: BaseException) -> None:
         pass
 
@@ -145,6 +149,9 @@ class FlushWork(Work[Any]):
         super().__init__(progress, op, None, None, group, 0)
         self.stands_for = stands_for
         self._call_back(lambda work: ended(work._exception), AT_ONCE)
+
+    def _watch(self, call: CallSite) -> None:
+        """The works of the members are watched."""
 
     def _failed(self, error: BaseException) -> None:
         """The works of the members report it."""

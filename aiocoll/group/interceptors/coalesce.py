@@ -125,6 +125,9 @@ class Batch(Recorder):
         if recording.is_empty():
             return
         self.recording = self._new()
+        if self._dispatcher.failures.watching:
+            for work in recording.works():  # the end of the block waits for them
+                work._note_await()
         part = self._flusher.flush(recording, self._outer)
         started = [*self._started, *(work for work, _ in recording.loose), *recording.followed]
         recording.loose, recording.followed = [], []

@@ -307,4 +307,5 @@ def _at_end(work: Work[Any], ended: Ended) -> None:
     if work.done():
         ended(work._result, work._exception)
     else:
+        work._note_await()
         work._call_back(lambda _: ended(work._result, work._exception), None)
