@@ -38,10 +38,17 @@ def over(*transports: Any) -> Callable[[Test], Test]:
 
 
 async def run_ranks(
-    world_size: int, fn: Callable[..., Awaitable[Any]], *args: Any, transport: str = "memory", timeout: float = 60.0
+    world_size: int,
+    fn: Callable[..., Awaitable[Any]],
+    *args: Any,
+    transport: str = "memory",
+    timeout: float = 60.0,
+    allow_unretrieved: bool = False,
 ) -> list[Any]:
     """Run `fn(pg, *args)` on every rank; return the results in rank order, or raise the error that came first."""
-    return await testing.run_ranks(world_size, fn, *args, options=options(transport), timeout=timeout)
+    return await testing.run_ranks(
+        world_size, fn, *args, options=options(transport), timeout=timeout, allow_unretrieved=allow_unretrieved
+    )
 
 
 def in_a_fork(call: Callable[[], object]) -> str:

@@ -15,18 +15,22 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
+import tempfile
 import unittest
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.options import GroupOptions, seconds
+from aiocoll.options import GroupOptions
 from aiocoll.testing.comparison import find_difference, has_arrays
+from aiocoll.testing.deaths import Death
 from aiocoll.testing.frames import trimmed
+from aiocoll.testing.loops import loop_factory, portable_loop
 from aiocoll.testing.processes import run_test_processes
-from aiocoll.testing.ranks import loop_factory, run_ranks
+from aiocoll.testing.ranks import run_ranks, time_limit
 from aiocoll.testing.skips import skip_early
 from aiocoll.testing.standing import Standing
 from aiocoll.testing.team import pickled
@@ -44,19 +48,28 @@ class RanksTestCase(unittest.TestCase):
         timeout: seconds for a test with all its ranks; None waits for ever.
         options: of the groups.
         loop: the event loop of the ranks.
+        allow_unretrieved: a rank may return without having retrieved the failure of a call, as for `run_ranks`.
         rank: of this instance; -1 in the one that drives the ranks.
         pg: the group of this rank.
+        file_name: path of a file that the ranks may make and share; it is removed after the test.
     """
 
     world_size: ClassVar[int] = 4
     timeout: float | timedelta | None = 120.0
     options: ClassVar[GroupOptions | None] = None
     loop: ClassVar[Literal["asyncio", "uvloop"]] = "asyncio"
+    allow_unretrieved: bool = False
     rank: int = -1
     pg: ProcessGroup
+    file_name: str
 
     def __init__(self, methodName: str = "runTest") -> None:
         super().__init__(methodName)
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
 
     def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
         """Run the test on all ranks."""
@@ -154,7 +167,9 @@ class RanksTestCase(unittest.TestCase):
             __tracebackhide__ = True
             skip_early(self.world_size, test, type(self))
             try:
-                self._run_on_all_ranks()
+                with tempfile.TemporaryDirectory(prefix="aiocoll-") as folder:
+                    self.file_name = os.path.join(folder, "shared")
+                    self._run_on_all_ranks()
             except BaseException as error:
                 raise trimmed(error)  # noqa: B904 - it is the same exception
 
@@ -171,9 +186,14 @@ class RanksTestCase(unittest.TestCase):
     def _run_on_all_ranks(self) -> None:
         raise NotImplementedError("derive from InProcessTestCase or MultiProcessTestCase")
 
-    async def _run_here(self, pg: ProcessGroup) -> None:
+    def _spawn_processes(self) -> None:
+        """Do nothing: torch's test cases call this in `setUp`, and here the ranks run already."""
+
+    _spawn_threads = _spawn_processes
+
+    async def _run_here(self, pg: ProcessGroup, file_name: str) -> None:
         """Run the test as a rank."""
-        self.rank, self.pg = pg.rank(), pg
+        self.rank, self.pg, self.file_name = pg.rank(), pg, file_name
         async with AsyncExitStack() as self._exits, self._set_up():
             await _finished(getattr(self, self._testMethodName)())
 
@@ -194,9 +214,19 @@ class InProcessTestCase(RanksTestCase):
     """Every test runs on ranks that are tasks of one event loop, as with `run_ranks`; they start in a millisecond."""
 
     def _run_on_all_ranks(self) -> None:
-        cls, name = type(self), self._testMethodName
         with asyncio.Runner(loop_factory=loop_factory(self.loop)) as runner:
-            runner.run(run_ranks(self.world_size, _on_rank, cls, name, options=self.options, timeout=self.timeout))
+            runner.run(
+                run_ranks(
+                    self.world_size,
+                    _on_rank,
+                    type(self),
+                    self._testMethodName,
+                    self.file_name,
+                    options=self.options,
+                    timeout=self.timeout,
+                    allow_unretrieved=self.allow_unretrieved,
+                )
+            )
 
 
 class MultiProcessTestCase(RanksTestCase):
@@ -206,9 +236,11 @@ class MultiProcessTestCase(RanksTestCase):
         continuous: start the processes once, in `setUpClass`, and run all tests of the class in them. The group of a
             test is that of the test before, unless that failed, or left something pending: then it is a new one. Ranks
             that hang or die are replaced before the next test.
+        expect_death: ranks that must die in each test, and how, as for `run_processes`; not with `continuous`.
     """
 
     continuous: ClassVar[bool] = False
+    expect_death: Mapping[int, Death] | None = None
     _standing: ClassVar[Standing | None] = None
 
     @classmethod
@@ -218,12 +250,19 @@ class MultiProcessTestCase(RanksTestCase):
         if cls.continuous:
             world_size = cls().world_size  # torch's test cases have a property
             skip_early(world_size, cls)
-            cls._standing = Standing(cls, world_size, options=cls.options, loop=cls.loop)
+            cls._standing = Standing(
+                cls,
+                world_size,
+                options=cls.options,
+                loop=portable_loop(cls.loop),
+                allow_unretrieved=cls.allow_unretrieved,
+            )
             cls.addClassCleanup(cls._standing.close)
             cls._standing.start()
 
     def _run_on_all_ranks(self) -> None:
-        cls, name = type(self), self._testMethodName
+        cls = type(self)
+        args = cls, self._testMethodName, self.file_name
         if not self.continuous:
             with asyncio.Runner() as runner:
                 runner.run(
@@ -231,21 +270,29 @@ class MultiProcessTestCase(RanksTestCase):
                         cls,
                         self.world_size,
                         _on_rank,
-                        cls,
-                        name,
+                        *args,
                         options=self.options,
                         timeout=self.timeout,
                         loop=self.loop,
+                        expect_death=self.expect_death,
+                        allow_unretrieved=self.allow_unretrieved,
                     )
                 )
+        elif self.expect_death is not None:
+            raise ValueError("expect_death needs processes of its own for each test: set continuous = False")
         elif self._standing is None:
             raise RuntimeError(f"{cls.__name__}.setUpClass must call super().setUpClass(), which starts the ranks")
         else:
-            self._standing.call(pickled(_on_rank, (cls, name)), seconds(self.timeout, "timeout"))
+            self._standing.call(pickled(_on_rank, args), time_limit(self.timeout))
 
 
-async def _on_rank(pg: ProcessGroup, cls: type[RanksTestCase], name: str) -> None:
-    await cls(name)._run_here(pg)
+async def _on_rank(pg: ProcessGroup, cls: type[RanksTestCase], name: str, file_name: str) -> None:
+    try:
+        await cls(name)._run_here(pg, file_name)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            error.add_note("an exit code fails the test, whatever it is; to skip it call self.skipTest(reason)")
+            raise
 
 
 async def _finished(result: Any) -> None:

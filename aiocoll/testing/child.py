@@ -25,8 +25,9 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.testing.frames import keep_all_frames, keeps_all_frames, raised
-from aiocoll.testing.ranks import loop_factory
+from aiocoll.testing.loops import loop_factory
 from aiocoll.testing.report import blocked, pending, stack
+from aiocoll.unretrieved import Collector, collecting
 from aiocoll.user_code import describe
 
 __all__ = ["HEADER", "MAIN", "ChildJob", "RemoteCall", "main"]
@@ -47,20 +48,23 @@ class ChildJob(NamedTuple):
     file: str | None
     call: bytes | None
     options: GroupOptions
-    loop: str
+    loop: str | bytes
     all_frames: bool
 
     @classmethod
-    def of(cls, source: Any, options: GroupOptions, loop: str) -> ChildJob:
+    def of(cls, source: Any, options: GroupOptions, loop: str | bytes) -> ChildJob:
         """Return the job of waiting for calls of functions in the module of `source`."""
         module = str(getattr(source, "__module__", "__main__"))
         return cls(module, getattr(sys.modules.get(module), "__file__", None), None, options, loop, keeps_all_frames())
 
 
 class RemoteCall(NamedTuple):
-    """A call that all standing ranks make, in the group with the number `group`: a higher number is a new group."""
+    """A call that all standing ranks make, in the group with the number `group`: a higher number is a new group.
 
-    call: bytes
+    If `call` is None, they close the group.
+    """
+
+    call: bytes | None
     group: int
 
 
@@ -81,7 +85,7 @@ def main(channel_fd: int, trace_fd: int) -> None:
         faulthandler.enable(trace)
         rank = _Rank(channel)
         try:
-            channel.send(("returned", rank.run(channel.receive()), True))
+            channel.send(("returned", *rank.run(channel.receive())))
         except BaseException as error:
             channel.send(_failure(error, rank.failed or time.monotonic()))
             if isinstance(error, SystemExit):
@@ -128,11 +132,18 @@ class _Rank:
         self._pg: ProcessGroup | None = None
         self._calls: asyncio.Queue[RemoteCall | None] = asyncio.Queue()
         self._calling: asyncio.Task[tuple[Any, ...]] | None = None
+        self._collector = Collector()
         #: When the function failed, on the clock that all processes of a machine share.
         self.failed: float | None = None
 
-    def run(self, job: ChildJob) -> Any:
-        with asyncio.Runner(loop_factory=loop_factory(job.loop)) as runner:
+    def run(self, job: ChildJob) -> tuple[Any, bool, list[str]]:
+        """Carry out `job`; return the result, whether the group is clean, and the unretrieved failures."""
+        if isinstance(job.loop, bytes):
+            _load(job)  # it may have the class of the loop
+        with (
+            collecting() as self._collector,  # before the runner, which runs all in a copy of this context
+            asyncio.Runner(loop_factory=loop_factory(job.loop)) as runner,
+        ):
             loop = runner.get_loop()
             threading.Thread(target=self._listen, args=(loop,), name="aiocoll-testing", daemon=True).start()
             if job.all_frames:
@@ -140,9 +151,11 @@ class _Rank:
             _load(job)
             self._loop = loop
             if job.call is None:
-                return runner.run(self._stand(job.options))
-            fn, args = pickle.loads(job.call)
-            return runner.run(self._call(fn, args, job.options))
+                result = runner.run(self._stand(job.options))
+            else:
+                fn, args = pickle.loads(job.call)
+                result = runner.run(self._call(fn, args, job.options))
+        return result, True, self._collector.finish()
 
     async def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], options: GroupOptions) -> Any:
         async with new_group(options=options) as pg:
@@ -171,11 +184,17 @@ class _Rank:
             await self._pg.shutdown()
 
     async def _answer(self, call: RemoteCall, last: ProcessGroup | None, options: GroupOptions) -> tuple[Any, ...]:
+        result = None
         try:
+            if call.call is None:
+                assert self._pg is not None
+                await self._pg.shutdown()
+                return "returned", None, False, self._collector.finish()
             if self._pg is None:
                 if last is not None:
                     last.abort("its test is over")
                     await last.shutdown()
+                self._collector.finish()  # of a test that failed
                 self._pg = await new_group(options=options, name=f"test group {call.group}")
             fn, args = pickle.loads(call.call)
             with process_group(self._pg):
@@ -185,7 +204,8 @@ class _Rank:
             if self._pg is not None:
                 self._pg.abort(describe(error))
             return _failure(error, failed)
-        return "returned", result, not self._pg.pending()
+        clean = self._pg._comm.cause is None and not self._pg.pending()
+        return "returned", result, clean, self._collector.finish()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Answer the parent; when it is gone, end this process and its children."""

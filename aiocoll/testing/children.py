@@ -52,6 +52,8 @@ class Child:
         self.failed = 0.0
         #: Whether its group can be used again: the last call succeeded and left nothing pending.
         self.clean = False
+        #: The unretrieved failures of its last call, if that returned.
+        self.unretrieved: list[str] = []
         self._name = f"rank {rank} of {world_size}"
         self._answer: asyncio.Future[str] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -102,6 +104,7 @@ class Child:
 
     async def call(self, call: RemoteCall) -> Any:
         """Let a standing child make `call`; return its result or raise its exception."""
+        self.unretrieved = []
         self.tell(call)
         outcome = await self._next()
         if outcome is None:
@@ -158,7 +161,7 @@ class Child:
 
     def _unwrapped(self, outcome: tuple[Any, ...]) -> Any:
         if outcome[0] == "returned":
-            _, result, self.clean = outcome
+            _, result, self.clean, self.unretrieved = outcome
             return result
         raise self._raised(*outcome[1:])
 

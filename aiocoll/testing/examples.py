@@ -10,16 +10,17 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.options import GroupOptions, seconds
+from aiocoll.options import GroupOptions
 from aiocoll.testing.frames import trimmed
-from aiocoll.testing.ranks import run_ranks
+from aiocoll.testing.loops import loop_of_fixtures
+from aiocoll.testing.ranks import run_ranks, time_limit
 from aiocoll.testing.skips import skip_early
 from aiocoll.testing.standing import Standing
 from aiocoll.testing.team import pickled
@@ -37,22 +38,26 @@ def inner_test(test: Any) -> Any:
 
 @contextmanager
 def on_all_ranks(
-    test: Any, world_size: int, fixtures: set[str], *, processes: bool = False, **how: Any
+    test: Any, world_size: int, fixtures: Mapping[str, Any], *, processes: bool = False, **how: Any
 ) -> Iterator[None]:
     """Run every example of `test` on all ranks, until the end of the block.
 
     Args:
         test: the function that ``@given`` has made.
         world_size: number of ranks.
-        fixtures: names of the arguments that are no drawn values.
+        fixtures: arguments that are no drawn values.
         processes: whether ranks are processes; they stand ready from example to example.
         how: the arguments of the mark.
     """
     inner = inner_test(test)
     names = list(inspect.signature(inner).parameters)
     owner = type(test.__self__) if inspect.ismethod(test) else None
-    shared = fixtures if owner is None else {*fixtures, names[0]}
-    with _processes(test, owner, world_size, **how) if processes else _tasks(inner, world_size, **how) as run:
+    shared = {*fixtures} if owner is None else {*fixtures, names[0]}
+    if processes:
+        running = _processes(test, owner, world_size, loop=loop_of_fixtures(fixtures), **how)
+    else:
+        running = _tasks(inner, world_size, **how)
+    with running as run:
 
         @functools.wraps(inner)
         async def run_example(*args: Any, **values: Any) -> None:
@@ -87,10 +92,17 @@ def _tasks(inner: Callable[..., Any], world_size: int, **how: Any) -> Iterator[_
 
 @contextmanager
 def _processes(
-    test: Any, owner: type | None, world_size: int, *, options: GroupOptions | None = None, timeout: Any = _TIMEOUT
+    test: Any,
+    owner: type | None,
+    world_size: int,
+    *,
+    loop: str | bytes,
+    options: GroupOptions | None = None,
+    timeout: Any = _TIMEOUT,
+    allow_unretrieved: bool = False,
 ) -> Iterator[_Run]:
-    limit = seconds(timeout, "timeout")
-    standing = Standing(test, world_size, options=options, loop="asyncio")
+    limit = time_limit(timeout)
+    standing = Standing(test, world_size, options=options, loop=loop, allow_unretrieved=allow_unretrieved)
     try:
         standing.start()
         # The processes start before the first example, whose time hypothesis limits.

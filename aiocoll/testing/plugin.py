@@ -6,15 +6,16 @@
 
 The test is pytest-asyncio's, in both of its modes. Every rank gets its own group as `pg`, and the same values of other
 fixtures. With ``processes=True`` every rank is a process, and what other fixtures give must be picklable. Further
-arguments are those of `run_ranks` and `run_processes`: ``timeout=``, ``options=``, ``expect_death=``. With hypothesis'
-``@given``, each example runs on all ranks. With the mark ``anyio``, the test is anyio's, on its backend asyncio.
+arguments are those of `run_ranks` and `run_processes`: ``timeout=``, ``options=``, ``expect_death=``,
+``allow_unretrieved=``. With hypothesis' ``@given``, each example runs on all ranks. With the mark ``anyio``, the test
+is anyio's, on its backend asyncio.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -36,7 +37,7 @@ __all__ = [
     "pytest_runtest_makereport",
 ]
 
-_ARGUMENTS = {"expect_death", "options", "processes", "timeout"}
+_ARGUMENTS = {"allow_unretrieved", "expect_death", "options", "processes", "timeout"}
 
 
 class _OnEachRank:
@@ -66,33 +67,74 @@ def pytest_configure(config: pytest.Config) -> None:
         keep_all_frames()
     config.addinivalue_line(
         "markers",
-        "ranks(*world_sizes, processes=False, timeout=..., options=None, expect_death=None): run an async test with "
-        "the fixture pg on all ranks, once for each world size",
+        "ranks(*world_sizes, processes=False, timeout=..., options=None, expect_death=None, allow_unretrieved=False): "
+        "run an async test with the fixture pg on all ranks, once for each world size",
     )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-    """Make a marked test one of pytest-asyncio's strict mode, unless it is anyio's.
+    """Make a marked test one of pytest-asyncio's strict mode, unless it is anyio's; choose world sizes by parameters.
 
     pytest-asyncio looks for its mark in the rest of this hook.
     """
-    marks = {mark.name for mark in (*getattr(obj, "pytestmark", ()), *collector.iter_markers())}
+    marks = [*getattr(obj, "pytestmark", ()), *collector.iter_markers()]
+    names = {mark.name for mark in (*marks, *_marks_of_parameters(marks))}
     if (
         inspect.iscoroutinefunction(examples.inner_test(obj))
-        and "ranks" in marks
-        and "anyio" not in marks
+        and "ranks" in names
+        and "anyio" not in names
         and collector.config.pluginmanager.hasplugin("asyncio")
     ):
         pytest.mark.asyncio(obj)
-    return (yield)
+    made = yield
+    return [item for item in made if _is_wanted(item)] if isinstance(made, list) and "ranks" in names else made
+
+
+def _is_wanted(item: Any) -> bool:
+    """Whether a test has one of the world sizes that its mark names; parameters may have marks of their own."""
+    mark, case = _mark_of(item), getattr(item, "callspec", None)
+    if case is None or "pg" not in case.params:
+        return True
+    if mark is None:
+        where = f"{item.nodeid}: has no @pytest.mark.ranks"
+        pytest.fail(f"{where}, and other parameters of it do: mark each pytest.param, or the test", pytrace=False)
+    return case.params["pg"] in mark.args
+
+
+def _mark_of(item: Any) -> pytest.Mark | None:
+    """Return the mark `ranks` of a test: that of its parameters, else the closest one."""
+    case = getattr(item, "callspec", None)
+    marks = () if case is None else (mark for mark in case.marks if mark.name == "ranks")
+    mark: pytest.Mark | None = next(iter(marks), None) or item.get_closest_marker("ranks")
+    return mark
+
+
+def _marks_of_parameters(marks: Iterable[pytest.Mark]) -> Iterator[pytest.Mark]:
+    """Yield the marks that are in ``pytest.param(..., marks=...)`` of the marks of a test."""
+    for mark in marks:
+        given = mark.args[1:2] or [mark.kwargs.get("argvalues")]
+        values = given[0] if mark.name == "parametrize" else None
+        for value in values if isinstance(values, list | tuple) else ():
+            if isinstance(value, type(pytest.param())):
+                yield from (each.mark if isinstance(each, pytest.MarkDecorator) else each for each in value.marks)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test of each world size."""
-    mark = metafunc.definition.get_closest_marker("ranks")
-    if mark is None:
+    closest = metafunc.definition.get_closest_marker("ranks")
+    marks = [mark for mark in _marks_of_parameters(metafunc.definition.iter_markers()) if mark.name == "ranks"]
+    if closest is not None:
+        marks.append(closest)
+    if not marks:
         return
+    for mark in marks:
+        _check_mark(metafunc, mark)
+    sizes = list(dict.fromkeys(size for mark in marks for size in mark.args))
+    metafunc.parametrize("pg", sizes, ids=[f"ranks={size}" for size in sizes], indirect=True, scope="function")
+
+
+def _check_mark(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
     where = f"{metafunc.definition.nodeid}: @pytest.mark.ranks"
     if not inspect.iscoroutinefunction(examples.inner_test(metafunc.function)):
         pytest.fail(f"{where} is for async tests: write `async def`", pytrace=False)
@@ -104,7 +146,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.fail(f"{where} takes {sorted(_ARGUMENTS)}, not {sorted(unknown)}", pytrace=False)
     if (deaths := mark.kwargs.get("expect_death")) is not None:
         _check_deaths(where, metafunc, mark, deaths)
-    metafunc.parametrize("pg", mark.args, ids=[f"ranks={size}" for size in mark.args], indirect=True, scope="function")
 
 
 def _check_deaths(where: str, metafunc: pytest.Metafunc, mark: pytest.Mark, deaths: Any) -> None:
@@ -122,14 +163,14 @@ def _check_deaths(where: str, metafunc: pytest.Metafunc, mark: pytest.Mark, deat
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Replace the test by a function that runs it on all ranks."""
-    mark = item.get_closest_marker("ranks")
+    mark = _mark_of(item)
     if mark is None or not isinstance(item, pytest.Function):
         yield
         return
     test = item.obj
     if examples.inner_test(test) is not test:
         everywhere: Any = item.funcargs["pg"]
-        with examples.on_all_ranks(test, everywhere.world_size, set(item.funcargs), **mark.kwargs):
+        with examples.on_all_ranks(test, everywhere.world_size, item.funcargs, **mark.kwargs):
             yield
         return
     item.obj = _on_all_ranks(test, **mark.kwargs)

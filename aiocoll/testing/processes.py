@@ -7,10 +7,11 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar, TypeVarTuple, overload
 
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.options import GroupOptions, seconds
+from aiocoll.options import GroupOptions
 from aiocoll.runtime import running_loop
 from aiocoll.testing.deaths import Death
-from aiocoll.testing.ranks import check_call
+from aiocoll.testing.loops import portable_loop
+from aiocoll.testing.ranks import check_call, time_limit
 from aiocoll.testing.team import Team, pickled
 
 __all__ = ["run_processes", "run_test_processes"]
@@ -26,8 +27,9 @@ async def run_processes(
     *args: *Ts,
     options: GroupOptions | None = None,
     timeout: float | timedelta | None = 120.0,
-    loop: Literal["asyncio", "uvloop"] = "asyncio",
+    loop: Literal["asyncio", "uvloop"] | None = None,
     expect_death: None = None,
+    allow_unretrieved: bool = False,
 ) -> list[R]: ...
 
 
@@ -38,8 +40,9 @@ async def run_processes(
     *args: *Ts,
     options: GroupOptions | None = None,
     timeout: float | timedelta | None = 120.0,
-    loop: Literal["asyncio", "uvloop"] = "asyncio",
+    loop: Literal["asyncio", "uvloop"] | None = None,
     expect_death: Mapping[int, Death],
+    allow_unretrieved: bool = False,
 ) -> list[R | Death]: ...
 
 
@@ -49,8 +52,9 @@ async def run_processes(
     *args: *Ts,
     options: GroupOptions | None = None,
     timeout: float | timedelta | None = 120.0,
-    loop: Literal["asyncio", "uvloop"] = "asyncio",
+    loop: Literal["asyncio", "uvloop"] | None = None,
     expect_death: Mapping[int, Death] | None = None,
+    allow_unretrieved: bool = False,
 ) -> list[Any]:
     """Run ``await fn(pg, *args)`` on `world_size` ranks, each in a new process of this machine. Not on Windows.
 
@@ -62,10 +66,12 @@ async def run_processes(
         fn: what every rank runs; like `args` and the results it must be picklable, so it cannot be a lambda or local.
         args: further arguments.
         options: of the groups.
-        timeout: seconds for everything, the start of the processes included; None waits for ever.
-        loop: the event loop of the ranks.
+        timeout: seconds for everything, the start of the processes included, times `AIOCOLL_TEST_TIMEOUT_SCALE`; None
+            waits for ever.
+        loop: the event loop of the ranks; None is one of the class of the loop that runs here.
         expect_death: ranks that must die, and how: ``{2: signal.SIGKILL}``, or an exit code, ``{2: 7}``. That is then
             no failure, but to end in any other way is one.
+        allow_unretrieved: a rank may return without having retrieved the failure of a call, as for `run_ranks`.
 
     Returns:
         What `fn` returned, in rank order; of a rank that was expected to die, how it did.
@@ -74,11 +80,20 @@ async def run_processes(
         TimeoutError: some ranks did not end; the message has the stacks of their tasks and their pending operations.
         ChildProcessError: a process ended before its time, or not in the way that was expected; the message has its
             rank and its exit code or signal.
+        AssertionError: a failure was never retrieved, as for `run_ranks`.
         BaseException: what `fn` raised on the first rank that failed. Its notes have that rank, its traceback there
             and the failures of others. An exception that cannot be pickled is a `RuntimeError` with its text.
     """
     return await run_test_processes(
-        fn, world_size, fn, *args, options=options, timeout=timeout, loop=loop, expect_death=expect_death
+        fn,
+        world_size,
+        fn,
+        *args,
+        options=options,
+        timeout=timeout,
+        loop=loop,
+        expect_death=expect_death,
+        allow_unretrieved=allow_unretrieved,
     )
 
 
@@ -89,13 +104,22 @@ async def run_test_processes(
     *args: Any,
     options: GroupOptions | None = None,
     timeout: float | timedelta | None = 120.0,
-    loop: str = "asyncio",
+    loop: str | None = None,
     expect_death: Mapping[int, Death] | None = None,
+    allow_unretrieved: bool = False,
 ) -> list[Any]:
     """Do what `run_processes` does; every rank imports the module of `source`, which is among `args`."""
     running_loop()
     check_call(world_size, fn)
-    limit = seconds(timeout, "timeout")
+    limit = time_limit(timeout)
     call = pickled(fn, args)
-    async with Team(world_size, source, options=options, loop=loop, deaths=expect_death) as team:
+    team = Team(
+        world_size,
+        source,
+        options=options,
+        loop=portable_loop(loop),
+        allow_unretrieved=allow_unretrieved,
+        deaths=expect_death,
+    )
+    async with team:
         return await team.carry_out(call, limit)

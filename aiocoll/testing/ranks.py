@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import inf
 from typing import Any, TypeVar, TypeVarTuple
 
 from aiocoll.group.current import process_group
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.numerals import parse_float
 from aiocoll.options import GroupOptions, seconds
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.runtime import running_loop
 from aiocoll.store import HashStore, Store
-from aiocoll.testing.report import listed, pending, stack, verdict
+from aiocoll.testing.report import listed, pending, stack, unretrieved, verdict
+from aiocoll.unretrieved import Collector, collecting
 
-__all__ = ["check_call", "loop_factory", "run_ranks"]
+__all__ = ["check_call", "run_ranks", "run_within", "time_limit"]
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -34,6 +38,7 @@ async def run_ranks(
     options: GroupOptions | None = None,
     timeout: float | timedelta | None = 60.0,
     store: Store | None = None,
+    allow_unretrieved: bool = False,
 ) -> list[R]:
     """Run ``await fn(pg, *args)`` on `world_size` ranks in this process, one task each.
 
@@ -45,8 +50,10 @@ async def run_ranks(
         fn: what every rank runs.
         args: further arguments, the same objects for every rank.
         options: of the groups; ``transport="unix"`` or ``"tcp"`` puts sockets between the ranks.
-        timeout: seconds for everything; None waits for ever.
+        timeout: seconds for everything, times `AIOCOLL_TEST_TIMEOUT_SCALE`; None waits for ever.
         store: where the ranks meet; a new `HashStore` by default.
+        allow_unretrieved: a rank may return without having retrieved the failure of a call, such as one that it forgot
+            to await.
 
     Returns:
         What `fn` returned, in rank order.
@@ -56,16 +63,47 @@ async def run_ranks(
         BaseException: what `fn` raised on the first rank that failed; its notes name that rank and the failures of
             others, unless these are only `GroupError`. The other ranks were released: the group is aborted with the
             failure as its cause, then they are cancelled.
+        AssertionError: `fn` returned on all ranks, and calls failed whose failure was never retrieved; the message has
+            the ranks, the calls and their lines.
     """
+    return await run_within(time_limit(timeout), world_size, fn, args, options, store, allow_unretrieved)
+
+
+async def run_within(
+    limit: float,
+    world_size: int,
+    fn: Callable[..., Awaitable[R]],
+    args: tuple[Any, ...],
+    options: GroupOptions | None,
+    store: Store | None,
+    allow_unretrieved: bool,
+) -> list[R]:
+    """Do what `run_ranks` does, within `limit` seconds of the loop's clock."""
     running_loop()
     check_call(world_size, fn)
-    limit = seconds(timeout, "timeout")
     own = HashStore() if store is None else None
     try:
-        return await _Run(world_size, fn, args, options, store or own).results(limit)
+        return await _Run(world_size, fn, args, options, store or own, allow_unretrieved).results(limit)
     finally:
         if own is not None:
             await own.aclose()
+
+
+def time_limit(timeout: float | timedelta | None) -> float:
+    """Return the seconds that a run on real time may take.
+
+    Raises:
+        ValueError: AIOCOLL_TEST_TIMEOUT_SCALE is no positive number.
+    """
+    limit = seconds(timeout, "timeout")
+    text = os.environ.get("AIOCOLL_TEST_TIMEOUT_SCALE", "1")
+    try:
+        scale = parse_float(text)
+    except ValueError:
+        scale = 0.0
+    if not 0 < scale < inf:
+        raise ValueError(f"AIOCOLL_TEST_TIMEOUT_SCALE={text!r}: must be a number above 0")
+    return limit * scale
 
 
 def check_call(world_size: int, fn: Callable[..., Any]) -> None:
@@ -78,27 +116,25 @@ def check_call(world_size: int, fn: Callable[..., Any]) -> None:
         raise TypeError(f"fn must be an async function that takes a group, not {type(fn).__name__}")
 
 
-def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return the factory of an event loop: "asyncio" or "uvloop"."""
-    if name == "asyncio":
-        return asyncio.new_event_loop
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
-
-
 class _Run:
     def __init__(
-        self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], options: GroupOptions | None, store: Any
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: GroupOptions | None,
+        store: Any,
+        allow_unretrieved: bool,
     ) -> None:
         self.world_size = world_size
+        self.allow_unretrieved = allow_unretrieved
         self.fn = fn
         self.args = args
         self.options = options
         self.store = store
         self.groups: dict[int, ProcessGroup] = {}
         self.failures: dict[int, BaseException] = {}
+        self.collectors: dict[int, Collector] = {}
         self.stopping = False
         self.tasks: list[asyncio.Task[Any]] = []
 
@@ -116,12 +152,20 @@ class _Run:
                 raise TimeoutError(self._report(limit))
         finally:
             await self._stop()
+        found = {} if self.allow_unretrieved else self._unretrieved()
         if self.failures:
-            raise verdict(self.failures, self.world_size, cut_off)
+            raise verdict(self.failures, self.world_size, cut_off, found)
+        if found:
+            raise unretrieved(found, self.world_size)
         return [task.result() for task in self.tasks]
 
+    def _unretrieved(self) -> dict[int, list[str]]:
+        """Return the unretrieved failures of ranks that have returned."""
+        returned = [rank for rank in self.collectors if rank not in self.failures and not self.tasks[rank].cancelled()]
+        return {rank: texts for rank in returned if (texts := self.collectors[rank].finish())}
+
     async def _rank(self, rank: int) -> Any:
-        with self._watched(rank):
+        with self._watched(rank), collecting() as self.collectors[rank]:
             group = new_group(store=self.store, rank=rank, world_size=self.world_size, options=self.options)
             async with group as pg:
                 self.groups[rank] = pg

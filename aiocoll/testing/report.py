@@ -14,7 +14,7 @@ from typing import Any
 from aiocoll.errors import GroupError
 from aiocoll.group.process_group import ProcessGroup
 
-__all__ = ["blocked", "listed", "pending", "stack", "verdict"]
+__all__ = ["blocked", "listed", "pending", "stack", "unretrieved", "verdict"]
 
 _HERE = str(Path(__file__).parent)
 
@@ -58,7 +58,9 @@ def pending(pg: ProcessGroup | None) -> str:
     return f"  pending: {works or 'no operation'}\n"
 
 
-def verdict(failures: Mapping[int, BaseException], world_size: int, cut_off: list[int]) -> BaseException:
+def verdict(
+    failures: Mapping[int, BaseException], world_size: int, cut_off: list[int], found: Mapping[int, list[str]]
+) -> BaseException:
     """Return the first failure, with notes that name its rank, the failures of others and the ranks that did not end.
 
     A skip is only returned if no rank failed otherwise: it must not hide a failure.
@@ -67,6 +69,7 @@ def verdict(failures: Mapping[int, BaseException], world_size: int, cut_off: lis
         failures: by rank, the first one first.
         world_size: number of ranks.
         cut_off: ranks that continued after they had been released, and were stopped, so their outcome is unknown.
+        found: by rank that returned, its unretrieved failures. They may explain a `GroupError`, and nothing else.
     """
     first, error = next(iter(failures.items()))
     if _is_skip(error):
@@ -79,9 +82,24 @@ def verdict(failures: Mapping[int, BaseException], world_size: int, cut_off: lis
         if rank != first and not _follows(other):
             what = "skipped the test" if _is_skip(other) else "failed too"
             error.add_note(f"rank {rank} of {world_size} {what}: {type(other).__name__}: {other}")
+    if _follows(error):
+        for line in _each_found(found, world_size):
+            error.add_note(line)
     if cut_off:
         error.add_note(f"{listed(cut_off)} of {world_size} continued, and had to be stopped")
     return error
+
+
+def unretrieved(found: Mapping[int, list[str]], world_size: int) -> AssertionError:
+    """Return the failure of a test in which all ranks returned, some with failures that they never retrieved."""
+    advice = "await these calls, or pass allow_unretrieved=True"
+    return AssertionError("\n".join([*_each_found(found, world_size), advice]))
+
+
+def _each_found(found: Mapping[int, list[str]], world_size: int) -> Iterator[str]:
+    for rank, texts in sorted(found.items()):
+        for text in texts:
+            yield f"rank {rank} of {world_size}, {text}"
 
 
 def _follows(error: BaseException) -> bool:

@@ -31,6 +31,7 @@ def spawn_ranks(
     timeout: float | timedelta | None = 120.0,
     options: GroupOptions | None = None,
     expect_death: Mapping[int, Death] | None = None,
+    allow_unretrieved: bool = False,
 ) -> Callable[[Callable[..., Awaitable[object]]], Callable[..., Coroutine[Any, Any, None]]]:
     """Run the decorated ``async def test(pg, ...)``, or method, on `world_size` ranks each time it is awaited.
 
@@ -45,10 +46,13 @@ def spawn_ranks(
         timeout: seconds for everything; None waits for ever.
         options: of the groups.
         expect_death: of ranks that are processes, which ones must die, and how; as for `run_processes`.
+        allow_unretrieved: as for `run_ranks`.
 
     Raises:
         As `run_ranks` and `run_processes` do.
     """
+    if callable(world_size):
+        raise TypeError("spawn_ranks needs the number of ranks: write @spawn_ranks(4)")
     check_call(world_size, spawn_ranks)
     if check_deaths(expect_death, world_size) and not processes:
         raise ValueError("expect_death: only ranks that are processes can die; add processes=True")
@@ -78,9 +82,18 @@ def spawn_ranks(
                         timeout=timeout,
                         options=options,
                         expect_death=expect_death,
+                        allow_unretrieved=allow_unretrieved,
                     )
                 else:
-                    await run_ranks(world_size, _call, test, arguments, timeout=timeout, options=options)
+                    await run_ranks(
+                        world_size,
+                        _call,
+                        test,
+                        arguments,
+                        timeout=timeout,
+                        options=options,
+                        allow_unretrieved=allow_unretrieved,
+                    )
             except BaseException as error:
                 raise trimmed(error)  # noqa: B904 - it is the same exception
 

@@ -18,14 +18,24 @@ class Standing:
         source: a function or class of the module that each rank must be able to import by its name.
         world_size: number of ranks.
         options: of the groups.
-        loop: "asyncio" or "uvloop".
+        loop: see `aiocoll.testing.loops.loop_factory`.
+        allow_unretrieved: as for `run_processes`.
     """
 
-    def __init__(self, source: Any, world_size: int, *, options: GroupOptions | None, loop: str) -> None:
+    def __init__(
+        self,
+        source: Any,
+        world_size: int,
+        *,
+        options: GroupOptions | None,
+        loop: str | bytes,
+        allow_unretrieved: bool,
+    ) -> None:
         self._source = source
         self._world_size = world_size
         self._options = options
         self._loop = loop
+        self._allow_unretrieved = allow_unretrieved
         self._runner = asyncio.Runner()
         self._team: Team | None = None
 
@@ -43,7 +53,13 @@ class Standing:
             self._runner.run(self._close())
 
     async def _start(self) -> None:
-        team = Team(self._world_size, self._source, options=self._options, loop=self._loop)
+        team = Team(
+            self._world_size,
+            self._source,
+            options=self._options,
+            loop=self._loop,
+            allow_unretrieved=self._allow_unretrieved,
+        )
         self._team = await team.__aenter__()
         await team.stand()
 

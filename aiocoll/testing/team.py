@@ -20,7 +20,7 @@ from aiocoll.store import StoreServer
 from aiocoll.testing.child import ChildJob, RemoteCall
 from aiocoll.testing.children import GRACE, Child
 from aiocoll.testing.deaths import Death, check_deaths, wanted
-from aiocoll.testing.report import listed, verdict
+from aiocoll.testing.report import listed, unretrieved, verdict
 
 __all__ = ["Team", "pickled"]
 
@@ -35,7 +35,8 @@ class Team:
         world_size: number of ranks.
         source: a function or class of the module that each rank must be able to import by its name.
         options: of the groups.
-        loop: "asyncio" or "uvloop".
+        loop: see `aiocoll.testing.loops.loop_factory`.
+        allow_unretrieved: as for `run_processes`.
         deaths: by rank, those that are expected.
     """
 
@@ -45,16 +46,16 @@ class Team:
         source: Any,
         *,
         options: GroupOptions | None,
-        loop: str,
+        loop: str | bytes,
+        allow_unretrieved: bool,
         deaths: Mapping[int, Death] | None = None,
     ) -> None:
-        if loop not in ("asyncio", "uvloop"):
-            raise ValueError(f"loop={loop!r}: must be 'asyncio' or 'uvloop'")
         key = secrets.token_bytes(KEY_SIZE)
         self._name = secrets.token_hex(8)
         self._job = ChildJob.of(source, replace(options or GroupOptions(), job_key=key), loop)
         self._server = StoreServer(key=key, job=self._name, world_size=world_size)
         self._world_size = world_size
+        self._allow_unretrieved = allow_unretrieved
         self._deaths = check_deaths(deaths, world_size)
         self._children: list[Child] = []
         self._calls = 0
@@ -98,13 +99,31 @@ class Team:
         """Have standing ranks make a call; results and errors are those of `run_processes`."""
         fresh = not all(child.clean for child in self._children)
         self._calls += fresh
-        message = RemoteCall(call, self._calls)
-        return await self._results(lambda child: child.call(message), limit)
+        results = await self._results(lambda child: child.call(RemoteCall(call, self._calls)), limit)
+        found = self._unretrieved()
+        if not all(child.clean for child in self._children):
+            # What the call has left pending may still fail: all ranks leave the group, as at the end of other runs.
+            await self._results(lambda child: child.call(RemoteCall(None, self._calls)), limit)
+            for rank, texts in self._unretrieved().items():
+                found[rank] = found.get(rank, []) + texts
+        return self._checked(results, found)
 
     async def carry_out(self, call: bytes, limit: float) -> list[Any]:
         """Have the ranks make a call and end."""
         job = self._job._replace(call=call)
-        return await self._results(lambda child: child.carry_out(job), limit)
+        results = await self._results(lambda child: child.carry_out(job), limit)
+        return self._checked(results, self._unretrieved())
+
+    def _checked(self, results: list[Any], found: dict[int, list[str]]) -> list[Any]:
+        if found:
+            raise unretrieved(found, self._world_size)
+        return results
+
+    def _unretrieved(self) -> dict[int, list[str]]:
+        """Return the unretrieved failures of ranks that have returned."""
+        if self._allow_unretrieved:
+            return {}
+        return {child.rank: child.unretrieved for child in self._children if child.unretrieved}
 
     async def _results(self, ask: Callable[[Child], Coroutine[Any, Any, Any]], limit: float) -> list[Any]:
         failures: dict[int, BaseException] = {}
@@ -126,7 +145,7 @@ class Team:
         finally:
             await self._end(tasks)
         if failures:
-            raise verdict(failures, self._world_size, cut_off)
+            raise verdict(failures, self._world_size, cut_off, self._unretrieved())
         return [task.result() for task in tasks]
 
     def _time(self, failure: tuple[int, BaseException]) -> float:

@@ -1,8 +1,9 @@
 """A virtual clock: an event loop on which time passes only when nothing else can happen.
 
 Timeouts of minutes pass in milliseconds, and a run is a function of its seed: the same seed gives the same order of
-events, down to each frame. Only what lives in the loop can be simulated: ranks are tasks with links in memory; threads
-are refused, since the clock would run away from them.
+events, down to each frame. Another seed gives other latencies, another order of tasks that are ready at the same time,
+and another order of timers that are due at the same time. Only what lives in the loop can be simulated: ranks are tasks
+with links in memory; threads are refused, since the clock would run away from them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.options import GroupOptions
+from aiocoll.options import GroupOptions, seconds
 from aiocoll.runtime import Runtime
-from aiocoll.testing.ranks import run_ranks
+from aiocoll.testing.ranks import run_within
 
 __all__ = ["VirtualLoop", "VirtualRuntime", "run_virtual"]
 
@@ -37,6 +38,7 @@ def run_virtual(
     latency: tuple[float, float] | None = None,
     options: GroupOptions | None = None,
     timeout: float | timedelta | None = 3600.0,
+    allow_unretrieved: bool = False,
 ) -> list[R]:
     """Run ``await fn(pg, *args)`` on `world_size` ranks on a fresh virtual loop, to its end; see `run_ranks`.
 
@@ -44,16 +46,20 @@ def run_virtual(
         world_size: number of ranks.
         fn: what every rank runs.
         args: further arguments, the same objects for every rank.
-        seed: of all randomness.
+        seed: of all randomness: of the latencies, of the order of tasks (the ranks, and yours) that are ready in the
+            same turn of the loop, and of the order of timers that are due at the same time. Callbacks of ``call_soon``
+            run in the order in which they were scheduled, as on any loop.
         latency: shortest and longest time in seconds a frame may take; its links are still first in, first out. None:
             frames arrive in the next turn of the loop, and the ranks see each other's memory.
         options: of the groups.
         timeout: virtual seconds for everything. When all ranks wait for each other, it is over at once.
+        allow_unretrieved: as for `run_ranks`.
     """
     if latency is not None and not 0 <= latency[0] <= latency[1]:
         raise ValueError(f"latency={latency}: give the shortest and the longest time in seconds")
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed, latency)) as runner:
-        return runner.run(run_ranks(world_size, fn, *args, options=options, timeout=timeout))
+        limit = seconds(timeout, "timeout")
+        return runner.run(run_within(limit, world_size, fn, args, options, None, allow_unretrieved))
 
 
 class VirtualRuntime(Runtime):

@@ -18,6 +18,7 @@ from aiocoll import (
     Recv,
     ReduceOp,
     Send,
+    Work,
 )
 from aiocoll.gpu.waiter import AT_MOST
 from aiocoll.group.cuda import pacing, program_order
@@ -302,8 +303,9 @@ async def test_of_calls_that_are_told_together_the_first_that_differs_is_named()
 async def test_shapes_that_differ_are_a_mismatch() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await looped(pg, gpu)
-        pg.allreduce(gpu.tensor(np.ones((2, 3) if pg.rank() else (3, 2)), pg.rank()))
+        work = pg.allreduce(gpu.tensor(np.ones((2, 3) if pg.rank() else (3, 2)), pg.rank()))
         assert "differ in the following: shape" in str(await pg.wait_revoked())
+        await asyncio.gather(work, return_exceptions=True)
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -328,11 +330,12 @@ async def test_a_call_of_the_host_between_is_a_mismatch() -> None:
         await looped(pg, gpu)
         if pg.rank():
             await pg.recv(np.zeros(1), 0)
-            pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
+            work: Work[Any] = pg.allreduce(gpu.tensor(np.ones(3), pg.rank()))
         else:
-            pg.broadcast(np.ones(3), 1)  # which sends rank 1 nothing
+            work = pg.broadcast(np.ones(3), 1)  # which sends rank 1 nothing
             await pg.send(np.zeros(1), 1)
         cause = await pg.wait_revoked()
+        await asyncio.gather(work, return_exceptions=True)
         assert isinstance(cause, CollectiveMismatchError)
         assert "rank 0 called BROADCAST(shape=[3], dtype=float64, device=cpu" in str(cause)
 
@@ -515,7 +518,8 @@ async def test_a_rank_that_never_calls_is_named() -> None:
         tensor = await looped(pg, gpu)
         await pg.barrier()
         if pg.rank() < 2:
-            pg.allreduce(tensor, timeout=0.1)
+            with pytest.raises(CollectiveTimeoutError):
+                await pg.allreduce(tensor, timeout=0.1)
         cause = await pg.wait_revoked()
         assert isinstance(cause, CollectiveTimeoutError)
         assert list(cause.ranks) == [2]

@@ -122,15 +122,15 @@ async def test_what_was_missing_is_locked_when_the_device_is_idle(limits: Limits
 async def test_a_copy_that_fails_ends_the_group(call: str) -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
-        await busy(pg, gpu)
+        calls = [await busy(pg, gpu)]
         if rank == 0:
             gpu.cuda.fail_next(call, "no")
         large = gpu.tensor(np.zeros(COUNTS[2]), rank)
         sends = (call == "copy_to_device") == bool(rank)
-        work = pg.send(large, 1 - rank) if sends else pg.recv(large, 1 - rank)
-        work.add_done_callback(lambda work: work.exception())
+        calls.append(pg.send(large, 1 - rank) if sends else pg.recv(large, 1 - rank))
         assert isinstance(await pg.wait_revoked(), GroupError)
         assert call in str(await pg.wait_revoked())
+        await asyncio.gather(*filter(None, calls), return_exceptions=True)
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -145,7 +145,7 @@ async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) ->
             if call == failing and gpu.cuda.current() == 0:
                 raise DeviceError(call, "no", fatal=False)
 
-        await busy(pg, gpu)
+        earlier = await busy(pg, gpu)
         small = gpu.tensor(np.zeros(3), rank)
         if rank == 0:
             work = pg.recv(small, 1)
@@ -155,8 +155,8 @@ async def test_a_call_before_the_copy_that_fails_ends_the_group(failing: str) ->
         else:
             await pg.recv_object(0, tag=1)
             work = pg.send(small, 0)
-        work.add_done_callback(lambda work: work.exception())
         assert failing in str(await pg.wait_revoked())
+        await asyncio.gather(*filter(None, [earlier, work]), return_exceptions=True)
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)

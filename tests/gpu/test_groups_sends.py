@@ -583,11 +583,12 @@ async def test_nothing_begins_because_the_rest_of_its_batch_has_failed(end: str,
         await pg.barrier()
         tensors = [full(gpu, rank, 0) for _ in range(2)]
         if rank == 1:
-            pg.batch([Send(tensors[0], 0), Recv(tensors[1], 0, tag=1)])
+            batch = pg.batch([Send(tensors[0], 0), Recv(tensors[1], 0, tag=1)])
             await pg.recv_object(0)
             if end == "shutdown":
                 pg.timeout = 0.01
                 await pg.shutdown()
+            await asyncio.gather(batch, return_exceptions=True)
         else:
             work = pg.recv(tensors[0], 1)
             await until(lambda: matched_units(pg))

@@ -145,7 +145,7 @@ async def test_wait_itself_retrieves_no_failure(retrieves: bool, caplog: pytest.
         else:
             await pg.wait_revoked()
 
-    await run_ranks(2, rank)
+    await run_ranks(2, rank, allow_unretrieved=not retrieves)
     assert ("was never retrieved" in caplog.text) is not retrieves
 
 

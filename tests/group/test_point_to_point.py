@@ -138,8 +138,9 @@ async def test_a_receive_of_another_kind_is_a_named_error(
     pg: ProcessGroup, sent: Any, wanted: Any, message: str
 ) -> None:
     if pg.rank() == 0:
-        pg.send(sent, 1)
+        work = pg.send(sent, 1)
         assert isinstance(await pg.wait_revoked(), CollectiveMismatchError)
+        await asyncio.gather(work, return_exceptions=True)
     else:
         target = np.full_like(wanted, 7)
         with pytest.raises(CollectiveMismatchError, match=message):

@@ -152,6 +152,7 @@ async def test_cancelling_loses_nothing(pg: ProcessGroup) -> None:
     if pg.rank() == 0:
         for number in range(100):
             await pg.send_object(number, 1)
+        await pg.barrier()
         return
     got: list[int] = []
 
@@ -171,6 +172,7 @@ async def test_cancelling_loses_nothing(pg: ProcessGroup) -> None:
         await asyncio.wait([serving])
         turns += 1
     assert got == list(range(100))
+    await pg.barrier()
 
 
 @pytest.mark.ranks(2)

@@ -362,6 +362,7 @@ async def test_a_group_that_is_being_closed_is_not_split(pg: ProcessGroup) -> No
         with pytest.raises(GroupClosedError, match="is being closed"):
             pg.split_group([0, 1])
     await ending
+    assert work is None or isinstance(work.exception(), PeerLostError)
 
 
 @pytest.mark.ranks(4)

@@ -11,6 +11,8 @@ import sys
 import threading
 from typing import Any
 
+import numpy as np
+
 from aiocoll import ProcessGroup, current_process_group, new_group
 
 
@@ -28,6 +30,23 @@ async def its_place(pg: ProcessGroup, *args: Any) -> dict[str, Any]:
         "total": total,
         "variables": {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "AIOCOLL_JOB_KEY")},
     }
+
+
+class OwnLoop(asyncio.SelectorEventLoop):
+    """A loop that another process can import."""
+
+
+class NeedyLoop(asyncio.SelectorEventLoop):
+    """One that another process cannot make."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+
+
+async def forget(pg: ProcessGroup) -> int:
+    """Never await a call that fails."""
+    pg.allreduce(np.ones(3 + pg.rank()))
+    return pg.rank()
 
 
 class Sealed(Exception):

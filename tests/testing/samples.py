@@ -7,12 +7,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import unittest
 from typing import Any
 
 import numpy as np
 
-from aiocoll import GroupOptions, current_process_group
+from aiocoll import FileStore, GroupOptions, current_process_group
 from aiocoll.testing import InProcessTestCase, MultiProcessTestCase, skip_if_world_is_odd, skip_if_world_smaller_than
 
 #: What happened in this process, in order.
@@ -132,6 +133,7 @@ class Continuous(MultiProcessTestCase):
 
     world_size = 3
     continuous = True
+    allow_unretrieved = True
     timeout = 20.0
     before: tuple[int, str] = (0, "")
 
@@ -171,6 +173,82 @@ class Continuous(MultiProcessTestCase):
     async def note(self) -> None:
         assert await self.pg.allreduce(1) == 3
         Continuous.before = os.getpid(), self.pg.group_name
+
+
+class ContinuousForgetting(MultiProcessTestCase):
+    world_size = 2
+    continuous = True
+    timeout = 20.0
+
+    async def test_1_forget_and_go_on(self) -> None:
+        self.pg.allreduce(np.ones(3 + self.rank))
+        await self.pg.wait_revoked()
+
+    async def test_2_forget_at_the_end(self) -> None:
+        self.pg.allreduce(np.ones(3 + self.rank))
+
+    async def test_3_go_on(self) -> None:
+        assert await self.pg.allreduce(1) == 2
+
+
+class Ported(MultiProcessTestCase):
+    """What tests for torch's test cases do."""
+
+    world_size = 2
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    async def test_exit_0(self) -> None:
+        if self.is_master:
+            sys.exit(0)
+
+    async def test_exit_86(self) -> None:
+        if self.is_master:
+            sys.exit(86)
+
+    async def test_file(self) -> None:
+        async with FileStore(self.file_name, self.world_size) as store:
+            await store.set(str(self.rank), b"here")
+            await store.wait([str(1 - self.rank)], 30)
+
+
+class PortedInProcess(InProcessTestCase):
+    world_size = 2
+
+    def setUp(self) -> None:
+        self._spawn_threads()
+
+    test_exit_0, test_exit_86, test_file = Ported.test_exit_0, Ported.test_exit_86, Ported.test_file
+
+
+class Dying(MultiProcessTestCase):
+    world_size = 2
+
+    @property
+    def expect_death(self) -> Any:  # type: ignore[override]
+        return {0: 7} if self._testMethodName == "test_exit" else {1: signal.SIGKILL}
+
+    async def test_exit(self) -> None:
+        if self.rank == 0:
+            os._exit(7)
+
+    async def test_kill(self) -> None:
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async def test_live(self) -> None:
+        pass
+
+
+class ContinuousDying(MultiProcessTestCase):
+    world_size = 1
+    continuous = True
+    expect_death = {0: 7}  # noqa: RUF012
+
+    async def test_exit(self) -> None:
+        raise AssertionError
 
 
 class Hanging(MultiProcessTestCase):

@@ -93,6 +93,40 @@ def test_continuous_ranks_live_on(limits: Limits) -> None:
     assert "rank 2 of 3 was killed by SIGKILL" in errors["test_6_death"]
 
 
+def test_exit_code_0_passes_in_tasks_and_any_other_fails() -> None:
+    result = run_all(samples.PortedInProcess)
+    assert result.testsRun == 3
+    ((case, text),) = result.errors
+    assert case.id().endswith("test_exit_86")
+    assert "SystemExit: 86" in text
+    assert "to skip it call self.skipTest(reason)" in text
+
+
+@pytest.mark.slow
+def test_exit_code_0_passes_in_processes_and_any_other_fails() -> None:
+    result = run_all(samples.Ported)
+    assert result.testsRun == 3
+    ((case, text),) = result.errors
+    assert case.id().endswith("test_exit_86")
+    assert "rank 0 of 2 raised SystemExit: 86" in text
+    assert "to skip it call self.skipTest(reason)" in text
+
+
+@pytest.mark.slow
+def test_expected_deaths_of_a_class() -> None:
+    result = run_all(samples.Dying)
+    assert result.testsRun == 3
+    ((case, text),) = result.errors
+    assert case.id().endswith("test_live")
+    assert "rank 1 of 2 returned" in text
+    assert "rank 1 of 2 was expected to be killed by SIGKILL" in text
+
+
+def test_continuous_ranks_are_not_expected_to_die() -> None:
+    ((_, text),) = run_all(samples.ContinuousDying).errors
+    assert "ValueError: expect_death needs processes of its own for each test: set continuous = False" in text
+
+
 def test_a_hanging_test_is_reported_and_over() -> None:
     cases = [samples.Hanging(name) for name in ("test_0_start", "test_1_hang", "test_2_same_processes")]
     cases[1].timeout = 0.5

@@ -169,11 +169,60 @@ async def test_without_mark(pg):
     )
 
 
+PARAMETERS = """
+import pytest
+from aiocoll import GroupOptions
+from aiocoll.distributed import get_debug_level
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(2, marks=pytest.mark.ranks(2, options=GroupOptions(debug="detail"))),
+        pytest.param(3, marks=[pytest.mark.ranks(1, 3)]),
+    ],
+)
+async def test_marked_parameters(pg, size):
+    assert pg.size() == 2 if size == 2 else pg.size() in (1, 3)
+    assert get_debug_level().name == ("DETAIL" if size == 2 else "OFF")
+
+@pytest.mark.ranks(4)
+class TestClass:
+    @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.ranks(2)), 4])
+    async def test_overriding_parameter(self, pg, size):
+        assert pg.size() == size
+"""
+
+
+def test_marks_of_parameters_choose_world_size_and_options(project: Project) -> None:
+    result = project.run(PARAMETERS)
+    result.assert_outcomes(passed=5)
+    result.stdout.fnmatch_lines_random(
+        [
+            "PASSED test_it.py::test_marked_parameters[[]ranks=2-2[]]",
+            "PASSED test_it.py::test_marked_parameters[[]ranks=1-3[]]",
+            "PASSED test_it.py::test_marked_parameters[[]ranks=3-3[]]",
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_parameter_without_a_mark_is_explained(project: Project) -> None:
+    source = """
+import pytest
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.ranks(2)), 4])
+async def test_size(pg, size):
+    pass
+"""
+    result = project.run(source)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*test_size*: has no @pytest.mark.ranks, and other parameters of it do: mark each*"])
+
+
 WRONG = {
     "def test_it(pg): pass": "@pytest.mark.ranks is for async tests: write `async def`",
     "async def test_it(): pass": "@pytest.mark.ranks needs the fixture pg: take it as an argument",
     "async def test_it(pg): pass": "@pytest.mark.ranks takes world sizes, as in ranks(1, 2, 7), not (2, 0)",
-    "async def test_it(*, pg): pass": "takes ['expect_death', 'options', 'processes', 'timeout'], not ['process']",
+    "async def test_it(*, pg): pass": "'expect_death', 'options', 'processes', 'timeout'], not ['process']",
 }
 MARKS = {"async def test_it(pg): pass": "2, 0", "async def test_it(*, pg): pass": "2, process=True"}
 

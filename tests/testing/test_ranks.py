@@ -121,11 +121,37 @@ def test_who_waits_for_something_else_is_cancelled() -> None:
 
     with pytest.raises(GiveUp) as caught:
         run_virtual(3, fail)
-    assert cancelled == [1, 2]
+    assert sorted(cancelled) == [1, 2]
     assert caught.value.__notes__ == [
         "rank 0 of 3 failed first",
         "ranks 1 and 2 of 3 continued, and had to be stopped",
     ]
+
+
+async def test_scale_of_time_limits_applies_to_real_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_TEST_TIMEOUT_SCALE", "0.25")
+
+    async def wait(pg: ProcessGroup) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError, match=r"ranks 0 and 1 of 2 did not end within 0\.05 s"):
+        await run_ranks(2, wait, timeout=0.2)
+
+
+def test_scale_of_time_limits_does_not_apply_to_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_TEST_TIMEOUT_SCALE", "0.25")
+
+    async def wait(pg: ProcessGroup) -> None:
+        await asyncio.sleep(20)
+
+    run_virtual(2, wait, timeout=30)
+
+
+@pytest.mark.parametrize("scale", ["0", "-1", "inf", "nan", "twice", ""])
+async def test_wrong_scale_of_time_limits_is_named(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOLL_TEST_TIMEOUT_SCALE", scale)
+    with pytest.raises(ValueError, match=f"AIOCOLL_TEST_TIMEOUT_SCALE='{scale}': must be a number above 0"):
+        await run_ranks(2, its_rank)
 
 
 async def test_an_outcome_of_pytest_passes_through() -> None:

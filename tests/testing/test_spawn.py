@@ -25,6 +25,11 @@ async def test_other_arguments_are_fixtures(x: int, pg: ProcessGroup, monkeypatc
     assert await pg.allreduce(x) == 10
 
 
+def test_missing_parentheses_are_explained() -> None:
+    with pytest.raises(TypeError, match=r"spawn_ranks needs the number of ranks: write @spawn_ranks\(4\)"):
+        spawn_ranks(test_pytest_awaits_it)  # type: ignore[arg-type]
+
+
 class TestMethod:
     @spawn_ranks(2)
     async def test_self_is_there(self, pg: ProcessGroup) -> None:
