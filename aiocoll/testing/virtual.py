@@ -9,6 +9,8 @@ with links in memory; threads are refused, since the clock would run away from t
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import random
 import selectors
 from collections.abc import Awaitable, Callable, Mapping
@@ -93,6 +95,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, seed: int = 0, latency: tuple[float, float] | None = None) -> None:
         self.random = random.Random(seed)
+        #: Of its own, so that drawing from `random` does not change the order of tasks.
+        self._order = random.Random(f"order {seed}")
         self._now = 0.0
         self._ticks = 0
         self._range = latency
@@ -125,6 +129,41 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise RuntimeError("deadlock: every task on the virtual clock waits, and no timer is set")
         self._now += seconds
 
+    def _shuffle(self) -> None:
+        """Shuffle what asyncio leaves unordered in the turn that begins.
+
+        Timers that are due at the same time change places, and so do task steps with nothing between them. A callback
+        of `call_soon` keeps its place among all others, which asyncio promises.
+        """
+        loop: Any = self  # asyncio's own: the handles of this turn, and the timers as a heap
+        ready, scheduled, due = loop._ready, loop._scheduled, []
+        while scheduled and scheduled[0]._when <= self._now:
+            due.append(handle := heapq.heappop(scheduled))
+            handle._scheduled = False
+        for _, timers in itertools.groupby(due, key=lambda handle: handle._when):
+            ready.extend(self._shuffled(list(timers)))
+        handles = list(ready)
+        ready.clear()
+        for are_steps, run in itertools.groupby(handles, key=_is_step):
+            adjacent = list(run)
+            ready.extend(self._shuffled(adjacent) if are_steps else adjacent)
+
+    def _shuffled(self, handles: list[Any]) -> list[Any]:
+        self._order.shuffle(handles)
+        return handles
+
+
+#: The callbacks that are a step of a task: of asyncio's C code, and of its Python code.
+_STEPS = {"TaskStepMethWrapper", "task_wakeup", "__step", "__wakeup"}
+
+
+def _is_step(handle: Any) -> bool:
+    callback = handle._callback
+    return (
+        isinstance(getattr(callback, "__self__", None), asyncio.Task)
+        and getattr(callback, "__name__", type(callback).__name__) in _STEPS
+    )
+
 
 class _Jumping(selectors.BaseSelector):
     """A selector that never waits: the clock of `loop` jumps instead."""
@@ -146,6 +185,7 @@ class _Jumping(selectors.BaseSelector):
         ready = self._selector.select(0)
         if not ready and timeout != 0:
             self._loop.jump(timeout)
+        self._loop._shuffle()
         return ready
 
     def close(self) -> None:
