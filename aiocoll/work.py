@@ -59,7 +59,8 @@ class Work(Generic[T_co]):
     is the exception: it is withdrawn when its last awaiter is cancelled.
 
     A failure that is never retrieved, by an await, `result`, `exception`, a callback, a future or `ProcessGroup.drain`,
-    is logged with the line of the call, when the work is collected or its group is closed.
+    is logged with the line of the call, when the work is collected or its group is closed. On an event loop in debug
+    mode, a work that is dropped without being awaited leads to a `RuntimeWarning`.
 
     Attributes:
         op: name of the operation in capitals.

@@ -48,8 +48,8 @@ def page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
 @pytest.mark.slow
 def test_the_tests_of_the_page_do_what_it_says(page: pytest.Pytester) -> None:
     result = page.runpytest_subprocess("-p", "asyncio", "-p", "aiocoll.testing.plugin", "-W", "error", "-rA")
-    summary = [line for line in result.outlines if line.startswith(("FAILED", "ERROR"))]
-    assert len(summary) == 3
+    summary = [line for line in result.outlines if line.startswith(("FAILED", "ERROR test"))]
+    assert len(summary) == 4
     assert all(FAILING in line for line in summary)
     for report in REPORTS:
         result.stdout.fnmatch_lines(report)
