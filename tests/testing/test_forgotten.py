@@ -119,16 +119,20 @@ async def test_failure_that_is_still_held_is_unretrieved() -> None:
 
 
 async def test_failure_in_a_group_that_stays_open_is_unretrieved() -> None:
-    made = []
+    made: list[ProcessGroup] = []
+    works = []
 
     async def rank(pg: ProcessGroup) -> None:
-        made.append(part := await pg.split_group([0, 1]))
-        assert part is not None
-        part.allreduce(np.ones(3 + pg.rank()))
-        await part.wait_revoked()
+        group = await new_group(store=store, rank=0, world_size=1, name=f"of {pg.rank()}")
+        made.append(group)
+        works.append(group.recv(np.zeros(1), 0, timeout=0.01))
+        await until(lambda: not group.pending())
 
-    with pytest.raises(AssertionError, match=r"rank 0 of 2, group 'world:0/0\.0': exception of ALLREDUCE"):
-        await run_ranks(2, rank)
+    async with HashStore() as store:
+        with pytest.raises(AssertionError, match="rank 0 of 2, group 'of 0': exception of RECV called at"):
+            await run_ranks(2, rank)
+        for group in made:
+            await group.shutdown()
 
 
 async def test_failures_that_are_retrieved_fail_no_test() -> None:

@@ -108,7 +108,7 @@ class Packer:
 
     def pending(self) -> list[Work[Any]]:
         """Return the works of the user's that have not ended."""
-        return list(dict.fromkeys(member.visible() for member in self._members if not member.done()))
+        return list(dict.fromkeys(member.visible() for member in self._members if not member._done))
 
     def _let_go(self) -> None:
         """Keep nothing that keeps this: all that a block has recorded would stay until garbage is collected."""
@@ -257,7 +257,7 @@ def _nothing(*_: object) -> None:
 def fail(members: Sequence[DeferredWork], error: BaseException) -> None:
     """End works with `error`, each with one of its own: what is raised gathers tracebacks."""
     for member in members:
-        if not member.done():
+        if not member._done:
             each = error
             if isinstance(error, GroupError):
                 each = copy.copy(error)

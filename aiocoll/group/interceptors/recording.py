@@ -113,7 +113,7 @@ class Recording:
     def settle(self, error: BaseException | None) -> None:
         """End the works of lists: their members have ended, all with `error`, or each by itself."""
         for work, members in self.lists:
-            if not work.done():
+            if not work._done:
                 # One may have failed without the group.
                 wrong = error or next((each._exception for each in members if each._exception is not None), None)
                 if wrong is None:
