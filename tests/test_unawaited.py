@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import aiocoll.distributed as dist
-from aiocoll import GroupError, ProcessGroup, Recv, Send, Work
+from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, Recv, Send, Work
 
 from .internals import replaced
 from .ranks import run_ranks, until
@@ -107,6 +107,14 @@ def test_list_that_is_dropped_is_reported_once() -> None:
     with pytest.warns(RuntimeWarning, match="ALLREDUCE_COALESCED .* was never awaited$") as caught:
         asyncio.run(run_ranks(2, rank), debug=True)
     assert len(caught) == 2
+
+
+def test_list_that_fails_is_not_reported() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        with pytest.raises(CollectiveMismatchError):
+            await pg.allreduce_coalesced([np.ones(2), np.ones(3 + pg.rank())])
+
+    assert warned(rank) == []
 
 
 @pytest.mark.pure
