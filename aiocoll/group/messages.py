@@ -193,7 +193,8 @@ class Messages:
     def one_of(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
         """Make one work of several, which a block may have recorded."""
         for work in works:
-            work._note_await()  # the program awaits the whole
+            if work._unretrieved is not None:
+                work._note_await()  # the program awaits the whole
         group = self._dispatcher.group
         recorded = next((work for work in works if isinstance(work, DeferredWork)), None)
         if recorded is None:

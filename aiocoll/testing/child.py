@@ -184,7 +184,6 @@ class _Rank:
             await self._pg.shutdown()
 
     async def _answer(self, call: RemoteCall, last: ProcessGroup | None, options: GroupOptions) -> tuple[Any, ...]:
-        result = None
         try:
             if call.call is None:
                 assert self._pg is not None
