@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from aiocoll import GroupError, ProcessGroup, TCPStore, current_process_group
+from aiocoll import FileStore, GroupError, ProcessGroup, TCPStore, current_process_group
 from aiocoll.store import StoreServer
 from aiocoll.testing import (
     InProcessTestCase,
@@ -47,6 +47,11 @@ COVERS = {
     "MultiProcessTestCase._event_listener": "test_a_hung_process_shows_its_stack",
     "MultiProcessTestCase._join_processes": "test_a_hung_process_shows_its_stack",
     "MultiProcessTestCase.tearDown": "test_no_process_is_left",
+    "MultiProcessTestCase._spawn_processes": "test_ported_test_case_knows_its_master_and_file",
+    "MultiProcessTestCase.is_master": "test_ported_test_case_knows_its_master_and_file",
+    "MultiProcessTestCase.file_name": "test_ported_test_case_knows_its_master_and_file",
+    "MultiProcessTestCase.skip_return_code_checks": "test_expected_exit_code_of_a_class_passes",
+    "MultiProcessTestCase._check_no_test_errors": "test_expected_exit_code_of_a_class_passes",
     "run_subtests": "test_subtests_share_the_ranks",
     "spawn_threads_and_init_comms": "test_spawn_ranks",
     "MultiThreadedTestCase.world_size": "test_each_rank_is_set_up_and_torn_down",
@@ -71,7 +76,6 @@ _REGISTERED = "there is no such backend unless the test registers it"
 _SKIPS = (
     "a test skips by `skipTest` or a decorator; a rank that exits fails it (`test_a_skip_in_a_process_skips_the_test`)"
 )
-_SPAWNED = "drop the call: the test itself starts the ranks"
 _RPC = "chooses a transport of torch's RPC"
 _TORCH = "a torch module"
 _COMPILER = "sets up torch's compiler"
@@ -83,7 +87,7 @@ LEFT_OUT = {
     "nccl_skip_if_lt_x_gpu": _TORCH_DEVICES,
     "verify_ddp_error_logged": "reads the log of DistributedDataParallel",
     "with_nccl_blocking_wait": "sets a switch of torch's NCCL wrapper",
-    "with_dist_debug_levels": "parametrize the test over `GroupOptions(debug=...)`, an option of each group",
+    "with_dist_debug_levels": "`pytest.param(..., marks=pytest.mark.ranks(2, options=GroupOptions(debug=...)))`",
     "requires_gloo": _REGISTERED,
     "requires_mpi": _REGISTERED,
     "requires_ucc": _REGISTERED,
@@ -92,7 +96,7 @@ LEFT_OUT = {
     "skip_if_rocm_multiprocess": "speaks of torch's ROCm builds",
     "skip_if_win32": "processes of ours are for Linux",
     "retry_on_connect_failures": "port 0 takes a free port, so no attempt fails for that",
-    "TIMEOUT_DEFAULT": "`timeout` of a class or a mark; DISTRIBUTED_TESTS_DEFAULT_TIMEOUT is not read",
+    "TIMEOUT_DEFAULT": "`timeout` of a class or a mark; AIOCOLL_TEST_TIMEOUT_SCALE multiplies all limits",
     "create_device": "makes a network device of Gloo",
     "captured_output": "`capsys` of pytest",
     "init_multigpu_helper": "divides GPUs among the processes of torch's NCCL tests",
@@ -102,15 +106,10 @@ LEFT_OUT = {
     "MultiProcessTestCase.MAIN_PROCESS_RANK": "`rank` of the instance that drives the ranks is -1 here, too",
     "MultiProcessTestCase.TEST_ERROR_EXIT_CODE": "errors travel as exceptions, with their tracebacks",
     "MultiProcessTestCase.setUp": "the rank runs `setUp`, and `asyncSetUp` with its group",
-    "MultiProcessTestCase.file_name": "`tmp_path` of pytest; no file is needed to meet",
-    "MultiProcessTestCase.skip_return_code_checks": "`expect_death=` of a mark or `run_processes`; not in a class",
-    "MultiProcessTestCase._check_no_test_errors": "`expect_death=` of a mark or `run_processes`; not in a class",
-    "MultiProcessTestCase._spawn_processes": _SPAWNED,
-    "MultiProcessTestCase.is_master": "`self.rank == 0`",
     "MultiThreadedTestCase.MAIN_THREAD_RANK": "`rank` of the instance that drives the ranks is -1 here, too",
     "MultiThreadedTestCase.setUp": "the rank runs `setUp`, and `asyncSetUp` with its group",
     "MultiThreadedTestCase.tearDown": "the rank runs `asyncTearDown`, and `tearDown`",
-    "MultiThreadedTestCase._spawn_threads": _SPAWNED,
+    "MultiThreadedTestCase._spawn_threads": "may stay, and does nothing: the test itself starts the ranks",
     "MultiProcContinousTest.rdvz_file": "ranks meet without a file",
     "MultiProcContinousTest.backend_str": "there is one backend: `options` of the class choose the rest",
     "MultiProcContinousTest.opts": "`options` of the class, a `GroupOptions`",
@@ -186,6 +185,43 @@ async def test_create_tcp_store() -> None:
             assert await store.get("key") == b"value"
     finally:
         await server.aclose()
+
+
+class Ported(MultiProcessTestCase):
+    """Run below."""
+
+    __test__ = False
+    world_size = 2
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    async def names(self) -> None:
+        assert self.is_master == (self.rank == 0)
+        async with FileStore(self.file_name, self.world_size) as store:
+            await store.set(str(self.rank), b"here")
+            await store.wait([str(1 - self.rank)], 30)
+
+
+class Exiting(MultiProcessTestCase):
+    """Run below."""
+
+    __test__ = False
+    world_size = 2
+    expect_death = {1: 7}  # noqa: RUF012
+
+    async def exits(self) -> None:
+        if not self.is_master:
+            os._exit(7)
+
+
+def test_ported_test_case_knows_its_master_and_file() -> None:
+    assert run(Ported("names")).wasSuccessful()
+
+
+def test_expected_exit_code_of_a_class_passes() -> None:
+    assert run(Exiting("exits")).wasSuccessful()
 
 
 class Continuous(MultiProcessTestCase):
