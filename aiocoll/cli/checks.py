@@ -115,13 +115,8 @@ def _host(ranks: int) -> Iterator[CheckResult]:
     yield CheckResult("host", "cores usable", str(cores), advice)
     if hasattr(os, "getloadavg"):
         load = os.getloadavg()[0]
-        busy = load >= cores
-        advice = (
-            "other processes keep the cores busy: operations take several times as long; stop them or wait"
-            if busy
-            else ""
-        )
-        yield CheckResult("host", "load of the last minute", f"{load:.1f}", advice, fine=not busy)
+        advice = "other processes keep the cores busy: operations take several times as long" if load >= cores else ""
+        yield CheckResult("host", "load of the last minute", f"{load:.1f}", advice)
     loop = asyncio.new_event_loop()
     loop.close()
     kind = f"{type(loop).__module__}.{type(loop).__qualname__}"
