@@ -128,6 +128,8 @@ class Work(Generic[T_co]):
         self._callbacks: list[tuple[Callable[[Work[T_co]], object], contextvars.Context | None]] | None = None
         self._withdraw: Callable[[], None] | None = None
         self._unwrap: Callable[[], Any] | None = None
+        if _watching and (earlier := getattr(self, "_unretrieved", None)) is not None:
+            earlier.awaited()  # where interpreted code makes a compiled work, this is called twice
         self._unretrieved: Unretrieved | None = None
         # Where the user called, as what costs least and keeps no frame: the line is looked up when it is needed. At
         # `depth` or above it: each frame that is looked at costs 50 ns and more. What is compiled has no frames:

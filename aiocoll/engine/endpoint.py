@@ -158,7 +158,7 @@ class Endpoint:
             if rank in self.roster.dead:
                 how, detail = self.roster.dead[rank]
                 group.lost(rank, detail, how)
-            elif self.control.is_gone(rank):
+            elif rank in self.registry.finished:
                 group.departed(rank)
 
     def leave(self, group: Group) -> None:

@@ -58,6 +58,7 @@ class Groups:
         made: groups that this rank is in, by id.
         closed: groups that this rank has left.
         early: what has arrived for groups that this rank has not made.
+        finished: ranks that have ended, and all of whose frames have arrived.
     """
 
     _forget: Callable[[int, Collection[int]], None]
@@ -70,6 +71,7 @@ class Groups:
         self._farewells: dict[int, Farewells] = {}
         self.closed = ClosedGroups(lambda identity, ranks: self._forget(identity, ranks))
         self.early = Early(self.closed)
+        self.finished: set[int] = set()
 
     def connect(self, forget: Callable[[int, Collection[int]], None], release: Callable[[int, int], None]) -> None:
         """Set the callbacks.
@@ -163,6 +165,8 @@ class Groups:
     def ended(self, rank: int, linked: Sequence[int] = (), direct: bool = False) -> None:
         """A rank has ended, and so has left every group, unless it announces that behind its data, too."""
         frames = self._context.rank not in linked
+        if frames:
+            self.finished.add(rank)
         self.closed.end([rank], frames, notes=not direct)
         for identity, group in list(self.made.items()):
             peer = group.position.get(rank)

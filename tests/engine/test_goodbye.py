@@ -45,6 +45,24 @@ def test_what_a_rank_has_sent_arrives_though_it_has_left(ends: bool, world_size:
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)
 
 
+def test_group_made_after_its_peer_has_ended_gets_what_that_has_sent() -> None:
+    """The end of a rank comes on the control link, perhaps long before its last frames."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        await all_links(pg)
+        if pg.rank():
+            await asyncio.sleep(LATENCY[1] / 2)
+        part: Any = await pg.split_group(range(2))
+        if pg.rank():
+            assert (await part.recv(np.zeros(3), 0, 5) == 7).all()
+        else:
+            assert part.send(np.full(3, 7.0), 1, 5).done()
+        await part.shutdown()
+
+    for seed in range(30):
+        run_virtual(2, rank, seed=seed, latency=LATENCY)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_who_has_its_result_may_leave_at_once(world_size: int) -> None:

@@ -250,7 +250,8 @@ def check(case: Case, odd: int, world_size: int, told: list[Told]) -> None:
 
 
 def run(case: Case, world_size: int, odd: int, delays: tuple[float, float], latency: Any, seed: int = 0) -> None:
-    told = run_virtual(world_size, disagree, case, odd, delays, seed=seed, latency=latency)
+    # Of a case of several calls, some fail that nobody awaits.
+    told = run_virtual(world_size, disagree, case, odd, delays, seed=seed, latency=latency, allow_unretrieved=True)
     check(case, odd, world_size, told)
 
 

@@ -137,10 +137,6 @@ class ControlPlane:
             self._hub += 1
         return self._hub
 
-    def is_gone(self, rank: int) -> bool:
-        """Whether `rank` has ended or died."""
-        return rank in self._gone
-
     def link(self, rank: int) -> Link | None:
         """Return the control link to `rank`, if there is one."""
         return self._links.get(rank)

@@ -5,7 +5,7 @@ each direction. A slot is free again once the peer has read it; if the previous 
 `post` returns False, and a frame is sent instead. So no operation ever waits for another one's slot. The memory of a
 slot is reserved by the first post that does not fit in its line.
 
-    word 0  id of the operation; written last
+    word 0  id of the operation; `NO_OPERATION` while the others are written, and written last
     word 1  id of the group; written after the fingerprint and the bytes
     word 2  how often the slot has been used, and in the upper bits the length, if that is told; written after the group
     word 3  fingerprint
@@ -25,7 +25,7 @@ from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import LINE, SLOTS, Direction
 from aiocoll.transport.shm.region import SharedRegion
 
-__all__ = ["SlotReader", "SlotWriter"]
+__all__ = ["NO_OPERATION", "SlotReader", "SlotWriter"]
 
 _HEAD = 32
 #: Bits of word 2 that count how often the slot has been used.
@@ -34,6 +34,8 @@ _USED = (1 << _TIMES) - 1
 #: The first word of the bytes, and what is there once they are void; no address space has so many segments.
 _FIRST, _VOID = _HEAD // 8, (1 << 64) - 1
 _INLINE_NBYTES = LINE - _HEAD
+#: In place of the id, while a slot is being written: operations are numbered from 1.
+NO_OPERATION = 0
 #: Views of slots that are kept: a program has few call sites.
 _VIEWS = 256
 
@@ -103,6 +105,8 @@ class SlotWriter(_SlotEnd):
                 return False
             view = self.view(slot, array.dtype, len(array))
         line = self._lines[slot]
+        # Until the post is complete, it must not be taken for the last one: this process may be stopped meanwhile.
+        words[line] = NO_OPERATION
         view[:] = array
         words[line + 3] = fingerprint
         # Groups number their operations alike: the id may be there already, and then the group alone tells.
@@ -208,9 +212,9 @@ class SlotReader(_SlotEnd):
         for slot in range(SLOTS):
             if self.is_unread(slot):
                 self.reclaim(slot)
-                if self.is_unread(slot):
-                    line = lines[slot]
-                    found.append((words[line], words[line + 1], words[line + 3]))
+                line = lines[slot]
+                if self.is_unread(slot) and (operation := words[line]) != NO_OPERATION:
+                    found.append((operation, words[line + 1], words[line + 3]))
         return found
 
     def purge(self, group: int) -> None:
