@@ -34,7 +34,7 @@ def touched(example: str) -> list[str]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the tree; what Python has compiled is copied along and stays valid."""
-    for name in ("aiocoll", "examples", "tests"):
+    for name in ("aiocoll", "docs", "examples", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy2(ROOT / "pyproject.toml", tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"
@@ -86,6 +86,7 @@ def test_an_example_is_made_and_run(example: str, copy: Path) -> None:
     python = " ".join(path for path in touched(example) if path.endswith(".py"))
     run(f".venv/bin/python -m ruff check --no-cache {python}", copy)
     run(f".venv/bin/python -m ruff format --no-cache --diff {python}", copy)
+    run(".venv/bin/python -m pytest -q tests/test_house.py", copy)
 
 
 @pytest.mark.slow

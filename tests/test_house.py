@@ -28,7 +28,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 #: Lines of code of a file: docstrings and comments may be as long as they need.
-MAX_CODE = 340
+MAX_CODE = 600
 MAX_FUNCTION = 70
 
 #: Loaded on demand or not at all.

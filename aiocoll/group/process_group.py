@@ -1,18 +1,20 @@
-"""`ProcessGroup`: what a user holds. Here the calls are told; the modules beside this one carry them out."""
+"""`ProcessGroup`, the public API of a group: its methods document and delegate; neighbouring modules implement them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.matching.probe import Envelope
 from aiocoll.errors import GroupError
+from aiocoll.group.cartesian import CartesianGroup, make_cartesian
 from aiocoll.group.collectives import Collectives
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.dispatch.origin import GroupSpec, Origin
@@ -21,8 +23,8 @@ from aiocoll.group.flight_recorder import FlightRecorder
 from aiocoll.group.interceptors.coalesce import Batch, Coalescer, check_list, pairs
 from aiocoll.group.lifetime import Lifetime
 from aiocoll.group.messages import Message, Messages
-from aiocoll.group.mpi import MpiCalls
 from aiocoll.group.objects import Objects
+from aiocoll.group.plans import CallPlan, make_plan
 from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.hooks import Hook, HookHandle
 from aiocoll.loading import loading
@@ -45,11 +47,12 @@ N = TypeVar("N", bound=Array | Number)
 S = TypeVar("S", bound=Array | Number | Sparse)
 #: What a message carries.
 M = TypeVar("M", bound=Array | Sparse)
+P = ParamSpec("P")
 T = TypeVar("T")
 D = TypeVar("D", bound=np.generic)
 
 
-class ProcessGroup(MpiCalls):
+class ProcessGroup:
     """A group of ranks, seen by one of them; `aiocoll.new_group` makes it.
 
     A group belongs to the event loop that made it. ``async with`` closes it at the end of the block; if the block ends
@@ -122,7 +125,8 @@ class ProcessGroup(MpiCalls):
         self._coalescer = Coalescer(dispatcher)
         reconfigurer = Reconfigurer(dispatcher, self._objects, origin, spec)
         lifetime = Lifetime(dispatcher, self._coalescer, reconfigurer, self.recorder, origin, spec.options)
-        super().__init__(dispatcher, Messages(dispatcher, self._objects), reconfigurer, lifetime)
+        self._dispatcher, self._reconfigurer, self._lifetime = dispatcher, reconfigurer, lifetime
+        self._messages = Messages(dispatcher, self._objects)
 
     def __repr__(self) -> str:
         state = "closed" if self._dispatcher.closed else "open" if self._comm.cause is None else "revoked"
@@ -913,6 +917,54 @@ class ProcessGroup(MpiCalls):
         """
         return self._messages.incoming(tag)
 
+    def probe(self, source: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[Envelope]:
+        """Wait for a message that could be received, and tell what it is, without receiving it.
+
+            envelope = await pg.probe(tag=3)
+            x = np.empty(envelope.count, envelope.dtype)
+            await pg.recv(x, envelope.source, tag=3)
+
+        The next receive from that source with that tag gets the message. A receive that was posted earlier, and fits,
+        takes it first: a probe does not see it. Several probes see the same message, until a receive or `incoming`
+        takes it; tasks that take messages of one tag from each other use `incoming`. Cancelling a probe loses nothing.
+
+        Args:
+            source: a rank of the group, or `PROC_NULL`; None is any rank.
+            tag: that of the send.
+            timeout: seconds; None is the group's.
+
+        Returns:
+            Work that yields the `Envelope`: source, tag, length and dtype of the oldest such message.
+
+        Raises:
+            TypeError, ValueError: `source` or `tag` is wrong.
+            GroupError: no such message comes in time, or the group fails, see `ProcessGroup`.
+
+        Cost: none of its own.
+        """
+        return self._messages.probe(source, tag, timeout)
+
+    def iprobe(self, source: int | None = None, tag: int = 0) -> Envelope | None:
+        """Tell what the next message is, if there is one now; otherwise as `probe`.
+
+        It looks at what has come meanwhile, but connections are opened, and long computations of the loop go on, only
+        while the program awaits something: a loop that only calls this, without an await, may wait for ever.
+
+        Args:
+            source: a rank of the group, or `PROC_NULL`; None is any rank.
+            tag: that of the send.
+
+        Returns:
+            The `Envelope`; None if there is no such message.
+
+        Raises:
+            TypeError, ValueError: `source` or `tag` is wrong.
+            GroupError: the group is closed or has failed.
+
+        Cost: none of its own.
+        """
+        return self._messages.iprobe(source, tag)
+
     # -- objects
 
     @overload
@@ -1038,6 +1090,37 @@ class ProcessGroup(MpiCalls):
         Cost: 1 step: p-1 messages of every rank.
         """
         return self._objects.alltoall(objs, timeout, key)
+
+    # -- calls that are made again and again
+
+    def plan(self, call: Callable[P, Work[T]], /, *args: P.args, **kwargs: P.kwargs) -> CallPlan[T]:
+        """Check a call once, to start it many times.
+
+            plan = pg.plan(pg.allreduce, gradients, ReduceOp.AVG)
+            for batch in batches:
+                gradients[:] = ...
+                await plan.start()
+
+        The arguments are checked here, and nothing starts. The plan holds the arrays: each start takes what is in them
+        then, and leaves its result there. A start takes its place among the calls of the group as the call itself
+        would. Calls on contiguous arrays of the host are cheaper to start than to make; any other call is made anew.
+
+        Args:
+            call: a method of this group: any collective, send or receive, of arrays or objects, or `batch`.
+            args: its arguments.
+            kwargs: likewise.
+
+        Returns:
+            A plan; its `start` returns what the call returns.
+
+        Raises:
+            TypeError: `call` is no such method of this group; or what the call raises.
+            ValueError: what the call raises.
+            GroupError: the group is closed or has failed.
+
+        Cost: that of the call, at each start.
+        """
+        return make_plan(self._dispatcher, call, args, kwargs)
 
     # -- arrays and estimates
 
@@ -1250,6 +1333,56 @@ class ProcessGroup(MpiCalls):
         """
         group: Self = await self._reconfigurer.merge(store, size, timeout, group_name)
         return group
+
+    async def split(self, color: int | str | None, key: int = 0) -> Self | None:
+        """Make a group of the ranks that give the same colour, for each colour.
+
+        All ranks of this group call it, in the same order as other calls; unlike for `split_group`, a rank need not
+        know what the others give. The new group shares all connections with this one, as one that `split_group` makes.
+
+        Args:
+            color: of the group that this rank is to be in: any number or text. None: of none.
+            key: ranks of the new group are numbered by their keys, and ranks with the same key as in this group.
+
+        Returns:
+            The group this rank is in; None if it has given no colour.
+
+        Raises:
+            TypeError: `color` or `key` is of another type.
+            GroupError: the operation fails, see `ProcessGroup`.
+
+        Cost: that of `allgather_object`.
+        """
+        group: Self | None = await self._reconfigurer.split_by_color(color, key, lambda: self._lifetime.is_ending)
+        return group
+
+    def cart(self, dims: Sequence[int], periods: bool | Sequence[bool] | None = None) -> CartesianGroup[Self] | None:
+        """Make a group of the first ranks whose ranks form a grid.
+
+            cart = pg.cart([0, 0], periods=[True, False])  # a cylinder
+            below, above = cart.shift(axis=0)
+            await cart.halo(u)
+
+        All ranks of this group call it, in the same order as other calls that make groups, and with the same
+        arguments; it is local and sends nothing. Ranks are numbered along the last axis first, and keep their order.
+
+        Args:
+            dims: number of ranks along each axis. Those that are 0 are chosen so that all ranks are in the grid, as
+                equal as possible, the largest first.
+            periods: whether each axis goes round, its last rank next to its first; None: none does.
+
+        Returns:
+            The `CartesianGroup`; None on ranks beyond the grid.
+
+        Raises:
+            TypeError, ValueError: `dims` are more ranks than there are, no multiple of the ranks can have the lengths
+                that are given, or an argument is no list of ints or bools.
+            GroupError: the group is closed or has failed.
+
+        Cost: nothing is sent.
+        """
+        made: CartesianGroup[Self] | None = make_cartesian(self, self._dispatcher.size, dims, periods)
+        return made
 
     # -- life
 
