@@ -164,7 +164,7 @@ PARTS = {
     "message_sent": "aiocoll.engine.matching.outbound.OutboundMessage.sent",
     "object_dumped": "aiocoll.group.objects.dumps",
     "object_reading": "aiocoll.group.objects.reading",
-    "one_shot_looked": "aiocoll.engine.operations.oneshot.OneShot.look",
+    "one_shot_looked": "aiocoll.engine.operations.slot_program.SlotProgram.look",
     "probe_layout": "aiocoll.engine.matching.probe.record_by_code",
     "probe_dtype": "aiocoll.engine.matching.probe.array_dtype",
     "receive_entered": "aiocoll.engine.matching.posted.PostedReceive.enter",

@@ -6,46 +6,15 @@ on the machine, and that ranks share cores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from aiocoll.algorithms.load import (
-    Formula,
-    Load,
-    central,
-    exscan_fold,
-    fan_in,
-    in_a_row,
-    linear_broadcast,
-    once,
-    oneshot,
-    ring_allreduce,
-    scan_fold,
-    seconds_of,
-    shares,
-)
+from aiocoll.algorithms.load import Load, in_a_row, ring_allreduce, seconds_of
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.select import find
 from aiocoll.algorithms.spec import spec_of
 
 __all__ = ["cost", "predict"]
 
-#: Of executors that go through memory that all ranks share, in place of a program.
-_SHARED: Mapping[tuple[str, str], Formula] = MappingProxyType(
-    {
-        ("allreduce", "oneshot"): oneshot,
-        ("allreduce", "central"): central,
-        ("allreduce", "relay"): ring_allreduce,
-        ("barrier", "oneshot"): oneshot,
-        ("barrier", "central"): central,
-        ("allgather", "oneshot"): shares(once, own_copied=True),
-        ("reduce_scatter", "oneshot"): shares(once, reduced=True),
-        ("broadcast", "oneshot"): linear_broadcast,
-        ("reduce", "oneshot"): fan_in,
-        ("scan", "oneshot"): scan_fold,
-        ("exscan", "oneshot"): exscan_fold,
-    }
-)
+#: The ring of chunk queues, an executor of its own; all other algorithms are programs.
+_RELAY = ("allreduce", "relay")
 
 
 def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> Load:
@@ -60,7 +29,7 @@ def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> Load:
     Raises:
         ValueError: if `kind` is unknown or has no such algorithm.
     """
-    formula = _SHARED.get((kind, algorithm)) or find(kind, algorithm).load
+    formula = ring_allreduce if (kind, algorithm) == _RELAY else find(kind, algorithm).load
     if world_size == 1 or (nbytes == 0 and spec_of(kind).input is not None):
         return Load(0, 0, 0, 0, 0, 0)
     return formula(nbytes, world_size)

@@ -23,7 +23,7 @@ from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.algorithms.two_level import select as two_level
 
-__all__ = ["ALGORITHMS", "RULES", "Algorithm", "Rule", "build", "choose", "find"]
+__all__ = ["ALGORITHMS", "IN_SLOTS", "RULES", "Algorithm", "Rule", "build", "choose", "find"]
 
 
 class Rule(NamedTuple):
@@ -202,6 +202,22 @@ ALGORITHMS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     }
 )
 
+#: Algorithms of one round for slots of shared memory, from which ranks read in place; `choose` names none of them.
+IN_SLOTS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
+    {
+        ("allreduce", "oneshot"): Algorithm(direct.allreduce, load.oneshot),
+        ("allreduce", "central"): Algorithm(direct.central, load.central),
+        ("barrier", "oneshot"): Algorithm(direct.barrier_oneround, load.oneshot),
+        ("barrier", "central"): Algorithm(direct.barrier, load.central),
+        ("allgather", "oneshot"): Algorithm(direct.allgather, load.shares(load.once, own_copied=True)),
+        ("reduce_scatter", "oneshot"): Algorithm(pairwise.reduce_scatter, load.shares(load.once, reduced=True)),
+        ("broadcast", "oneshot"): Algorithm(direct.broadcast, load.linear_broadcast),
+        ("reduce", "oneshot"): Algorithm(direct.reduce, load.fan_in),
+        ("scan", "oneshot"): Algorithm(scan.scan_fold, load.scan_fold),
+        ("exscan", "oneshot"): Algorithm(scan.exscan_fold, load.exscan_fold),
+    }
+)
+
 _DEFAULT = Tuning()
 
 
@@ -258,7 +274,7 @@ def build(
 
     Args:
         kind: the collective.
-        algorithm: its name, as returned by `choose`.
+        algorithm: its name, as returned by `choose`, or one of `IN_SLOTS`.
         rank: whose program.
         world_size: number of ranks.
         *sizes: elements: a count (allreduce, reduce, broadcast, scan, exscan), one count per rank (allgather, gather,
@@ -273,9 +289,8 @@ def build(
     if (kind, algorithm) in two_level.ALGORITHMS:
         return two_level.build(kind, algorithm, rank, hosts, *sizes, root=root)
     schedule = find(kind, algorithm).schedule
-    if spec.rooted:
-        return schedule(rank, world_size, root, *sizes)
-    return schedule(rank, world_size, *sizes)
+    program = schedule(rank, world_size, root, *sizes) if spec.rooted else schedule(rank, world_size, *sizes)
+    return program._replace(algorithm=algorithm)
 
 
 def find(kind: str, algorithm: str) -> Algorithm:
@@ -284,7 +299,7 @@ def find(kind: str, algorithm: str) -> Algorithm:
     Raises:
         ValueError: if `kind` is unknown or has no such algorithm.
     """
-    found = ALGORITHMS.get((kind, algorithm))
+    found = ALGORITHMS.get((kind, algorithm)) or IN_SLOTS.get((kind, algorithm))
     if found is None:
         known = ", ".join(name for of_kind, name in ALGORITHMS if of_kind == spec_of(kind).kind)
         raise ValueError(f"algorithm={algorithm!r} is not known for kind={kind!r}; use one of {known}")

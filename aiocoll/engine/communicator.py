@@ -26,6 +26,7 @@ from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import mismatch
 from aiocoll.engine.operations.operation_log import ENDED, ENTERED, ERROR, HISTORY, SIGNATURE, OperationLog, Record
 from aiocoll.engine.operations.signature import KEYED, P2P
+from aiocoll.engine.operations.slots import Slots
 from aiocoll.engine.operations.told import told
 from aiocoll.engine.split_history import Splits
 from aiocoll.errors import GroupError
@@ -33,7 +34,6 @@ from aiocoll.hooks import Hooks, OperationInfo
 from aiocoll.log import logger
 from aiocoll.options import GroupOptions
 from aiocoll.transport.frame import FrameKind, Header
-from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
 
 __all__ = ["Communicator"]
 
@@ -78,7 +78,6 @@ class Communicator:
         self.name = name
         self.ranks = tuple(ranks)
         self.chunk_nbytes = chunk_nbytes
-        self.small_nbytes = chunk_nbytes // SMALL_PER_CHUNK
         self.timeout = timeout
         #: Timeout of operations that expire in order of entry, and that need not be registered with the deadlines; nan
         #: if all of them must be registered.
@@ -94,6 +93,7 @@ class Communicator:
         self.makes_same_nans = len({endpoint.cards[rank].get("nans", 0) for rank in self.ranks}) == 1
         self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
         self.channels = endpoint.channels.of_group(self.ranks)
+        self.slots = Slots(self.channels, identity, chunk_nbytes)
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}

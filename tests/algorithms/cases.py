@@ -13,8 +13,8 @@ ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 PER_RANK = frozenset({"allgather", "gather", "scatter", "reduce_scatter"})
 REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "scan", "exscan"})
 BARRIERS = {"barrier": "dissemination", "monitored_barrier": "linear"}
-IN_RANK_ORDER = frozenset({"oneround", "bruck", "pairwise", "linear", "fold"})
-REPEATED = frozenset({"exchange", "oneround", "bruck"})
+IN_RANK_ORDER = frozenset({"oneround", "oneshot", "central", "bruck", "pairwise", "linear", "fold"})
+REPEATED = frozenset({"exchange", "oneround", "oneshot", "bruck"})
 
 
 def possible(algorithm: str, world_size: int) -> int:

@@ -3,14 +3,14 @@
 import pytest
 
 from aiocoll.algorithms.program import Verb
-from aiocoll.algorithms.select import ALGORITHMS, build
+from aiocoll.algorithms.select import ALGORITHMS, IN_SLOTS, build
 
 from ..each import each
 from .cases import BARRIERS, IN_RANK_ORDER, REDUCING, REPEATED, Case, cases, possible
 from .interpreter import execute
 from .proof import Proof
 
-ALL = sorted(ALGORITHMS)
+ALL = sorted({**ALGORITHMS, **IN_SLOTS})
 ONE_PLACE = [(kind, name) for kind, name in ALL if kind in ("allreduce", "reduce", "reduce_scatter")]
 LOGARITHMIC = ("circulant", "dissemination", "binomial", "knomial", "linear", "chain")
 

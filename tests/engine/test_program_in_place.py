@@ -33,7 +33,7 @@ from aiocoll.transport.shm.slots import SlotWriter
 
 from ..internals import comm_of, plans_of, replaced, spied, wrapped
 from ..ranks import over
-from .test_oneshot import jobs
+from .test_slot_program import jobs
 
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
 

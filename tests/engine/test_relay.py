@@ -15,7 +15,7 @@ from aiocoll.transport.shm.layout import CHUNKS
 
 from ..internals import Limits, comm_of
 from ..ranks import over, until
-from .test_oneshot import call, check, fails, jobs, mine, shrunk
+from .test_slot_program import call, check, fails, jobs, mine, shrunk
 
 MIB = 1024 * 1024
 #: Elements of float64 in a piece.

@@ -12,7 +12,9 @@ Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector, p =
     allgather  "direct"    (1, n(p-1)/p)
     gather     "linear"    (1, n/p)
     scatter    "linear"    (1, n(p-1)/p)
+    allreduce  "central"   (2, n(p-1))      rank 0 reduces in rank order, and sends the result to all ranks
     barrier    "linear"    (2, 0)           every rank reports to rank 0, which then knows who is missing
+    barrier    "oneround"  (1, 0)           every rank reports to every rank
 
 Two ranks, oneround:
 
@@ -28,7 +30,18 @@ from itertools import chain
 from aiocoll.algorithms.builder import Builder
 from aiocoll.algorithms.program import Program, Region
 
-__all__ = ["allgather", "allreduce", "barrier", "broadcast", "exchange", "gather", "reduce", "scatter"]
+__all__ = [
+    "allgather",
+    "allreduce",
+    "barrier",
+    "barrier_oneround",
+    "broadcast",
+    "central",
+    "exchange",
+    "gather",
+    "reduce",
+    "scatter",
+]
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
@@ -47,6 +60,26 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
         arrived += build.recv(peer, sources[peer])
     build.fold(tensor, tuple(sources), after=sent, follow=arrived)
     return build.program("oneround")
+
+
+def central(rank: int, world_size: int, count: int) -> Program:
+    """Send the tensor (buffer 0) to rank 0, which folds in rank order and sends the result; scratch (p-1) there."""
+    build = Builder(1)
+    tensor = Region(0, 0, count)
+    if rank:
+        sent = build.send(0, tensor)
+        build.recv(0, tensor, after=sent)
+        return build.program("central")
+    scratch = build.scratch((world_size - 1) * count) if world_size > 1 else 0
+    sources = [tensor] * world_size
+    arrived: tuple[int, ...] = ()
+    for peer in range(1, world_size):
+        sources[peer] = Region(scratch, (peer - 1) * count, peer * count)
+        arrived += build.recv(peer, sources[peer])
+    folded = build.fold(tensor, tuple(sources), follow=arrived)
+    for peer in range(1, world_size):
+        build.send(peer, tensor, follow=folded)
+    return build.program("central")
 
 
 def exchange(rank: int, world_size: int, count: int) -> Program:
@@ -114,6 +147,16 @@ def barrier(rank: int, world_size: int) -> Program:
     for peer in range(1, world_size):
         build.signal(peer, after=arrived)
     return build.program("linear")
+
+
+def barrier_oneround(rank: int, world_size: int) -> Program:
+    """Report to every rank, and wait for the report of every rank."""
+    build = Builder(0)
+    for distance in range(1, world_size):
+        build.signal((rank + distance) % world_size)
+    for distance in range(1, world_size):
+        build.await_signal((rank - distance) % world_size)
+    return build.program("oneround")
 
 
 def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Program:

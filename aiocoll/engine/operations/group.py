@@ -100,7 +100,6 @@ class Group(Protocol):
         left: ranks that have closed the group.
         timeout: default timeout of an operation, in seconds.
         chunk_nbytes: size of a chunk in shared memory if all ranks share memory; else 0.
-        small_nbytes: of a small slot in that memory.
         tuning: measured speed of the machine.
         runtime: clock and timers.
         scratch: memory for partial results.
@@ -116,7 +115,6 @@ class Group(Protocol):
     left: set[int]
     timeout: float
     chunk_nbytes: int
-    small_nbytes: int
     tuning: Tuning
     runtime: Runtime
     scratch: Scratch
@@ -125,6 +123,10 @@ class Group(Protocol):
     @property
     def channels(self) -> Sequence[Sender]:
         """The channel to each rank."""
+
+    @property
+    def slots(self) -> Any:
+        """Slots of the group's ranks."""
 
     @property
     def polling(self) -> Lookers:

@@ -15,6 +15,7 @@ from aiocoll.algorithms.program import Program, Region, Verb
 from aiocoll.elements.dtypes import DType
 from aiocoll.elements.ops import Kernel, ReduceOp
 from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.round import Round
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
@@ -34,10 +35,9 @@ class Plan:
 
     Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
     of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
-    `targets` are the ranks that this one sends to, `origins` those it receives from, both in ascending order; `folds`
-    tells whether this rank folds anything, `folds_own` whether what it has itself is among that;
-    `executor` carries it out; `op` is how the call that it was made for reduces. Arrays, `count` and the program are in
-    elements of `storage`, of `itemsize` bytes; the signature is in elements of the dtype, which have `unit` of them.
+    `round` is the program sorted for `SlotProgram`, if that carries it out; `executor` carries it out; `op` is how the
+    call that it was made for reduces. Arrays, `count` and the program are in elements of `storage`, of `itemsize`
+    bytes; the signature is in elements of the dtype, which have `unit` of them.
     """
 
     __slots__ = (
@@ -48,8 +48,6 @@ class Plan:
         "dtype",
         "executor",
         "fingerprint",
-        "folds",
-        "folds_own",
         "follow",
         "followers",
         "grants",
@@ -58,14 +56,13 @@ class Plan:
         "kernel",
         "nbytes",
         "op",
-        "origins",
         "program",
+        "round",
         "scratch",
         "signature",
         "sources",
         "start",
         "storage",
-        "targets",
         "totals",
         "unit",
         "verbs",
@@ -77,6 +74,7 @@ class Plan:
         self.signature = signature
         self.executor = executor
         self.op: ReduceOp | None = None
+        self.round: Round | None = None
         self.program = program.actions
         self.algorithm = program.algorithm
         self.kernel = kernel
@@ -91,10 +89,6 @@ class Plan:
         actions = program.actions
         self.verbs = tuple(action.verb for action in actions)
         self.totals = tuple(action.region.count * self.itemsize for action in actions)
-        self.targets = tuple(sorted({action.peer for action in actions if action.verb is Verb.SEND}))
-        self.origins = tuple(sorted({action.peer for action in actions if action.verb in (Verb.RECV, Verb.COMBINE)}))
-        folds = [action for action in actions if action.verb is Verb.FOLD]
-        self.folds, self.folds_own = bool(folds), any(action.region in action.sources for action in folds)
         self.inbound = {
             action.peer << 16 | action.step: index
             for index, action in enumerate(actions)
@@ -114,7 +108,7 @@ class Plan:
         """Return another plan for the same."""
         program = Program(self.program, self.scratch, self.algorithm)
         made = Plan(self.signature, program, self.dtype, self.kernel, self.executor)
-        made.op = self.op
+        made.op, made.round = self.op, self.round
         return made
 
     def _dependencies(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:

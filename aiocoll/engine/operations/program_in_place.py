@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.program import Verb
 from aiocoll.engine.operations import places
 from aiocoll.engine.operations.group import Group
-from aiocoll.engine.operations.pair_slots import largest
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.program_with_slots import ProgramWithSlots
@@ -60,7 +59,9 @@ class ProgramInPlace(ProgramWithSlots):
         self._slot = identity % SMALL_SLOTS
         # Bytes from which a message is large.
         kind = plan.signature.op.lower()
-        self._limit = max(comm.tuning.single_copy.limit(kind, len(comm.ranks), reduces=self.reduces), largest(comm) + 1)
+        self._limit = max(
+            comm.tuning.single_copy.limit(kind, len(comm.ranks), reduces=self.reduces), comm.slots.largest + 1
+        )
         # Of what is large: actions whose message has not been read; those whose message is there, but not posted; and
         # what is posted, by receiver.
         self._unread = [

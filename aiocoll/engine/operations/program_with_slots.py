@@ -1,7 +1,7 @@
 """The executor of gathers, scatters and alltoalls of which this rank has both small and large blocks, in shared memory.
 
 It carries out a program over links, as `ProgramExecutor`. But a rank that has only small blocks posts them to slots
-(`oneshot_moves`), and so this one looks for them there, too.
+(`slot_program`), and so this one looks for them there, too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.program import Verb
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.group import Group
-from aiocoll.engine.operations.pair_slots import fits, slot_of
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.engine.operations.round import Take
+from aiocoll.engine.operations.slots import DIFFERENT, HERE
 from aiocoll.work import Work
 
 __all__ = ["ProgramWithSlots"]
@@ -34,7 +35,7 @@ class ProgramWithSlots(ProgramExecutor):
         self._missing = [
             index
             for index, action in enumerate(plan.program)
-            if action.verb is Verb.RECV and fits(comm, plan.totals[index])
+            if action.verb is Verb.RECV and plan.totals[index] <= comm.slots.largest
         ]
 
     def enter(self) -> None:
@@ -57,20 +58,17 @@ class ProgramWithSlots(ProgramExecutor):
     def _take(self, index: int) -> bool:
         comm, plan = self.comm, self._plan
         peer, nbytes = plan.program[index].peer, plan.totals[index]
-        if (link := comm.channels[peer].shared) is None:
-            return False
-        reader, slot = link.slot_reader, slot_of(comm, self.id, nbytes)
-        found = reader.look(slot, self.id, comm.id)
-        if found < 0:
-            return False
-        if found != self.fingerprint or reader.length(slot) != nbytes:
+        found = comm.slots.look(peer, self.id, self.fingerprint, nbytes)
+        if found == DIFFERENT:
             comm.mismatches.disagree(peer, self.id, self.describe())
+        if found != HERE:
             return False
-        view = byte_view(reader.view(slot, plan.storage, nbytes // plan.itemsize))
+        takes = [Take(peer, nbytes, plan.program[index].region)]
+        view = byte_view(comm.slots.views(takes, self.id, plan.storage)[0])
         comm.context.heard = comm.ranks[peer]
         self.deliver(peer, plan.program[index].step, nbytes, view, nbytes)
         comm.context.heard = -1
-        reader.free(slot)
+        comm.slots.free(takes, self.id)
         return True
 
     def needs(self, peer: int) -> bool:

@@ -12,7 +12,6 @@ from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations import places
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.object_exchange import Post
-from aiocoll.engine.operations.pair_slots import largest, slot_of
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
@@ -75,8 +74,8 @@ class Gathered(Post):
         comm = self.comm
         if comm.chunk_nbytes:
             for peer in list(self._missing):
-                for nbytes in (comm.small_nbytes, largest(comm)):
-                    self._take(peer, slot_of(comm, self.id, nbytes), nbytes)
+                for nbytes in (comm.slots.small, comm.slots.largest):
+                    self._take(peer, comm.slots.slot(self.id, nbytes), nbytes)
         if self.done:
             comm.polling.readers.pop(self, None)
         return self.done

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from aiocoll.algorithms.program import Action, Program
+from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.scale import scaled
-from aiocoll.algorithms.select import build, choose
+from aiocoll.algorithms.select import IN_SLOTS, build, choose
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.operations.oneshot import OneShot
-from aiocoll.engine.operations.oneshot_blocks import OneShotBlocks
-from aiocoll.engine.operations.oneshot_central import OneShotCentral
-from aiocoll.engine.operations.oneshot_moves import OneShotMoves
-from aiocoll.engine.operations.oneshot_tensor import OneShotTensor
-from aiocoll.engine.operations.pair_slots import fits
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.program_in_place import ProgramInPlace
 from aiocoll.engine.operations.program_with_slots import ProgramWithSlots
+from aiocoll.engine.operations.round import Round
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
 from aiocoll.engine.operations.signature import Signature
+from aiocoll.engine.operations.slot_program import SlotProgram
 
 __all__ = ["Known", "Planner", "keep"]
 
@@ -41,18 +37,6 @@ BARRIER_IN_SLOTS = 64
 PLANS = 256
 
 _INT64 = by_name("int64")
-#: The algorithms through shared memory, by the names that `algorithms.cost` and records use.
-_NAMES: dict[type, str] = {
-    OneShot: "oneshot",
-    OneShotBlocks: "oneshot",
-    OneShotTensor: "oneshot",
-    OneShotCentral: "central",
-    ShmRing: "relay",
-}
-#: Collectives of blocks whose counts all ranks know.
-_IN_BLOCKS = ("allgather", "reduce_scatter")
-#: Collectives of one tensor in which not all ranks need all others', and the algorithm of one step that says whose.
-_DIRECT = {"broadcast": "linear", "reduce": "linear", "scan": "fold", "exscan": "fold"}
 #: Collectives of large messages that processes read in each other's memory, and the algorithm for it: each rank reads
 #: straight from those that have something for it, so nothing has to be passed on.
 _IN_PLACE = {"allreduce": "ring", "reduce_scatter": "ring", "allgather": "direct", "broadcast": "linear"}
@@ -71,7 +55,8 @@ class Planner:
         self._rank = comm.rank
         self._size = len(comm.ranks)
         self._dry = dry
-        self._small = OneShot if self._size <= EACH_REDUCES else OneShotCentral
+        # The algorithm of small allreduces and barriers in shared memory.
+        self._small = "oneshot" if self._size <= EACH_REDUCES else "central"
         self._plans: dict[tuple[Any, ...], Known] = {}
 
     def plan(
@@ -143,25 +128,25 @@ class Planner:
             tuning=self._comm.tuning,
             hosts=self._comm.hosts,
         )
-        in_place = self._reads(kind, nbytes, sizes, made)
-        if in_place:
-            algorithm = _IN_PLACE[kind]
+        executor: Executor = ProgramExecutor
+        if self._reads(kind, nbytes, sizes, made):
+            algorithm, executor = _IN_PLACE[kind], ProgramInPlace
         elif made is None or made.prescale is None:
-            shared = self._shares(kind, algorithm, nbytes, sizes, made)
-            if shared is not None:
-                steps: tuple[Action, ...] = ()
-                if shared is OneShotTensor:
-                    steps = self._program(kind, _DIRECT[kind], sizes, root, made).actions
-                return Plan(signature, Program(steps, (), _NAMES[shared]), dtype, made, shared)
+            if (name := self._slot_algorithm(kind, nbytes, sizes, made)) is not None:
+                algorithm, executor = name, SlotProgram
+            elif self._relays(kind, algorithm, nbytes, made):
+                return Plan(signature, Program((), (), "relay"), dtype, made, ShmRing)
         if dtype is not None and (unit := dtype.unit) != 1:  # programs count elements of the storage
             sizes = tuple(
                 tuple(each * unit for each in size) if isinstance(size, tuple) else size * unit for size in sizes
             )
         program = self._program(kind, algorithm, sizes, root, made)
-        executor: Executor = ProgramInPlace if in_place else ProgramExecutor
         if spec_of(kind).private:
             executor = self._moves(kind, program, dtype)
-        return Plan(signature, program, dtype, made, executor)
+        plan = Plan(signature, program, dtype, made, executor)
+        if executor is SlotProgram:
+            plan.round = Round.of(program, plan.itemsize, private=spec_of(kind).private)
+        return plan
 
     def counting_plan(self, signature: Signature) -> Plan:
         """Return the plan of the step in which all ranks exchange one number each, for a call with this signature."""
@@ -182,26 +167,28 @@ class Planner:
         program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._comm.hosts)
         return program if made is None or made.prescale is None else self._scaled(program, kind, sizes, root)
 
-    def _shares(
-        self, kind: str, algorithm: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None
-    ) -> type[OneShot] | type[ShmRing] | None:
-        """Return the executor through shared memory that suits a call, if there is one."""
-        piece = self._comm.chunk_nbytes
-        if not piece or self._size == 1:
+    def _slot_algorithm(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> str | None:
+        """Return the algorithm of a call whose contributions all fit into slots; None if they do not."""
+        if not self._comm.chunk_nbytes or self._size == 1:
             return None
         if kind == "barrier":
             return self._small if self._size <= BARRIER_IN_SLOTS else None
-        if kind in _IN_BLOCKS and nbytes:
-            return OneShotBlocks if self._fits(nbytes // sum(sizes[0]) * max(sizes[0])) else None
-        if kind in _DIRECT and nbytes:
-            return OneShotTensor if self._fits(nbytes) else None
-        if kind != "allreduce" or made is None or not nbytes:
+        if not nbytes or (kind, "oneshot") not in IN_SLOTS:
             return None
-        if self._is_portable(made) and self._fits(nbytes):
-            return self._small
-        few = self._size <= CIRCLE or algorithm == "ring"
+        longest = nbytes // sum(sizes[0]) * max(sizes[0]) if isinstance(sizes[0], tuple) else nbytes
+        if not self._fits(longest):
+            return None
+        if kind != "allreduce":
+            return "oneshot"
+        return self._small if made is not None and self._is_portable(made) else None
+
+    def _relays(self, kind: str, algorithm: str, nbytes: int, made: Kernel | None) -> bool:
+        """Whether a call goes through the ring of chunk queues."""
+        piece = self._comm.chunk_nbytes
+        if not piece or self._size == 1 or kind != "allreduce" or made is None or made.ordered or not nbytes:
+            return False
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
-        return ShmRing if few and not made.ordered and pieces < MOST_PIECES else None
+        return (self._size <= CIRCLE or algorithm == "ring") and pieces < MOST_PIECES
 
     def _is_portable(self, made: Kernel) -> bool:
         """Whether several ranks may compute the same element: they get the same bits, those of a NaN included."""
@@ -221,17 +208,17 @@ class Planner:
 
     def _moves(self, kind: str, program: Program, dtype: DType | None) -> Executor:
         """Return the executor of a program in which only the two ends of a message know its count."""
-        comm, itemsize = self._comm, 1 if dtype is None else dtype.storage.itemsize
+        itemsize, largest = 1 if dtype is None else dtype.storage.itemsize, self._comm.slots.largest
         blocks = [action.region.count * itemsize for action in program.actions if action.peer >= 0]
-        if not comm.chunk_nbytes:
+        if not self._comm.chunk_nbytes:
             return ProgramExecutor
-        small = {fits(comm, nbytes) for nbytes in blocks}
-        limit = comm.tuning.single_copy.limit(kind, self._size, reduces=False)
+        small = {nbytes <= largest for nbytes in blocks}
+        limit = self._comm.tuning.single_copy.limit(kind, self._size, reduces=False)
         if False in small and max(blocks) >= limit:
             return ProgramInPlace
         if True not in small:
             return ProgramExecutor
-        return ProgramWithSlots if False in small else OneShotMoves
+        return ProgramWithSlots if False in small else SlotProgram
 
     def _fits(self, nbytes: int) -> bool:
         """Whether every rank can post so many bytes to each other one."""

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup
-from aiocoll.engine.operations.oneshot_moves import OneShotMoves
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.program_with_slots import ProgramWithSlots
+from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_oneshot import jobs, overwrite_what_is_freed, posts
+from .test_slot_program import jobs, overwrite_what_is_freed, posts
 
 #: More elements of float64 than a slot holds.
 LARGE = 8193
@@ -94,7 +94,7 @@ async def test_what_fits_goes_through_slots(call: Call, world_size: int) -> None
             for root in range(world_size):
                 before = sum(posts(pg, peer) for pg in pgs for peer in comm_of(pg).others)
                 calls = [call(pg, lambda a, b, count=count: count, root) for pg in pgs]
-                assert executors(pgs) <= {OneShotMoves if count < LARGE else ProgramExecutor}
+                assert executors(pgs) <= {SlotProgram if count < LARGE else ProgramExecutor}
                 await finish(calls)
                 after = sum(posts(pg, peer) for pg in pgs for peer in comm_of(pg).others)
                 messages = (world_size - 1) * (world_size if call is alltoall else 1)
@@ -118,7 +118,7 @@ async def test_small_blocks_beside_large_ones(call: Call, world_size: int) -> No
                 ]
                 seen |= executors(pgs)
                 await finish(calls)
-    expected = {ProgramWithSlots, OneShotMoves} if world_size > 2 else {ProgramExecutor}
+    expected = {ProgramWithSlots, SlotProgram} if world_size > 2 else {ProgramExecutor}
     assert seen >= expected - ({ProgramWithSlots} if call is scatter else set()), "the root of a scatter ends at once"
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
-from aiocoll.engine.operations.oneshot_central import OneShotCentral
+from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_oneshot import COUNTS, call, check, fails, jobs, mine, overwrite_what_is_freed, posts
+from .test_slot_program import COUNTS, call, check, fails, jobs, mine, overwrite_what_is_freed, posts
 
 WORLD_SIZES = [5, 7, 17]
 
@@ -29,7 +29,7 @@ async def test_each_rank_posts_to_rank_0_and_that_one_to_each(world_size: int) -
         for count in COUNTS:
             before = [posts(pg, peer) for pg, peer in ends]
             calls = [call(pg, count) for pg in pgs]
-            kinds = {type(operation) is OneShotCentral for pg in pgs for operation in comm_of(pg).pending}
+            kinds = {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).pending}
             assert kinds == {fits(pgs[0], count)}
             await check(calls, world_size)
             after = [posts(pg, peer) for pg, peer in ends]

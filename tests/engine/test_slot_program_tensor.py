@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, ReduceOp
-from aiocoll.engine.operations.oneshot_tensor import OneShotTensor
+from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import over
 from ..steady import run_steadily
-from .test_oneshot import COUNTS, jobs, overwrite_what_is_freed, posts
+from .test_slot_program import COUNTS, jobs, overwrite_what_is_freed, posts
 
 #: Starts a call of so many elements with a root, which scans do not have; its work, and a check of what it has left.
 Call = Callable[..., tuple[Work[Any], Callable[[], None]]]
@@ -83,7 +83,7 @@ async def test_each_rank_posts_to_those_that_need_its_tensor(call: Call, world_s
                 ends = [(pg, peer) for pg in pgs for peer in comm_of(pg).others]
                 before = [posts(pg, peer) for pg, peer in ends]
                 calls = [call(pg, count, root) for pg in pgs]
-                kinds = {type(operation) is OneShotTensor for pg in pgs for operation in comm_of(pg).pending}
+                kinds = {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).pending}
                 assert kinds <= {fits}
                 await finish(calls)
                 after = [posts(pg, peer) for pg, peer in ends]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, HashStore, ProcessGroup, new_group
-from aiocoll.engine.operations.oneshot import OneShot
+from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm.slots import SlotReader
 from aiocoll.work import Work
@@ -92,7 +92,7 @@ async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]
         fits = count * 8 * (world_size - 1) <= comm_of(pgs[0]).chunk_nbytes
-        assert {type(operation) is OneShot for pg in pgs for operation in comm_of(pg).pending} <= {fits}
+        assert {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).pending} <= {fits}
         await check(calls, world_size)
         after = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         assert [new - old for old, new in zip(before, after, strict=True)] == [fits] * len(before)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, ReduceOp
-from aiocoll.engine.operations.oneshot_blocks import OneShotBlocks
+from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_oneshot import COUNTS, jobs, overwrite_what_is_freed, posts
+from .test_slot_program import COUNTS, jobs, overwrite_what_is_freed, posts
 
 #: Starts a call; its work, and a check of what it has left.
 Call = Callable[..., tuple[Work[Any], Callable[[], None]]]
@@ -65,7 +65,7 @@ async def test_slots_carry_what_fits(call: Call, world_size: int, count: int) ->
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, counts) for pg in pgs]
         fits = count * 8 * (world_size - 1) <= comm_of(pgs[0]).chunk_nbytes
-        assert {type(operation) is OneShotBlocks for pg in pgs for operation in comm_of(pg).pending} <= {fits}
+        assert {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).pending} <= {fits}
         await finish(calls)
         after = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         assert [new - old for old, new in zip(before, after, strict=True)] == [fits] * len(before)
