@@ -136,9 +136,6 @@ class SharedMemoryLink(Link, Protocol):
     def announce(self) -> None:
         """Wake the peer, if it sleeps, after a slot or a chunk queue has changed; only while the link is open."""
 
-    def is_being_read(self) -> bool:
-        """Whether the peer is in the midst of reading memory of this rank, and will soon be done."""
-
     def is_beside(self) -> bool:
         """Whether the peer, when it last waited for long, was on the core on which this rank is now."""
 
@@ -147,22 +144,6 @@ class SharedMemoryLink(Link, Protocol):
 
     def chunk(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
         """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
-
-    def read(self, segment: int, address: int, nbytes: int, into: memoryview | None) -> memoryview:
-        """Read memory of the peer.
-
-        Args:
-            segment: where it lies, as the peer's `place_of` has returned it.
-            address: the same.
-            nbytes: how much, at least one byte, at most `MOST_BY_REFERENCE`; at most `SEGMENT` without `into`.
-            into: where to read it; by default where it lies, if both map that, or into scratch memory.
-
-        Returns:
-            What has been read; without `into`, until the next call.
-
-        Raises:
-            OSError: it is not there, or the kernel gives no leave.
-        """
 
     def fail(self, error: Exception) -> None:
         """Close the link and tell the sink why, as if reading had failed."""

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from aiocoll.transport.frame import SEGMENT
 
 __all__ = [
-    "IN_PLACE",
     "LEAST_BY_REFERENCE",
     "MIDDLE_SLOTS",
     "MOST_BY_REFERENCE",
@@ -41,11 +40,7 @@ SMALL_PER_CHUNK = 64
 #: Bytes of a payload from which it is faster to read it where it lies.
 LEAST_BY_REFERENCE = 64 * 1024
 #: Most bytes of such a payload: enough that frames cost little, few enough that what comes behind need not wait long.
-MOST_BY_REFERENCE = 4 * SEGMENT
-
-
-#: In place of its length: a slot says where the bytes are, not which.
-IN_PLACE: Final = (1 << 24) - 1
+MOST_BY_REFERENCE = 16 * SEGMENT
 
 
 class SlotWriter(Protocol):
@@ -65,15 +60,6 @@ class SlotWriter(Protocol):
             length: its bytes, for a reader that has to compare them, too.
         """
 
-    def is_read(self, slot: int) -> bool:
-        """Whether the peer has given back the slot."""
-
-    def pieces(self) -> int:
-        """Return a number that grows as the peer reads what posts point to, and is odd while it does."""
-
-    def void(self, slot: int) -> None:
-        """Tell the peer that what a post points to may change from now on."""
-
 
 class SlotReader(Protocol):
     """The slots in which the peer posts: what `view` returns may be read after `look` and until `free`."""
@@ -92,15 +78,6 @@ class SlotReader(Protocol):
 
     def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """Return the first `count` elements in a slot, where they lie."""
-
-    def is_void(self, slot: int) -> bool:
-        """Whether what the post points to may have changed since."""
-
-    def begin_read(self) -> None:
-        """Tell the peer that a piece is being read of what a post points to: that the slot will soon be free."""
-
-    def end_read(self) -> None:
-        """Tell the peer that the piece has been read."""
 
     def free(self, slot: int) -> None:
         """Give the slot back, once for each post."""

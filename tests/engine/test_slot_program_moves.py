@@ -11,7 +11,6 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup
 from aiocoll.engine.operations.program_executor import ProgramExecutor
-from aiocoll.engine.operations.program_with_slots import ProgramWithSlots
 from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
@@ -118,8 +117,8 @@ async def test_small_blocks_beside_large_ones(call: Call, world_size: int) -> No
                 ]
                 seen |= executors(pgs)
                 await finish(calls)
-    expected = {ProgramWithSlots, SlotProgram} if world_size > 2 else {ProgramExecutor}
-    assert seen >= expected - ({ProgramWithSlots} if call is scatter else set()), "the root of a scatter ends at once"
+    expected = {ProgramExecutor, SlotProgram} if world_size > 2 else {ProgramExecutor}
+    assert seen >= expected - ({ProgramExecutor} if call is scatter else set()), "the root of a scatter ends at once"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])

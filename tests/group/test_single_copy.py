@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from aiocoll import GroupError, GroupOptions, ProcessGroup
 from aiocoll.engine.links.flow_control import LINK_WINDOW
 from aiocoll.testing import run_processes, run_ranks
-from aiocoll.transport.shared_memory import IN_PLACE
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
-from aiocoll.transport.shm.slots import SlotWriter
 
 from ..internals import channels_of, spied, unasked
 from ..pairwise import Case, cover
@@ -47,19 +44,13 @@ def tuning(folder: Path) -> str:
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Where what was not copied lay: payloads of frames, and messages that slots point to."""
+    """Where payloads of frames lay that were not copied."""
     seen: list[tuple[int, int]] = []
 
     def see(writer: ReferenceWriter, header: bytes, place: tuple[int, int], *_: Any) -> None:
         seen.append(place)
 
-    def see_post(
-        writer: SlotWriter, slot: int, op: int, group: int, fingerprint: int, posted: NDArray[Any], length: int = 0
-    ) -> None:
-        if length == IN_PLACE:
-            seen.append((int(posted[0]), int(posted[1])))
-
-    spied(monkeypatch, written_by_reference=see, slot_posted=see_post)
+    spied(monkeypatch, written_by_reference=see)
     return seen
 
 

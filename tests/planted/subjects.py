@@ -112,7 +112,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "Slots.look_at",
                 "Round.of",
                 "SlotProgram._fold",
-                "ProgramWithSlots._take",
+                "ProgramExecutor._take_from_slot",
                 "Gathered._take",
                 "StrayPosts._look",
             ),
@@ -132,11 +132,11 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("test_shm_passing.py",), ("test_shm_region.py",)),
         ),
         "single copy": Subject(
-            ("ReferenceWriter.write", "PeerMemory.read", "ProgramInPlace._place", "Gathered._read"),
+            ("ReferenceWriter.write", "PeerMemory.read"),
             (
                 ("test_shm_references.py",),
                 ("test_shm_process_memory.py", "-k", "not privileges"),
-                ("test_program_in_place.py", "-k", "not 7"),
+                ("test_in_place.py", "-k", "not 7"),
             ),
         ),
         "plans by arrays": Subject(("Parts.find", "Lists.find"), (("test_in_parts.py",), ("test_lists.py",))),

@@ -35,9 +35,11 @@ class Plan:
 
     Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
     of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
-    `round` is the program sorted for `SlotProgram`, if that carries it out; `executor` carries it out; `op` is how the
-    call that it was made for reduces. Arrays, `count` and the program are in elements of `storage`, of `itemsize`
-    bytes; the signature is in elements of the dtype, which have `unit` of them.
+    `round` is the program sorted for `SlotProgram`, if that carries it out; `from_slots` are actions of other programs
+    that receive what may be in a slot; `single_copy_from` are bytes of a message from which its receiver reads it where
+    it lies, None where the rule for any message holds; `executor` carries it out; `op` is how the call that it was made
+    for reduces. Arrays, `count` and the program are in elements of `storage`, of `itemsize` bytes; the signature is in
+    elements of the dtype, which have `unit` of them.
     """
 
     __slots__ = (
@@ -50,6 +52,7 @@ class Plan:
         "fingerprint",
         "follow",
         "followers",
+        "from_slots",
         "grants",
         "inbound",
         "itemsize",
@@ -60,6 +63,7 @@ class Plan:
         "round",
         "scratch",
         "signature",
+        "single_copy_from",
         "sources",
         "start",
         "storage",
@@ -75,6 +79,8 @@ class Plan:
         self.executor = executor
         self.op: ReduceOp | None = None
         self.round: Round | None = None
+        self.from_slots: tuple[int, ...] = ()
+        self.single_copy_from: float | None = None
         self.program = program.actions
         self.algorithm = program.algorithm
         self.kernel = kernel
@@ -109,6 +115,7 @@ class Plan:
         program = Program(self.program, self.scratch, self.algorithm)
         made = Plan(self.signature, program, self.dtype, self.kernel, self.executor)
         made.op, made.round = self.op, self.round
+        made.from_slots, made.single_copy_from = self.from_slots, self.single_copy_from
         return made
 
     def _dependencies(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:

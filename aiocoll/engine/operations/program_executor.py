@@ -1,4 +1,8 @@
-"""The executor of a plan over links: a dataflow machine driven by received and sent bytes."""
+"""The executor of a plan over links: a dataflow machine driven by received and sent bytes.
+
+Between processes of a host a message may come by a slot, if its sender has only small ones (`slot_program`), and a
+large one is read where it lies (`aiocoll.transport.shm.references`); all others come in frames.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.round import Take
+from aiocoll.engine.operations.slots import DIFFERENT, HERE
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
@@ -47,6 +53,7 @@ class ProgramExecutor(Operation):
     __slots__ = (
         "_arrays",
         "_early",
+        "_from_slots",
         "_local",
         "_messages",
         "_moved",
@@ -82,11 +89,21 @@ class ProgramExecutor(Operation):
         self._early: dict[int, list[tuple[int, bytes]]] | None = None
         self._local: deque[int] | None = None
         self._working = False
+        # Actions that receive what may be in a slot, as long as nothing has come.
+        self._from_slots = list(plan.from_slots) if plan.from_slots else None
 
     @property
     def reduces(self) -> bool:
         """Whether it has a reduce op."""
         return self._plan.kernel is not None
+
+    @property
+    def single_copy_from(self) -> float:
+        """Bytes of a message from which it pays to have the peer read it in the memory of this process."""
+        sizes, limit = self.comm.tuning.single_copy, self._plan.single_copy_from
+        if limit is not None:
+            return limit
+        return sizes.reduced if self.reduces else sizes.moved
 
     def enter(self) -> None:
         """Start every action that waits for nothing."""
@@ -97,6 +114,36 @@ class ProgramExecutor(Operation):
             self._start(index)
         if not self._remaining and not self.done:
             self._complete()
+        if self._from_slots is not None and not self.done and not self.look():
+            self.comm.polling.readers[self] = None
+
+    def look(self) -> bool:
+        """Take what has been posted to slots since; return whether the operation has ended."""
+        for index in tuple(self._from_slots or ()):
+            if self.done:
+                break
+            if self._is_here(index) or self._take_from_slot(index):
+                assert self._from_slots is not None
+                self._from_slots.remove(index)
+        if self.done:
+            self.comm.polling.readers.pop(self, None)
+        return self.done
+
+    def _take_from_slot(self, index: int) -> bool:
+        comm, plan = self.comm, self._plan
+        action, nbytes = plan.program[index], plan.totals[index]
+        found = comm.slots.look(action.peer, self.id, self.fingerprint, nbytes)
+        if found == DIFFERENT:
+            comm.mismatches.disagree(action.peer, self.id, self.describe())
+        if found != HERE:
+            return False
+        take = Take(action.peer, nbytes, action.region)
+        view = byte_view(comm.slots.views([take], self.id, plan.storage)[0])
+        comm.context.heard = comm.ranks[action.peer]
+        self.deliver(action.peer, action.step, nbytes, view, nbytes)
+        comm.context.heard = -1
+        comm.slots.free([take], self.id)
+        return True
 
     def _complete(self) -> None:
         """All actions are carried out."""
@@ -116,13 +163,30 @@ class ProgramExecutor(Operation):
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Whether something to or from `peer` is missing."""
+        """Whether something to or from `peer` is missing: what it has posted stays readable after it has left."""
+        if self._from_slots is not None and self.look():
+            return False
         return any(action.peer == peer and not self._is_here(index) for index, action in enumerate(self._plan.program))
 
     def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived."""
-        program = enumerate(self._plan.program)
-        return sorted({action.peer for index, action in program if action.verb is _RECV and not self._is_here(index)})
+        """Return the ranks from which something has not arrived, or that have not taken what they can take."""
+        missing = set()
+        for index, action in enumerate(self._plan.program):
+            if action.verb is _SEND:
+                follow = self._plan.follow[index]
+                limit = min([self._moved[i] for i in follow]) if follow else self._plan.totals[index]
+                waits = not self._waits[index] and self._moved[index] < limit
+            else:
+                waits = action.verb is _RECV and not self._is_here(index)
+            if waits:
+                missing.add(action.peer)
+        return sorted(missing)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`."""
+        if self._from_slots is not None:
+            self.comm.polling.readers.pop(self, None)
+        Operation.fail(self, error)
 
     def _is_here(self, index: int) -> bool:
         """Whether all bytes of a message have been sent or received, even if they wait to be used."""

@@ -9,14 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import byte_view
-from aiocoll.engine.operations import places
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.object_exchange import Post
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.transport.shared_memory import IN_PLACE, MOST_BY_REFERENCE
 from aiocoll.work import Work
 
 __all__ = ["Gathered", "Given"]
@@ -92,35 +90,13 @@ class Gathered(Post):
         if found != self.fingerprint:
             comm.mismatches.disagree(peer, self.id, self.describe())
             return
-        if (length := reader.length(slot)) == IN_PLACE:
-            if (place := places.find(link, slot)) is not None:
-                self._read(peer, slot, place)
-            return
+        length = reader.length(slot)
         if length > most:
             raise ProtocolError(f"rank {peer} posted {length} bytes to a slot of {most}")
         comm.context.heard = comm.ranks[peer]
         self.deliver(peer, 0, length, byte_view(reader.view(slot, _BYTES, length)), length)
         comm.context.heard = -1
         reader.free(slot)
-
-    def _read(self, peer: int, slot: int, place: places.Place) -> None:
-        """Read a part where it lies, for as long as a callback may take."""
-        ticks = self.comm.runtime.ticks
-        deadline = ticks() + BUDGET
-        room = self._room(peer, place.nbytes)
-        assert room is not None
-        while peer in self._missing:
-            start = self._received.get(peer, 0)
-            stop = min(start + MOST_BY_REFERENCE, place.nbytes)
-            if places.read(self, peer, slot, place, start, stop - start, room[start:stop]) is None:
-                return
-            self._received[peer] = stop
-            if stop == place.nbytes:
-                self._missing.discard(peer)
-                self._settle()
-            elif ticks() > deadline:
-                self.put_off()
-                return
 
     def needs(self, peer: int) -> bool:
         """Whether the part of `peer` is missing: what it has posted stays readable after it has left."""

@@ -13,8 +13,6 @@ from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
-from aiocoll.engine.operations.program_in_place import ProgramInPlace
-from aiocoll.engine.operations.program_with_slots import ProgramWithSlots
 from aiocoll.engine.operations.round import Round
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
 from aiocoll.engine.operations.signature import Signature
@@ -129,8 +127,9 @@ class Planner:
             hosts=self._comm.hosts,
         )
         executor: Executor = ProgramExecutor
-        if self._reads(kind, nbytes, sizes, made):
-            algorithm, executor = _IN_PLACE[kind], ProgramInPlace
+        in_place = self._reads(kind, nbytes, sizes, made)
+        if in_place:
+            algorithm = _IN_PLACE[kind]
         elif made is None or made.prescale is None:
             if (name := self._slot_algorithm(kind, nbytes, sizes, made)) is not None:
                 algorithm, executor = name, SlotProgram
@@ -141,11 +140,18 @@ class Planner:
                 tuple(each * unit for each in size) if isinstance(size, tuple) else size * unit for size in sizes
             )
         program = self._program(kind, algorithm, sizes, root, made)
-        if spec_of(kind).private:
-            executor = self._moves(kind, program, dtype)
+        private = spec_of(kind).private
+        if private and self._is_small(program, dtype):
+            executor = SlotProgram
         plan = Plan(signature, program, dtype, made, executor)
         if executor is SlotProgram:
-            plan.round = Round.of(program, plan.itemsize, private=spec_of(kind).private)
+            plan.round = Round.of(program, plan.itemsize, private=private)
+        elif private:
+            plan.from_slots = tuple(
+                index for index in plan.inbound.values() if plan.totals[index] <= self._comm.slots.largest
+            )
+        if in_place or private:
+            plan.single_copy_from = self._comm.tuning.single_copy.limit(kind, self._size, reduces=made is not None)
         return plan
 
     def counting_plan(self, signature: Signature) -> Plan:
@@ -206,19 +212,11 @@ class Planner:
         limit = comm.tuning.single_copy.limit(kind, self._size, reduces=made is not None)
         return not self._fits(nbytes) and nbytes >= limit and comm.all_read
 
-    def _moves(self, kind: str, program: Program, dtype: DType | None) -> Executor:
-        """Return the executor of a program in which only the two ends of a message know its count."""
+    def _is_small(self, program: Program, dtype: DType | None) -> bool:
+        """Whether all messages of a program, of which only their two ends know the count, fit into slots."""
         itemsize, largest = 1 if dtype is None else dtype.storage.itemsize, self._comm.slots.largest
         blocks = [action.region.count * itemsize for action in program.actions if action.peer >= 0]
-        if not self._comm.chunk_nbytes:
-            return ProgramExecutor
-        small = {nbytes <= largest for nbytes in blocks}
-        limit = self._comm.tuning.single_copy.limit(kind, self._size, reduces=False)
-        if False in small and max(blocks) >= limit:
-            return ProgramInPlace
-        if True not in small:
-            return ProgramExecutor
-        return ProgramWithSlots if False in small else SlotProgram
+        return bool(blocks) and max(blocks) <= largest
 
     def _fits(self, nbytes: int) -> bool:
         """Whether every rank can post so many bytes to each other one."""

@@ -82,8 +82,8 @@ class ShmLink:
         "_peer_doorbell",
         "_pieces",
         "_pieces_since",
+        "_read_by_peer",
         "_receiving",
-        "_reference_reader",
         "_references",
         "_refusing",
         "_ring",
@@ -100,13 +100,14 @@ class ShmLink:
         "kind",
         "peer",
         "place_of",
+        "reference_reader",
         "segment_sharing",
         "sink",
         "slot_reader",
         "slot_writer",
     )
 
-    __deletable__ = ("_out", "chunks_in", "chunks_out", "slot_reader", "slot_writer")
+    __deletable__ = ("_out", "chunks_in", "chunks_out", "reference_reader", "slot_reader", "slot_writer")
 
     sink: Sink
     carrier = "shm"
@@ -136,11 +137,14 @@ class ShmLink:
         self._order = fences.order
         self._writer_waiting = theirs.writer_waiting
         self._taken = theirs.taken
+        self._read_by_peer = ours.pieces
         self._ring = theirs.ring
         self._end = theirs.lines
         self._references = ReferenceWriter(self._out, self.segment_sharing, in_place, attach=pair.is_read)
         self.place_of = self._references.find
-        self._reference_reader = ReferenceReader(self.segment_sharing, pair.peer_memory, in_place)
+        self.reference_reader = ReferenceReader(
+            self.segment_sharing, pair.peer_memory, in_place, memory.cast("Q"), theirs.pieces
+        )
         # What the peer has read where it lies, when that was last looked at, and when it was first seen so.
         self._pieces, self._pieces_since = 0, 0.0
         self._next = 1
@@ -230,7 +234,7 @@ class ShmLink:
 
     def is_being_read(self) -> bool:
         """Whether the peer is in the midst of reading memory of this rank, and will soon be done."""
-        pieces = 0 if self._closed else self.slot_writer.pieces()
+        pieces = 0 if self._closed else self._words[self._read_by_peer]
         if not pieces % 2:
             return False
         now = self._runtime.ticks()
@@ -252,10 +256,6 @@ class ShmLink:
             error = ProtocolError(f"rank {self.peer} pointed to memory that it has not shared")
             self._runtime.call_soon(self._refuse, error)
         return found
-
-    def read(self, segment: int, address: int, nbytes: int, into: memoryview | None) -> memoryview:
-        """Read memory of the peer; by default where it lies, or into scratch memory, until the next call."""
-        return self._reference_reader.read(segment, address, nbytes, into)
 
     def divert(self) -> None:
         """Nothing to do: payloads arrive whole."""
@@ -312,7 +312,7 @@ class ShmLink:
     def forget(self) -> None:
         """After `close`: let go of what can still be read, and so of the memory, whoever keeps this object."""
         self.segment_sharing.forget()
-        del self.slot_writer, self.slot_reader, self.chunks_in, self.chunks_out
+        del self.slot_writer, self.slot_reader, self.chunks_in, self.chunks_out, self.reference_reader
 
     def _receive(self) -> None:
         words, memory, order, deliver = self._words, self._memory, self._order, self.sink.deliver
@@ -352,10 +352,7 @@ class ShmLink:
             raise ProtocolError(f"rank {self.peer} wrote a frame of kind {header[0]} and length {header[7]}")
         ticks = self._runtime.ticks
         entry = self._words[self._at : self._at + LINE // 8]
-        reader = self.slot_reader
-        reader.begin_read()
-        taken = self._reference_reader.take(self, segment, entry, header, lambda: ticks() > deadline)
-        reader.end_read()
+        taken = self.reference_reader.take(self, segment, entry, header, lambda: ticks() > deadline)
         if not taken and not self._closed:
             self._runtime.call_soon(self.poll)
         return taken

@@ -30,6 +30,8 @@ __all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "Unread", "Unreadabl
 _BYTE = np.dtype(np.uint8)
 #: Frames that may be unread: one is read while the next is written.
 _MOST_UNREAD = 2
+#: Bytes read at once: enough that the calls cost little, few enough that a callback ends in time.
+_PIECE = 4 * SEGMENT
 
 
 class InPlace:
@@ -179,11 +181,17 @@ class ReferenceReader:
         sharing: of segments.
         memory: of the peer's process; None if it cannot be read.
         own: memory of this rank.
+        words: of the memory that both ends map.
+        pieces: the word that counts what this end has read: odd while it reads, so that the writer polls on.
     """
 
-    __slots__ = ("_memory", "_moved", "_own", "_sharing")
+    __slots__ = ("_memory", "_moved", "_own", "_pieces", "_sharing", "_words")
 
-    def __init__(self, sharing: SegmentSharing, memory: PeerMemory | None, own: InPlace) -> None:
+    def __init__(
+        self, sharing: SegmentSharing, memory: PeerMemory | None, own: InPlace, words: memoryview, pieces: int
+    ) -> None:
+        self._words = words
+        self._pieces = pieces
         self._sharing = sharing
         self._memory = memory
         self._own = own
@@ -191,6 +199,24 @@ class ReferenceReader:
         self._moved = 0
 
     def take(
+        self, link: _Receiver, segment: int, entry: memoryview, header: Header, is_over: Callable[[], bool]
+    ) -> bool:
+        """Read a frame as `_take` does, and let its writer know meanwhile."""
+        self.begin_read()
+        try:
+            return self._take(link, segment, entry, header, is_over)
+        finally:
+            self.end_read()
+
+    def begin_read(self) -> None:
+        """Report to the writer that its memory is being read."""
+        self._words[self._pieces] |= 1
+
+    def end_read(self) -> None:
+        """Report to the writer that this is over for now."""
+        self._words[self._pieces] = (self._words[self._pieces] | 1) + 1
+
+    def _take(
         self, link: _Receiver, segment: int, entry: memoryview, header: Header, is_over: Callable[[], bool]
     ) -> bool:
         """Read a frame and hand it out piece by piece; False if time is over before the end, or the link has closed.
@@ -208,7 +234,7 @@ class ReferenceReader:
         kind, flags, step, group, op, fingerprint, offset, length, total = header
         while self._moved < length:
             moved = self._moved
-            nbytes = length - moved
+            nbytes = min(length - moved, _PIECE)
             piece = (kind, flags, step, group, op, fingerprint, offset + moved & 0xFFFFFFFF, nbytes, total)
             place = link.sink.route(link, piece)
             into = place
@@ -233,18 +259,6 @@ class ReferenceReader:
                 return False
         self._moved = 0
         return True
-
-    def read(self, segment: int, address: int, nbytes: int, into: memoryview | None) -> memoryview:
-        """As `SharedMemoryLink.read`."""
-        try:
-            if into is None and segment:
-                return self._in_segment(segment, address, nbytes)
-            if into is None:
-                into = self._own.scratch[:nbytes]
-            self._read(segment, address, into)
-        except OSError as error:
-            raise _unreadable(error) from None
-        return into
 
     def _in_segment(self, segment: int, address: int, nbytes: int) -> memoryview:
         found = self._sharing.read(segment, address, _BYTE, nbytes)

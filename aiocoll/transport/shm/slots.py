@@ -31,8 +31,6 @@ _HEAD = 32
 #: Bits of word 2 that count how often the slot has been used.
 _TIMES = 40
 _USED = (1 << _TIMES) - 1
-#: The first word of the bytes, and what is there once they are void; no address space has so many segments.
-_FIRST, _VOID = _HEAD // 8, (1 << 64) - 1
 _INLINE_NBYTES = LINE - _HEAD
 #: In place of the id, while a slot is being written: operations are numbered from 1.
 NO_OPERATION = 0
@@ -52,7 +50,7 @@ def _places(direction: Direction) -> tuple[list[int], list[int]]:
 class _SlotEnd:
     """What both ends know: where the slots are."""
 
-    __slots__ = ("_freed", "_lines", "_memory", "_order", "_pieces", "_posts", "_starts", "_views", "_words")
+    __slots__ = ("_freed", "_lines", "_memory", "_order", "_posts", "_starts", "_views", "_words")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
@@ -61,7 +59,6 @@ class _SlotEnd:
         self._lines, self._starts = _places(direction)
         self._freed = direction.freed
         self._posts = direction.posts
-        self._pieces = direction.pieces
         self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
 
     def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -80,13 +77,12 @@ class _SlotEnd:
 class SlotWriter(_SlotEnd):
     """The writer's end."""
 
-    __slots__ = ("_direction", "_full", "_posted", "_ready", "_region", "_total")
+    __slots__ = ("_direction", "_posted", "_ready", "_region", "_total")
 
     def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
         super().__init__(memoryview(region.memory), direction, fences)
         self._region = region
         self._direction = direction
-        self._full = fences.full
         # Whether the memory of a slot is there.
         self._ready = [False] * SLOTS
         self._posted = [0] * SLOTS
@@ -122,19 +118,6 @@ class SlotWriter(_SlotEnd):
             self._order()
         words[self._posts] = self._total = self._total + 1
         return True
-
-    def is_read(self, slot: int) -> bool:
-        """Whether the peer has given back the slot."""
-        return bool(self._words[self._freed + slot] == self._posted[slot])
-
-    def pieces(self) -> int:
-        """Return a number that grows as the peer reads what posts point to, and is odd while it does."""
-        return self._words[self._pieces]
-
-    def void(self, slot: int) -> None:
-        """Tell the peer that what a post points to may change from now on."""
-        self._words[self._lines[slot] + _FIRST] = _VOID
-        self._full()
 
     def _reserve(self, slot: int) -> bool:
         start = self._starts[slot]
@@ -184,20 +167,6 @@ class SlotReader(_SlotEnd):
     def length(self, slot: int) -> int:
         """Return the bytes that whoever posted says are there."""
         return self._words[self._lines[slot] + 2] >> _TIMES
-
-    def is_void(self, slot: int) -> bool:
-        """Whether what the post points to may have changed since."""
-        if self._order is not None:
-            self._order()
-        return self._words[self._lines[slot] + _FIRST] == _VOID
-
-    def begin_read(self) -> None:
-        """Tell the peer that a piece is being read of what a post points to: that the slot will soon be free."""
-        self._words[self._pieces] |= 1
-
-    def end_read(self) -> None:
-        """Tell the peer that the piece has been read."""
-        self._words[self._pieces] = (self._words[self._pieces] | 1) + 1
 
     def free(self, slot: int) -> None:
         """Give the slot back, once for each post."""

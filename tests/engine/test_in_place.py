@@ -1,4 +1,4 @@
-"""Collectives of large messages that slots point to: what they fall back to, and how they end before their time."""
+"""Collectives of large messages that are read where they lie: fallbacks, failures and mismatches."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ from aiocoll import (
     new_group,
 )
 from aiocoll.algorithms.machine import SingleCopy
-from aiocoll.engine.operations.program_in_place import ProgramInPlace
+from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.shm_ring import ShmRing
 from aiocoll.store import HashStore
 from aiocoll.testing import run_processes, run_ranks
-from aiocoll.transport.frame import SEGMENT
-from aiocoll.transport.shared_memory import IN_PLACE
+from aiocoll.transport.frame import HEADER, SEGMENT
 from aiocoll.transport.shm.process_memory import can_read
-from aiocoll.transport.shm.slots import SlotWriter
+from aiocoll.transport.shm.references import ReferenceWriter
 
 from ..internals import comm_of, plans_of, replaced, spied, wrapped
 from ..ranks import over
-from .test_slot_program import jobs
 
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
 
@@ -110,29 +108,42 @@ def executors(pg: ProcessGroup) -> set[Any]:
     return {plan.executor for plan, _ in plans_of(pg)}
 
 
+@pytest.fixture
+def references(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each frame whose payload stays where it lies."""
+    seen: list[int] = []
+
+    def see(writer: ReferenceWriter, header: bytes, *_: Any) -> None:
+        seen.append(HEADER.unpack(header)[7])
+
+    spied(monkeypatch, written_by_reference=see)
+    return seen
+
+
 @pytest.mark.parametrize("count", [7 * FITS, LARGE])
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("kind", CALLS)
-async def test_results(kind: str, world_size: int, count: int) -> None:
+async def test_results(kind: str, world_size: int, count: int, references: list[int]) -> None:
     """Of plain calls, keyed ones and sub-groups, several at a time."""
 
     async def rank(pg: ProcessGroup) -> None:
         always(pg)
         for _ in range(2):
             await CALLS[kind](pg, count)
-        assert ProgramInPlace in executors(pg)
+        assert ProgramExecutor in executors(pg)
+        assert references
         await asyncio.gather(*(CALLS[kind](pg, count) for _ in range(3)))
         part = await pg.split_group([0, 1])
         if part is not None:
             always(part)
             await CALLS[kind](part, count)
-            assert ProgramInPlace in executors(part)
+            assert ProgramExecutor in executors(part)
 
     await run_ranks(world_size, rank, options=SHM)
 
 
 async def test_results_of_processes() -> None:
-    assert await run_processes(3, _in_a_process, options=SHM) == [{ProgramInPlace}] * 3
+    assert await run_processes(3, _in_a_process, options=SHM) == [{ProgramExecutor}] * 3
 
 
 async def _in_a_process(pg: ProcessGroup) -> set[Any]:
@@ -167,23 +178,24 @@ async def test_messages_of_some_ranks_are_small(world_size: int, shift: int) -> 
     await run_ranks(world_size, rank, options=SHM)
 
 
-@pytest.mark.parametrize("taken", ["always", "at times"])
+@pytest.mark.parametrize("kept", ["always", "at times"])
 @pytest.mark.parametrize("kind", CALLS)
-async def test_without_a_slot_frames_go(kind: str, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the slot of the operation is not free yet."""
+async def test_without_space_for_a_reference_payloads_go_in_frames(
+    kind: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = 0
 
-    def post(original: Callable[..., bool], writer: SlotWriter, *args: Any) -> bool:
+    def write(original: Callable[..., bool], *args: Any) -> bool:
         nonlocal calls
-        calls += args[-1] == IN_PLACE
-        return not (args[-1] == IN_PLACE and (taken == "always" or calls % 3)) and original(writer, *args)
+        calls += 1
+        return not (kept == "always" or calls % 3) and original(*args)
 
     async def rank(pg: ProcessGroup) -> None:
         always(pg)
         for _ in range(3):
             await CALLS[kind](pg, LARGE)
 
-    wrapped(monkeypatch, slot_posted=post)
+    wrapped(monkeypatch, written_by_reference=write)
     await run_ranks(3, rank, options=SHM)
     assert calls
 
@@ -215,7 +227,7 @@ async def test_elements_that_do_not_fill_a_piece(pg: ProcessGroup) -> None:
     await pg.allreduce(pairs, ReduceOp.MINLOC)
     assert (pairs["value"] == np.arange(LARGE) % 7 - 2).all()
     assert (pairs["index"] == 2).all()
-    assert {ProgramInPlace} <= executors(pg)
+    assert {ProgramExecutor} <= executors(pg)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +254,7 @@ async def test_all_ranks_decide_alike(forbidding: int | None) -> None:
         async with new_group(store=store, rank=number, world_size=2, options=given) as pg:
             always(pg)
             await allreduce(pg, LARGE)
-            assert executors(pg) == {ShmRing if forbidding is not None else ProgramInPlace}
+            assert executors(pg) == {ShmRing if forbidding is not None else ProgramExecutor}
 
     store = HashStore()
     async with asyncio.TaskGroup() as ranks:
@@ -269,41 +281,17 @@ def test_limits(kind: str, reduces: bool, size: int, limit: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "scatter", "alltoall"])
-async def test_below_the_limit_nothing_is_pointed_to(kind: str) -> None:
-    async def rank(pg: ProcessGroup, limit: int) -> bool:
+async def test_below_the_limit_nothing_is_referenced(kind: str, references: list[int]) -> None:
+    async def rank(pg: ProcessGroup, limit: int) -> None:
         comm = comm_of(pg)
         comm.tuning = comm.tuning._replace(single_copy=SingleCopy(math.inf, limit, limit))
         await CALLS[kind](pg, 9 * FITS)
-        return ProgramInPlace in executors(pg)
 
     nbytes = 3 * FITS * 8 if kind == "allreduce" else 9 * FITS * 8
-    assert await run_ranks(3, rank, nbytes, options=SHM) == [True] * 3
-    assert await run_ranks(3, rank, nbytes + 17, options=SHM) == [False] * 3
-
-
-async def test_a_sender_polls_on_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with jobs(2) as ((zero, one),):
-        for pg in (zero, one):
-            always(pg)
-        await asyncio.gather(*(CALLS["scatter"](pg, LARGE) for pg in (zero, one)))
-        work = zero.scatter(np.zeros(LARGE), [np.zeros(LARGE), np.ones(LARGE)], 0)
-        (operation,) = comm_of(zero).pending
-        link = comm_of(one).channels[0].shared
-        assert isinstance(operation, ProgramInPlace)
-        assert link is not None
-        assert operation.look() is False, "nobody reads yet"
-        link.slot_reader.begin_read()
-        assert [operation.look(), operation.look()] == [True, True]
-        assert operation.needs(1), "it does not wait here until that is over"
-        link.slot_reader.end_read()
-        assert [operation.look(), operation.look()] == [True, False]
-        looks: list[bool] = []
-        spied(monkeypatch, memory_read=lambda *_: looks.append(operation.look()))
-        output = np.zeros(LARGE)
-        await asyncio.gather(work.join(), one.scatter(output, None, 0).join())
-        assert (output == 1).all()
-        assert looks
-        assert all(looks)
+    await run_ranks(3, rank, nbytes + 17, options=SHM)
+    assert not references
+    await run_ranks(3, rank, nbytes, options=SHM)
+    assert references
 
 
 # -- ends before the end
