@@ -22,6 +22,7 @@ from aiocoll.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.launcher import say_elastic
 from aiocoll.log import logger
@@ -148,7 +149,7 @@ class _Mending:
     @property
     def failure(self) -> GroupError | None:
         """Why the group has failed, if it has."""
-        cause = self.pg._comm.cause
+        cause = parts_of(self.pg).comm.cause
         return None if cause is None else failure_by(cause)
 
     async def begin(self) -> GroupError | None:
@@ -187,7 +188,7 @@ class _Mending:
 
     async def _look(self, pg: ProcessGroup) -> None:
         with contextlib.suppress(StoreError):
-            await pg._reconfigurer.await_newcomer()
+            await parts_of(pg).reconfigurer.await_newcomer()
             pg.abort("there are newcomers")
 
     async def _start(self) -> None:
@@ -203,7 +204,7 @@ class _Mending:
             come, last = min(self._wait, ROUND), number * ROUND >= self._wait
             self.step = f"waiting for {missing} newcomer(s)"
             try:
-                grown = await self.pg._reconfigurer.take_in(missing, 1 if last else missing, come, ROUND)
+                grown = await parts_of(self.pg).reconfigurer.take_in(missing, 1 if last else missing, come, ROUND)
                 await self._change_to(grown)
                 root = await self._agree()  # as the newcomers do
             except RendezvousError:  # they have not come

@@ -18,6 +18,7 @@ from aiocoll.cli.hosts import Hosts, add_host_arguments, read_hosts
 from aiocoll.cli.reach import HostsMet, findings
 from aiocoll.cli.terminal import Progress, styled
 from aiocoll.errors import AiocollError
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing.processes import run_processes
@@ -134,7 +135,7 @@ async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
 
 def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
     """Return what carries data between this rank and `peer`, and why it is that."""
-    endpoint = pg._comm.endpoint
+    endpoint = parts_of(pg).comm.endpoint
     assert isinstance(endpoint.context.transport, StreamTransport)
     carrier, trouble = endpoint.context.transport.carrier(peer)
     cards = endpoint.cards[pg.rank()], endpoint.cards[peer]

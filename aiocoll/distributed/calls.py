@@ -16,6 +16,7 @@ from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.messages import all_of
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.typing import Array, Number, Sparse
 from aiocoll.work import Work
@@ -133,7 +134,7 @@ def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Wor
     earlier = [each for each in pending if _precedes(each, work)]
     if not earlier:
         return work
-    fence = pg._messages.one_of("BARRIER", [work])
+    fence = parts_of(pg).messages.one_of("BARRIER", [work])
     return changed(all_of(fence, [*earlier, work]), lambda _: None)
 
 
@@ -204,8 +205,8 @@ def all_gather_coalesced(
                 f"output_tensor_lists[{rank}] must be a list of {count} tensors, as many as the inputs: {given}"
             )
     outputs = [[each[index] for each in lists] for index in range(count)]
-    works = pg._collectives.allgather_all(outputs, input_tensor_list, "input_tensor_list")
-    whole = pg._messages.one_of("ALLGATHER_COALESCED", works)
+    works = parts_of(pg).collectives.allgather_all(outputs, input_tensor_list, "input_tensor_list")
+    whole = parts_of(pg).messages.one_of("ALLGATHER_COALESCED", works)
     return changed(all_of(whole, works), lambda _: output_tensor_lists)
 
 

@@ -10,6 +10,7 @@ from aiocoll.backends import Backend, BackendConfig
 from aiocoll.distributed.world import Group, found, inside
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import BackendUnavailableError
+from aiocoll.group.parts import parts_of
 from aiocoll.options import GroupOptions
 
 __all__ = [
@@ -43,7 +44,7 @@ class DebugLevel(IntEnum):
 def get_debug_level() -> DebugLevel:
     """Return the level of the default group, or else the level of the environment for new groups."""
     pg = found()
-    options = GroupOptions.resolve(None, os.environ) if pg is None else pg._dispatcher.options
+    options = GroupOptions.resolve(None, os.environ) if pg is None else parts_of(pg).dispatcher.options
     return DebugLevel[options.debug.upper()]
 
 
@@ -53,7 +54,7 @@ def get_backend(group: Group = None) -> Backend:
     Args:
         group: None is the default group.
     """
-    devices = inside(group)._devices
+    devices = parts_of(inside(group)).devices
     return Backend(devices.get("cpu") or next(iter(devices.values())))
 
 
@@ -63,7 +64,7 @@ def get_backend_config(group: Group = None) -> str:
     Args:
         group: None is the default group.
     """
-    return ",".join(f"{device}:{backend}" for device, backend in inside(group)._devices.items())
+    return ",".join(f"{device}:{backend}" for device, backend in parts_of(inside(group)).devices.items())
 
 
 def get_default_backend_for_device(device: Any) -> str:
@@ -129,7 +130,7 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
 def get_pg_count() -> int:
     """Return the number of open groups: the default one, and all that were split off from it."""
     pg = found()
-    return 0 if pg is None else len(pg._reconfigurer.open_groups())
+    return 0 if pg is None else len(parts_of(pg).reconfigurer.open_groups())
 
 
 def _has_nccl() -> bool:

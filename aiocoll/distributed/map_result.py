@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from aiocoll.group.parts import parts_of
 from aiocoll.user_code import contain
 from aiocoll.work import AT_ONCE, Work
 
@@ -20,7 +21,7 @@ def changed(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
         work: the operation; the caller must not use it otherwise.
         change: called with the result; if it raises, the returned work fails with that.
     """
-    made: Work[R] = work.group._messages.one_of(work.op, [work])
+    made: Work[R] = parts_of(work.group).messages.one_of(work.op, [work])
     made.seq, made.key = work.seq, work.key
     if (ends := getattr(work, "_ends", None)) is not None:
         made._ends = ends

@@ -9,6 +9,7 @@ from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import global_rank_of, rank_of, sender_of
 from aiocoll.distributed.world import Group, absent, inside, member_of
 from aiocoll.group.messages import Recv, Send, all_of
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.typing import Array, Sparse
 from aiocoll.work import Work
@@ -126,7 +127,7 @@ class Requests(list[Work[A]]):
 
     def __await__(self) -> Generator[Any, None, list[A]]:
         """Wait for all, also if one fails, as for the work of `ProcessGroup.batch`."""
-        return all_of(self[0].group._messages.one_of("BATCH", self), self).__await__()
+        return all_of(parts_of(self[0].group).messages.one_of("BATCH", self), self).__await__()
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp[A]]) -> Requests[A]:
@@ -151,4 +152,4 @@ def batch_isend_irecv(p2p_op_list: list[P2POp[A]]) -> Requests[A]:
         else Recv(each.tensor, each.group_peer, each.tag)
         for each in p2p_op_list
     ]
-    return Requests(pg._messages.start_all(operations, None))
+    return Requests(parts_of(pg).messages.start_all(operations, None))

@@ -13,6 +13,7 @@ from aiocoll.distributed.introspection import get_backend, get_backend_config
 from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.world import Group, GroupMember, default_group, device_name, found, inside, replace
 from aiocoll.group.dispatch.dispatcher import Timeout
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.numerals import to_int
 from aiocoll.options import seconds
@@ -223,7 +224,7 @@ async def shrink_group(
     if old.rank() in excluded:
         raise RuntimeError(f"ranks_to_exclude names rank {old.rank()}, this one: only the remaining ranks call it")
     if shrink_flags == SHRINK_DEFAULT:
-        await old._lifetime.settle()
+        await parts_of(old).lifetime.settle()
     new = await old.shrink(excluded)
     was_default = found() is old
     await old.shutdown()
@@ -250,14 +251,14 @@ def _split_locally(pg: ProcessGroup, ranks: Sequence[int], timeout: Timeout) -> 
 
     `ProcessGroup.split_group` is called by all ranks of a group, and would count such a call as one of theirs.
     """
-    pg._dispatcher.check()
+    parts_of(pg).dispatcher.check()
     limit = pg.timeout if timeout is None else seconds(timeout, "timeout")
     members = tuple(pg.global_ranks[rank] for rank in ranks)
     counts = _local.setdefault(pg, Counter())
     number = counts[members]
-    identity = pg._comm.endpoint.group_id(f"{pg._comm.id}\0local\0{members}\0{number}")
+    identity = parts_of(pg).comm.endpoint.group_id(f"{parts_of(pg).comm.id}\0local\0{members}\0{number}")
     counts[members] += 1
-    group = pg._reconfigurer.derive(identity, members, f"{pg.group_name}/{identity:x}", limit)
+    group = parts_of(pg).reconfigurer.derive(identity, members, f"{pg.group_name}/{identity:x}", limit)
     return _done(pg, group)
 
 
@@ -287,8 +288,8 @@ def _same_kind(pg: ProcessGroup, backend: str | None, options: Any, device: Any)
     if backend is not None and not _has_backend(pg, backend):
         own, served = get_backend(pg), get_backend_config(pg)
         raise ValueError(f"backend={backend!r} must be None or {own!r}; group {pg.group_name!r} has {served}")
-    if device is not None and kind_of(device_name(device) or "", "device_id") not in pg._devices:
-        served = ", ".join(map(repr, pg._devices))
+    if device is not None and kind_of(device_name(device) or "", "device_id") not in parts_of(pg).devices:
+        served = ", ".join(map(repr, parts_of(pg).devices))
         raise ValueError(f"device_id={device!r} must be None or of a kind that {pg.group_name!r} serves: {served}")
 
 
@@ -299,8 +300,8 @@ def _has_backend(pg: ProcessGroup, backend: str) -> bool:
     except ValueError:  # unknown here, so no group has it
         return False
     if ":" in backend:
-        return wanted.items() <= pg._devices.items()
-    return set(wanted.values()) <= set(pg._devices.values())
+        return wanted.items() <= parts_of(pg).devices.items()
+    return set(wanted.values()) <= set(parts_of(pg).devices.values())
 
 
 def _described(pg: Any, desc: str | None, outside: Any) -> Any:
@@ -313,6 +314,6 @@ def _described(pg: Any, desc: str | None, outside: Any) -> Any:
 
 
 def _done(pg: ProcessGroup, result: Any) -> Work[Any]:
-    work: Work[Any] = Work(pg._comm.endpoint, "SPLIT_GROUP", None, None, pg, 3)
+    work: Work[Any] = Work(parts_of(pg).comm.endpoint, "SPLIT_GROUP", None, None, pg, 3)
     work._finish(result)
     return work

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from aiocoll.group.current import CURRENT
 from aiocoll.group.dispatch.dispatcher import Timeout
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.numerals import to_int
 from aiocoll.options import GroupOptions
@@ -166,7 +167,7 @@ def inside(group: Group) -> ProcessGroup:
 def absent(op: str, result: Any = None) -> Work[Any]:
     """Return the work of a call by a rank that is not in the group: done, with `result`."""
     pg = default_group()
-    work: Work[Any] = Work(pg._comm.endpoint, op, None, None, pg, 3)
+    work: Work[Any] = Work(parts_of(pg).comm.endpoint, op, None, None, pg, 3)
     work._finish(result)
     return work
 

@@ -10,6 +10,7 @@ from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.grid import Grid, balanced, ints
 from aiocoll.group.halo import TAGS, Axis, check_array, exchange
 from aiocoll.group.messages import Messages
+from aiocoll.group.parts import parts_of
 from aiocoll.typing import Array
 from aiocoll.work import Work
 
@@ -182,4 +183,4 @@ def make_cartesian(group: G, size: int, dims: Sequence[int], periods: bool | Seq
 
 def _part(group: Any, lists: Sequence[Sequence[int]]) -> Any:
     """Return the group of that list which has this rank."""
-    return group._reconfigurer.split(lists, None, None, group._lifetime.is_ending).result()
+    return parts_of(group).reconfigurer.split(lists, None, None, parts_of(group).lifetime.is_ending).result()

@@ -24,6 +24,7 @@ from aiocoll.group.interceptors.coalesce import Batch, Coalescer, check_list, pa
 from aiocoll.group.lifetime import Lifetime
 from aiocoll.group.messages import Message, Messages
 from aiocoll.group.objects import Objects
+from aiocoll.group.parts import GroupParts
 from aiocoll.group.plans import CallPlan, make_plan
 from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.hooks import Hook, HookHandle
@@ -127,6 +128,9 @@ class ProcessGroup:
         lifetime = Lifetime(dispatcher, self._coalescer, reconfigurer, self.recorder, origin, spec.options)
         self._dispatcher, self._reconfigurer, self._lifetime = dispatcher, reconfigurer, lifetime
         self._messages = Messages(dispatcher, self._objects)
+        self._parts = GroupParts(
+            comm, dispatcher, self._collectives, self._messages, reconfigurer, lifetime, spec.devices
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._dispatcher.closed else "open" if self._comm.cause is None else "revoked"

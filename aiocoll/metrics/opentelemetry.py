@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiocoll.errors import BackendUnavailableError
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.stats import GroupStats
 from aiocoll.hooks import HookHandle, OperationInfo
@@ -105,7 +106,7 @@ class GroupMeter:
         if self._adding is not None:
             self._contexts[name] = self._adding
         parent = self._contexts.get(name, self._context)
-        self._hooks[pg] = pg.add_hook(_Spans(self._tracer, pg._comm.runtime.wall, parent))
+        self._hooks[pg] = pg.add_hook(_Spans(self._tracer, parts_of(pg).comm.runtime.wall, parent))
 
     def _ended(self, pg: ProcessGroup, name: str) -> None:
         if (hook := self._hooks.pop(pg, None)) is not None:

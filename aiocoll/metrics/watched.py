@@ -8,6 +8,7 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from aiocoll.group import open_groups
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.reconfigurer import strip_generation
 from aiocoll.group.stats import GroupStats, add_stats, stats_of
@@ -72,8 +73,8 @@ class WatchedGroups:
         if not isinstance(pg, ProcessGroup):
             raise TypeError(f"pg must be a ProcessGroup, not {type(pg).__name__}")
         pg.stats()  # raises if it does not count
-        if pg._dispatcher.closed:
-            raise pg._dispatcher.closed_error()
+        if parts_of(pg).dispatcher.closed:
+            raise parts_of(pg).dispatcher.closed_error()
         if not isinstance(name, str | None):
             raise TypeError(f"name must be a str or None, not {type(name).__name__}")
         if self._exports_all:
@@ -105,11 +106,11 @@ class WatchedGroups:
         found: dict[tuple[str, int], GroupStats] = {}
         with self._lock:
             for pg, name in list(self._open.items()):
-                if name is None or pg._comm.runtime.thread == 0:
+                if name is None or parts_of(pg).comm.runtime.thread == 0:
                     continue  # a forked child has the groups of its parent, and does nothing in them
                 key = name, pg.rank()
                 before = found.get(key, self._closed.get(key))
-                stats = replace(stats_of(pg._comm), group=name)
+                stats = replace(stats_of(parts_of(pg).comm), group=name)
                 found[key] = stats if before is None else add_stats(before, stats)
             return list(({**self._closed, **found} if closed else found).values())
 
@@ -124,7 +125,7 @@ class WatchedGroups:
                 before = [name for each, name in self._open.items() if strip_generation(each.group_name) == first]
             if before:
                 name = next((each for each in reversed(before) if each is not None), None)
-        if name is None or pg._comm.counters is None:
+        if name is None or parts_of(pg).comm.counters is None:
             with self._lock:
                 self._open[pg] = None
         elif self._has_room(name):
@@ -137,7 +138,7 @@ class WatchedGroups:
                 pg.group_name,
                 pg.rank(),
                 MOST,
-                extra=pg._comm.log_extra,
+                extra=parts_of(pg).comm.log_extra,
             )
 
     def closed(self, pg: ProcessGroup) -> None:
@@ -160,7 +161,7 @@ class WatchedGroups:
 
     def _keep(self, pg: ProcessGroup, name: str) -> None:
         key = name, pg.rank()
-        stats = replace(stats_of(pg._comm), group=name, pending=0, oldest=0.0)
+        stats = replace(stats_of(parts_of(pg).comm), group=name, pending=0, oldest=0.0)
         stats = replace(stats, peers=tuple(replace(each, missing=0) for each in stats.peers))
         before = self._closed.get(key)
         self._closed[key] = stats if before is None else add_stats(before, stats)

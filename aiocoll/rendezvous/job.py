@@ -14,6 +14,7 @@ from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreUnavailableError
 from aiocoll.group.dispatch.origin import GroupSpec
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
 from aiocoll.meeting.cards import CALLED_OFF, CardCache, MeetingMovedError, call_off, cores, ranks_on_host
@@ -177,7 +178,7 @@ class Job:
         if endpoint is None:
             return
         if self._members and not self._loop.is_closed():
-            endpoint.leave(group._comm)
+            endpoint.leave(parts_of(group).comm)
         elif not self._members:
             endpoint.drop()
 

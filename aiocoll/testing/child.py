@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from aiocoll.group.current import process_group
+from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
@@ -203,7 +204,7 @@ class _Rank:
             if self._pg is not None:
                 self._pg.abort(describe(error))
             return _failure(error, failed)
-        clean = self._pg._comm.cause is None and not self._pg.pending()
+        clean = parts_of(self._pg).comm.cause is None and not self._pg.pending()
         return "returned", result, clean, self._collector.finish()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
