@@ -37,7 +37,7 @@ from aiocoll.transport.base import Card
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
 from aiocoll.transport.stream.addresses import is_wildcard
 from aiocoll.transport.stream.tls_stream import OpenEncrypted
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
 
 __all__ = ["meet_hosts"]
 
@@ -191,11 +191,13 @@ class _Visitor:
             hosts.nnodes,
             hosts.name,
             hosts.key,
-            # Whether two are on one host does not matter here: between hosts it is TCP or nothing.
-            transport=options.transport if options.transport in ("unix", "shm") else "tcp",
-            host_id=options.host_id,
-            connect_timeout=_DIAL,
-            open_stream=self._open_stream,
+            StreamOptions(
+                # Whether two are on one host does not matter here: between hosts it is TCP or nothing.
+                transport=options.transport if options.transport in ("unix", "shm") else "tcp",
+                host_id=options.host_id,
+                connect_timeout=_DIAL,
+                open_stream=self._open_stream,
+            ),
         )
         self._transport.heartbeat_accepted = self._accepted
         self._answering: set[asyncio.Task[None]] = set()

@@ -35,7 +35,7 @@ from aiocoll.store.deadline import last_request
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.stream.tls_stream import OpenEncrypted
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
 from aiocoll.tuning import from_wire, load, to_wire
 
 __all__ = ["Job", "shared"]
@@ -360,11 +360,13 @@ class Job:
             self.world_size,
             job,
             self._key,
-            transport=options.transport,
-            single_copy=single_copy(options, os.environ),
-            host_id=options.host_id,
-            connect_timeout=self._timeout,
-            open_stream=self._open_stream,
+            StreamOptions(
+                transport=options.transport,
+                single_copy=single_copy(options, os.environ),
+                host_id=options.host_id,
+                connect_timeout=self._timeout,
+                open_stream=self._open_stream,
+            ),
         )
         place = {"loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached, "holder": holder}
         place["encryption"] = encryption_at(self.rank, place["store"], options)

@@ -28,7 +28,7 @@ from aiocoll.store.base import settled, timed_out
 from aiocoll.store.frames import FrameProtocol, pack
 from aiocoll.store.replies import ReplyStatus, check_reply
 
-__all__ = ["ClientLink", "StoreAuthenticationError", "connect"]
+__all__ = ["ClientLink", "ClientSecurity", "StoreAuthenticationError", "connect"]
 
 #: Seconds between attempts to connect: ranks start at about the same time, so the first retries come soon.
 _FIRST_RETRY = 0.005
@@ -227,28 +227,35 @@ class ClientLink(FrameProtocol):
         return outcome, payload
 
 
+class ClientSecurity(NamedTuple):
+    """How a client proves who it is, and encrypts.
+
+    Attributes:
+        key: the job key; None where no key is needed.
+        identity: of this client.
+        encryption: as `TCPStore` takes it.
+        secure: makes the certificates; called in a thread, once the connection is known to be one that is encrypted.
+    """
+
+    key: bytes | None
+    identity: Identity
+    encryption: str
+    secure: Callable[[], Tls]
+
+
 async def connect(
-    host: str,
-    port: int,
-    *,
-    key: bytes | None,
-    identity: Identity,
-    encryption: str,
-    secure: Callable[[], Tls],
-    runtime: Runtime,
-    timeout: float,
-    trouble: Callable[[str], None],
+    host: str, port: int, security: ClientSecurity, runtime: Runtime, timeout: float, trouble: Callable[[str], None]
 ) -> ClientLink:
     """Connect and authenticate; errors that a later start of the server could resolve are retried until `timeout`.
 
     The reason of each failed attempt is passed to `trouble` at once: this call may be cancelled before it can raise.
-    `secure` is called in a thread, once the connection is known to be one that is encrypted.
 
     Raises:
-        ValueError: raised by `secure`, as are errors of what it needs.
+        ValueError: raised by `security.secure`, as are errors of what it needs.
         StoreUnavailableError: the message says where, why, and for how long it was tried.
         StoreAuthenticationError: one end refused the other, or the other end is not a store.
     """
+    key, identity, encryption, secure = security
     where = describe(host, port)
     began = runtime.time()
     pause = _FIRST_RETRY

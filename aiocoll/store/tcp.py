@@ -16,7 +16,7 @@ from aiocoll.security.names import part_name
 from aiocoll.security.user_ca import prepare
 from aiocoll.store.address import describe, is_unix
 from aiocoll.store.base import Store, answered, count_of_clients
-from aiocoll.store.client import ClientLink, connect
+from aiocoll.store.client import ClientLink, ClientSecurity, connect
 from aiocoll.store.listening import find_address, local_address
 from aiocoll.store.server import StoreServer
 
@@ -167,13 +167,15 @@ class TCPStore(Store):
             link = await connect(
                 host,
                 self.port,
-                key=self._key,
-                identity=self._identity,
-                encryption=self._encryption,
-                secure=partial(prepare, self._files, self._job, part_name(self._job)),
-                runtime=runtime,
-                timeout=max(0.0, deadline - runtime.time()),
-                trouble=self._set_trouble,
+                ClientSecurity(
+                    self._key,
+                    self._identity,
+                    self._encryption,
+                    partial(prepare, self._files, self._job, part_name(self._job)),
+                ),
+                runtime,
+                max(0.0, deadline - runtime.time()),
+                self._set_trouble,
             )
             if self._wait_for_workers and self._world_size is not None:
                 await link.join(self._world_size, max(0.0, deadline - runtime.time()))

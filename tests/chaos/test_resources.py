@@ -17,7 +17,7 @@ from aiocoll import AiocollError, GroupOptions, StoreError, new_group
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.store import FileStore, TCPStore
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
 
 KEY = b"k" * 32
 #: Seconds the ranks have to meet where they cannot.
@@ -101,7 +101,7 @@ async def test_a_dial_waits_for_descriptors(flavour: str) -> None:
             pauses.append(seconds)
             await super().sleep(seconds)
 
-    ranks = [StreamTransport(Noting(loop), rank, 2, "job", KEY, transport=flavour) for rank in range(2)]
+    ranks = [StreamTransport(Noting(loop), rank, 2, "job", KEY, StreamOptions(transport=flavour)) for rank in range(2)]
     accepted: asyncio.Queue[Any] = asyncio.Queue()
     ranks[1].accepted = accepted.put_nowait
     card = await (ranks[1].listen() if flavour == "unix" else ranks[1].listen_tcp("127.0.0.1"))

@@ -22,7 +22,7 @@ from aiocoll import AiocollError, GroupOptions, new_group
 from aiocoll.security.handshake import CHALLENGE_SIZE, CONFIRM_SIZE, HELLO_SIZE, PROOF_SIZE, VERDICT_SIZE, ConnKind
 from aiocoll.store import HashStore, Store, StoreServer, TCPStore
 from aiocoll.transport.frame import HEADER, HEADER_SIZE
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.stream.transport import StreamOptions
 from tests.chaos.proxy import Detour, Fault, Proxy, overheard  # noqa: F401
 
 from ..internals import Limits
@@ -53,7 +53,8 @@ pytestmark = pytest.mark.usefixtures("overheard")
 @pytest.fixture(autouse=True)
 def _impatience(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     """Deadlines of seconds become shorter ones: ranks whose links are stalled wait for them."""
-    monkeypatch.setitem(StreamTransport.__init__.__kwdefaults__, "handshake_timeout", 1.0)
+    impatient = (*StreamOptions.__init__.__defaults__[:5], 1.0, *StreamOptions.__init__.__defaults__[6:])
+    monkeypatch.setattr(StreamOptions.__init__, "__defaults__", impatient)
     limits(store_handshake=1.0, control_parting=0.3, linger=0.3)
 
 

@@ -36,7 +36,7 @@ from aiocoll.transport.base import Card, Link
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.shm import passing
 from aiocoll.transport.stream import addresses as address
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
 from tests.chaos.proxy import Proxy, overheard  # noqa: F401
 
 from ..internals import comm_of
@@ -54,7 +54,7 @@ class Rank:
 
     def __init__(self, number: int, flavour: str, world_size: int = 2) -> None:
         runtime = Runtime(asyncio.get_running_loop())
-        self.transport = StreamTransport(runtime, number, world_size, "job", KEY, transport=flavour)
+        self.transport = StreamTransport(runtime, number, world_size, "job", KEY, StreamOptions(transport=flavour))
         self.transport.accepted = self.take
         self.card: Card = {}
         self.links: list[Link] = []

@@ -33,7 +33,7 @@ from aiocoll.transport.byte_stream import resolve
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.shm.passing import _MESSAGE
 from aiocoll.transport.stream import addresses
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
 
 __all__ = ["Network", "SimulatedRank"]
 
@@ -126,7 +126,12 @@ class SimulatedRank:
         self.loop = RankLoop(network, seed, timers_first)
         self.loop.set_exception_handler(lambda _, context: network.errors.append(context))
         self.transport = StreamTransport(
-            Runtime.of(self.loop), rank, 2, "job", b"k" * 32, transport=transport, connect_timeout=float("inf")
+            Runtime.of(self.loop),
+            rank,
+            2,
+            "job",
+            b"k" * 32,
+            StreamOptions(transport=transport, connect_timeout=float("inf")),
         )
         self.transport.accepted = self.take
         self.links: list[Link] = []

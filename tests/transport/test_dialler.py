@@ -19,7 +19,7 @@ from aiocoll.sockets import UNREACHABLE_AFTER
 from aiocoll.testing import VirtualLoop
 from aiocoll.transport.base import Card
 from aiocoll.transport.stream import addresses
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
 
 CARD: Card = {"host": "elsewhere", "unix": None, "tcp": ["127.0.0.1", 1], "process": [0, 0], "piece": 0, "reads": False}
 WHERE = "rank 1 cannot be reached at 127.0.0.1 port 1, which other hosts cannot reach: "
@@ -34,7 +34,8 @@ def virtual() -> Iterator[asyncio.Runner]:
 async def failure(connect_timeout: float = 5.0, *, all_met: bool = False) -> str:
     """Dial rank 1; return why it cannot be reached."""
     runtime = Runtime.of(asyncio.get_running_loop())
-    transport = StreamTransport(runtime, 0, 2, "job", b"k" * 32, transport="tcp", connect_timeout=connect_timeout)
+    options = StreamOptions(transport="tcp", connect_timeout=connect_timeout)
+    transport = StreamTransport(runtime, 0, 2, "job", b"k" * 32, options)
     if all_met:
         transport.all_met()
     with pytest.raises(PeerLostError) as caught:

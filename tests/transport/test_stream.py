@@ -46,7 +46,7 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.plain_stream import open_plain
 from aiocoll.transport.stream.tls_stream import open_tls
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
 
 from ..internals import replaced, sock_of
 
@@ -132,12 +132,14 @@ async def settle(*ranks: Rank) -> None:
 
 @asynccontextmanager
 async def started(world_size: int, flavour: str = "unix", **options: object) -> AsyncIterator[list[Rank]]:
-    options = {"job": "job", "key": KEY, "connect_timeout": 20.0, **options}
     transport = flavour if flavour in ("unix", "shm") else "tcp"
+    options = {"transport": transport, "connect_timeout": 20.0, **options}
     if flavour == "tls":
         options["open_stream"] = partial(open_tls, of_this_process())
     runtime = options.pop("runtime", None) or Runtime(asyncio.get_running_loop())
-    ranks = [Rank(StreamTransport(runtime, r, world_size, transport=transport, **options)) for r in range(world_size)]
+    job, key = options.pop("job", "job"), options.pop("key", KEY)
+    chosen = StreamOptions(**options)
+    ranks = [Rank(StreamTransport(runtime, r, world_size, job, key, chosen)) for r in range(world_size)]
     try:
         for rank in ranks:
             if transport == "tcp":
@@ -841,7 +843,8 @@ async def test_cards() -> None:
 
 async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
     runtime = Runtime(asyncio.get_running_loop())
-    ranks = [Rank(StreamTransport(runtime, r, 3, "job", KEY, host_id=host)) for r, host in enumerate("aab")]
+    options = [StreamOptions(host_id=host) for host in "aab"]
+    ranks = [Rank(StreamTransport(runtime, rank, 3, "job", KEY, each)) for rank, each in enumerate(options)]
     for rank in ranks:
         await rank.transport.listen()
         rank.card = await rank.transport.listen_tcp("127.0.0.1")
@@ -858,7 +861,7 @@ async def test_auto_takes_unix_on_one_host_and_tcp_between_hosts() -> None:
 async def test_tcp_in_place_of_a_unix_socket_that_leads_nowhere(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both cards name one host; the unix socket is on a copy of this machine, or another user's."""
     runtime = Runtime(asyncio.get_running_loop())
-    ranks = [Rank(StreamTransport(runtime, r, 2, "job", KEY, host_id="one")) for r in range(2)]
+    ranks = [Rank(StreamTransport(runtime, r, 2, "job", KEY, StreamOptions(host_id="one"))) for r in range(2)]
     for rank in ranks:
         await rank.transport.listen()
         rank.card = await rank.transport.listen_tcp("127.0.0.1")

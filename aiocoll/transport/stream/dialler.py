@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from aiocoll.errors import AuthenticationError, GroupClosedError
 from aiocoll.runtime import Runtime
@@ -30,7 +30,7 @@ from aiocoll.transport.stream.dial_address import DialAddress
 from aiocoll.transport.stream.link_table import Key, LinkTable
 from aiocoll.users import peer_trouble
 
-__all__ = ["Dialler"]
+__all__ = ["Dialler", "Dialling"]
 
 #: Seconds to wait before dialling again: first one round trip, then doubling up to where waiting costs little.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -55,6 +55,20 @@ class _NoRouteError(Exception):
     """This address leads nowhere, so the other one has to be used."""
 
 
+class Dialling(NamedTuple):
+    """The limits of one attempt to connect, and what becomes of its socket.
+
+    Attributes:
+        open_stream: makes streams of the sockets that are connected.
+        connect_timeout: seconds after which `connect` gives up.
+        handshake_timeout: seconds that a peer has to prove the job key, in one attempt.
+    """
+
+    open_stream: OpenStream
+    connect_timeout: float
+    handshake_timeout: float
+
+
 class Dialler:
     """Opens the links that this rank wants.
 
@@ -62,11 +76,9 @@ class Dialler:
         runtime: clock and randomness.
         identity: who this rank is; of any kind.
         key: the job key.
-        open_stream: makes streams of the sockets that are connected.
+        dialling: how to connect, and for how long.
         links: the links there are.
         crossing: what peers are promised meanwhile.
-        connect_timeout: seconds after which `connect` gives up.
-        handshake_timeout: seconds that a peer has to prove the job key, in one attempt.
 
     Attributes:
         detours: by peer, why it is not reached by the unix socket it offers.
@@ -78,22 +90,18 @@ class Dialler:
         runtime: Runtime,
         identity: Identity,
         key: bytes | None,
-        open_stream: OpenStream,
+        dialling: Dialling,
         links: LinkTable,
         crossing: Crossing,
-        connect_timeout: float,
-        handshake_timeout: float,
     ) -> None:
         self.detours: dict[int, str] = {}
         self.impatient = False
         self._runtime = runtime
         self._identity = identity
         self._key = key
-        self._open_stream = open_stream
+        self._open_stream, self._connect_timeout, self._handshake_timeout = dialling
         self._links = links
         self._crossing = crossing
-        self._connect_timeout = connect_timeout
-        self._handshake_timeout = handshake_timeout
         self._dials: dict[Key, Dial] = {}
         self._trouble = ""
         self._closed = False

@@ -12,8 +12,9 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AiocollError, AuthenticationError
@@ -31,14 +32,14 @@ from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial_address import DialAddress, DialAddresses
-from aiocoll.transport.stream.dialler import Dialler
+from aiocoll.transport.stream.dialler import Dialler, Dialling
 from aiocoll.transport.stream.link_table import Key, LinkTable
 from aiocoll.transport.stream.patience import Patience
 from aiocoll.transport.stream.plain_stream import open_plain
 from aiocoll.transport.stream.probe import answer
 from aiocoll.users import peer_trouble
 
-__all__ = ["StreamTransport"]
+__all__ = ["StreamOptions", "StreamTransport"]
 
 #: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
 _TRY_AGAIN = 0.01
@@ -47,6 +48,33 @@ _TRY_AGAIN = 0.01
 _TAKEN = b"\x01"
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What the ranks of a `StreamTransport` may choose.
+
+    Attributes:
+        transport: `"tcp"`, `"unix"`, `"shm"` (one host; data through shared memory), or `"auto"`: as `"shm"` between
+            ranks of one host, TCP between hosts.
+        single_copy: whether ranks of one host may read large arrays in each other's memory.
+        host_id: pretend to be on another host (for tests).
+        epoch: of the job; ranks of another epoch are refused.
+        connect_timeout: seconds after which `connect` gives up.
+        handshake_timeout: seconds a peer has to prove the job key.
+        open_stream: makes of each connected socket the stream that carries all that follows.
+    """
+
+    transport: Literal["auto", "tcp", "unix", "shm"] = "auto"
+    single_copy: bool = True
+    host_id: str | None = None
+    epoch: int = 0
+    connect_timeout: float = 300.0
+    handshake_timeout: float = HANDSHAKE_TIMEOUT
+    open_stream: OpenStream = open_plain
+
+
+_DEFAULTS: Final = StreamOptions()
 
 
 class StreamTransport:
@@ -58,14 +86,7 @@ class StreamTransport:
         world_size: ranks of the job.
         job: name of the job, or the 16 bytes of its id.
         key: the job key; None only as long as nothing leaves this host.
-        transport: `"tcp"`, `"unix"`, `"shm"` (one host; data through shared memory), or `"auto"`: as `"shm"` between
-            ranks of one host, TCP between hosts.
-        single_copy: whether ranks of one host may read large arrays in each other's memory.
-        host_id: pretend to be on another host (for tests).
-        epoch: of the job; ranks of another epoch are refused.
-        connect_timeout: seconds after which `connect` gives up.
-        handshake_timeout: seconds a peer has to prove the job key.
-        open_stream: makes of each connected socket the stream that carries all that follows.
+        options: timeouts and the kinds of connections.
     """
 
     name = "stream"
@@ -83,26 +104,19 @@ class StreamTransport:
         world_size: int,
         job: bytes | str,
         key: bytes | None,
-        *,
-        transport: Literal["auto", "tcp", "unix", "shm"] = "auto",
-        single_copy: bool = True,
-        host_id: str | None = None,
-        epoch: int = 0,
-        connect_timeout: float = 300.0,
-        handshake_timeout: float = HANDSHAKE_TIMEOUT,
-        open_stream: OpenStream = open_plain,
+        options: StreamOptions = _DEFAULTS,
     ) -> None:
         self.rank = rank
         self._log_extra = {"rank": rank}
         self._runtime = runtime
         job = handshake.job_id(job) if isinstance(job, str) else job
-        self._identity = Identity(job, epoch, rank, world_size, ConnKind.CONTROL)
+        self._identity = Identity(job, options.epoch, rank, world_size, ConnKind.CONTROL)
         self._key = key
-        self._open_stream = open_stream
-        self._transport = transport
-        self._addresses = DialAddresses(rank, address.host_identity(host_id), key, transport)
+        self._open_stream = options.open_stream
+        self._transport = transport = options.transport
+        self._addresses = DialAddresses(rank, address.host_identity(options.host_id), key, transport)
         self._process = this_process()
-        self._handshake_timeout = handshake_timeout
+        self._handshake_timeout = options.handshake_timeout
         self._repeats = Repeats()
         self._unix: str | None = None
         self._tcp: tuple[str, int] | None = None
@@ -115,12 +129,17 @@ class StreamTransport:
         self._background: set[asyncio.Task[None]] = set()
         wanted = transport in ("auto", "shm")
         self._links = LinkTable(
-            runtime, Sharing(runtime, rank, world_size, self, wanted=wanted, single_copy=single_copy)
+            runtime, Sharing(runtime, rank, world_size, self, wanted=wanted, single_copy=options.single_copy)
         )
         self.registered_memory = self._links.sharing.registered_memory
         self._crossing = Crossing(rank, world_size, self._links)
         self._dialler = Dialler(
-            runtime, self._identity, key, open_stream, self._links, self._crossing, connect_timeout, handshake_timeout
+            runtime,
+            self._identity,
+            key,
+            Dialling(options.open_stream, options.connect_timeout, options.handshake_timeout),
+            self._links,
+            self._crossing,
         )
 
     @property
