@@ -173,7 +173,7 @@ PARTS = {
     "sparse_merged": "aiocoll.group.sparse_reduce.merged",
     "sparse_scattered": "aiocoll.group.sparse_reduce.scattered",
     "sparse_unpack": "aiocoll.group.sparse_reduce.unpack",
-    "unsized_counted": "aiocoll.group.unsized._Allgather._go_on",
+    "unsized_counted": "aiocoll.engine.operations.stepped.Stepped._complete",
     "work_finished": "aiocoll.work.Work._finish",
     # failure
     "peer_seen": "aiocoll.engine.failure.failure_detector.FailureDetector.sees",

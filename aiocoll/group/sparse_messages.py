@@ -22,7 +22,7 @@ from aiocoll.engine.matching.outbound import SPARSE, Content, OutboundMessage
 from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.matching.to_self import MessageToSelf
 from aiocoll.engine.operations.base import Announced
-from aiocoll.engine.operations.offload import in_thread
+from aiocoll.engine.operations.offload import run_in_thread
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError
 from aiocoll.group import sparse_reduce
@@ -124,7 +124,7 @@ class _LateSend(OutboundMessage):
         self._sends.outgoing[self.peer, self.id] = self
         self._message = Announced(self, 0, self._view, 0)
         self.comm.channels[self.peer].kick(self._message)
-        in_thread(self, self._read, self._is_read)
+        run_in_thread(self, self.task, self._is_read)
 
     def succeed(self, result: Any) -> None:
         """End successfully."""
@@ -133,11 +133,8 @@ class _LateSend(OutboundMessage):
         self.comm.channels[self.peer].drop(self)
         del self._message  # which has this send
 
-    def _read(self) -> None:
-        self._payload = self.task()
-
-    def _is_read(self) -> None:
-        self._message.view = self._payload.data
+    def _is_read(self, payload: NDArray[np.uint8]) -> None:
+        self._message.view = payload.data
         self._message.limit = self._message.total
         self.comm.channels[self.peer].kick(self._message)
 
@@ -156,7 +153,7 @@ class _LateToSelf(MessageToSelf):
         self._sends.outgoing[self.peer, self.id] = self
         self._is_asked = self._is_there = False
         self._deliver(FrameKind.READY, EAGER, 0)
-        in_thread(self, self._read, self._is_read)
+        run_in_thread(self, self.task, self._is_read)
 
     def asked(self) -> None:
         """A receive has matched it."""
@@ -164,11 +161,8 @@ class _LateToSelf(MessageToSelf):
         if self._is_there:
             super().asked()
 
-    def _read(self) -> None:
-        self._payload = self.task()
-
-    def _is_read(self) -> None:
-        self.read_from(self._payload.data)
+    def _is_read(self, payload: NDArray[np.uint8]) -> None:
+        self.read_from(payload.data)
         self._is_there = True
         if self._is_asked:
             super().asked()
@@ -182,7 +176,6 @@ class _SparseReceive(PostedReceive):
     """
 
     array: SparseArray
-    _finish: Callable[[], Any]
 
     def match(self, arrival: InboundMessage) -> None:
         """Become the receiver of `arrival`, as soon as there is memory for it."""
@@ -198,7 +191,7 @@ class _SparseReceive(PostedReceive):
             super().match(arrival)
         else:
             self.claim(arrival)
-            in_thread(self, lambda: self._make_room(total), lambda: super(_SparseReceive, self).match(arrival))
+            run_in_thread(self, lambda: self._make_room(total), lambda _: super(_SparseReceive, self).match(arrival))
 
     def needs(self, peer: int) -> bool:
         """Whether only `peer` could complete it: no rank once the message is here."""
@@ -210,25 +203,25 @@ class _SparseReceive(PostedReceive):
         assert self.view is not None
         if len(self.view) <= 8 * sparse_reduce.INLINE:
             try:
-                self._build()
+                store = self._build()
             except ValueError as error:
                 self.comm.broke(self, error)
             else:
-                self._store()
+                self._store(store)
         else:
-            in_thread(self, self._build, self._store)
+            run_in_thread(self, self._build, self._store)
 
     def _make_room(self, total: int) -> None:
         (room,) = sparse_reduce.rooms([total])
         self.put_in(room.data)
 
-    def _build(self) -> None:
+    def _build(self) -> Callable[[], Any]:
         packed = np.frombuffer(self.view or b"", np.uint8)
         count = int(packed[: _COUNT.itemsize].view(_COUNT)[0])
         end = _most(self.array, count)
         if count < 0 or end > len(packed):
             raise ValueError(f"{count} entries came in {len(packed)} bytes: their sender is broken")
-        self._finish = self.array.build(entries_of(self.array, packed[_COUNT.itemsize : end]))
+        return self.array.build(entries_of(self.array, packed[_COUNT.itemsize : end]))
 
-    def _store(self) -> None:
-        self.succeed(self._finish())
+    def _store(self, store: Callable[[], Any]) -> None:
+        self.succeed(store())

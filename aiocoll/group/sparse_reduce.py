@@ -20,27 +20,26 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.algorithms.machine import Machine
-from aiocoll.elements.dtypes import DType, by_name
+from aiocoll.elements.dtypes import by_name
 from aiocoll.elements.entries import Entries, gathered, merged, pack, scattered, unpack
 from aiocoll.elements.ops import ReduceOp, kernel
 from aiocoll.elements.sparse import SparseArray, sparse_array
-from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.engine.operations.stepped import Stepped
+from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange, in_thread
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
-from aiocoll.group.dispatch.planner import Planner
 from aiocoll.work import Work
 
-__all__ = ["BYTES", "SparseInput", "SparseSteps", "dense_pays", "reduce_sparse", "rooms"]
+__all__ = ["BYTES", "SparseInput", "calculate", "dense_pays", "gather_bytes", "reduce_sparse", "rooms"]
+
+T = TypeVar("T")
 
 #: Numbers processed on the loop: at 25 ns each, the slowest processing of them, about 200 µs. Waking a thread and
 #: being woken by it takes about as long.
@@ -68,7 +67,7 @@ def reduce_sparse(
             "as zeros; make the arrays dense"
         )
     limit = dispatcher.limit(timeout)
-    here = SparseInput(array, array.read() if array.effort <= INLINE else None, dispatcher.planner, op)
+    given = SparseInput.of(dispatcher, array, root)
     dims = f"{op.name} over {array.sparse_dim} sparse and {len(array.shape) - array.sparse_dim} dense dimensions"
     kind = "ALLREDUCE_SPARSE" if root is None else "REDUCE_SPARSE"
     signature = Signature(kind, array.dtype.name, array.shape, root, dims)
@@ -76,20 +75,32 @@ def reduce_sparse(
     plan = dispatcher.planner.counting_plan(signature)
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return _Sum(dispatcher.comm, identity, plan, here, work)
+        return Stepped(dispatcher.comm, identity, plan, _reduce(given, op, tensor), work)
 
     # What all others are sent, if they are few: each entry with its place.
-    nbytes = here.nbytes * (dispatcher.size - 1)
+    nbytes = given.nbytes * (dispatcher.size - 1)
     return dispatcher.begin(Call(signature.op, make, limit, signature, key, array.shape, tensor, None, nbytes))
 
 
 class SparseInput(NamedTuple):
-    """The input of this rank, decoded already if that is fast; and what else the call needs: an op, or the tensor."""
+    """The input of this rank.
 
+    Attributes:
+        dispatcher: of the group.
+        array: the sparse array.
+        root: of the call; None if all ranks get the result.
+        entries: its entries, if it was decoded at the call because that is fast.
+    """
+
+    dispatcher: Dispatcher
     array: SparseArray
-    entries: Entries | None
-    planner: Planner
-    more: Any = None
+    root: int | None
+    entries: Entries | None = None
+
+    @classmethod
+    def of(cls, dispatcher: Dispatcher, array: SparseArray, root: int | None) -> SparseInput:
+        """Return the input of a rank that sends its entries; a small array is decoded, so that errors raise here."""
+        return cls(dispatcher, array, root, array.read() if array.effort <= INLINE else None)
 
     @property
     def nbytes(self) -> int:
@@ -97,51 +108,35 @@ class SparseInput(NamedTuple):
         array = self.array
         return array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1))
 
+    @property
+    def is_receiver(self) -> bool:
+        """Whether this rank gets the result."""
+        return self.root in (None, self.dispatcher.rank)
 
-class SparseSteps(Stepped):
-    """A call on a sparse array, on one rank."""
+    def read(self) -> Entries:
+        """Return its entries; may run in a thread."""
+        return self.array.read() if self.entries is None else self.entries
 
-    __slots__ = ("_array", "_given", "_planner", "_root")
 
-    def __init__(self, comm: Communicator, identity: int, plan: Plan, given: SparseInput, work: Work[Any]) -> None:
-        super().__init__(comm, identity, plan, work)
-        self._array, self._given, self._planner, _ = given
-        self._root = plan.signature.root  # in a block, the signature of the operation becomes that of the block
+def calculate(effort: int, task: Callable[[], T]) -> StepGenerator[T]:
+    """Return the result of a calculation with `effort` numbers, here or in a thread."""
+    return (yield from in_thread(task)) if effort > INLINE else task()
 
-    def _is_long(self) -> bool:
-        return self._given is None
 
-    def _work_on(self, step: str, effort: int, task: Callable[[], None], then: Callable[[], None]) -> None:
-        """Continue with arithmetic, here or in a thread."""
-        if effort > INLINE:
-            self._calculate(step, task, then)
-        else:
-            task()
-            then()
-
-    def _gather_bytes(
-        self, packed: NDArray[Any], sizes: list[int], root: int | None, then: Callable[[list[NDArray[Any]]], None]
-    ) -> None:
-        """Continue with the bytes of all ranks, which `sizes` tells; at the root only, if there is one."""
-        rank = self.comm.rank
-        if root not in (None, rank):
-            mine = [size if each == rank else 0 for each, size in enumerate(sizes)]
-            plan = self._planner.compiled("gather", BYTES, (tuple(mine),), None, None, root, ())
-            self._carry_out("gather", plan, [*(None for _ in sizes), packed], lambda: then([]))
-            return
-        blocks: list[NDArray[Any]] = []
-
-        def make_room() -> None:
-            blocks.extend(rooms(sizes))
-
-        def gather() -> None:
-            # Hardly any two calls have the same counts: the plan is not worth keeping.
-            agreed = None if root is None else ()
-            kind = "allgather" if root is None else "gather"
-            plan = self._planner.compiled(kind, BYTES, (tuple(sizes),), None, None, root, agreed)
-            self._carry_out("gather", plan, [*blocks, packed], lambda: then(blocks))
-
-        self._work_on("room", sum(sizes) // 8, make_room, gather)
+def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> StepGenerator[list[NDArray[Any]]]:
+    """Return the bytes of all ranks, of these sizes; nothing on a rank that does not receive."""
+    dispatcher, root = given.dispatcher, given.root
+    blocks: list[NDArray[Any]] = []
+    if given.is_receiver:
+        blocks = yield from calculate(sum(sizes) // 8, lambda: rooms(sizes))
+        counts = tuple(sizes)
+    else:
+        counts = tuple(size if rank == dispatcher.rank else 0 for rank, size in enumerate(sizes))
+    kind, agreed = ("allgather", None) if root is None else ("gather", ())
+    # Hardly any two calls have the same counts: the plan is not worth keeping.
+    plan = dispatcher.planner.compiled(kind, BYTES, (counts,), None, None, root, agreed)
+    yield from collective("gather", plan, [*(blocks or (None for _ in sizes)), packed])
+    return blocks
 
 
 def rooms(sizes: Sequence[int]) -> list[NDArray[Any]]:
@@ -153,86 +148,58 @@ def rooms(sizes: Sequence[int]) -> list[NDArray[Any]]:
     return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-class _Sum(SparseSteps):
-    """One reduction."""
+def _reduce(given: SparseInput, op: ReduceOp, tensor: Any) -> StepGenerator[Any]:
+    """Reduce, and return the caller's array or what replaces it."""
+    array = given.array
 
-    __slots__ = ("_bits", "_blocks", "_dense", "_finish", "_machine", "_op", "_packed", "_read")
+    def read() -> tuple[Entries, NDArray[Any]]:
+        entries = given.read()
+        return entries, pack(entries)
 
-    def __init__(self, comm: Communicator, identity: int, plan: Plan, given: SparseInput, work: Work[Any]) -> None:
-        super().__init__(comm, identity, plan, given, work)
-        self._machine = comm.tuning.machine
-        self._op: ReduceOp = given.more
+    own, packed = yield from calculate(array.effort, read)
+    counts = yield from exchange(len(own.places))
+    row = array.width * array.dtype.itemsize
+    entry = own.places.itemsize + row
+    passes, machine = 2 if given.root is None else 1, given.dispatcher.comm.tuning.machine
+    if dense_pays(int(counts.sum()), entry, array.size, row, len(counts), machine, passes):
+        store = yield from _add_dense(given, own, op)
+    else:
+        blocks = yield from gather_bytes(given, packed, (counts * entry).tolist())
+        store = yield from _merge(given, own, blocks, counts.tolist(), op)
+    return tensor if store is None else store()
 
-    def _count(self) -> int:
-        self._read = self._array.read() if self._given is None else self._given
-        self._packed = pack(self._read)
-        return len(self._read.places)
 
-    def _go_on(self) -> None:
-        array, total = self._array, int(self.counts.sum())
-        entry = self._read.places.itemsize + array.width * array.dtype.itemsize
-        row = array.width * array.dtype.itemsize
-        if dense_pays(
-            total, entry, array.size, row, len(self.counts), self._machine, 1 if self._root is not None else 2
-        ):
-            self._work_on("scatter", array.size * array.width, self._scatter, self._add_dense)
-        else:
-            self._gather_bytes(self._packed, (self.counts * entry).tolist(), self._root, self._merge_all)
+def _merge(
+    given: SparseInput, own: Entries, blocks: list[NDArray[Any]], counts: list[int], op: ReduceOp
+) -> StepGenerator[Callable[[], Any] | None]:
+    """Merge the entries of all ranks, and return what stores the result; None on a rank that does not receive."""
+    array = given.array
+    if not given.is_receiver:
+        return None
 
-    # -- few entries
+    def merge() -> Callable[[], Any]:
+        parts = [unpack(block, count, own) for block, count in zip(blocks, counts, strict=True)]
+        # Makes averages of sums.
+        wide = by_name("float32") if array.dtype.kind == "half" else array.dtype
+        divide = kernel(op, wide, len(counts)).finalize
+        return array.build(merged(parts, array.dtype, divide))
 
-    def _merge_all(self, blocks: list[NDArray[Any]]) -> None:
-        if not self._is_receiver():
-            self.succeed(self.work._value)
-            return
-        self._blocks = blocks
-        self._work_on("merge", int(self.counts.sum()) * max(self._array.width, 1), self._merge, self._store)
+    return (yield from calculate(sum(counts) * max(array.width, 1), merge))
 
-    def _merge(self) -> None:
-        counts = zip(self._blocks, self.counts.tolist(), strict=True)
-        parts = [unpack(block, count, self._read) for block, count in counts]
-        self._finish = self._array.build(merged(parts, self._array.dtype, self._divide()))
 
-    def _divide(self) -> Callable[[NDArray[Any]], None] | None:
-        """Return what makes averages of sums."""
-        dtype = self._array.dtype
-        wide = by_name("float32") if dtype.kind == "half" else dtype
-        return kernel(self._op, wide, len(self.counts)).finalize
-
-    # -- many entries
-
-    def _scatter(self) -> None:
-        self._dense, self._bits = scattered(self._read, self._array.size)
-
-    def _add_dense(self) -> None:
-        plan = self._plan_of(self._array.dtype, len(self._dense), self._op)
-        self._carry_out("add", plan, [self._dense], self._mark_dense)
-
-    def _mark_dense(self) -> None:
-        plan = self._plan_of(BYTES, len(self._bits), ReduceOp.BOR)
-        self._carry_out("mark", plan, [self._bits], self._take_dense)
-
-    def _plan_of(self, dtype: DType, count: int, op: ReduceOp) -> Plan:
-        kind = "allreduce" if self._root is None else "reduce"
-        return self._planner.plan(kind, dtype, (count,), op=op, root=self._root)
-
-    def _take_dense(self) -> None:
-        if not self._is_receiver():
-            self.succeed(self.work._value)
-            return
-        self._work_on("take", self._array.size * self._array.width, self._collect, self._store)
-
-    def _collect(self) -> None:
-        self._finish = self._array.build(gathered(self._dense, self._bits, self._array.size, self._read))
-
-    # -- from step to step
-
-    def _store(self) -> None:
-        self.succeed(self._finish())
-
-    def _is_receiver(self) -> bool:
-        """Whether this rank gets the result."""
-        return self._root in (None, self.comm.rank)
+def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[Callable[[], Any] | None]:
+    """Add dense arrays, and return what stores the result; None on a rank that does not receive."""
+    array, root, planner = given.array, given.root, given.dispatcher.planner
+    effort = array.size * array.width
+    dense, bits = yield from calculate(effort, lambda: scattered(own, array.size))
+    kind = "allreduce" if root is None else "reduce"
+    plan = planner.plan(kind, array.dtype, (len(dense),), op=op, root=root)
+    yield from collective("add", plan, [dense])
+    plan = planner.plan(kind, BYTES, (len(bits),), op=ReduceOp.BOR, root=root)
+    yield from collective("mark", plan, [bits])
+    if not given.is_receiver:
+        return None
+    return (yield from calculate(effort, lambda: array.build(gathered(dense, bits, array.size, own))))
 
 
 def dense_pays(total: int, entry: int, size: int, row: int, world_size: int, machine: Machine, passes: int = 2) -> bool:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import Buffer, view
 from aiocoll.elements.dtypes import array_dtype
-from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.engine.operations.stepped import Stepped
+from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange
 from aiocoll.engine.operations.unsized_gather import Gathered, Given
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
-from aiocoll.group.dispatch.planner import Planner
 from aiocoll.work import Work
 
 __all__ = ["allgather_unsized", "gather_unsized"]
@@ -33,7 +30,7 @@ def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, 
     plan = dispatcher.planner.counting_plan(signature)
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return _Allgather(dispatcher.comm, identity, plan, _AllgatherInput(source, dtype, dispatcher.planner), work)
+        return Stepped(dispatcher.comm, identity, plan, _allgather(dispatcher, source, dtype), work)
 
     nbytes = source.nbytes * (dispatcher.size - 1)
     return dispatcher.begin(
@@ -58,32 +55,13 @@ def gather_unsized(
     return dispatcher.begin(Call(signature.op, make, limit, signature, key, source.shape))
 
 
-class _AllgatherInput(NamedTuple):
-    source: Buffer
-    dtype: np.dtype[Any]
-    planner: Planner
-
-
-class _Allgather(Stepped):
-    """One rank's part, in which all ranks first exchange their numbers of elements."""
-
-    __slots__ = ("_given", "_outputs")
-
-    def __init__(self, comm: Communicator, identity: int, plan: Plan, given: _AllgatherInput, work: Work[Any]) -> None:
-        super().__init__(comm, identity, plan, work)
-        self._given = given
-        self._outputs: list[Any]
-
-    def _count(self) -> int:
-        return self._given.source.count
-
-    def _go_on(self) -> None:
-        source, dtype, planner = self._given
-        counts = self.counts.tolist()
-        self._outputs = [np.empty(_shape(source, count), dtype) for count in counts]
-        arrays = [view(output).array for output in self._outputs]
-        plan = planner.plan("allgather", source.dtype, (tuple(counts),))
-        self._carry_out("gather", plan, [*arrays, source.array], lambda: self.succeed(self._outputs))
+def _allgather(dispatcher: Dispatcher, source: Buffer, dtype: np.dtype[Any]) -> StepGenerator[list[Any]]:
+    """Exchange the numbers of elements, then the elements."""
+    counts: list[int] = (yield from exchange(source.count)).tolist()
+    outputs = [np.empty(_shape(source, count), dtype) for count in counts]
+    plan = dispatcher.planner.plan("allgather", source.dtype, (tuple(counts),))
+    yield from collective("gather", plan, [*(view(output).array for output in outputs), source.array])
+    return outputs
 
 
 def _shape(like: Buffer, count: int) -> Sequence[int]:

@@ -182,6 +182,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),
         "blocking": Subject(("LoopThread.call",), (("test_blocking.py",),)),
         "sparse messages": Subject(("_LateSend._is_read",), (("test_sparse_messages.py",),)),
+        "steps": Subject(("Stepped.fail", "Children.start"), (("test_stepped.py",),)),
         "devices": Subject(
             (
                 "Device.page_locked",
@@ -235,6 +236,7 @@ BY_HAND = (
     "tls",
     "blocking",
     "sparse messages",
+    "steps",
     "devices",
     "order on devices",
     "nccl",

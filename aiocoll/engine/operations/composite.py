@@ -59,13 +59,16 @@ class Children:
                 since keys are hashed with their count, after a zero byte.
             make: makes it.
             ended: called at its end, unless the parent has ended before.
-            reported: from now on, stall reports and expiry refer to it in place of the parent.
+            reported: until its end, stall reports and expiry refer to it in place of the parent.
         """
         #: The child until its end: it would keep itself, and its arrays, by what its work reports to.
         running: list[Operation] = []
 
         def report(result: Any, error: BaseException | None) -> None:
-            self._running.pop(running.pop(), None)
+            child = running.pop()
+            self._running.pop(child, None)
+            if reported:
+                parent.warned, parent.reported = child.warned, child.reported
             if not parent.done:
                 ended(result, error)
 

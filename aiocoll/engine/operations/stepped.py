@@ -1,52 +1,86 @@
-"""A call that runs as several operations, one after the other, each chosen by the results of those before."""
+"""Calls that run as several operations in sequence, written as a generator of steps.
+
+Each step is chosen by the results of the steps before::
+
+    def steps() -> StepGenerator[list[Any]]:
+        counts = yield from exchange(len(source))
+        blocks = yield from in_thread(lambda: allocate(counts))
+        yield from collective("gather", plan_of(counts), [*blocks, source])
+        return blocks
+
+The operation drives the generator. It fails on all ranks if the generator raises, since the other ranks would wait for
+this one; and the generator is closed if the operation fails.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.composite import Children, Make
+from aiocoll.engine.operations.composite import Children
 from aiocoll.engine.operations.group import Group
-from aiocoll.engine.operations.offload import Offload, in_thread
+from aiocoll.engine.operations.offload import run_in_thread
 from aiocoll.engine.operations.operation_log import SIGNATURE
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.work import Work
 
-__all__ = ["Stepped"]
+__all__ = ["Step", "StepGenerator", "Stepped", "collective", "exchange", "in_thread"]
+
+T = TypeVar("T")
+
+#: Starts a step of an operation; the operation continues with the result of the step.
+Step = Callable[["Stepped"], None]
+#: Yields steps, gets their results, and returns the result of the call.
+StepGenerator = Generator[Step, Any, T]
+
+
+def exchange(number: int) -> StepGenerator[NDArray[np.int64]]:
+    """Exchange one number per rank, and return the numbers in rank order.
+
+    Every call has this step exactly once, before its collectives: it shows whether all ranks make the same call.
+    """
+    numbers: NDArray[np.int64] = yield lambda operation: operation._exchange(number)
+    return numbers
+
+
+def collective(name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> StepGenerator[None]:
+    """Carry out a plan on flat arrays; `name` is unique within the call, and the same on all ranks."""
+    yield lambda operation: operation._carry_out(name, plan, arrays)
+
+
+def in_thread(task: Callable[[], T]) -> StepGenerator[T]:
+    """Run a calculation in a thread, and return its result; the loop must not use its data meanwhile."""
+    result: T = yield lambda operation: run_in_thread(operation, task, operation._go_on)
+    return result
 
 
 class Stepped(ProgramExecutor):
-    """One rank's part in such a call. First all ranks exchange one number each; the other steps are its children.
+    """One rank's part in such a call. It carries out the exchange itself; the collectives are its children.
 
     Args:
         plan: of an allgather of one int64 per rank, with the signature of the call.
-
-    Attributes:
-        counts: the number of each rank, set before `_go_on` is called.
+        steps: what the call does.
     """
 
-    __slots__ = ("_children", "_is_counted", "_mine", "counts")
+    __slots__ = ("_children", "_is_counted", "_mine", "_numbers", "_steps")
 
-    def __init__(self, comm: Group, identity: int, plan: Plan, work: Work[Any]) -> None:
-        self.counts: NDArray[np.int64] = np.zeros(len(comm.ranks), np.int64)
+    def __init__(self, comm: Group, identity: int, plan: Plan, steps: StepGenerator[Any], work: Work[Any]) -> None:
+        self._numbers: NDArray[np.int64] = np.zeros(len(comm.ranks), np.int64)
         self._mine = np.zeros(1, np.int64)
-        arrays: list[NDArray[Any] | None] = [self.counts[rank : rank + 1] for rank in range(len(comm.ranks))]
+        arrays: list[NDArray[Any] | None] = [self._numbers[rank : rank + 1] for rank in range(len(comm.ranks))]
         super().__init__(comm, identity, plan, [*arrays, self._mine], work)
         self._children = Children()
         self._is_counted = False
+        self._steps = steps
 
     def enter(self) -> None:
-        """Send this rank's number when it is known; the others' are accepted at any time."""
-        if self._is_long():
-            in_thread(self, self._find, super().enter)
-        else:
-            self._find()
-            super().enter()
+        """Start the first step; the numbers of other ranks are accepted at any time."""
+        self._go_on(None)
 
     def awaited(self) -> list[int]:
         """Return the ranks from which something has not arrived."""
@@ -61,59 +95,41 @@ class Stepped(ProgramExecutor):
             step.expire()
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`, and fail the running step, too."""
+        """End with `error`, fail the running step, and close the generator."""
         super().fail(error)
         self._children.fail(error)
+        self._steps.close()
 
-    def _count(self) -> int:
-        """Return this rank's number."""
-        raise NotImplementedError
+    def _go_on(self, result: Any) -> None:
+        """Continue with the result of a step, up to the next one."""
+        try:
+            self._steps.send(result)(self)
+        except StopIteration as end:
+            self.succeed(end.value)
+        except Exception as error:
+            self.comm.broke(self, error)
 
-    def _is_long(self) -> bool:
-        """Whether `_count` has to run in a thread."""
-        return False
-
-    def _go_on(self) -> None:
-        """Start the next step, or end."""
-        raise NotImplementedError
-
-    def _find(self) -> None:
-        self._mine[0] = self._count()
+    def _exchange(self, number: int) -> None:
+        self._mine[0] = number
+        super().enter()
 
     def _complete(self) -> None:
-        if self._is_counted:
-            return
-        self._is_counted = True
-        self._give_back_scratch()
-        self._attempt(self._go_on)
+        """All numbers are known."""
+        if not self._is_counted:
+            self._is_counted = True
+            self._give_back_scratch()
+            self._go_on(self._numbers)
 
-    # -- steps
-
-    def _carry_out(self, step: str, plan: Plan, arrays: list[NDArray[Any] | None], then: Callable[[], None]) -> None:
-        """Continue with a collective."""
-        self._next(step, lambda identity, work: plan.executor(self.comm, identity, plan, arrays, work), then)
-
-    def _calculate(self, step: str, task: Callable[[], None], then: Callable[[], None]) -> None:
-        """Continue with a calculation in a thread."""
-        self._next(step, lambda identity, work: Offload(self.comm, identity, self.signature, task, work), then)
-
-    def _next(self, step: str, make: Make, then: Callable[[], None]) -> None:
-        def named(identity: int, work: Work[Any]) -> Operation:
-            operation = make(identity, work)
+    def _carry_out(self, name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> None:
+        def make(identity: int, work: Work[Any]) -> Operation:
+            operation = plan.executor(self.comm, identity, plan, arrays, work)
             operation.signature = self.entry[SIGNATURE]  # messages refer to the call, as other ranks are told it
             return operation
 
-        def ended(_: Any, error: BaseException | None) -> None:
+        def ended(result: Any, error: BaseException | None) -> None:
             if error is None:
-                self._attempt(then)
+                self._go_on(result)
             else:
                 self.fail(error)
 
-        self._children.start(self, f"{self.id}\0{step}\0step", named, ended, reported=True)
-
-    def _attempt(self, then: Callable[[], None]) -> None:
-        """Revoke the group if a step cannot be run here: the other ranks would wait for it."""
-        try:
-            then()
-        except Exception as error:
-            self.comm.broke(self, error)
+        self._children.start(self, f"{self.id}\0{name}\0step", make, ended, reported=True)

@@ -1,0 +1,177 @@
+"""Calls written as generators of steps: their results, and what becomes of the generator."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveTimeoutError, GroupError, GroupOptions, ProcessGroup, ReduceOp, testing
+from aiocoll.elements.dtypes import by_name
+from aiocoll.engine.operations.signature import Signature
+from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange, in_thread
+from aiocoll.group.dispatch.call import Call
+from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.work import Work
+
+from ..internals import dispatcher_of
+from ..ranks import LINKS, over, run_ranks, until
+
+INT64 = by_name("int64")
+Steps = Callable[[Dispatcher], StepGenerator[Any]]
+
+
+def start(pg: ProcessGroup, steps: Steps, timeout: float = 60.0) -> Work[Any]:
+    """Start a call that consists of `steps`."""
+    d = dispatcher_of(pg)
+    signature = Signature("STEPS", "int64", (), None, None)
+    plan = d.planner.counting_plan(signature)
+
+    def make(identity: int, work: Work[Any]) -> Stepped:
+        return Stepped(d.comm, identity, plan, steps(d), work)
+
+    return d.begin(Call(signature.op, make, timeout, signature))
+
+
+def add(d: Dispatcher, name: str, values: np.ndarray) -> StepGenerator[None]:
+    """Sum `values` over all ranks, in place."""
+    plan = d.planner.plan("allreduce", INT64, (len(values),), op=ReduceOp.SUM)
+    return collective(name, plan, [values])
+
+
+@pytest.mark.ranks(1, 2, 3)
+@over(*LINKS)
+async def test_steps_get_the_results_of_those_before(pg: ProcessGroup) -> None:
+    def steps(d: Dispatcher) -> StepGenerator[list[int]]:
+        first = yield from in_thread(lambda: d.rank + 1)
+        numbers = yield from exchange(first)
+        values = np.full(3, int(numbers.sum()))
+        yield from add(d, "one", values)
+        doubled = yield from in_thread(lambda: 2 * values)
+        yield from add(d, "two", doubled)
+        return [int(each) for each in doubled]
+
+    p = pg.size()
+    works = [start(pg, steps) for _ in range(3)]
+    for work in works:
+        assert await work == [p * (p + 1) // 2 * p * 2 * p] * 3
+    assert pg.pending() == []
+
+
+@pytest.mark.parametrize("place", ["before the exchange", "after it", "in a thread", "after a collective"])
+async def test_an_error_on_one_rank_fails_the_call_on_all(place: str) -> None:
+    ended: list[int] = []
+
+    async def one(pg: ProcessGroup) -> None:
+        def broken() -> None:
+            if pg.rank() == 1:
+                raise MemoryError("no room")
+
+        def steps(d: Dispatcher) -> StepGenerator[None]:
+            try:
+                if place == "before the exchange":
+                    broken()
+                yield from exchange(0)
+                if place == "after it":
+                    broken()
+                if place == "in a thread":
+                    yield from in_thread(broken)
+                yield from add(d, "one", np.zeros(2, np.int64))
+                if place == "after a collective":
+                    broken()
+                yield from add(d, "two", np.zeros(2, np.int64))
+            finally:
+                ended.append(d.rank)
+
+        with pytest.raises(GroupError, match="failed on rank 1: MemoryError: no room"):
+            await start(pg, steps)
+        assert pg.pending() == []
+
+    await run_ranks(3, one)
+    assert sorted(ended) == [0, 1, 2]
+
+
+async def test_a_call_that_fails_closes_its_generator() -> None:
+    """Also while a thread runs, whose result is dropped."""
+    held, begun, closed, went_on = threading.Event(), [], [], []
+
+    async def one(pg: ProcessGroup) -> None:
+        def wait() -> None:
+            begun.append(pg.rank())
+            assert held.wait(20)
+
+        def steps(d: Dispatcher) -> StepGenerator[None]:
+            try:
+                yield from exchange(0)
+                if d.rank == 0:
+                    yield from in_thread(wait)
+                    went_on.append(d.rank)
+                yield from add(d, "one", np.zeros(2, np.int64))
+            except GeneratorExit:
+                closed.append(d.rank)
+                raise
+
+        work = start(pg, steps)
+        await until(lambda: begun)
+        if pg.rank() == 1:
+            pg.abort("on purpose")
+        with pytest.raises(GroupError, match="on purpose"):
+            await work
+        assert pg.rank() in closed
+        await pg.shutdown()
+        held.set()
+
+    await run_ranks(2, one)
+    assert sorted(closed) == [0, 1]
+    assert went_on == []
+
+
+async def test_a_long_calculation_names_no_other_rank() -> None:
+    """The other ranks have done their part, and have no such step."""
+    held = threading.Event()
+
+    async def one(pg: ProcessGroup) -> None:
+        def steps(d: Dispatcher) -> StepGenerator[None]:
+            yield from exchange(0)
+            if d.rank == 0:
+                yield from in_thread(lambda: held.wait(20))
+
+        work = start(pg, steps, timeout=0.4)
+        if pg.rank() == 0:
+            with pytest.raises(CollectiveTimeoutError, match=r"did not complete within 0\.4 s") as raised:
+                await work
+            assert raised.value.ranks == ()
+            held.set()
+        else:
+            await work
+            await pg.wait_revoked()
+
+    await run_ranks(2, one)
+
+
+async def test_a_later_step_that_waits_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    held = threading.Event()
+
+    def is_logged() -> bool:
+        return any("called as STEPS" in each.getMessage() for each in caplog.records)
+
+    async def one(pg: ProcessGroup) -> None:
+        def steps(d: Dispatcher) -> StepGenerator[None]:
+            yield from exchange(0)
+            yield from add(d, "one", np.zeros(2, np.int64))
+            if d.rank == 1:
+                yield from in_thread(lambda: held.wait(20))
+            yield from add(d, "two", np.zeros(2, np.int64))
+
+        work = start(pg, steps)
+        if pg.rank() == 0:
+            await until(is_logged)
+            held.set()
+        await work
+
+    with caplog.at_level(logging.WARNING, "aiocoll"):
+        await testing.run_ranks(2, one, options=GroupOptions(warn_after=0.3))
