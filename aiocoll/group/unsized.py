@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from aiocoll.elements.buffers import Buffer, view
 from aiocoll.elements.dtypes import array_dtype
 from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.incremental import Steps
+from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange
-from aiocoll.engine.operations.unsized_gather import Gathered, Given
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
 
 __all__ = ["allgather_unsized", "gather_unsized"]
@@ -41,16 +43,16 @@ def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, 
 def gather_unsized(
     dispatcher: Dispatcher, source: Buffer, root: int, timeout: Timeout, key: str | None
 ) -> Work[list[Any] | None]:
-    """Start the root's part of a gather without outputs; the other ranks take part as usual."""
+    """Start the root's part of a gather without outputs; the other ranks carry out the plan of any gather."""
     limit = dispatcher.limit(timeout)
     signature = Signature("GATHER", source.dtype.name, (), root, None)
-    dtype = array_dtype(source.dtype)
-
-    def pack(parts: list[NDArray[Any]]) -> list[Any]:
-        return [part.reshape(_shape(source, part.size)) for part in (part.view(dtype) for part in parts)]
+    dtype, own = array_dtype(source.dtype), np.empty_like(source.array)
+    parcels = Parcels(
+        {}, dispatcher.comm.others, lambda received: _gather(source, own, dtype, received), are_arrays=True
+    )
 
     def make(identity: int, work: Work[Any]) -> Operation:
-        return Gathered(dispatcher.comm, identity, signature, Given(source.array, pack), work)
+        return ObjectExchange(dispatcher.comm, identity, signature, parcels, work)
 
     return dispatcher.begin(Call(signature.op, make, limit, signature, key, source.shape))
 
@@ -62,6 +64,16 @@ def _allgather(dispatcher: Dispatcher, source: Buffer, dtype: np.dtype[Any]) -> 
     plan = dispatcher.planner.plan("allgather", source.dtype, (tuple(counts),))
     yield from collective("gather", plan, [*(view(output).array for output in outputs), source.array])
     return outputs
+
+
+def _gather(source: Buffer, own: NDArray[Any], dtype: np.dtype[Any], received: Mapping[int, memoryview]) -> Steps:
+    """Copy the part of this rank, the root, and return the parts of all ranks as arrays."""
+    array, step = source.array, max(SEGMENT // source.array.itemsize, 1)
+    for start in range(0, array.size, step):
+        own[start : start + step] = array[start : start + step]
+        yield
+    parts = [np.frombuffer(received[rank], np.uint8) if rank in received else own for rank in range(len(received) + 1)]
+    return [part.reshape(_shape(source, part.size)) for part in (part.view(dtype) for part in parts)]
 
 
 def _shape(like: Buffer, count: int) -> Sequence[int]:

@@ -112,8 +112,8 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "Slots.look_at",
                 "Round.of",
                 "SlotProgram._fold",
-                "ProgramExecutor._take_from_slot",
-                "Gathered._take",
+                "ProgramExecutor.look",
+                "ObjectExchange.look",
                 "StrayPosts._look",
             ),
             (

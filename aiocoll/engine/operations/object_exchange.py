@@ -2,12 +2,17 @@
 
 Every rank sends its parcels directly to their receivers, in one step. A receiver allocates memory for a parcel when
 its first frame, from an authenticated rank of the group, tells the size, and refuses parcels above the limit.
+
+A gather whose root does not know the lengths is received in the same way: the parcels are arrays. Their senders carry
+out the plan of a gather, so small arrays may come in slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.engine.operations.base import Message, Operation
@@ -35,7 +40,7 @@ class Post(Operation):
     FINGERPRINT = 0
     LIMIT = MAX_BYTES
 
-    __slots__ = ("_incoming", "_missing", "_received", "_refusal", "_unsent")
+    __slots__ = ("_incoming", "_limit", "_missing", "_received", "_refusal", "_unsent")
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class Post(Operation):
         super().__init__(comm, identity, signature, self.FINGERPRINT or signature.fingerprint(), work)
         self._unsent: dict[int, int] = {}
         self._missing = set(sources)
+        self._limit = self.LIMIT
         self._incoming: dict[int, memoryview] = {}
         self._received: dict[int, int] = {}
         self._refusal: SerializationError | None = None
@@ -62,6 +68,10 @@ class Post(Operation):
     def needs(self, peer: int) -> bool:
         """Whether a parcel to or from `peer` is incomplete."""
         return peer in self._missing or peer in self._unsent
+
+    def awaited(self) -> list[int]:
+        """Return the ranks from which something has not arrived."""
+        return sorted(self._missing)
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
         """Return the memory of a parcel."""
@@ -80,7 +90,7 @@ class Post(Operation):
         if room is None:
             # Receive and drop it, so that neither its sender nor the group is disturbed.
             self._refusal = SerializationError(
-                f"rank {peer} sent an object of {total} bytes; the limit is {self.LIMIT} bytes"
+                f"rank {peer} sent an object of {total} bytes; the limit is {self._limit} bytes"
             )
         elif payload is not None:
             room[start : start + length] = payload
@@ -102,8 +112,9 @@ class Post(Operation):
 
     def _room(self, peer: int, total: int) -> memoryview | None:
         room = self._incoming.get(peer)
-        if room is None and total <= self.LIMIT:
-            room = self._incoming[peer] = memoryview(bytearray(total))
+        if room is None and total <= self._limit:
+            # Not a bytearray, which would be zeroed first, all of it at once.
+            room = self._incoming[peer] = np.empty(total, np.uint8).data
         return room
 
     def _settle(self) -> None:
@@ -118,11 +129,13 @@ class Parcels(NamedTuple):
         outgoing: parcel for each rank that this rank sends one to.
         sources: ranks that send a parcel to this rank.
         unpack: makes the result from the received parcels, by rank.
+        are_arrays: they are arrays, of any size; small ones may come in slots.
     """
 
     outgoing: Mapping[int, bytes]
     sources: Collection[int]
     unpack: Callable[[Mapping[int, memoryview]], Steps]
+    are_arrays: bool = False
 
 
 class ObjectExchange(Post):
@@ -145,22 +158,42 @@ class ObjectExchange(Post):
         super().__init__(comm, identity, signature, parcels.sources, work)
         self._parcels = parcels
         self._steps: Steps | None = None
+        if parcels.are_arrays:
+            self._limit = 2**32 - 1  # frames have the size modulo 2**32
 
     def enter(self) -> None:
-        """Send all parcels."""
+        """Send all parcels, and take what has been posted to slots."""
         self._send(self._parcels.outgoing)
         self._settle()
+        if self._parcels.are_arrays and not self.look() and self._missing:
+            self.comm.polling.readers[self] = None
+
+    def look(self) -> bool:
+        """Take what has been posted to slots since; return whether the operation has ended."""
+        for peer in tuple(self._missing):
+            self.comm.slots.deliver(self, peer, 0)
+        return self.done
+
+    def needs(self, peer: int) -> bool:
+        """Whether a parcel to or from `peer` is incomplete: what it has posted stays readable after it has left."""
+        return not (self._parcels.are_arrays and self.look()) and super().needs(peer)
+
+    def fail(self, error: BaseException) -> None:
+        """End with `error`."""
+        self.comm.polling.readers.pop(self, None)
+        super().fail(error)
+
+    def advance(self) -> None:
+        """Continue to make the result."""
+        if self._steps is not None:
+            carry_on(self, self._steps)
 
     def _settle(self) -> None:
         if self.done or self._missing or self._unsent or self._steps is not None:
             return
+        self.comm.polling.readers.pop(self, None)
         if self._refusal is not None:
             self.fail(self._refusal)
             return
         self._steps = self._parcels.unpack(self._incoming)
         carry_on(self, self._steps)
-
-    def advance(self) -> None:
-        """Continue decoding what has been received."""
-        if self._steps is not None:
-            carry_on(self, self._steps)

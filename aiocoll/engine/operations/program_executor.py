@@ -18,8 +18,6 @@ from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
-from aiocoll.engine.operations.round import Take
-from aiocoll.engine.operations.slots import DIFFERENT, HERE
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
@@ -130,20 +128,9 @@ class ProgramExecutor(Operation):
         return self.done
 
     def _take_from_slot(self, index: int) -> bool:
-        comm, plan = self.comm, self._plan
-        action, nbytes = plan.program[index], plan.totals[index]
-        found = comm.slots.look(action.peer, self.id, self.fingerprint, nbytes)
-        if found == DIFFERENT:
-            comm.mismatches.disagree(action.peer, self.id, self.describe())
-        if found != HERE:
-            return False
-        take = Take(action.peer, nbytes, action.region)
-        view = byte_view(comm.slots.views([take], self.id, plan.storage)[0])
-        comm.context.heard = comm.ranks[action.peer]
-        self.deliver(action.peer, action.step, nbytes, view, nbytes)
-        comm.context.heard = -1
-        comm.slots.free([take], self.id)
-        return True
+        action = self._plan.program[index]
+        found: bool = self.comm.slots.deliver(self, action.peer, action.step, self._plan.totals[index])
+        return found
 
     def _complete(self) -> None:
         """All actions are carried out."""

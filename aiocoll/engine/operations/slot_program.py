@@ -23,7 +23,7 @@ from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.round import Contribution, Round, Take
-from aiocoll.engine.operations.slots import HERE, region_of
+from aiocoll.engine.operations.slots import region_of
 from aiocoll.errors import ProtocolError
 from aiocoll.work import Work
 
@@ -200,7 +200,7 @@ class SlotProgram(Operation):
         return sorted(
             take.peer
             for take in self._round.takes[self._seen :]
-            if not self._has_framed(take) and slots.look(take.peer, identity, fingerprint, take.nbytes) != HERE
+            if not self._has_framed(take) and not slots.look(take.peer, identity, fingerprint, take.nbytes)
         )
 
     def fail(self, error: BaseException) -> None:

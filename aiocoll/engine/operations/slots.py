@@ -13,18 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.algorithms.program import Region
+from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.group import Sender
 from aiocoll.engine.operations.round import Contribution, Take
+from aiocoll.errors import ProtocolError
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
 
-__all__ = ["DIFFERENT", "HERE", "NOTHING", "Slots", "region_of"]
+__all__ = ["Slots", "region_of"]
 
-#: What `Slots.look` finds: nothing yet, the contribution, or one to a call that differs from this rank's.
-NOTHING: Final = 0
-HERE: Final = 1
-DIFFERENT: Final = 2
-
-_EMPTY: Final = np.empty(0, np.uint8)
+_BYTES: Final = np.dtype(np.uint8)
+_EMPTY: Final = np.empty(0, _BYTES)
 
 
 def region_of(arrays: Sequence[NDArray[Any]], region: Region) -> NDArray[Any]:
@@ -87,24 +85,50 @@ class Slots:
                     left.append((rank, array))
         return left
 
-    def look(self, rank: int, identity: int, fingerprint: int, nbytes: int) -> int:
-        """Return whether `rank` has posted `nbytes` to an operation: `NOTHING`, `HERE` or `DIFFERENT`."""
+    def look(self, rank: int, identity: int, fingerprint: int, nbytes: int) -> bool:
+        """Return whether `rank` has posted `nbytes` to an operation, of a call that matches this rank's."""
         link = self._channels[rank].shared
         if link is None:
-            return NOTHING
+            return False
         slot = identity % SMALL_SLOTS if nbytes <= self.small else SMALL_SLOTS + identity % MIDDLE_SLOTS
         reader = link.slot_reader
-        found = reader.look(slot, identity, self._group)
-        if found < 0:
-            return NOTHING
-        if found == fingerprint and reader.length(slot) == nbytes:
-            return HERE
-        return DIFFERENT
+        return reader.look(slot, identity, self._group) == fingerprint and reader.length(slot) == nbytes
+
+    def deliver(self, operation: Any, peer: int, step: int, nbytes: int | None = None) -> bool:
+        """Deliver what `peer` has posted to an operation, as if it came in a frame; return whether there was anything.
+
+        Args:
+            operation: gets it.
+            peer: its sender.
+            step: of the message.
+            nbytes: its size; None if only its sender knows it.
+        """
+        link = self._channels[peer].shared
+        if link is None:
+            return False
+        reader = link.slot_reader
+        for most in (self.small, self.largest) if nbytes is None else (nbytes,):
+            slot = self.slot(operation.id, most)
+            found = reader.look(slot, operation.id, self._group)
+            if found < 0:
+                continue
+            length, comm = reader.length(slot), operation.comm
+            if found != operation.fingerprint or (nbytes is not None and length != nbytes):
+                comm.mismatches.disagree(peer, operation.id, operation.describe())
+                return False
+            if length > most:
+                raise ProtocolError(f"rank {peer} posted {length} bytes to a slot of {most}")
+            comm.context.heard = comm.ranks[peer]
+            operation.deliver(peer, step, length, byte_view(reader.view(slot, _BYTES, length)), length)
+            comm.context.heard = -1
+            reader.free(slot)
+            return True
+        return False
 
     def look_at(self, takes: Sequence[Take], first: int, identity: int, fingerprint: int, private: bool) -> int:
-        """Return the number of the first take from `first` on that is not here; -1 less than that if it is different.
+        """Return the number of the first take from `first` on that is not here.
 
-        As `look` for each, in one call.
+        If a rank has posted something else, to a call that differs from this rank's, return -1 less that number.
         """
         channels, group = self._channels, self._group
         for number in range(first, len(takes)):

@@ -78,7 +78,7 @@ class Compared(Post):
 
     def awaited(self) -> list[int]:
         """Return the ranks from which something has not arrived."""
-        return self._children.awaited() if self._children else sorted(self._missing)
+        return self._children.awaited() if self._children else super().awaited()
 
     def expire(self) -> None:
         """The timeout has passed; a monitored barrier reports the missing ranks in its own words."""
