@@ -257,3 +257,18 @@ async def test_nobody_passes_a_barrier_before_all_have_come(world_size: int) -> 
             assert not any(work.done() for work in works)
             works.append(pgs[late].barrier())
             await asyncio.gather(*(work.join() for work in works))
+
+
+async def test_a_barrier_received_in_frames_frees_no_slot() -> None:
+    """Its slot is in use by a gather, which the root reads later."""
+    async with jobs(2) as (pgs,):
+        root, peer = pgs
+        works = [peer.gather(None, mine(peer), 0) for _ in range(SMALL_SLOTS)]
+        works.append(peer.barrier())
+        for _ in range(SMALL_SLOTS):
+            await root.gather(None, mine(root), 0)
+        await root.barrier()
+        await asyncio.gather(*works)
+        shared = comm_of(root).channels[1].shared
+        assert shared is not None
+        assert shared.slot_reader.unread() == []

@@ -115,12 +115,13 @@ class SlotProgram(Operation):
         """Use all contributions where they lie, and free their slots; return whether that went well."""
         step, storage, framed = self._round, self._plan.storage, self._framed
         posted: Sequence[Take] = step.takes
+        if framed is not None:
+            posted = [take for take in posted if take.peer not in framed]
         if self._plan.dtype is None:  # a barrier
             inputs = []
         elif framed is None:
             inputs = self.comm.slots.views(posted, self.id, storage)
         else:
-            posted = [take for take in posted if take.peer not in framed]
             views = iter(self.comm.slots.views(posted, self.id, storage))
             inputs = [
                 np.frombuffer(framed[take.peer], storage) if take.peer in framed else next(views) for take in step.takes
