@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from aiocoll.elements.buffers import view
@@ -48,22 +48,17 @@ class _Exchange:
 
     Args:
         dispatcher: of the group of the grid.
-        messages: of that group.
-        array: with ghost cells on each axis.
-        axes: the steps that are left.
-        tag: the first of two for each axis.
+        steps: yields the messages of one axis after the other, each time those before have ended.
+        array: the result.
         timeout: of each message.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, messages: Messages, array: Any, axes: Sequence[Axis], tag: int, timeout: Timeout
+        self, dispatcher: Dispatcher, steps: Generator[list[Call], None, None], array: Any, timeout: Timeout
     ) -> None:
         self._dispatcher = dispatcher
-        self._messages = messages
+        self._steps = steps
         self._array = array
-        self._axes = list(axes)
-        self._tag = tag
-        self._timeout = timeout
         self._left = 0
         self._error: BaseException | None = None
         self._interceptor = dispatcher.interceptor_here()
@@ -71,52 +66,27 @@ class _Exchange:
         self.work: Work[Any] = Work(dispatcher.endpoint, "HALO", None, None, dispatcher.group, 4)
         self.work._expect((), dispatcher.limit(timeout), array)
 
-    def go_on(self) -> None:
-        """Take steps until one has to wait."""
-        while not self._left:
-            if self._error is not None or not self._axes:
-                self._end()
-                return
-            calls = self._calls(self._axes.pop(0))
-            self._left = len(calls) + 1
-            for call in calls:
-                self._start(call)
-            self._left -= 1
-
     def start(self) -> Work[Any]:
         """Take the first steps."""
         self._dispatcher.in_steps[self.work] = None
         try:
-            self.go_on()
+            self._go_on()
         except BaseException:
             self._dispatcher.in_steps.pop(self.work, None)
             raise
         return self.work
 
-    def _calls(self, step: Axis) -> list[Call]:
-        """Return the messages of a step: down with the first tag, and up with the second, both to one rank perhaps."""
-        axis, width, below, above = step
-        array, tag = self._array, self._tag + 2 * axis
-        length = array.shape[axis]
-
-        def cells(start: int, stop: int) -> Any:
-            return array[(slice(None),) * axis + (slice(start, stop),)]
-
-        low, high = cells(width, 2 * width), cells(length - 2 * width, length - width)
-        ghosts_low, ghosts_high = cells(0, width), cells(length - width, length)
-        if below == above == self._dispatcher.rank:
-            ghosts_low[...], ghosts_high[...] = high, low
-            return []
-        send, recv, timeout = self._messages.send_call, self._messages.recv_call, self._timeout
-        calls = []
-        if above != PROC_NULL:
-            calls.append(recv(view(ghosts_high, name="array"), above, tag, timeout))
-        if below != PROC_NULL:
-            calls.append(recv(view(ghosts_low, name="array"), below, tag + 1, timeout))
-            calls.append(send(below, tag, view(low, name="array", writable=False), timeout))
-        if above != PROC_NULL:
-            calls.append(send(above, tag + 1, view(high, name="array", writable=False), timeout))
-        return calls
+    def _go_on(self) -> None:
+        """Start the messages of one step after the other, until one has to wait."""
+        while not self._left:
+            calls = None if self._error is not None else next(self._steps, None)
+            if calls is None:
+                self._end()
+                return
+            self._left = len(calls) + 1
+            for call in calls:
+                self._start(call)
+            self._left -= 1
 
     def _start(self, call: Call) -> None:
         """Start a message, or let it go where calls went when this exchange was started."""
@@ -137,25 +107,66 @@ class _Exchange:
             self._error = part._exception
         self._left -= 1
         try:
-            self.go_on()
+            self._go_on()
         except Exception as error:
             self._error = self._error or error
             self._end()
 
     def _end(self) -> None:
+        self._steps.close()
         self._dispatcher.in_steps.pop(self.work, None)
         if not self.work.done():
             self.work._finish(self._array, self._error)
 
 
+def _steps(
+    rank: int, messages: Messages, array: Any, axes: Sequence[Axis], tag: int, timeout: Timeout
+) -> Generator[list[Call], None, None]:
+    """Yield the messages of each axis: down with the first of its two tags, and up with the second.
+
+    Both neighbours may be the same rank; where they are this one, cells are copied.
+    """
+    send, recv = messages.send_call, messages.recv_call
+    for axis, width, below, above in axes:
+        length, down, up = array.shape[axis], tag + 2 * axis, tag + 2 * axis + 1
+        low, high = _cells(array, axis, width, 2 * width), _cells(array, axis, length - 2 * width, length - width)
+        ghosts_low, ghosts_high = _cells(array, axis, 0, width), _cells(array, axis, length - width, length)
+        if below == above == rank:
+            ghosts_low[...], ghosts_high[...] = high, low
+            continue
+        calls = []
+        if above != PROC_NULL:
+            calls.append(recv(view(ghosts_high, name="array"), above, down, timeout))
+        if below != PROC_NULL:
+            calls.append(recv(view(ghosts_low, name="array"), below, up, timeout))
+            calls.append(send(below, down, view(low, name="array", writable=False), timeout))
+        if above != PROC_NULL:
+            calls.append(send(above, up, view(high, name="array", writable=False), timeout))
+        yield calls
+
+
+def _cells(array: Any, axis: int, start: int, stop: int) -> Any:
+    return array[(slice(None),) * axis + (slice(start, stop),)]
+
+
 def exchange(
     dispatcher: Dispatcher, messages: Messages, array: Any, axes: Sequence[Axis], tag: int, timeout: Timeout
 ) -> Work[Any]:
-    """Start an exchange; for the arguments see `_Exchange`."""
+    """Start an exchange.
+
+    Args:
+        dispatcher: of the group of the grid.
+        messages: of that group.
+        array: with ghost cells on each axis.
+        axes: the steps.
+        tag: the first of two for each axis.
+        timeout: of each message.
+    """
     dispatcher.check()
     if isinstance(dispatcher.block_here(), Recorder):
         raise RuntimeError("halo() takes several steps, which a coalescing block cannot record: call it outside")
-    return _Exchange(dispatcher, messages, array, axes, tag, timeout).start()
+    steps = _steps(dispatcher.rank, messages, array, axes, tag, timeout)
+    return _Exchange(dispatcher, steps, array, timeout).start()
 
 
 def check_array(array: Any, axes: Sequence[Axis], dims: int) -> None:
