@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiocoll.codec import dumps, reading
@@ -41,10 +41,12 @@ class Objects:
         outgoing = dict.fromkeys(sorted(self._others), data)
         return self._start("BROADCAST_OBJECT", root, Parcels(outgoing, (), lambda _: _known(obj)), obj, timeout, key)
 
-    def allgather(self, obj: Any, timeout: Timeout, key: str | None) -> Work[list[Any]]:
-        """Start an allgather of objects."""
+    def allgather(
+        self, obj: Any, timeout: Timeout, key: str | None, conclude: Callable[[list[Any]], Any] | None = None
+    ) -> Work[Any]:
+        """Start an allgather of objects; `conclude` makes the result of the list, even if no task awaits the work."""
         outgoing = dict.fromkeys(sorted(self._others), self.dump(obj))
-        parcels = Parcels(outgoing, self._others, lambda got: self._list(got, obj))
+        parcels = Parcels(outgoing, self._others, lambda got: self._list(got, obj, conclude))
         return self._start("ALLGATHER_OBJECT", None, parcels, obj, timeout, key)
 
     def gather(self, obj: Any, root: int, timeout: Timeout, key: str | None) -> Work[list[Any] | None]:
@@ -108,12 +110,12 @@ class Objects:
     def _refuse(self, wrong: ValueError, op: str, root: int | None, timeout: Timeout, key: str | None) -> Work[Any]:
         return self._dispatcher.refuse(wrong, Signature(op, "object", (), root, None), (), timeout, key)
 
-    def _list(self, got: Parcel, mine: Any) -> Steps:
+    def _list(self, got: Parcel, mine: Any, conclude: Callable[[list[Any]], Any] | None = None) -> Steps:
         found: list[Any] = []
         for rank in range(self._size):
             found.append(mine if rank == self._rank else (yield from self.load(got[rank])))
             yield
-        return found
+        return found if conclude is None else conclude(found)
 
 
 def _known(obj: Any) -> Steps:

@@ -27,7 +27,7 @@ from aiocoll.meeting.merging import Party, find_assignment
 from aiocoll.numerals import to_int
 from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
-from aiocoll.work import AT_ONCE, Work
+from aiocoll.work import Work
 
 __all__ = ["ADOPTED", "Reconfigurer", "strip_generation"]
 
@@ -216,32 +216,21 @@ class Reconfigurer:
         if color is not None and not isinstance(color, str):
             color = to_int(_unless_bool(color), "color", "an int, a str or None")
         asked = [color, to_int(_unless_bool(key), "key")]
-        exchange = self._objects.allgather(asked, None, None)
+        self._objects.dump(asked)  # a colour that cannot be sent raises before a number is taken
         # Taken here, where all ranks make the same calls in the same order, and not when the colours are known.
         number = len(comm.splits)
         comm.splits.append(None)
-        made: list[Any] = []
-        failed: list[GroupError] = []
 
-        def known(work: Work[Any]) -> None:
-            """Even if nobody waits any more: the other ranks count on this one."""
-            if work._exception is None and work._result is not None and not is_ending():
-                rows = enumerate(work._result)
-                mine = sorted((its, rank) for rank, (each, its) in rows if each == color and color is not None)
-                try:
-                    made.append(self._split_off(number, [rank for _, rank in mine], comm.timeout, None))
-                except GroupError as error:
-                    failed.append(error)
+        def make(rows: list[Any]) -> Any:
+            if is_ending():
+                return None
+            mine = sorted((its, rank) for rank, (each, its) in enumerate(rows) if each == color and color is not None)
+            return self._split_off(number, [rank for _, rank in mine], comm.timeout, None)
 
-        if exchange.done():
-            known(exchange)
-        else:
-            exchange._call_back(known, AT_ONCE)
-        await exchange
-        if failed:
-            raise failed[0]
+        # Made even if this task is cancelled before the colours are known: the other ranks count on this one.
+        group = await self._objects.allgather(asked, None, None, make)
         self._check_open(is_ending())
-        return made[0] if made else None
+        return group
 
     def _check_open(self, is_ending: bool) -> None:
         self._dispatcher.check()
