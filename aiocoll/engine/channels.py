@@ -6,7 +6,7 @@ A small group gets its channels, one per rank, when it is made; a large one gets
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.sending import send_message
@@ -21,21 +21,14 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link
 from aiocoll.transport.shared_memory import SlotReader
 
-__all__ = ["Channels", "Receiver"]
+if TYPE_CHECKING:
+    from aiocoll.engine.receiver import Receiver
+
+__all__ = ["Channels"]
 
 #: Ranks up to which all channels are made with the group: a plain list is read fastest, at every call. A channel takes
 #: a kilobyte, and a rank of a thousand talks to few of them.
 FEW = 64
-
-
-class Receiver(Protocol):
-    """Handles control messages, and ends the links of a peer that sent something unacceptable."""
-
-    def receive(self, peer: int, payload: memoryview | None, way: str, /) -> None:
-        """Handle a control message."""
-
-    def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
-        """End all contact with `peer` if `error` means that its message was unacceptable; return whether it does."""
 
 
 class Channels:

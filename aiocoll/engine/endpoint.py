@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from aiocoll.engine.channels import Channels
 from aiocoll.engine.consensus.agreements import Agreements
@@ -19,7 +20,7 @@ from aiocoll.engine.failure.deadlines import Deadlines
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.refusal import LINGER, Ignored, Refusals
 from aiocoll.engine.failure.roster import Roster
-from aiocoll.engine.groups import Group, Groups
+from aiocoll.engine.groups import Groups
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.job.ids import group_id
 from aiocoll.engine.operations.scratch import Scratch
@@ -31,6 +32,9 @@ from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.byte_stream import ByteStream
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["Endpoint"]
 
@@ -136,7 +140,7 @@ class Endpoint:
 
     # -- groups
 
-    def add(self, group: Group) -> None:
+    def add(self, group: Communicator) -> None:
         """Add `group`, and deliver what its other ranks have sent so far.
 
         Raises:
@@ -161,7 +165,7 @@ class Endpoint:
             elif rank in self.registry.finished:
                 group.departed(rank)
 
-    def leave(self, group: Group) -> None:
+    def leave(self, group: Communicator) -> None:
         """Send a goodbye to the ranks of `group`."""
         # On separate paths, the goodbye may overtake the revocation: so it carries the cause along.
         cause = None if group.cause is None else cause_of(group.cause)

@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from aiocoll.engine import polling, split_history
-from aiocoll.engine.consensus import parts
 from aiocoll.engine.control.causes import cause_of, error_from
 from aiocoll.engine.control.closed_groups import ClosedGroups, Farewells
-from aiocoll.engine.control.device_inbox import DeviceInbox
 from aiocoll.engine.control.messages import DEVICE, ControlMessage
 from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.control.unmade_groups import Early, Unmade
-from aiocoll.engine.failure import deadlines, roster
 from aiocoll.engine.job.context import Context
-from aiocoll.engine.links import channel
 from aiocoll.engine.links.channel import Channel
+from aiocoll.engine.split_history import stranger
 from aiocoll.errors import GroupError, PeerLostError
 from aiocoll.transport.frame import Header
 
-__all__ = ["Group", "Groups"]
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
-
-class Group(channel.Group, deadlines.Group, polling.Group, roster.Group, split_history.Group, parts.Group, Protocol):
-    """A group, as the endpoint uses it: everything that its parts need, and more.
-
-    Attributes:
-        id: the group on the wire.
-        channels: by rank.
-        devices: handles messages about CUDA devices.
-    """
-
-    id: int
-    channels: Sequence[Channel]
-    devices: DeviceInbox
-
-    def departed(self, rank: int) -> None:
-        """A rank of the group (numbered as in the job) has left in order."""
-
-    def linked(self) -> None:
-        """A link of the endpoint has been opened."""
-
-    def close(self) -> None:
-        """Leave: nothing is received any more."""
+__all__ = ["Groups"]
 
 
 class Groups:
@@ -67,7 +43,7 @@ class Groups:
     def __init__(self, context: Context, control: ControlPlane) -> None:
         self._context = context
         self._control = control
-        self.made: dict[int, Group] = {}
+        self.made: dict[int, Communicator] = {}
         self._farewells: dict[int, Farewells] = {}
         self.closed = ClosedGroups(lambda identity, ranks: self._forget(identity, ranks))
         self.early = Early(self.closed)
@@ -82,7 +58,7 @@ class Groups:
         """
         self._forget, self._release = forget, release
 
-    def add(self, group: Group) -> Unmade:
+    def add(self, group: Communicator) -> Unmade:
         """Add a group; return what its other ranks have sent so far.
 
         Raises:
@@ -101,12 +77,12 @@ class Groups:
             farewells.mark(rank, bool(each.frames), bool(each.notes))
         return early
 
-    def remove(self, group: Group, members: Iterable[int]) -> None:
+    def remove(self, group: Communicator, members: Iterable[int]) -> None:
         """This rank leaves a group; `members` may still send something."""
         del self.made[group.id]
         self.closed.close(group.id, self._farewells.pop(group.id), members)
 
-    def _refuse(self, group: Group, other: Group | None, name: str) -> GroupError:
+    def _refuse(self, group: Communicator, other: Communicator | None, name: str) -> GroupError:
         """Revoke a group on all its ranks, since its id is that of the group `other`, or of a closed one."""
         error = GroupError(
             f"group {group.name!r} cannot be made: its id {group.id:#x} is that of group {name!r}, which is open, or "
@@ -123,7 +99,7 @@ class Groups:
         self.closed.close(group.id, farewells, (rank for rank in group.ranks if rank != me))
         return error
 
-    def _meant(self, identity: int, peer: int, name: str | None = None) -> Group | None:
+    def _meant(self, identity: int, peer: int, name: str | None = None) -> Communicator | None:
         """Return the group about which `peer` has sent a message; None if this rank has not made it."""
         farewells = self._farewells.get(identity)
         return self.made[identity] if farewells is not None and farewells.is_meant(peer, name) else None
@@ -204,7 +180,7 @@ class Groups:
         elif message["t"] == DEVICE:
             self.early.keep_message(identity, peer, message, direct)
         else:
-            last = split_history.stranger(self.made, self.early, self.closed, self._control, peer, message)
+            last = stranger(self.made, self.early, self.closed, self._control, peer, message)
             if last is not None and message["t"] == "query":
                 answer = {"t": "absent", "g": identity, "op": message["op"], "last": last, "age": None, "asked": True}
                 self._control.tell(peer, answer)

@@ -11,19 +11,21 @@ turns (`sched_yield`); and since both want to run all the time, the kernel moves
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sized
-from typing import Any, Final, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
-from aiocoll.engine import stray_posts
 from aiocoll.engine.job.context import Context
-from aiocoll.engine.operations.group import Looker
 from aiocoll.engine.stray_posts import StrayPosts
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
 from aiocoll.transport.shared_memory import SlotReader
 from aiocoll.work import Work
 
-__all__ = ["Group", "Looker", "Polling"]
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+    from aiocoll.engine.interfaces import Looker
+
+__all__ = ["Polling"]
 
 #: An await that completes at once yields a turn of the loop when the last turn is this many seconds ago (contract).
 TURN: Final = 500e-6
@@ -31,14 +33,6 @@ TURN: Final = 500e-6
 DOUBT: Final = 5e-6
 #: Readers called between two readings of the clock: each takes about half a microsecond, or a small reduction.
 SOME: Final = 8
-
-
-class Group(stray_posts.Group, Protocol):
-    """A group that has operations in flight."""
-
-    @property
-    def pending(self) -> Sized:
-        """The operations."""
 
 
 class Polling:
@@ -58,7 +52,7 @@ class Polling:
         stray_posts: finds what was posted for no operation of this rank.
     """
 
-    def __init__(self, context: Context, groups: Mapping[int, Group], spin: float, crowded: bool) -> None:
+    def __init__(self, context: Context, groups: Mapping[int, Communicator], spin: float, crowded: bool) -> None:
         self.links: tuple[Link, ...] = ()
         self.lookers: dict[Looker, None] = {}
         self.slot_readers: tuple[SlotReader, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.control.closed_groups import ClosedGroups
@@ -18,7 +18,10 @@ from aiocoll.engine.control.unmade_groups import GROUPS, Early
 from aiocoll.engine.job.ids import group_id
 from aiocoll.errors import CollectiveMismatchError, GroupError
 
-__all__ = ["Group", "Split", "Splits", "stranger"]
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["Split", "Splits", "stranger"]
 
 
 class Split(NamedTuple):
@@ -75,31 +78,8 @@ class Splits:
         return self._count - self._kept.count(None)
 
 
-class Group(Protocol):
-    """A group that this rank has split, or that was split off.
-
-    Attributes:
-        name: of the group.
-        rank: this one.
-        splits: this rank's calls that have split it.
-        cause: why it has failed, if it has.
-    """
-
-    name: str
-    rank: int
-    splits: Splits
-    cause: GroupError | None
-
-    @property
-    def position(self) -> Mapping[int, int]:
-        """The number in the group by rank in the job."""
-
-    def revoke(self, cause: GroupError, tell: bool = True) -> None:
-        """Fail with `cause`."""
-
-
 def stranger(
-    groups: Mapping[int, Group],
+    groups: Mapping[int, Communicator],
     early: Early,
     closed: ClosedGroups,
     control: ControlPlane,
@@ -154,7 +134,7 @@ def _refuse(
         control.flood({"t": "revoke", "g": identity, "cause": cause_of(error)}, split.ranks)
 
 
-def _mismatch(parent: Group, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:
+def _mismatch(parent: Communicator, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:
     """Name both lists, that of the lower rank first: the text must not depend on which rank detects it."""
     calls = sorted([(parent.position[peer], theirs), (parent.rank, mine)])
     fields = [

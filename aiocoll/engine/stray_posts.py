@@ -8,47 +8,19 @@ after something was posted, what is still unread is compared as frames are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.group import Mismatches
-from aiocoll.engine.operations.operation_log import Record
 from aiocoll.runtime import Runtime
 from aiocoll.transport.shared_memory import SlotReader
 
-__all__ = ["Group", "StrayPosts"]
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["StrayPosts"]
 
 #: Seconds until unread posts are compared: well below the second within which a mismatch has to be found, and so long
 #: that looking at all slots of all peers, some 20 µs for each, does not count.
 AFTER = 0.1
-
-
-class Group(Protocol):
-    """A group for which something can be posted.
-
-    Attributes:
-        rank: this one.
-    """
-
-    rank: int
-
-    @property
-    def position(self) -> Mapping[int, int]:
-        """Rank in the group by rank in the job."""
-
-    @property
-    def operations(self) -> Mapping[int, Operation]:
-        """What is in flight, by id."""
-
-    @property
-    def mismatches(self) -> Mismatches:
-        """Finds out which ranks' calls do not match."""
-
-    def record(self, op: int) -> Record | None:
-        """Return the record of a collective; for a child operation, the record of its parent."""
-
-    def crashed(self, error: Exception) -> None:
-        """Code of the library has raised an unexpected error while working for this group."""
 
 
 class StrayPosts:
@@ -62,7 +34,7 @@ class StrayPosts:
         readers: the slots, with the peer's rank in the job.
     """
 
-    def __init__(self, runtime: Runtime, groups: Mapping[int, Group]) -> None:
+    def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator]) -> None:
         self.readers: tuple[tuple[int, SlotReader], ...] = ()
         self._runtime = runtime
         self._groups = groups
@@ -90,7 +62,7 @@ class StrayPosts:
             self.watch()
 
 
-def _compare(group: Group, rank: int, op: int, fingerprint: int) -> None:
+def _compare(group: Communicator, rank: int, op: int, fingerprint: int) -> None:
     """Report a post that does not match this rank's call."""
     operation = group.operations.get(op)
     if operation is None:

@@ -38,7 +38,7 @@ from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.roster import Roster
-from aiocoll.engine.groups import Group, Groups
+from aiocoll.engine.groups import Groups
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.links.channel import Channel
 from aiocoll.group.dispatch.origin import GroupSpec
@@ -137,10 +137,10 @@ class _Nowhere(Endpoint):
     def _make_agreements(self, parts: Parts) -> Agreements:
         return _Unanimous(parts, self.registry.named)
 
-    def add(self, group: Group) -> None:
+    def add(self, group: Communicator) -> None:
         self.groups[group.id] = group
 
-    def leave(self, group: Group) -> None:
+    def leave(self, group: Communicator) -> None:
         self.groups.pop(group.id, None)
         group.close()
 

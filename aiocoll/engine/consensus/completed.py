@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from aiocoll.engine.operations.operation_log import OperationLog
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
-__all__ = ["Completed", "Report", "Revoked", "combine", "report"]
+
+__all__ = ["Completed", "Report", "combine", "report"]
 
 Report = dict[str, Any]
 
@@ -57,21 +59,7 @@ class Completed:
         return _as_data(self.upto, self.missing, sorted(self.keyed))
 
 
-class Revoked(Protocol):
-    """A group that was revoked.
-
-    Attributes:
-        entered: number of the last ordered operation.
-        unfinished: collectives that have failed, by number, or key and count.
-        operation_log: what this rank has called.
-    """
-
-    entered: int
-    unfinished: frozenset[int | tuple[str, int]]
-    operation_log: OperationLog
-
-
-def report(group: Revoked) -> Report:
+def report(group: Communicator) -> Report:
     """Return this rank's report on a revoked group."""
     upto = group.entered
     unfinished = group.unfinished

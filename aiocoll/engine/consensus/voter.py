@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.consensus.parts import Parts
 from aiocoll.engine.control.causes import error_from
@@ -29,29 +29,16 @@ from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.job.ids import group_id
 from aiocoll.errors import GroupClosedError, GroupError
 
-__all__ = ["Coordinating", "Outcome", "Voter"]
+if TYPE_CHECKING:
+    from aiocoll.engine.consensus.coordinator import Coordinator
+
+__all__ = ["Outcome", "Voter"]
 
 #: What is decided: members, excluded ranks, completed operations, and the larger group if it grew; plain data.
 Outcome = dict[str, Any]
 
 #: Seconds after which a vote is repeated, and after which a coordinator that has not answered one is skipped.
 PROMPT = 2.0
-
-
-class Coordinating(Protocol):
-    """The coordinator's part, which this rank may have to play."""
-
-    def voted(self, peer: int, message: ControlMessage) -> None:
-        """Handle a vote, which may be a repeated one."""
-
-    def accepted(self, peer: int, message: ControlMessage) -> None:
-        """Handle an acceptance of the proposal."""
-
-    def consider(self) -> None:
-        """Propose, decide or give up, if it is time to."""
-
-    def stop(self) -> None:
-        """Stop waiting for votes and acceptances."""
 
 
 class Voter:
@@ -73,7 +60,7 @@ class Voter:
         taken: this rank has made the successor.
     """
 
-    _coordinator: Coordinating
+    _coordinator: Coordinator
 
     def __init__(self, parts: Parts, identity: int, number: int, ranks: Sequence[int]) -> None:
         self.outcome: Outcome | None = None
@@ -94,7 +81,7 @@ class Voter:
         self._silent: set[int] = set()
         self._prompt: asyncio.TimerHandle | None = None
 
-    def connect(self, coordinator: Coordinating) -> None:
+    def connect(self, coordinator: Coordinator) -> None:
         """Set the coordinator that acts when this rank has to coordinate."""
         self._coordinator = coordinator
 

@@ -6,8 +6,8 @@ They also serve to reach a lost rank again: a new link, or an answer on an exist
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.sending import send_message
@@ -18,18 +18,13 @@ from aiocoll.log import logger
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link
 
-__all__ = ["PeerLinks", "Ranks"]
+if TYPE_CHECKING:
+    from aiocoll.engine.failure.roster import Roster
+
+__all__ = ["PeerLinks"]
 
 #: Seconds to reach a lost rank again before the messages for it are dropped; senders repeat them anyway.
 REACH = 2.0
-
-
-class Ranks(Protocol):
-    """The state of the other ranks."""
-
-    @property
-    def over(self) -> Container[int]:
-        """Ranks that have ended or are lost."""
 
 
 class PeerLinks:
@@ -42,7 +37,7 @@ class PeerLinks:
         missed: called with a rank that could not be reached.
     """
 
-    def __init__(self, context: Context, control: ControlPlane, ranks: Ranks, missed: Callable[[int], None]) -> None:
+    def __init__(self, context: Context, control: ControlPlane, ranks: Roster, missed: Callable[[int], None]) -> None:
         self._context = context
         self._control = control
         self._ranks = ranks

@@ -9,8 +9,8 @@ itself waits until every other rank is linked to it, and tells them all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from aiocoll.engine.control.messages import CONTROL, ControlMessage
 from aiocoll.engine.control.sending import send_message
@@ -20,77 +20,18 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link
 from aiocoll.transport.frame import FrameKind, Header
 
-__all__ = ["ControlPlane", "Detector", "DirectLinks", "Ranks", "Receiver"]
+if TYPE_CHECKING:
+    from aiocoll.engine.control.peer_links import PeerLinks
+    from aiocoll.engine.failure.failure_detector import FailureDetector
+    from aiocoll.engine.failure.roster import Roster
+    from aiocoll.engine.receiver import Receiver
+
+__all__ = ["ControlPlane"]
 
 #: Seconds for which the hub lets others end first: ranks that end together are spared a sequence of new hubs.
 PATIENCE = 0.05
 #: Seconds after which a rank ends even if not all others have learned of it.
 PARTING = 1.0
-
-
-class Ranks(Protocol):
-    """The state of the other ranks."""
-
-    @property
-    def over(self) -> Container[int]:
-        """Ranks that have ended or are lost."""
-
-    def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
-        """A rank is lost."""
-
-    def note(self, rank: int) -> ControlMessage | None:
-        """Return the note to a rank that is taken for dead; None for all others."""
-
-    def unlinked(self, rank: int) -> None:
-        """A link to a rank has ended."""
-
-    def cut_off(self, rank: int) -> None:
-        """The connection to a rank broke although its process lives."""
-
-    def restored(self, rank: int) -> None:
-        """A lost rank is reachable again."""
-
-    def changed(self) -> None:
-        """Ranks are lost or have ended: agreements that involve them vote again."""
-
-
-class Detector(Protocol):
-    """Monitors the processes of other ranks."""
-
-    async def connect(self, rank: int, kind: ConnKind) -> Link | None:
-        """Open a link to `rank`, if it has not opened one itself."""
-
-    def linked(self, link: Link) -> None:
-        """A control link to its rank is open."""
-
-    def broken(self, rank: int, detail: str) -> None:
-        """A connection to a rank broke."""
-
-    def follow_hub(self) -> None:
-        """The hub may have changed."""
-
-
-class DirectLinks(Protocol):
-    """Opens control links outside the star."""
-
-    def dials(self, rank: int) -> bool:
-        """Whether a link to `rank` is being opened."""
-
-    def attached(self, link: Link) -> None:
-        """A control link is open, whichever end opened it."""
-
-
-class Receiver(Protocol):
-    """Carries out control messages."""
-
-    def receive(self, peer: int, payload: memoryview | None, way: str) -> None:
-        """Handle a message that `peer` sent this way."""
-
-    def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
-        """End all contact with `peer` if `error` means that its message was unacceptable; return whether it does."""
-
-    def parting(self) -> ControlMessage:
-        """Return the message that this rank ends: the groups it continued elsewhere, and its data links."""
 
 
 class ControlPlane:
@@ -100,9 +41,9 @@ class ControlPlane:
         context: of the endpoint.
     """
 
-    _ranks: Ranks
-    _detector: Detector
-    _direct_links: DirectLinks
+    _ranks: Roster
+    _detector: FailureDetector
+    _direct_links: PeerLinks
     _receiver: Receiver
 
     def __init__(self, context: Context) -> None:
@@ -121,7 +62,7 @@ class ControlPlane:
         self._patient = True
         self._notified: int | None = None
 
-    def connect(self, ranks: Ranks, detector: Detector, direct_links: DirectLinks, receiver: Receiver) -> None:
+    def connect(self, ranks: Roster, detector: FailureDetector, direct_links: PeerLinks, receiver: Receiver) -> None:
         """Set the parts that are notified of links and messages."""
         self._ranks, self._detector, self._direct_links, self._receiver = ranks, detector, direct_links, receiver
 

@@ -8,15 +8,18 @@ far above what a correct peer needs. A peer that exceeds a limit breaks the prot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
-from typing import Any, Protocol, TypeVar
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiocoll.engine.control.closed_groups import ClosedGroups, Farewells
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import Header
 
-__all__ = ["Early", "Kept", "Source", "Unmade", "keep_message"]
+if TYPE_CHECKING:
+    from aiocoll.engine.links.channel import Channel
+
+__all__ = ["Early", "Kept", "Unmade", "keep_message"]
 
 #: Groups that one peer may name before this rank has made them: the peer would have to be thousands of calls of
 #: `split_group` ahead, each for a group that it has used, left or revoked by now.
@@ -31,27 +34,8 @@ T = TypeVar("T")
 Key = tuple[int, str | None]
 
 
-class Source(Protocol):
-    """The channel on which a waiting frame arrived.
-
-    Attributes:
-        peer: the sender.
-    """
-
-    peer: int
-
-    def hold(self, header: Header) -> None:
-        """Count a frame that has to wait."""
-
-    def release(self, header: Header) -> None:
-        """Stop counting a frame that has waited."""
-
-    def redeliver(self, deliver: Callable[..., bool], header: Header, payload: bytes) -> None:
-        """Deliver a frame that has waited."""
-
-
 #: A waiting frame: its channel, header and payload.
-Kept = tuple[Source, Header, bytes]
+Kept = tuple["Channel", Header, bytes]
 
 
 class Unmade:
@@ -129,7 +113,7 @@ class Early:
             names.add(name)
         return found
 
-    def keep_frame(self, channel: Source, header: Header, payload: memoryview | None) -> bool:
+    def keep_frame(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
         """Buffer a frame; True if its group is closed, and the frame is dropped instead."""
         identity = header[3]
         if self._closed.sends_frames(identity, channel.peer):

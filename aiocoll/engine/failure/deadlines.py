@@ -5,40 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.runtime import Runtime
 
-__all__ = ["REPORT_AFTER", "Deadlines", "Group"]
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["REPORT_AFTER", "Deadlines"]
 
 #: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms); also the timer's period.
 REPORT_AFTER = 0.25
 #: Operations examined per tick, oldest first: with equal timeouts the oldest is the first to expire.
 LOOKED_AT = 64
-
-
-class Group(Protocol):
-    """What the deadlines need of a group.
-
-    Attributes:
-        default_timeout: of operations that expire in order of entry.
-        warn_after: seconds after which a pending operation is logged.
-        pending: operations in flight, oldest first.
-        operations: the collectives among them.
-        stalls: finds out what they wait for.
-    """
-
-    default_timeout: float
-    warn_after: float
-    pending: dict[Operation, None]
-    operations: dict[int, Operation]
-    stalls: StallInspector
-
-    def attempt(self, callback: Callable[..., object], *args: object) -> None:
-        """Call something on behalf of the group."""
 
 
 class Deadlines:
@@ -53,7 +34,7 @@ class Deadlines:
         timer: of the next tick; None while there is nothing to look at.
     """
 
-    def __init__(self, runtime: Runtime, groups: Mapping[int, Group], needed: Callable[[], None]) -> None:
+    def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator], needed: Callable[[], None]) -> None:
         self._runtime = runtime
         self._groups = groups
         self._needed = needed
@@ -61,9 +42,9 @@ class Deadlines:
         #: When it goes off; uvloop's timers of less than a millisecond do not say.
         self._due = 0.0
         # Operations with another timeout than the group's: these may expire before older ones.
-        self._hurried: dict[Operation, Group] = {}
+        self._hurried: dict[Operation, Communicator] = {}
 
-    def entered(self, group: Group, operation: Operation) -> None:
+    def entered(self, group: Communicator, operation: Operation) -> None:
         """Watch `operation` of `group`; default timeouts need this only while no timer runs."""
         if operation.timeout != group.default_timeout:
             self._hurried[operation] = group
@@ -124,7 +105,7 @@ class Deadlines:
         if busy:
             self._arm(delay)
 
-    def _look(self, group: Group, operation: Operation, now: float, oldest: bool) -> None:
+    def _look(self, group: Communicator, operation: Operation, now: float, oldest: bool) -> None:
         """Do what is due for an operation; of those already reported, only the `oldest` is reported again."""
         if operation.done:
             return

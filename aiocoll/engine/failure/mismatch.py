@@ -7,46 +7,20 @@ only one pair is reported. If the lowest rank is silent, the sender itself revok
 
 from __future__ import annotations
 
-from asyncio import TimerHandle
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.failure.sender import Sender
-from aiocoll.engine.operations.operation_log import Record
 
-__all__ = ["Group", "MismatchReports"]
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["MismatchReports"]
 
 #: Seconds the lowest rank has to revoke a group after it was told of a mismatch: its loop may be blocked, and the
 #: contract gives one second in all.
 INSIST_AFTER = 0.5
 
 Description = dict[str, Any]
-
-
-class Group(Protocol):
-    """What mismatch reports need of a group.
-
-    Attributes:
-        rank: this one.
-        ranks: all of them, numbered as in the job.
-        left: those that have closed the group.
-    """
-
-    rank: int
-    ranks: tuple[int, ...]
-    left: set[int]
-
-    def record(self, op: int) -> Record | None:
-        """Return the record of a collective; for a child operation, the record of its parent."""
-
-    def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-        """Revoke the group: two ranks called operations that do not match."""
-
-    def stands(self) -> bool:
-        """Whether the group is still usable: neither revoked nor closed."""
-
-    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
-        """Call something on behalf of the group in `delay` seconds."""
 
 
 class MismatchReports:
@@ -57,7 +31,7 @@ class MismatchReports:
         sender: sends to its other ranks.
     """
 
-    def __init__(self, group: Group, sender: Sender) -> None:
+    def __init__(self, group: Communicator, sender: Sender) -> None:
         self._group = group
         self._sender = sender
         self._open: set[int] = set()

@@ -4,44 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.job.context import Context
 
-__all__ = ["DOUBT", "DataLinks", "Group", "Roster"]
+if TYPE_CHECKING:
+    from aiocoll.engine.channels import Channels
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["DOUBT", "Roster"]
 
 #: Seconds in which a rank that is taken for dead may show that it lives: many times what a message takes between
 #: processes that run, and as long as a death may stay undetected (contract).
 DOUBT = 1.0
-
-
-class Group(Protocol):
-    """What the roster needs of a group; ranks are numbered as in the job."""
-
-    @property
-    def position(self) -> Mapping[int, int]:
-        """Rank in the group by rank in the job."""
-
-    def lost(self, rank: int, detail: str, how: str) -> None:
-        """A rank is lost."""
-
-    def torn(self, rank: int) -> None:
-        """The connection to a rank broke, though both processes live."""
-
-
-class DataLinks(Protocol):
-    """The data links of the endpoint."""
-
-    def is_linked(self, rank: int) -> bool:
-        """Return whether there is a data link to `rank`."""
-
-    def notify(self, rank: int, message: ControlMessage) -> None:
-        """Send a control message on the data link to `rank`, if there is one."""
-
-    def renew(self, rank: int) -> None:
-        """Reset the channel to a rank that is reachable again."""
 
 
 class Roster:
@@ -76,10 +53,10 @@ class Roster:
 
     _examine: Callable[[int], None]
     changed: Callable[[], None]
-    _data_links: DataLinks
+    _data_links: Channels
     _is_majority: Callable[[Collection[int], Collection[int]], bool]
 
-    def __init__(self, context: Context, control: ControlPlane, groups: Mapping[int, Group]) -> None:
+    def __init__(self, context: Context, control: ControlPlane, groups: Mapping[int, Communicator]) -> None:
         self._context = context
         self._control = control
         self._groups = groups
@@ -93,7 +70,7 @@ class Roster:
         self,
         examine: Callable[[int], None],
         changed: Callable[[], None],
-        data_links: DataLinks,
+        data_links: Channels,
         is_majority: Callable[[Collection[int], Collection[int]], bool],
     ) -> None:
         """Set the parts that are made later.

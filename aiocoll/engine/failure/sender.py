@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.peer_links import PeerLinks
 from aiocoll.engine.control.star import ControlPlane
-from aiocoll.transport.base import Link
+from aiocoll.engine.links.channel import Channel
 
-__all__ = ["Channel", "Sender"]
-
-
-class Channel(Protocol):
-    """The channel to another rank.
-
-    Attributes:
-        link: the data link, if there is one.
-    """
-
-    link: Link | None
-
-    def say(self, message: ControlMessage) -> bool:
-        """Send a control message behind all queued data; False if there is no link."""
+__all__ = ["Sender"]
 
 
 class Sender:

@@ -9,10 +9,8 @@ it enters.
 
 from __future__ import annotations
 
-from asyncio import TimerHandle
-from collections.abc import Callable
 from math import inf
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.mismatch import MismatchReports
@@ -20,12 +18,15 @@ from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, opposed
-from aiocoll.engine.operations.operation_log import OperationLog, Record
+from aiocoll.engine.operations.operation_log import OperationLog
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import Repeats, logger
 from aiocoll.runtime import Runtime
 
-__all__ = ["Group", "StallInspector"]
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["StallInspector"]
 
 #: Operations for which reports and answers are kept; the oldest are dropped first.
 KEPT = 256
@@ -39,37 +40,6 @@ PATIENCE = 0.25
 GATHER = 0.01
 
 Description = dict[str, Any]
-
-
-class Group(Protocol):
-    """What the stall inspector needs of a group.
-
-    Attributes:
-        name: of the group.
-        rank: this one.
-        ranks: all of them, numbered as in the job.
-        left: those that have closed it.
-        pending: operations in flight, oldest first.
-        operations: the collectives among them.
-        log_extra: identifies the group and rank in log records.
-    """
-
-    name: str
-    rank: int
-    ranks: tuple[int, ...]
-    left: set[int]
-    pending: dict[Operation, None]
-    operations: dict[int, Operation]
-    log_extra: dict[str, Any]
-
-    def record(self, op: int) -> Record | None:
-        """Return what is remembered of a collective: of a part of one, the whole."""
-
-    def stands(self) -> bool:
-        """Whether the group is still usable: neither revoked nor closed."""
-
-    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
-        """Call something on behalf of the group in `delay` seconds."""
 
 
 class StallInspector:
@@ -86,7 +56,7 @@ class StallInspector:
 
     def __init__(
         self,
-        group: Group,
+        group: Communicator,
         log: OperationLog,
         mismatches: MismatchReports,
         sender: Sender,

@@ -6,35 +6,16 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from numpy.typing import NDArray
 
+from aiocoll.engine.interfaces import Progressive
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.unretrieved import CallSite
 from aiocoll.work import AT_ONCE, Progress, Work, is_wait
 
-__all__ = ["DeferredWork", "FlushWork", "MemberWork", "Progressive"]
-
-
-class Progressive(Progress, Protocol):
-    """The interface of a block to its deferred works.
-
-    Attributes:
-        flushed: the recorded calls have started.
-    """
-
-    flushed: bool
-
-    def want(self) -> None:
-        """Somebody waits: start the recorded calls."""
-
-    def follow(self, work: Work[Any]) -> None:
-        """Let the block also wait for `work`."""
-
-    @property
-    def failed(self) -> Callable[[DeferredWork], None]:
-        """Called with each work that fails."""
+__all__ = ["DeferredWork", "FlushWork", "MemberWork"]
 
 
 class DeferredWork(Work[Any]):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -20,10 +20,12 @@ from aiocoll.engine.fusion.deferred_work import DeferredWork
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Children, Ended
-from aiocoll.engine.operations.group import Group
 from aiocoll.errors import GroupError
 from aiocoll.runtime import BUDGET
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["Flush", "Packer", "Start", "fail"]
 
@@ -53,7 +55,7 @@ class Packer:
 
     def __init__(
         self,
-        comm: Group,
+        comm: Communicator,
         layout: Layout,
         members: Sequence[DeferredWork],
         start: Start,
@@ -211,7 +213,7 @@ class Flush(Operation):
 
     __slots__ = ("_packer", "children")
 
-    def __init__(self, comm: Group, identity: int, layout: Layout, packer: Packer, work: Work[Any]) -> None:
+    def __init__(self, comm: Communicator, identity: int, layout: Layout, packer: Packer, work: Work[Any]) -> None:
         super().__init__(comm, identity, layout.signature, layout.fingerprint, work)
         self._packer = packer
         self.children = Children()

@@ -9,9 +9,9 @@ answers GRANT. The receiver enforces the windows: a peer that exceeds them break
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from aiocoll.engine.control.messages import DATA, ControlMessage
 from aiocoll.engine.control.sending import frame_of
@@ -26,49 +26,16 @@ from aiocoll.transport.base import Link, SharedMemoryLink
 from aiocoll.transport.frame import EAGER, HEADER, SEGMENT, FrameKind, Header, describe
 from aiocoll.transport.shared_memory import LEAST_BY_REFERENCE, MOST_BY_REFERENCE
 
-__all__ = ["Channel", "Group", "Owner"]
+if TYPE_CHECKING:
+    from aiocoll.engine.channels import Channels
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["Channel"]
 
 # Plain ints: comparing with an enum member costs twice as much.
 _DATA, _READY = int(FrameKind.DATA), int(FrameKind.READY)
 _WINDOW, _CONTROL = int(FrameKind.WINDOW), int(FrameKind.CONTROL)
 _pack = HEADER.pack
-
-
-class Group(Protocol):
-    """A group, as the receiver of frames."""
-
-    def route(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
-        """Return the operation and the destination memory of a payload that is arriving.
-
-        Raises:
-            StrangerError: `peer` is not in the group.
-        """
-
-    def deliver(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Deliver a frame; False if it has to wait, and counts against its sender's window.
-
-        Raises:
-            StrangerError: the sender is not in the group.
-        """
-
-
-class Owner(Protocol):
-    """Opens the links of channels, and handles what is not for a group."""
-
-    over: Container[int]
-    """Ranks that have ended or are lost."""
-
-    def dial(self, channel: Channel) -> None:
-        """Open the link of a channel, unless it is being opened."""
-
-    def lost(self, peer: int, error: Exception | None, link: Link) -> None:
-        """The link to `peer` is closed, or `peer` sent something unacceptable."""
-
-    def receive(self, peer: int, payload: memoryview | None, way: str, /) -> None:
-        """Handle a control message."""
-
-    def keep_frame(self, channel: Channel, header: Header, payload: memoryview | None, /) -> bool:
-        """Buffer a frame of a group that this rank has not made; True if it is dropped instead."""
 
 
 class Channel:
@@ -102,7 +69,7 @@ class Channel:
         "shared",
     )
 
-    def __init__(self, context: Context, peer: int, groups: Mapping[int, Group], owner: Owner) -> None:
+    def __init__(self, context: Context, peer: int, groups: Mapping[int, Communicator], owner: Channels) -> None:
         self.peer = peer
         self.link: Link | None = None
         #: The link, if it goes through shared memory; kept after its end, since what the peer left there can be read.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from aiocoll.elements.dtypes import by_code
 from aiocoll.engine.matching.outbound import OBJECT, is_opaque
@@ -13,29 +13,13 @@ from aiocoll.engine.operations.signature import KEYED
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
-__all__ = ["TAG_LIMIT", "InboundMessage", "Receive", "Source"]
+if TYPE_CHECKING:
+    from aiocoll.engine.interfaces import Source
+
+__all__ = ["TAG_LIMIT", "InboundMessage", "Receive"]
 
 #: Tags are smaller than this: the operation id has 30 bits for them.
 TAG_LIMIT = 1 << 30
-
-
-class Source(Protocol):
-    """The channel to one peer.
-
-    Attributes:
-        peer: its rank in the job.
-    """
-
-    peer: int
-
-    def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
-        """Send a frame without payload, ahead of the queue."""
-
-    def hold(self, header: Header) -> None:
-        """Count a frame that has to wait here."""
-
-    def release(self, header: Header) -> None:
-        """Stop counting a frame that has waited here."""
 
 
 class Receive(Operation):

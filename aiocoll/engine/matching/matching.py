@@ -8,47 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from aiocoll.engine.control.causes import failure_by
-from aiocoll.engine.matching.inbound import InboundMessage, Receive, Source
+from aiocoll.engine.matching.inbound import InboundMessage, Receive
 from aiocoll.engine.matching.outbound import OutboundMessage, begun, is_sparse
 from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.matching.probe import PostedProbe
 from aiocoll.engine.matching.to_self import Loopback
-from aiocoll.engine.operations import group as base
 from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.signature import P2P
-from aiocoll.errors import GroupError, ProtocolError
+from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import FrameKind, Header
 
-__all__ = ["Group", "Matching", "Turns"]
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+    from aiocoll.engine.interfaces import Source
+
+__all__ = ["Matching"]
 
 K = TypeVar("K")
-
-
-class Group(base.Group, Protocol):
-    """A group whose ranks send each other messages.
-
-    Attributes:
-        cause: why it has failed; None if it has not.
-    """
-
-    cause: GroupError | None
-
-    @property
-    def polling(self) -> Turns:
-        """Knows whether an await has to yield."""
-
-    def raise_if_revoked(self) -> None:
-        """Refuse a call on a group that has failed."""
-
-
-class Turns(base.Lookers, Protocol):
-    """Measures how long the loop has been held."""
-
-    def turn_is_due(self) -> bool:
-        """Whether an await must yield."""
 
 
 class Matching:
@@ -63,7 +42,7 @@ class Matching:
         loopback: the way of messages to this rank itself.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Communicator) -> None:
         self.group = group
         self.outgoing: dict[tuple[int, int], OutboundMessage] = {}
         self.loopback = Loopback(self, group.rank)

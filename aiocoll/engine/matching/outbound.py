@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocoll.elements.dtypes import by_code
 from aiocoll.engine.operations.base import Message, Operation
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.operation_log import STARTED
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.matching.matching import Matching
 
 __all__ = [
     "OBJECT",
     "SPARSE",
     "Content",
     "OutboundMessage",
-    "Sends",
     "begun",
     "is_opaque",
     "is_sparse",
@@ -46,23 +47,6 @@ class Content(NamedTuple):
     read: Callable[[memoryview], Steps] | None = None
 
 
-class Sends(Protocol):
-    """Numbers the messages of a group, and knows those being sent.
-
-    Attributes:
-        outgoing: by peer and id.
-    """
-
-    outgoing: dict[tuple[int, int], OutboundMessage]
-
-    @property
-    def group(self) -> Group:
-        """The group of the messages."""
-
-    def next_id(self, tag: int) -> int:
-        """Number the next message with `tag`."""
-
-
 class OutboundMessage(Operation):
     """A send: done when its bytes have been sent.
 
@@ -77,7 +61,7 @@ class OutboundMessage(Operation):
 
     __slots__ = ("_nbytes", "_sends", "_view")
 
-    def __init__(self, sends: Sends, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
+    def __init__(self, sends: Matching, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, _ = content
         assert view is not None
         signature = message_signature("SEND", code, view.nbytes)

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
 from aiocoll.engine.matching.outbound import OBJECT, Content, begun, is_opaque, message_signature
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.operation_log import PEER
 from aiocoll.engine.operations.signature import P2P, description
 from aiocoll.errors import CollectiveTimeoutError, SerializationError
 from aiocoll.work import Work
 
-__all__ = ["PostedReceive", "Receives"]
+if TYPE_CHECKING:
+    from aiocoll.engine.matching.matching import Matching
 
-
-class Receives(Protocol):
-    """What matches the receives of a group with messages."""
-
-    @property
-    def group(self) -> Group:
-        """The group of the receives."""
-
-    def post(self, posted: PostedReceive) -> None:
-        """Match `posted` with the oldest fitting message, or keep it."""
-
-    def withdraw(self, posted: PostedReceive) -> None:
-        """Remove a receive that is over."""
-
-    def forget(self, arrival: InboundMessage) -> None:
-        """The message has been received."""
+__all__ = ["PostedReceive"]
 
 
 class PostedReceive(Receive):
@@ -50,7 +35,7 @@ class PostedReceive(Receive):
     #: What error messages call it.
     OP = "RECV"
 
-    def __init__(self, receives: Receives, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
+    def __init__(self, receives: Matching, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
         code, view, self._read = content
         signature = message_signature(self.OP, code, 0 if view is None else view.nbytes)
         super().__init__(receives.group, P2P | tag << 32, signature, code, work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,12 +11,15 @@ from aiocoll.elements.dtypes import array_dtype, by_code
 from aiocoll.elements.records import record_by_code
 from aiocoll.engine.matching.inbound import InboundMessage
 from aiocoll.engine.matching.outbound import OBJECT, Content, is_opaque, is_sparse
-from aiocoll.engine.matching.posted import PostedReceive, Receives
+from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.operation_log import PEER
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.work import Work
 
-__all__ = ["Envelope", "PostedProbe", "Probes", "envelope_of"]
+if TYPE_CHECKING:
+    from aiocoll.engine.matching.matching import Matching
+
+__all__ = ["Envelope", "PostedProbe", "envelope_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +59,6 @@ def envelope_of(arrival: InboundMessage) -> Envelope:
     return Envelope(arrival.peer, arrival.tag, arrival.total, dtype, sparse)
 
 
-class Probes(Receives, Protocol):
-    """The messages of a group, and who asks for them."""
-
-    def watch(self, probe: PostedProbe) -> None:
-        """Tell `probe` the oldest message that fits it, now or when there is one."""
-
-    def unwatch(self, probe: PostedProbe) -> None:
-        """Forget a probe that is over."""
-
-
 class PostedProbe(PostedReceive):
     """Waits for a message that fits it and that no receive has matched, and takes nothing of it.
 
@@ -79,7 +72,7 @@ class PostedProbe(PostedReceive):
 
     OP = "PROBE"
 
-    def __init__(self, probes: Probes, peer: int | None, tag: int, work: Work[Any]) -> None:
+    def __init__(self, probes: Matching, peer: int | None, tag: int, work: Work[Any]) -> None:
         super().__init__(probes, peer, tag, Content(OBJECT, None), work)
         self._probes = probes
 

@@ -6,25 +6,19 @@ announced, and copied when a receive has matched it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.links.flow_control import LEAST, LINK_WINDOW
-from aiocoll.engine.matching.outbound import Content, OutboundMessage, Sends, begun
+from aiocoll.engine.matching.outbound import Content, OutboundMessage, begun
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import EAGER, SEGMENT, FrameKind, Header
 from aiocoll.work import Work
 
-__all__ = ["Loopback", "MessageToSelf", "Returns"]
+if TYPE_CHECKING:
+    from aiocoll.engine.matching.matching import Matching
 
-
-class Returns(Sends, Protocol):
-    """The messages of a group, those of this rank to itself among them."""
-
-    loopback: Loopback
-
-    def deliver(self, channel: Loopback, peer: int, header: Header, payload: memoryview | None) -> bool:
-        """Deliver a frame of a message."""
+__all__ = ["Loopback", "MessageToSelf"]
 
 
 class Loopback:
@@ -39,7 +33,7 @@ class Loopback:
         nbytes: how much waits for receives.
     """
 
-    def __init__(self, messages: Sends, rank: int) -> None:
+    def __init__(self, messages: Matching, rank: int) -> None:
         self.peer = rank
         self.nbytes = 0
         self._messages = messages
@@ -67,7 +61,7 @@ class MessageToSelf(OutboundMessage):
 
     __slots__ = ("_copied", "_returns")
 
-    def __init__(self, returns: Returns, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
+    def __init__(self, returns: Matching, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
         super().__init__(returns, peer, tag, content, work)
         self._returns = returns
         self._copied = 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiocoll.compiling import mypyc_attr
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.transport.frame import FrameKind
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["NOBODY", "Announced", "Message", "Operation"]
 
@@ -106,7 +108,7 @@ class Operation:
 
     def __init__(
         self,
-        comm: Group,
+        comm: Communicator,
         identity: int,
         signature: Signature,
         fingerprint: int,

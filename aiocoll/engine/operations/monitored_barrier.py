@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.errors import CollectiveTimeoutError
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["MonitoredBarrier"]
 
@@ -21,12 +23,14 @@ class MonitoredBarrier(ProgramExecutor):
 
     __slots__ = ("_named",)
 
-    def __init__(self, comm: Group, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> None:
+    def __init__(self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> None:
         super().__init__(comm, identity, plan, arrays, work)
         self._named: int | None = 1
 
     @classmethod
-    def of_all(cls, comm: Group, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> MonitoredBarrier:
+    def of_all(
+        cls, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]
+    ) -> MonitoredBarrier:
         """Make one that names all ranks that are missing."""
         barrier = cls(comm, identity, plan, arrays, work)
         barrier._named = None

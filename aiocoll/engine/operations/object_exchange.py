@@ -10,18 +10,20 @@ out the plan of a gather, so small arrays may come in slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.engine.operations.base import Message, Operation
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError, SerializationError
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["ObjectExchange", "Parcels", "Post"]
 
@@ -44,7 +46,7 @@ class Post(Operation):
 
     def __init__(
         self,
-        comm: Group,
+        comm: Communicator,
         identity: int,
         signature: Signature,
         sources: Iterable[int],
@@ -149,7 +151,7 @@ class ObjectExchange(Post):
 
     def __init__(
         self,
-        comm: Group,
+        comm: Communicator,
         identity: int,
         signature: Signature,
         parcels: Parcels,

@@ -7,7 +7,7 @@ large one is read where it lies (`aiocoll.transport.shm.references`); all others
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,14 @@ from aiocoll.algorithms.program import Region, Verb
 from aiocoll.compiling import mypyc_attr
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["ProgramExecutor"]
 
@@ -64,7 +66,7 @@ class ProgramExecutor(Operation):
 
     def __init__(
         self,
-        comm: Group,
+        comm: Communicator,
         identity: int,
         plan: Plan,
         arrays: list[Array | None],

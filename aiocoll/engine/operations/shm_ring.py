@@ -23,20 +23,22 @@ that after each chunk it has read, and stops.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import SharedMemoryLink
 from aiocoll.transport.shared_memory import Segment
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["MOST_PIECES", "ShmRing", "order"]
 
@@ -84,7 +86,7 @@ class ShmRing(Operation):
 
     def __init__(
         self,
-        comm: Group,
+        comm: Communicator,
         identity: int,
         plan: Plan,
         arrays: list[NDArray[Any]],

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import zlib
 from math import prod
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from aiocoll.algorithms.spec import Spec, spec_of
 from aiocoll.elements.dtypes import by_name
 
-__all__ = ["KEYED", "P2P", "Members", "Signature", "description"]
+if TYPE_CHECKING:
+    from aiocoll.engine.operations.manifest import Manifest
+
+__all__ = ["KEYED", "P2P", "Signature", "description"]
 
 #: The two top bits of an operation id say how it was numbered; the id of an ordered operation is its number.
 KEYED: Final = 1 << 62
 P2P: Final = 2 << 62
-
-
-class Members(Protocol):
-    """The calls that a flush consists of."""
-
-    def as_data(self) -> dict[str, Any]:
-        """Return them as plain data."""
-
-    def nbytes(self) -> int:
-        """Return the bytes of all their elements, as far as this rank knows."""
 
 
 class Signature(NamedTuple):
@@ -43,7 +36,7 @@ class Signature(NamedTuple):
     sends: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
     debug: str | None = None
-    members: Members | None = None
+    members: Manifest | None = None
     device: str = "cpu"
 
     @property

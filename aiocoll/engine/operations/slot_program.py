@@ -12,7 +12,7 @@ Peers whose slot is not available, since the link is still being opened or the s
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from aiocoll.algorithms.program import Region
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.round import Contribution, Round, Take
 from aiocoll.engine.operations.slots import region_of
 from aiocoll.errors import ProtocolError
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["SlotProgram"]
 
@@ -37,7 +39,7 @@ class SlotProgram(Operation):
 
     def __init__(
         self,
-        comm: Group,
+        comm: Communicator,
         identity: int,
         plan: Plan,
         arrays: list[NDArray[Any]],

@@ -7,17 +7,19 @@ two ends may know; the slot has that length, since the fingerprint may not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.algorithms.program import Region
 from aiocoll.elements.buffers import byte_view
-from aiocoll.engine.operations.group import Sender
 from aiocoll.engine.operations.round import Contribution, Take
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
+
+if TYPE_CHECKING:
+    from aiocoll.engine.links.channel import Channel
 
 __all__ = ["Slots", "region_of"]
 
@@ -50,7 +52,7 @@ class Slots:
 
     __slots__ = ("_channels", "_group", "largest", "small")
 
-    def __init__(self, channels: Sequence[Sender], group: int, chunk_nbytes: int) -> None:
+    def __init__(self, channels: Sequence[Channel], group: int, chunk_nbytes: int) -> None:
         self._channels = channels
         self._group = group
         self.small = chunk_nbytes // SMALL_PER_CHUNK

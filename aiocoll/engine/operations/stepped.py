@@ -15,19 +15,21 @@ this one; and the generator is closed if the operation fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Children
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.offload import run_in_thread
 from aiocoll.engine.operations.operation_log import SIGNATURE
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["Step", "StepGenerator", "Stepped", "collective", "exchange", "in_thread"]
 
@@ -69,7 +71,9 @@ class Stepped(ProgramExecutor):
 
     __slots__ = ("_children", "_is_counted", "_mine", "_numbers", "_steps")
 
-    def __init__(self, comm: Group, identity: int, plan: Plan, steps: StepGenerator[Any], work: Work[Any]) -> None:
+    def __init__(
+        self, comm: Communicator, identity: int, plan: Plan, steps: StepGenerator[Any], work: Work[Any]
+    ) -> None:
         self._numbers: NDArray[np.int64] = np.zeros(len(comm.ranks), np.int64)
         self._mine = np.zeros(1, np.int64)
         arrays: list[NDArray[Any] | None] = [self._numbers[rank : rank + 1] for rank in range(len(comm.ranks))]

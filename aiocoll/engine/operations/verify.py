@@ -8,18 +8,20 @@ ranks with the same text, no array has been touched, and the group stays usable.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from aiocoll.engine.operations.comparison import Difference, compare, packed
 from aiocoll.engine.operations.composite import Children, Ended, Make
-from aiocoll.engine.operations.group import Group
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.engine.operations.object_exchange import Post
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import CollectiveMismatchError, GroupError
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
 
 __all__ = ["Compared", "WrongCall"]
 
@@ -41,7 +43,7 @@ class Compared(Post):
 
     def __init__(
         self,
-        comm: Group,
+        comm: Communicator,
         identity: int,
         signature: Signature,
         make: Make | None,
@@ -172,7 +174,9 @@ class WrongCall(Compared):
 
     __slots__ = ("_wrong",)
 
-    def __init__(self, comm: Group, identity: int, signature: Signature, wrong: ValueError, work: Work[Any]) -> None:
+    def __init__(
+        self, comm: Communicator, identity: int, signature: Signature, wrong: ValueError, work: Work[Any]
+    ) -> None:
         super().__init__(comm, identity, signature, None, work)
         self._wrong = wrong
 
