@@ -7,7 +7,7 @@ destinations of arriving messages, and the fingerprint of what all ranks must ag
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from aiocoll.engine.operations.signature import Signature
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
 
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
 __all__ = ["EAGER_WINDOW", "Executor", "Plan"]
 
 #: Bytes of one message that may be sent before its receiver has entered the operation.
@@ -27,7 +30,7 @@ EAGER_WINDOW = SEGMENT
 
 #: Makes the operation of a plan, given: this rank's part in the group, the operation's id, the plan, the flat arrays
 #: of the call, and the work, which has the timeout and the result.
-Executor = Callable[[Any, int, "Plan", list[Any], Work[Any]], Operation]
+Executor = Callable[["Communicator", int, "Plan", list[Any], Work[Any]], Operation]
 
 
 class Plan:

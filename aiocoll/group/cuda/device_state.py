@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
@@ -30,43 +30,15 @@ from aiocoll.group.cuda.native_messages import NativeMessages
 from aiocoll.group.cuda.slots import Slots
 from aiocoll.log import logger
 
-__all__ = ["Collective", "DeviceState"]
+if TYPE_CHECKING:
+    from aiocoll.group.cuda.agreed import Agreed
+
+__all__ = ["DeviceState"]
 
 #: NCCL's setting for the network interfaces it may use between hosts.
 INTERFACE = "NCCL_SOCKET_IFNAME"
 #: Seconds that the device has to finish enqueued work when the group ends.
 RELEASE = 5.0
-
-
-class Collective(Protocol):
-    """A collective that all ranks agree on."""
-
-    def is_ordered(self) -> bool:
-        """Whether the order of the program is its order on all ranks: it has a number and no key."""
-
-    def is_native(self) -> bool:
-        """Whether NCCL carries out any of it."""
-
-    def is_numbered(self) -> bool:
-        """Whether it has to be compared before it starts, in any group."""
-
-    def ask(self) -> None:
-        """Describe it to rank 0, which decides when it starts."""
-
-    def lead(self, order: CallOrder, *, ahead: bool) -> None:
-        """Take its place in the order of the program, where it starts if `ahead`."""
-
-    def is_private(self) -> bool:
-        """Whether only the two ends of its messages know their lengths."""
-
-    def pronounce(self, numbers: Mapping[int, int], staged: bool) -> None:
-        """As rank 0, let all ranks start it, each with its own number."""
-
-    def begin(self, staged: bool) -> None:
-        """Start, through the host if `staged`: all calls before it have started."""
-
-    def give_up(self, error: Exception) -> None:
-        """Fail on all ranks alike; the group stays usable."""
 
 
 class DeviceState:
@@ -106,12 +78,12 @@ class DeviceState:
         self._kinds: dict[Plan, Kind] = {}
         self._described: dict[tuple[Plan | Signature, tuple[int, ...]], bytes] = {}
         #: Calls, verdicts, and messages about the order, that wait for the decision.
-        self._undecided: list[Collective] = []
-        self._verdicts: list[tuple[Collective, int, bool]] = []
+        self._undecided: list[Agreed] = []
+        self._verdicts: list[tuple[Agreed, int, bool]] = []
         self._early: list[tuple[int, dict[str, Any]]] = []
         self.messages = NativeMessages(self)
         #: As rank 0: complete calls that have no number yet; the last number of each rank.
-        self._complete: list[Collective] = []
+        self._complete: list[Agreed] = []
         self._numbered = [0] * len(comm.ranks)
         #: What starts the numbered calls, and whether that is NCCL's part; and the next number.
         self._held: dict[int, tuple[Callable[[bool], None], bool]] = {}
@@ -153,7 +125,7 @@ class DeviceState:
 
     # -- the agreement
 
-    def enter(self, call: Collective) -> None:
+    def enter(self, call: Agreed) -> None:
         """Take a call: compared first, or launched first."""
         if self.decision is None and self._ahead:
             self._undecided.append(call)
@@ -175,7 +147,7 @@ class DeviceState:
             self._described[call, shape] = found
         return found
 
-    def judge(self, operation: Collective, said: Sequence[memoryview]) -> Difference | None:
+    def judge(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
         """As rank 0, compare the calls of all ranks; return how they differ, or let them start in their turn."""
         # Usually they are the same bytes.
         alike = all(each == said[0] for each in said)
@@ -199,7 +171,7 @@ class DeviceState:
             else:
                 self._pronounce(operation, False)
 
-    def _pronounce(self, operation: Collective, staged: bool) -> None:
+    def _pronounce(self, operation: Agreed, staged: bool) -> None:
         operation.pronounce(self._number_all(not staged and operation.is_native()), staged)
 
     def place(self, begin: Callable[[bool], None]) -> None:
@@ -221,7 +193,7 @@ class DeviceState:
             self.slots.open(numbers)
         return numbers
 
-    def decided(self, operation: Collective, number: int, staged: bool) -> None:
+    def decided(self, operation: Agreed, number: int, staged: bool) -> None:
         """Record a verdict, and start the call when it is its turn."""
         if self.decision is None:  # which comes on another way
             self._verdicts.append((operation, number, staged))
@@ -254,7 +226,7 @@ class DeviceState:
             self._next += 1
             begin(staged)
 
-    def _begin(self, operation: Collective, staged: bool) -> None:
+    def _begin(self, operation: Agreed, staged: bool) -> None:
         decision = self.decision
         assert decision is not None
         if (refusal := decision.refusal(self.comm.name, self._forced)) is not None:

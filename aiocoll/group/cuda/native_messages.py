@@ -14,89 +14,27 @@ A receiver that cannot use NCCL answers with GRANT, like the receiver of any mes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import index
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiocoll.elements.device import DeviceArray
-from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.messages import DEVICE
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.gpu.api import DeviceError
-from aiocoll.gpu.launcher import Launched
-from aiocoll.group.cuda.communicator import DeviceCommunicator
 from aiocoll.group.cuda.matching import BatchMatching, Match, MessageBatch
 from aiocoll.group.cuda.native import Tools, exchange
 from aiocoll.group.cuda.staged import put_back
 
-__all__ = ["CallNumbering", "End", "NativeMessages", "ReceiveEnd", "SendEnd"]
+if TYPE_CHECKING:
+    from aiocoll.group.cuda.device_state import DeviceState
+    from aiocoll.group.cuda.messages import DeviceRecv, DeviceSend
+
+__all__ = ["NativeMessages"]
 
 #: Larger batches are treated as single messages: a READY frame has 16 bits for the size.
 LARGEST = 0xFFFF
-
-
-class CallNumbering(Protocol):
-    """Gives numbers to the calls on the device, and starts them in that order.
-
-    Attributes:
-        comm: this rank's part in the group.
-    """
-
-    comm: Communicator
-
-    @property
-    def communicator(self) -> DeviceCommunicator | None:
-        """This rank's end of NCCL's communicator, if there is one."""
-
-    def number(self, ranks: Iterable[int], native: bool) -> dict[int, int]:
-        """As rank 0, assign the next number on each of some ranks, to what NCCL carries out if `native`."""
-
-    def place(self, begin: Callable[[bool], None]) -> None:
-        """As rank 0, let NCCL's part of something have its place; `begin` is told whether it has to be staged."""
-
-    def hold(self, number: int, begin: Callable[[bool], None], native: bool) -> None:
-        """Start what has this number when everything before it has started; if it is `native`, in its place."""
-
-
-class End(Protocol):
-    """One end of a message.
-
-    Attributes:
-        array: what is sent, or received into.
-        batch: number and size of the batch it is part of.
-        done: it has ended.
-    """
-
-    array: DeviceArray
-    batch: tuple[int, int]
-    done: bool
-
-    def taken_marks(self) -> tuple[int, ...]:
-        """Return the positions of the caller's streams at the call."""
-
-    def launched(self, launched: Launched) -> None:
-        """NCCL carries it."""
-
-    def landed(self, error: DeviceError | None) -> None:
-        """NCCL has finished it."""
-
-
-class SendEnd(End, Protocol):
-    """A send; `peer` is the rank it goes to."""
-
-    peer: int
-
-
-class ReceiveEnd(End, Protocol):
-    """A receive."""
-
-    @property
-    def source(self) -> int:
-        """The rank whose message it has matched."""
-
-    def stage(self) -> None:
-        """Receive it through the host."""
 
 
 class NativeMessages:
@@ -109,12 +47,12 @@ class NativeMessages:
         batch: number and size of the batch that messages called now are part of.
     """
 
-    def __init__(self, state: CallNumbering) -> None:
+    def __init__(self, state: DeviceState) -> None:
         self.batch = (0, 1)
         self._device_state = state
         self._batches = 0
         #: Receives that are matched and have no number yet.
-        self._matched: dict[tuple[int, int], ReceiveEnd] = {}
+        self._matched: dict[tuple[int, int], DeviceRecv] = {}
         self._matching = BatchMatching(
             lambda matches: state.place(partial(self._number, matches)), state.comm.call_later
         )
@@ -137,7 +75,7 @@ class NativeMessages:
             nbytes > EAGER_WINDOW and self._device_state.communicator is not None and not self._device_state.comm.left
         )
 
-    def matched(self, receive: ReceiveEnd, src: int, number: int, theirs: tuple[int, int]) -> None:
+    def matched(self, receive: DeviceRecv, src: int, number: int, theirs: tuple[int, int]) -> None:
         """A receive has matched a message that NCCL can carry, of a batch at its sender."""
         rank = self._device_state.comm.rank
         self._matched[src, number] = receive
@@ -232,11 +170,11 @@ class NativeMessages:
         for src, _, number in matches:
             self._matched.pop((src, number)).stage()
 
-    def _begin(self, pairs: Sequence[tuple[Match, ReceiveEnd | None]], staged: bool) -> None:
+    def _begin(self, pairs: Sequence[tuple[Match, DeviceRecv | None]], staged: bool) -> None:
         """Enqueue messages, with the receives of this rank; the other ends do so, too."""
         state, comm = self._device_state, self._device_state.comm
-        sends: list[SendEnd] = []
-        receives: list[ReceiveEnd] = []
+        sends: list[DeviceSend] = []
+        receives: list[DeviceRecv] = []
         for (src, dst, number), receive in pairs:
             if receive is not None and staged:
                 receive.stage()  # which asks its sender
@@ -246,7 +184,7 @@ class NativeMessages:
                 sends.append(send)  # type: ignore[arg-type]
         if not sends and not receives:
             return
-        operations: list[End] = [*sends, *receives]
+        operations: list[DeviceSend | DeviceRecv] = [*sends, *receives]
         outgoing = [(each.peer, each.array) for each in sends]
         incoming = [(each.source, each.array) for each in receives]
         marks = [mark for each in operations for mark in each.taken_marks()]

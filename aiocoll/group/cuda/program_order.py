@@ -16,27 +16,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-__all__ = ["Entry", "OrderedCall", "ProgramOrder"]
+if TYPE_CHECKING:
+    from aiocoll.group.cuda.agreed import Agreed
+
+__all__ = ["Entry", "ProgramOrder"]
 
 #: Calls that are reported together, at most; fewer are when the loop gets its turn.
 TOGETHER = 16
 #: Pairs of calls, one after the other, that are remembered: far more than a loop of a program has.
 KEPT = 4096
-
-
-class OrderedCall(Protocol):
-    """A call in the order of the program."""
-
-    def begin(self, staged: bool) -> None:
-        """Start, through the host if `staged`: all calls before it have started."""
-
-    def confirmed(self) -> None:
-        """All ranks have called it."""
-
-    def describe(self) -> dict[str, Any]:
-        """Return this rank's call as plain data."""
 
 
 class Entry:
@@ -53,9 +43,7 @@ class Entry:
 
     __slots__ = ("call", "hash", "is_numbered", "pair", "position", "seq")
 
-    def __init__(
-        self, call: OrderedCall, position: int, pair: tuple[bytes, bytes], seq: int, is_numbered: bool
-    ) -> None:
+    def __init__(self, call: Agreed, position: int, pair: tuple[bytes, bytes], seq: int, is_numbered: bool) -> None:
         self.call = call
         self.position = position
         self.pair = pair
@@ -111,7 +99,7 @@ class ProgramOrder:
         """Whether all calls have started that may start, so that what comes behind them may."""
         return self.through is None or self.started >= self.through
 
-    def add(self, call: OrderedCall, terms: bytes, seq: int, *, is_numbered: bool) -> None:
+    def add(self, call: Agreed, terms: bytes, seq: int, *, is_numbered: bool) -> None:
         """Take the next call of the program, and start it if it may.
 
         Args:
@@ -153,7 +141,7 @@ class ProgramOrder:
         self._hash_all()
         return [entry.hash for entry in self._entries if start <= entry.position <= stop]
 
-    def at(self, position: int) -> OrderedCall:
+    def at(self, position: int) -> Agreed:
         """Return the call at a position that is not confirmed."""
         return self._entries[position - self._entries[0].position].call
 
