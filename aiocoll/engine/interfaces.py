@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aiocoll.transport.frame import FrameKind, Header
 from aiocoll.work import Progress, Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
     from aiocoll.engine.fusion.deferred_work import DeferredWork
 
-__all__ = ["Looker", "Progressive", "Source"]
+__all__ = ["Looker", "Progressive"]
 
 
 class Looker(Protocol):
@@ -24,25 +23,6 @@ class Looker(Protocol):
 
     def look(self) -> bool:
         """Do what has become possible; return whether anything moved."""
-
-
-class Source(Protocol):
-    """The receiving side of a channel: that to a peer, or the loopback of a rank's messages to itself.
-
-    Attributes:
-        peer: rank of the sender in the job.
-    """
-
-    peer: int
-
-    def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
-        """Send a frame without payload, ahead of the queue."""
-
-    def hold(self, header: Header) -> None:
-        """Count a frame that has to wait here."""
-
-    def release(self, header: Header) -> None:
-        """Stop counting a frame that has waited here."""
 
 
 class Progressive(Progress, Protocol):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Final, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, Final
 from weakref import WeakSet
 
 __all__ = ["Observer", "add", "discard", "observe", "unobserve"]
 
 
-class Observer(Protocol):
+class Observer(ABC):
     """An object that is notified when this rank makes or closes a group, on the event loop of that group."""
 
+    @abstractmethod
     def opened(self, group: Any) -> None:
         """Note that this rank has made a `ProcessGroup`."""
 
+    @abstractmethod
     def closed(self, group: Any) -> None:
         """Note that this rank closes it, and that its works have ended."""
 

@@ -24,7 +24,7 @@ def _ignore(pg: ProcessGroup, name: str) -> None:
     pass
 
 
-class WatchedGroups:
+class WatchedGroups(open_groups.Observer):
     """The exported groups of this process: all that are open, or those that were added and their successors.
 
     A successor is a group that `shrink`, `grow` or `elastic` makes of another one. Groups that have one name on one

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from aiocoll.process import PidFd
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import Header
-from aiocoll.transport.shared_memory import ChunkReader, ChunkWriter, RegisteredMemory, Segment, SlotReader, SlotWriter
+from aiocoll.transport.shared_memory import Chunks, References, RegisteredMemory, SlotReader, SlotWriter
 
 __all__ = ["Card", "Link", "SharedMemoryLink", "Sink", "Transport"]
 
@@ -105,33 +102,12 @@ class SharedMemoryLink(Link, Protocol):
         """Where the peer posts."""
 
     @property
-    def chunks_out(self) -> ChunkWriter:
-        """The chunk queue to the peer."""
+    def chunks(self) -> Chunks:
+        """The chunk queues, one in each direction."""
 
     @property
-    def chunks_in(self) -> ChunkReader:
-        """The chunk queue from the peer."""
-
-    def place_of(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
-        """Return where the peer can read a payload in place: number of the segment and offset; None if it cannot.
-
-        Args:
-            payload: with at least a byte.
-            attach: it may also read the memory of this process: number 0 and the address.
-        """
-
-    def write_reference(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
-        """Send one frame whose payload the peer reads in place; False if there is no space.
-
-        Args:
-            header: of the frame, with a payload of at most `MOST_BY_REFERENCE` bytes.
-            place: where it lies; it has to stay as it is until `read` is called, or `void`.
-            owner: whose payload it is.
-            read: called once the peer has read it.
-        """
-
-    def void(self, owner: object) -> None:
-        """What the peer has not read of `owner` may change from now on: the peer drops it."""
+    def references(self) -> References:
+        """Frames whose payload the peer reads where it lies."""
 
     def announce(self) -> None:
         """Wake the peer, if it sleeps, after a slot or a chunk queue has changed; only while the link is open."""
@@ -139,23 +115,13 @@ class SharedMemoryLink(Link, Protocol):
     def is_beside(self) -> bool:
         """Whether the peer, when it last waited for long, was on the core on which this rank is now."""
 
-    def can_map(self, segment: Segment) -> bool:
-        """Whether the peer has mapped `segment`, which is offered to it if it has not been."""
+    def purge(self, group: int, has_left: bool) -> None:
+        """Free what the peer has put, for a group that is over, into slots and the chunk queue.
 
-    def chunk(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
-        """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
-
-    def fail(self, error: Exception) -> None:
-        """Close the link and tell the sink why, as if reading had failed."""
-
-    def reclaim(self) -> bool:
-        """Free the next chunks as long as they are of groups that are over; whether there were any."""
-
-    def release(self, group: int) -> None:
-        """The peer has put its last for a group that is over: free that, and expect nothing more."""
-
-    def purge(self, group: int) -> None:
-        """Free what the peer has put, or will put, into slots and the chunk queue for a group that is over."""
+        Args:
+            group: id of the group.
+            has_left: the peer puts nothing more; else that is freed, too, when it comes.
+        """
 
     def unmap(self) -> None:
         """After `close`: unmap the segments of the peer; slots can still be read."""

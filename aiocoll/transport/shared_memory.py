@@ -7,7 +7,8 @@ no bytes, but the place of each chunk in a segment that the peer has mapped, too
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -21,11 +22,10 @@ __all__ = [
     "MOST_BY_REFERENCE",
     "SMALL_PER_CHUNK",
     "SMALL_SLOTS",
-    "ChunkReader",
-    "ChunkWriter",
+    "Chunks",
+    "References",
     "RegisteredMemory",
     "Segment",
-    "SegmentReader",
     "SlotReader",
     "SlotWriter",
 ]
@@ -89,61 +89,104 @@ class SlotReader(Protocol):
         """Give the slot back if what is there was posted for a group that is over."""
 
 
-class ChunkWriter(Protocol):
-    """The end of a chunk queue at which this rank writes."""
+class Segment:
+    """Memory of this rank that peers can map.
+
+    Attributes:
+        number: its name at the peers, from 1.
+        start: its address here.
+        nbytes: its size.
+        fd: its descriptor; -1 after its end.
+        readers: called with its number at its end, one for each link whose peer it was offered to.
+    """
+
+    __slots__ = ("fd", "nbytes", "number", "readers", "start")
+
+    def __init__(self, number: int, start: int, nbytes: int, fd: int) -> None:
+        self.number = number
+        self.start = start
+        self.nbytes = nbytes
+        self.fd = fd
+        self.readers: list[Callable[[int], None]] = []
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Chunks(Protocol):
+    """The chunk queues of a link: this rank writes one, and reads the other one.
+
+    To the peer go `take`, `put` or `point` for each chunk, and `leave`; from the peer come `look`, `read`, `is_void`
+    and `free` for each.
+    """
 
     @property
     def number(self) -> int:
         """How many chunks have been put."""
 
     def take(self, holder: object) -> bool:
-        """Reserve the queue for `holder`; False if it is not available."""
+        """Reserve the queue to the peer for `holder`; False if it is not available."""
 
     def leave(self, *, failed: bool) -> None:
-        """Let others use the queue; `failed`: chunks may be in it that are never read."""
+        """Let others use that queue; `failed`: chunks may be in it that are never read."""
+
+    def can_map(self, segment: Segment) -> bool:
+        """Return whether the peer has mapped `segment`, which is offered to it if it has not been."""
 
     def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview) -> bool:
-        """Copy the next chunk into the queue; False if there is no room, and the reader will then wake this rank."""
+        """Copy the next chunk into the queue; False if there is no room, and the peer will then wake this rank."""
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int) -> bool:
         """As `put`, of a chunk that is read in place: it has to stay as it is until it is taken, or `void`."""
 
     def is_taken(self, number: int) -> bool:
-        """Whether the reader is done with the first `number` chunks; if not, it will wake this rank."""
+        """Return whether the peer is done with the first `number` chunks; if not, it will wake this rank."""
 
     def void(self, identity: int, group: int) -> None:
-        """Tell the reader that what a failed operation points to may change from now on."""
-
-
-class ChunkReader(Protocol):
-    """The end of a chunk queue at which this rank reads."""
+        """Report to the peer that what a failed operation points to may change from now on."""
 
     def look(self, identity: int, group: int) -> int:
-        """Return the fingerprint of the next chunk, if it is for an operation of a group; -1 if not."""
+        """Return the fingerprint of the peer's next chunk, if it is for an operation of a group; -1 if not."""
+
+    def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
+        """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
 
     def is_void(self) -> bool:
-        """Whether the next chunk may have been overwritten, before this call or while it was read."""
+        """Return whether the next chunk may have been overwritten, before this call or while it was read."""
 
     def free(self) -> bool:
-        """Be done with the next chunk; whether its writer may have to be woken."""
+        """Be done with the next chunk; return whether its writer may have to be woken."""
+
+    def reclaim(self) -> bool:
+        """Free the next chunks as long as they are of groups that are over; return whether there were any."""
 
 
-class SegmentReader(Protocol):
-    """A link whose peer was offered a segment."""
+class References(Protocol):
+    """Frames whose payload stays where this rank has it, and is read there by the peer."""
 
-    def withdraw(self, number: int) -> None:
-        """The segment has ended."""
+    def find(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
+        """Return where the peer can read a payload in place: number of the segment and offset; None if it cannot.
 
+        Args:
+            payload: with at least a byte.
+            attach: it may also read the memory of this process: number 0 and the address.
+        """
 
-class Segment(Protocol):
-    """Memory of this rank that peers can map."""
+    def write(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
+        """Send one frame whose payload the peer reads in place; False if there is no space.
 
-    number: int
-    """Its name at the peers, from 1."""
-    nbytes: int
-    fd: int
-    readers: list[SegmentReader]
-    """To whom it has been offered."""
+        Args:
+            header: of the frame, with a payload of at most `MOST_BY_REFERENCE` bytes.
+            place: where it lies; it has to stay as it is until `read` is called, or `void`.
+            owner: whose payload it is.
+            read: called once the peer has read it.
+        """
+
+    def void(self, owner: object) -> None:
+        """Report to the peer that what it has not read of `owner` may change from now on: the peer drops it."""
 
 
 class RegisteredMemory(Protocol):

@@ -170,7 +170,7 @@ async def test_closed_groups_leave_no_record(options: GroupOptions | None) -> No
         for channel in comm_of(pg).channels:
             if channel.shared is not None:
                 assert not channel.shared.slot_reader._over
-                assert not channel.shared.chunks_in._over
+                assert not channel.shared.chunks.reader._over
         await pg.barrier()
 
     await run_ranks(2, rank, options=options)

@@ -76,7 +76,7 @@ def pieces_put(pg: ProcessGroup, peer: int) -> int:
     """Return how many pieces this rank has put into its lane to `peer`."""
     shared = comm_of(pg).channels[peer].shared
     assert shared is not None
-    return shared.chunks_out._number
+    return shared.chunks.writer._number
 
 
 def in_the_lane(pg: ProcessGroup) -> list[bool]:

@@ -67,13 +67,13 @@ class Ends:
         return array
 
     def place(self, array: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int] | None:
-        return self.near.place_of(memoryview(array), attach=self._where == "process")
+        return self.near.references.find(memoryview(array), attach=self._where == "process")
 
     def write(self, array: np.ndarray[Any, np.dtype[np.uint8]], op: int = 1, owner: object = None) -> bool:
         place = self.place(array)
         assert place is not None
         assert (place[0] == 0) == (self._where == "process")
-        return self.near.write_reference(by_reference(op, array.nbytes), place, owner, lambda: self.read.append(op))
+        return self.near.references.write(by_reference(op, array.nbytes), place, owner, lambda: self.read.append(op))
 
 
 @asynccontextmanager
@@ -125,7 +125,7 @@ async def test_offsets_of_long_messages_wrap(where: str) -> None:
         header = by_reference(1, array.nbytes, offset=(1 << 32) - SEGMENT)
         place = both.place(array)
         assert place is not None
-        assert both.near.write_reference(header, place, None, lambda: None)
+        assert both.near.references.write(header, place, None, lambda: None)
         await both.got.frames_are(2)
         assert [each[6] for each in both.got.headers] == [(1 << 32) - SEGMENT, 0]
 
@@ -194,7 +194,7 @@ async def test_what_is_voided_is_not_handed_out(where: str) -> None:
         array, owner = await both.array(SEGMENT), object()
         assert both.write(array, 1, owner)
         assert both.write(array, 2)
-        both.near.void(owner)
+        both.near.references.void(owner)
         both.near.write(*frame(3, b"next"))
         await both.got.frames_are(2)
         assert [op for op, _ in both.got.frames] == [2, 3]
@@ -212,7 +212,7 @@ async def test_what_is_voided_while_it_is_read_is_not_handed_out(where: str, pla
 
         def place(header: Header) -> memoryview | None:
             if header[6] == before:
-                both.near.void(owner)
+                both.near.references.void(owner)
                 array[:] = 255
             return memoryview(found)[header[6] : header[6] + header[7]] if placed else None
 
@@ -230,10 +230,10 @@ async def test_voiding_what_has_been_read_does_not_touch_what_came_after(where: 
         array, owner = await both.array(1000), object()
         assert both.write(array, 1, owner)
         await until(lambda: both.read == [1])
-        both.near.void(owner)
+        both.near.references.void(owner)
         for op in range(2, 600):  # all entries of the ring again
             assert both.write(array, op)
-            both.near.void(owner)
+            both.near.references.void(owner)
             await until(lambda op=op: both.read[-1] == op)
         assert [op for op, _ in both.got.frames] == list(range(1, 600))
 
@@ -323,7 +323,7 @@ async def test_nothing_is_read_after_the_writer_has_closed(where: str) -> None:
         both.write(array)
         both.near.close()
         assert both.near.writable
-        both.near.void(None)
+        both.near.references.void(None)
         await both.got.until(lambda: both.got.losses)
 
 
@@ -334,7 +334,7 @@ async def test_nothing_is_read_after_the_writer_has_closed(where: str) -> None:
 async def test_memory_of_a_process_that_is_not_there() -> None:
     async with ends("process") as both:
         await both.array(1)
-        assert both.near.write_reference(by_reference(1, 1000), (0, 8), None, lambda: None)
+        assert both.near.references.write(by_reference(1, 1000), (0, 8), None, lambda: None)
         await both.got.until(lambda: both.got.losses)
         (error,) = both.got.losses
         assert isinstance(error, UnreadableError)
@@ -349,10 +349,10 @@ async def test_what_cannot_be_read_may_be_void(where: str) -> None:
         place = (0, 8) if where == "process" else (99, 0)
 
         def void(header: Header) -> None:
-            both.near.void(owner)
+            both.near.references.void(owner)
 
         both.got.place = void
-        assert both.near.write_reference(by_reference(1, 1000), place, owner, lambda: both.read.append(1))
+        assert both.near.references.write(by_reference(1, 1000), place, owner, lambda: both.read.append(1))
         both.near.write(*frame(2, b"next"))
         await both.got.frames_are(1)
         assert both.got.frames == [(2, b"next")]
@@ -366,7 +366,7 @@ async def test_a_segment_that_is_not_there() -> None:
         assert place is not None
         for number, offset in ((place[0] + 1, 0), (place[0], 1 << 40)):
             async with ends("segment") as other:
-                assert other.near.write_reference(by_reference(1, 1000), (number, offset), None, lambda: None)
+                assert other.near.references.write(by_reference(1, 1000), (number, offset), None, lambda: None)
                 await other.got.until(lambda other=other: other.got.losses)
                 assert isinstance(other.got.losses[0], UnreadableError)
 
@@ -385,7 +385,7 @@ async def test_headers_that_make_no_sense(header: bytes) -> None:
         array = await both.array(1000)
         place = both.place(array)
         assert place is not None
-        assert both.near.write_reference(header, place, None, lambda: None)
+        assert both.near.references.write(header, place, None, lambda: None)
         await both.got.until(lambda: both.got.losses)
         assert isinstance(both.got.losses[0], ProtocolError)
 
@@ -398,10 +398,10 @@ async def test_both_have_to_want_it(single_copy: tuple[bool, bool]) -> None:
     near.start()
     far.start()
     view = memoryview(bytearray(100))
-    assert near.place_of(view, attach=True) is None
-    assert far.place_of(view, attach=True) is None
+    assert near.references.find(view, attach=True) is None
+    assert far.references.find(view, attach=True) is None
     # As a peer that does it all the same.
-    assert near.write_reference(by_reference(1, 1000), (0, 4096), None, lambda: None)
+    assert near.references.write(by_reference(1, 1000), (0, 4096), None, lambda: None)
     await far.sink.until(lambda: far.sink.losses)  # type: ignore[attr-defined]
     for each in (near, far):
         each.close()

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from aiocoll.errors import ProtocolError
+from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm import segment_sharing
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.region import PAGE, create
-from aiocoll.transport.shm.registered_memory import MemorySegment, RegisteredMemory
+from aiocoll.transport.shm.registered_memory import RegisteredMemory
 from aiocoll.transport.shm.segment_sharing import _ENDED, _MESSAGE, _OFFER, _TAKEN
 
 from ..internals import sock_of
@@ -34,20 +35,20 @@ class Ends:
         self.near, self.far = near, far
         self.registered_memory = RegisteredMemory(asyncio.get_running_loop())
 
-    async def share(self) -> tuple[Any, MemorySegment]:
+    async def share(self) -> tuple[Any, Segment]:
         """Make an array of ascending numbers and let the far end map it."""
         array, segment = await self.make()
         await until(lambda: self.near.segment_sharing.can_map(segment))
         return array, segment
 
-    async def make(self) -> tuple[Any, MemorySegment]:
+    async def make(self) -> tuple[Any, Segment]:
         array = (await self.registered_memory.make(NBYTES)).view(FLOAT)
         array[:] = np.arange(len(array))
         found = self.registered_memory.find(array)
         assert found is not None
         return array, found[0]
 
-    def seen(self, segment: MemorySegment, offset: int = 0, count: int = 1) -> Any:
+    def seen(self, segment: Segment, offset: int = 0, count: int = 1) -> Any:
         return self.far.segment_sharing.read(segment.number, offset, FLOAT, count)
 
 
@@ -194,28 +195,28 @@ async def test_no_number_is_offered_twice(ends: Ends) -> None:
 # -- chunks in the queue
 
 
-def put(ends: Ends, segment: MemorySegment, offset: int, identity: int = 5) -> None:
-    assert ends.near.chunks_out.point(identity, 7, 0, segment.number, offset)
+def put(ends: Ends, segment: Segment, offset: int, identity: int = 5) -> None:
+    assert ends.near.chunks.writer.point(identity, 7, 0, segment.number, offset)
 
 
 async def test_pieces_here_and_there_come_in_order(ends: Ends) -> None:
     array, segment = await ends.share()
     put(ends, segment, 0)
-    assert ends.near.chunks_out.put(5, 7, 0, memoryview(np.full(2, 8.0)).cast("B"))
+    assert ends.near.chunks.writer.put(5, 7, 0, memoryview(np.full(2, 8.0)).cast("B"))
     put(ends, segment, 16)
     for expected in (array[:2], [8, 8], array[2:4]):
-        assert ends.far.chunks_in.look(5, 7) == 0
-        assert np.array_equal(ends.far.chunk(FLOAT, 2), expected)
-        assert not ends.far.chunks_in.is_void()
-        ends.far.chunks_in.free()
-    assert ends.near.chunks_out.is_taken(3)
+        assert ends.far.chunks.reader.look(5, 7) == 0
+        assert np.array_equal(ends.far.chunks.read(FLOAT, 2), expected)
+        assert not ends.far.chunks.reader.is_void()
+        ends.far.chunks.reader.free()
+    assert ends.near.chunks.writer.is_taken(3)
 
 
 @pytest.mark.parametrize(("number", "offset"), [(99, 0), (1, NBYTES), (1, 1 << 63)])
 async def test_pointing_to_nowhere_ends_the_link(ends: Ends, number: int, offset: int) -> None:
     _array, _segment = await ends.share()
-    ends.near.chunks_out.point(5, 7, 0, number, offset)
-    assert ends.far.chunk(FLOAT, 1) is None
+    ends.near.chunks.writer.point(5, 7, 0, number, offset)
+    assert ends.far.chunks.read(FLOAT, 1) is None
     await until(lambda: ends.far.sink.losses)
     with pytest.raises(ProtocolError, match="pointed to memory that it has not shared"):
         raise ends.far.sink.losses[0]
@@ -226,14 +227,14 @@ async def test_what_is_void_is_void_before_and_while_it_is_read(ends: Ends) -> N
     put(ends, segment, 0)
     put(ends, segment, 8, identity=6)
     put(ends, segment, 16)
-    assert ends.far.chunk(FLOAT, 1) is not None
-    ends.near.chunks_out.void(5, 7)
-    assert ends.far.chunks_in.is_void()
-    assert ends.far.chunk(FLOAT, 1) is None
-    ends.far.chunks_in.free()
-    assert np.array_equal(ends.far.chunk(FLOAT, 1), [1]), "another operation's"
-    ends.far.chunks_in.free()
-    assert ends.far.chunks_in.is_void()
+    assert ends.far.chunks.read(FLOAT, 1) is not None
+    ends.near.chunks.writer.void(5, 7)
+    assert ends.far.chunks.reader.is_void()
+    assert ends.far.chunks.read(FLOAT, 1) is None
+    ends.far.chunks.reader.free()
+    assert np.array_equal(ends.far.chunks.read(FLOAT, 1), [1]), "another operation's"
+    ends.far.chunks.reader.free()
+    assert ends.far.chunks.reader.is_void()
     await asyncio.sleep(0)
     assert not ends.far.sink.losses
 
@@ -241,15 +242,15 @@ async def test_what_is_void_is_void_before_and_while_it_is_read(ends: Ends) -> N
 async def test_the_end_of_a_group_takes_what_is_void_too(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
-    ends.near.chunks_out.void(5, 7)
-    ends.far.chunks_in.end(7)
-    assert ends.far.chunks_in.reclaim() == (True, False)
-    assert ends.near.chunks_out.is_taken(1)
+    ends.near.chunks.writer.void(5, 7)
+    ends.far.chunks.reader.end(7)
+    assert ends.far.chunks.reader.reclaim() == (True, False)
+    assert ends.near.chunks.writer.is_taken(1)
 
 
 async def test_who_waits_until_all_is_taken_is_told(ends: Ends) -> None:
     _array, segment = await ends.share()
     put(ends, segment, 0)
-    assert not ends.near.chunks_out.is_taken(1)
-    assert ends.far.chunks_in.free(), "it has to be woken"
-    assert ends.near.chunks_out.is_taken(1)
+    assert not ends.near.chunks.writer.is_taken(1)
+    assert ends.far.chunks.reader.free(), "it has to be woken"
+    assert ends.near.chunks.writer.is_taken(1)

@@ -255,13 +255,13 @@ class Channel:
         attach = message.total >= operation.single_copy_from
         if operation.reduces and not attach:
             return None  # the peer adds from the ring as fast as it could copy from there
-        return self.shared.place_of(message.view[message.moved :], attach=attach)
+        return self.shared.references.find(message.view[message.moved :], attach=attach)
 
     def _refer(self, message: Message, place: tuple[int, int], flags: int, nbytes: int) -> bool:
         """Send a frame whose payload the peer reads in place; False if there is no space."""
         assert self.shared is not None
         header, _ = self._frame(message, flags, message.moved, nbytes)
-        return self.shared.write_reference(header, place, message.operation, partial(self._sent, message, nbytes))
+        return self.shared.references.write(header, place, message.operation, partial(self._sent, message, nbytes))
 
     def _sent(self, message: Message, nbytes: int) -> None:
         """The memory of that many bytes may be overwritten."""
@@ -420,13 +420,13 @@ class Channel:
     def purge(self, group: int, has_left: bool) -> None:
         """Free what the peer has left in shared memory for a group that is over, and will if it has not left it."""
         if self.shared is not None:
-            (self.shared.release if has_left else self.shared.purge)(group)
+            self.shared.purge(group, has_left)
 
     def drop(self, operation: Operation) -> None:
         """Forget the blocked messages of a failed operation, and where its payload was to go."""
         self._blocked.pop(operation, None)
         if self.shared is not None:
-            self.shared.void(operation)
+            self.shared.references.void(operation)
         if self.receiving is operation:
             self.receiving = None
             if self.link is not None:

@@ -14,7 +14,8 @@ from aiocoll.errors import ProtocolError
 from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 if TYPE_CHECKING:
-    from aiocoll.engine.interfaces import Source
+    from aiocoll.engine.links.channel import Channel
+    from aiocoll.engine.matching.to_self import Loopback
 
 __all__ = ["TAG_LIMIT", "InboundMessage", "Receive"]
 
@@ -68,7 +69,7 @@ class InboundMessage:
         "total",
     )
 
-    def __init__(self, channel: Source, peer: int, header: Header) -> None:
+    def __init__(self, channel: Channel | Loopback, peer: int, header: Header) -> None:
         self.channel = channel
         self.peer = peer
         self.op = header[4]

@@ -23,7 +23,7 @@ from aiocoll.transport.frame import FrameKind, Header
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
-    from aiocoll.engine.interfaces import Source
+    from aiocoll.engine.links.channel import Channel
 
 __all__ = ["Matching"]
 
@@ -102,7 +102,7 @@ class Matching:
             return None, None
         return arrival.posted, arrival.posted.view[arrival.received : arrival.received + header[7]]
 
-    def deliver(self, channel: Source, peer: int, header: Header, payload: memoryview | None) -> bool:
+    def deliver(self, channel: Channel | Loopback, peer: int, header: Header, payload: memoryview | None) -> bool:
         """Deliver a frame of a message; False if its bytes wait here."""
         kind, _, _, _, op, _, _, length, _ = header
         if kind == FrameKind.GRANT:

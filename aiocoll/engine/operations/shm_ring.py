@@ -122,7 +122,7 @@ class ShmRing(Operation):
         """Reserve the queue, if it is free, and start."""
         channel = self.comm.channels[self._right]
         link = channel.shared
-        self._holds = link is not None and link is channel.link and link.chunks_out.take(self)
+        self._holds = link is not None and link is channel.link and link.chunks.take(self)
         self.comm.polling.lookers[self] = None
         self.look()
 
@@ -187,8 +187,8 @@ class ShmRing(Operation):
         return True
 
     def _put_in_queue(self, link: SharedMemoryLink, start: int, view: memoryview) -> bool:
-        queue = link.chunks_out
-        if self._segment is None or not link.can_map(self._segment):
+        queue = link.chunks
+        if self._segment is None or not queue.can_map(self._segment):
             return queue.put(self.id, self.comm.id, self.fingerprint, view)
         place = self._segment.number, self._offset + start
         if not queue.point(self.id, self.comm.id, self.fingerprint, *place):
@@ -201,7 +201,7 @@ class ShmRing(Operation):
         if not self._pointed:
             return True
         link = self.comm.channels[self._right].shared
-        return link is None or link.chunks_out.is_taken(self._pointed)
+        return link is None or link.chunks.is_taken(self._pointed)
 
     def sent(self, message: Message, nbytes: int) -> None:
         """Bytes of a frame have been sent."""
@@ -223,21 +223,21 @@ class ShmRing(Operation):
             del self._framed[self._taken]
         elif link is None:
             return False
-        elif (found := link.chunks_in.look(self.id, self.comm.id)) < 0:
-            return link.reclaim()
+        elif (found := link.chunks.look(self.id, self.comm.id)) < 0:
+            return link.chunks.reclaim()
         elif found != self.fingerprint:
             self.comm.mismatches.disagree(self._left, self.id, self.describe())
             return False
         else:
-            incoming = link.chunk(self._plan.storage, count)
+            incoming = link.chunks.read(self._plan.storage, count)
             if incoming is None:
                 return False
             self._compute(step, start, stop, incoming)
             if self.done:  # it has failed, and its group has released the chunks
                 return True
-            if link.chunks_in.is_void():
+            if link.chunks.is_void():
                 return False
-            if link.chunks_in.free() and link is self.comm.channels[self._left].link:
+            if link.chunks.free() and link is self.comm.channels[self._left].link:
                 link.announce()
         self._taken += 1
         return True
@@ -273,7 +273,7 @@ class ShmRing(Operation):
         if step < self._taken or len(framed) + length > (stop - start) * self._plan.itemsize:
             raise ProtocolError(f"rank {peer} sent more than piece {step} of its message")
         if (link := self.comm.channels[peer].shared) is not None:
-            link.reclaim()  # unread chunks may have been the reason for the frame
+            link.chunks.reclaim()  # unread chunks may have been the reason for the frame
         framed.extend(payload)
         self.look()
         return True
@@ -305,7 +305,7 @@ class ShmRing(Operation):
         if not self.done:
             self._leave_queue(failed=True)
             if self._pointed and (link := self.comm.channels[self._right].shared) is not None:
-                link.chunks_out.void(self.id, self.comm.id)
+                link.chunks.void(self.id, self.comm.id)
             self._end()
         super().fail(error)
 
@@ -317,7 +317,7 @@ class ShmRing(Operation):
             self._holds = False
             link = self.comm.channels[self._right].shared
             if link is not None:
-                link.chunks_out.leave(failed=failed)
+                link.chunks.leave(failed=failed)
 
     def _bounds(self, part: int, chunk: int) -> tuple[int, int]:
         start, stop = self._parts[part]

@@ -13,16 +13,20 @@ they belong to. So an operation that its reader has not entered delays no other 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.errors import ProtocolError
+from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import CHUNKS, LINE, SLOTS, Direction
 from aiocoll.transport.shm.region import SharedRegion
+from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
-__all__ = ["ChunkQueueReader", "ChunkQueueWriter"]
+__all__ = ["ChunkQueueReader", "ChunkQueueWriter", "Chunks"]
 
 #: In word 3: the memory is its owner's again, who may have overwritten the chunk. No segment has this number.
 _VOID = (1 << 64) - 1
@@ -221,3 +225,110 @@ class ChunkQueueReader(_QueueEnd):
                     del self._last[group]
                     self._over.discard(group)
         return freed, wanted
+
+
+class Chunks:
+    """The chunk queues of a link, see `aiocoll.transport.shared_memory.Chunks`, and the segments that they point to.
+
+    Args:
+        writer: the queue to the peer.
+        reader: the queue from the peer.
+        sharing: of segments.
+        peer: the other rank.
+        wake: wakes the peer.
+        refuse: called with an error if the peer points to memory that it has not shared.
+    """
+
+    __slots__ = ("_peer", "_refuse", "_sharing", "_wake", "reader", "writer")
+
+    def __init__(
+        self,
+        writer: ChunkQueueWriter,
+        reader: ChunkQueueReader,
+        sharing: SegmentSharing,
+        peer: int,
+        wake: Callable[[], object],
+        refuse: Callable[[Exception], object],
+    ) -> None:
+        self.writer = writer
+        self.reader = reader
+        self._sharing = sharing
+        self._peer = peer
+        # None after `close`.
+        self._wake: Callable[[], object] | None = wake
+        self._refuse: Callable[[Exception], object] | None = refuse
+
+    @property
+    def number(self) -> int:
+        """How many chunks have been put."""
+        return self.writer.number
+
+    def take(self, holder: object) -> bool:
+        """Reserve the queue to the peer for `holder`; False if it is not available."""
+        return self.writer.take(holder)
+
+    def leave(self, *, failed: bool) -> None:
+        """Let others use the queue to the peer."""
+        self.writer.leave(failed=failed)
+
+    def can_map(self, segment: Segment) -> bool:
+        """Return whether the peer has mapped `segment`, which is offered to it if it has not been."""
+        return self._sharing.can_map(segment)
+
+    def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview) -> bool:
+        """Copy the next chunk into the queue; False if there is no room."""
+        return self.writer.put(identity, group, fingerprint, chunk)
+
+    def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int) -> bool:
+        """Put the place of the next chunk into the queue; False if there is no room."""
+        return self.writer.point(identity, group, fingerprint, segment, offset)
+
+    def is_taken(self, number: int) -> bool:
+        """Return whether the peer is done with the first `number` chunks."""
+        return self.writer.is_taken(number)
+
+    def void(self, identity: int, group: int) -> None:
+        """Report to the peer that what a failed operation points to may change."""
+        self.writer.void(identity, group)
+
+    def look(self, identity: int, group: int) -> int:
+        """Return the fingerprint of the peer's next chunk, if it is for an operation of a group; -1 if not."""
+        return self.reader.look(identity, group)
+
+    def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
+        """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
+        segment, offset = self.reader.place()
+        if not segment:
+            return self.reader.read(dtype, count)
+        found = self._sharing.read(segment, offset, dtype, count)
+        if found is None and not self.reader.is_void() and self._refuse is not None:
+            self._refuse(ProtocolError(f"rank {self._peer} pointed to memory that it has not shared"))
+        return found
+
+    def is_void(self) -> bool:
+        """Return whether the next chunk may have been overwritten, before this call or while it was read."""
+        return self.reader.is_void()
+
+    def free(self) -> bool:
+        """Be done with the next chunk; return whether its writer may have to be woken."""
+        return self.reader.free()
+
+    def reclaim(self) -> bool:
+        """Free the next chunks as long as they are of groups that are over; return whether there were any."""
+        freed, wanted = self.reader.reclaim()
+        if wanted and self._wake is not None:
+            self._wake()
+        return freed
+
+    def purge(self, group: int) -> None:
+        """Free what the peer has put, or will put, for a group that is over."""
+        self.reader.end(group)
+        self.reclaim()
+
+    def release(self, group: int) -> None:
+        """Expect nothing more for a group that is over."""
+        self.reader.release(group)
+
+    def close(self) -> None:
+        """Wake the peer and refuse chunks no more; chunks can still be read."""
+        self._wake = self._refuse = None

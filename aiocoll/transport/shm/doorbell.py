@@ -20,32 +20,17 @@ from __future__ import annotations
 import contextvars
 import mmap
 import os
-from collections.abc import Callable
-from typing import Protocol
 
 from aiocoll.runtime import Runtime
+from aiocoll.transport.base import Link, Transport
 from aiocoll.transport.shm.core import core
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.region import PAGE, create
 
-__all__ = ["Doorbell", "PeerDoorbell", "Watcher"]
+__all__ = ["Doorbell", "PeerDoorbell"]
 
 #: Index of the word that says which core the rank ran on, in a cache line of its own.
 _CORE = 8
-
-
-class Watcher(Protocol):
-    """The transport whose loop is woken; as in `aiocoll.transport.base.Transport`."""
-
-    look: Callable[[], bool]
-    linger: Callable[[bool], bool]
-
-
-class _Link(Protocol):
-    """What is polled when the doorbell is rung."""
-
-    def poll(self) -> bool:
-        """Move what can be moved now; whether anything did."""
 
 
 class Doorbell:
@@ -54,13 +39,13 @@ class Doorbell:
     Args:
         runtime: of the loop that is woken.
         fences: of this machine.
-        watcher: whose loop it is.
+        watcher: the transport whose loop it is.
 
     Raises:
         OSError: no memory or descriptor left, or the kernel forbids it.
     """
 
-    def __init__(self, runtime: Runtime, fences: Fences, watcher: Watcher) -> None:
+    def __init__(self, runtime: Runtime, fences: Fences, watcher: Transport) -> None:
         self.fences = fences
         self._watcher = watcher
         self.awake = False
@@ -75,7 +60,7 @@ class Doorbell:
             raise
         self._status = memoryview(memory).cast("Q")
         self._status[0] = 1
-        self._links: list[_Link] = []
+        self._links: list[Link] = []
         self._context: contextvars.Context | None = None
         self._holders = 0
 
@@ -95,7 +80,7 @@ class Doorbell:
         os.close(self.page)
         self._status.release()
 
-    def add(self, link: _Link) -> None:
+    def add(self, link: Link) -> None:
         """Poll `link` when the doorbell is rung; called in the context in which that shall happen."""
         if self._context is None:
             self._context = contextvars.copy_context()
@@ -104,7 +89,7 @@ class Doorbell:
         # What has been sent before is found without a call.
         self.attend()
 
-    def remove(self, link: _Link) -> None:
+    def remove(self, link: Link) -> None:
         """Poll `link` no more."""
         if link in self._links:
             self._links.remove(link)

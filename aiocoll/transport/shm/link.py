@@ -11,11 +11,7 @@ order, and which segments of memory the other end may map (`segment_sharing`). T
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from aiocoll.errors import ProtocolError
 from aiocoll.process import PidFd, peer_process
@@ -25,7 +21,7 @@ from aiocoll.transport.base import Sink
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import SEGMENT, FrameKind, Header
 from aiocoll.transport.shared_memory import MOST_BY_REFERENCE
-from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
+from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter, Chunks
 from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
 from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
 from aiocoll.transport.shm.process_memory import PeerMemory
@@ -84,7 +80,6 @@ class ShmLink:
         "_pieces_since",
         "_read_by_peer",
         "_receiving",
-        "_references",
         "_refusing",
         "_ring",
         "_runtime",
@@ -94,20 +89,18 @@ class ShmLink:
         "_words",
         "_writer_waiting",
         "announce",
-        "can_map",
-        "chunks_in",
-        "chunks_out",
+        "chunks",
         "kind",
         "peer",
-        "place_of",
         "reference_reader",
+        "references",
         "segment_sharing",
         "sink",
         "slot_reader",
         "slot_writer",
     )
 
-    __deletable__ = ("_out", "chunks_in", "chunks_out", "reference_reader", "slot_reader", "slot_writer")
+    __deletable__ = ("_out", "chunks", "reference_reader", "slot_reader", "slot_writer")
 
     sink: Sink
     carrier = "shm"
@@ -130,18 +123,25 @@ class ShmLink:
         self._words = memory.cast("Q")
         self._out = RingWriter(region, ours, fences)
         self.slot_writer, self.slot_reader = SlotWriter(region, ours, fences), SlotReader(memory, theirs, fences)
-        self.chunks_out = ChunkQueueWriter(region, ours, fences)
-        self.chunks_in = ChunkQueueReader(memory, theirs, fences)
         self.segment_sharing = SegmentSharing(stream, peer)
-        self.can_map = self.segment_sharing.can_map
+        self.chunks = Chunks(
+            ChunkQueueWriter(region, ours, fences),
+            ChunkQueueReader(memory, theirs, fences),
+            self.segment_sharing,
+            peer,
+            self.announce,
+            self._refuse_soon,
+        )
         self._order = fences.order
         self._writer_waiting = theirs.writer_waiting
         self._taken = theirs.taken
         self._read_by_peer = ours.pieces
         self._ring = theirs.ring
         self._end = theirs.lines
-        self._references = ReferenceWriter(self._out, self.segment_sharing, in_place, attach=pair.is_read)
-        self.place_of = self._references.find
+        self._kept: deque[tuple[bytes, memoryview | None]] = deque()
+        self.references = ReferenceWriter(
+            self._out, self._kept, self.segment_sharing, in_place, pair.peer_doorbell, attach=pair.is_read
+        )
         self.reference_reader = ReferenceReader(
             self.segment_sharing, pair.peer_memory, in_place, memory.cast("Q"), theirs.pieces
         )
@@ -150,7 +150,6 @@ class ShmLink:
         self._next = 1
         # Index of the word in which the next stamp will be.
         self._at = self._ring >> 3
-        self._kept: deque[tuple[bytes, memoryview | None]] = deque()
         self._started = False
         self._receiving = False
         self._ending = False
@@ -162,7 +161,7 @@ class ShmLink:
     @property
     def writable(self) -> bool:
         """Whether nothing waits to be handed over."""
-        return not self._kept and not self._references.full
+        return not self._kept and not self.references.full
 
     @property
     def shared(self) -> ShmLink:
@@ -202,22 +201,10 @@ class ShmLink:
         self._runtime.call_soon(self.poll)
         return False
 
-    def write_reference(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
-        """Send one frame whose payload the peer reads where it lies; False if there is no space."""
-        written = not self._kept and not self._ending and self._references.write(header, place, owner, read)
-        if written:
-            self._peer_doorbell.ring()
-        return written
-
-    def void(self, owner: object) -> None:
-        """What the peer has not read of `owner` may change from now on."""
-        if self._references.unread and not self._closed:
-            self._references.void(owner)
-
     def poll(self) -> bool:
         """Hand out what has arrived, for at most `BUDGET` seconds, and send what had to wait."""
         moved = self._flush() if self._kept else False
-        if self._references.unread:
+        if self.references.unread:
             moved = self._collect() or self.is_being_read() or moved
         if self._words[self._at] != self._next or not self._started or self._receiving:
             return moved
@@ -246,23 +233,12 @@ class ShmLink:
         """Whether the peer waits on the core of this rank."""
         return not self._closed and self._peer_doorbell.is_beside()
 
-    def chunk(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
-        """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
-        segment, offset = self.chunks_in.place()
-        if not segment:
-            return self.chunks_in.read(dtype, count)
-        found = self.segment_sharing.read(segment, offset, dtype, count)
-        if found is None and not self.chunks_in.is_void():
-            error = ProtocolError(f"rank {self.peer} pointed to memory that it has not shared")
-            self._runtime.call_soon(self._refuse, error)
-        return found
-
     def divert(self) -> None:
         """Nothing to do: payloads arrive whole."""
 
     def finish(self) -> None:
         """Send what is kept, then shut down the sending side of the stream."""
-        self._ending = True
+        self._ending = self.references.ended = True
         if not self._kept and not self._closed:
             self._shutdown()
 
@@ -275,6 +251,7 @@ class ShmLink:
         if self._closed:
             return
         self._closed = True
+        self.chunks.close()
         self.segment_sharing.close()
         self._doorbell.remove(self)
         self._doorbell.drop()
@@ -283,27 +260,16 @@ class ShmLink:
         self._stream.close()
         # The memory goes with the last view of it.
         self._memory, self._words, self._at = _NOTHING, _SILENCE, 0
-        self._references.close()
+        self.references.close()
         del self._out
 
-    def purge(self, group: int) -> None:
-        """Free what the peer has put, or will put, into slots and the chunk queue for a group that is over."""
+    def purge(self, group: int, has_left: bool) -> None:
+        """Free what the peer has put for a group that is over, and what it will put if it has not left the group."""
         self.slot_reader.purge(group)
-        self.chunks_in.end(group)
-        self.reclaim()
-
-    def release(self, group: int) -> None:
-        """The peer has put its last for a group that is over: free that, and expect nothing more."""
-        self.purge(group)
-        self.slot_reader.release(group)
-        self.chunks_in.release(group)
-
-    def reclaim(self) -> bool:
-        """Free the next chunks as long as they are of groups that are over; whether there were any."""
-        freed, wanted = self.chunks_in.reclaim()
-        if wanted and not self._closed:
-            self.announce()
-        return freed
+        self.chunks.purge(group)
+        if has_left:
+            self.slot_reader.release(group)
+            self.chunks.release(group)
 
     def unmap(self) -> None:
         """After `close`: unmap the segments of the peer; slots can still be read."""
@@ -312,7 +278,7 @@ class ShmLink:
     def forget(self) -> None:
         """After `close`: let go of what can still be read, and so of the memory, whoever keeps this object."""
         self.segment_sharing.forget()
-        del self.slot_writer, self.slot_reader, self.chunks_in, self.chunks_out, self.reference_reader
+        del self.slot_writer, self.slot_reader, self.chunks, self.reference_reader
 
     def _receive(self) -> None:
         words, memory, order, deliver = self._words, self._memory, self._order, self.sink.deliver
@@ -359,7 +325,7 @@ class ShmLink:
 
     def _collect(self) -> bool:
         """Say of what the peer has read that it is."""
-        references = self._references
+        references = self.references
         was_full = references.full
         found = references.collect()
         if found and not self._closed:
@@ -385,7 +351,7 @@ class ShmLink:
             self._peer_doorbell.ring()
         if kept:
             return moved
-        if not self._references.unread:
+        if not self.references.unread:
             self._out.cancel_wakeup()
         if self._ending:
             self._shutdown()
@@ -425,6 +391,10 @@ class ShmLink:
             self.close()
             if not self._refusing:
                 self.sink.lost(self, error)
+
+    def _refuse_soon(self, error: Exception) -> None:
+        """Refuse what has come, but not while an operation is looking at it."""
+        self._runtime.call_soon(self._refuse, error)
 
     def _refuse(self, error: Exception) -> None:
         """Read nothing more, since what has come cannot be taken; at the second such error, close."""

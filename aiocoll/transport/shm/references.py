@@ -12,18 +12,21 @@ has read, and drops the rest.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aiocoll.transport.base import Link
 from aiocoll.transport.frame import SEGMENT, Header
 from aiocoll.transport.shared_memory import RegisteredMemory
+from aiocoll.transport.shm.doorbell import PeerDoorbell
 from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_of, can_read
 from aiocoll.transport.shm.ring import ADDRESS, PLACE, VOID, RingWriter
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
+
+if TYPE_CHECKING:
+    from aiocoll.transport.shm.link import ShmLink
 
 __all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "Unread", "UnreadableError"]
 
@@ -83,18 +86,33 @@ class ReferenceWriter:
 
     Args:
         out: the ring.
+        kept: frames that wait for space in the ring; no frame may overtake them.
         sharing: of segments.
         own: memory of this rank.
+        doorbell: wakes the peer.
         attach: whether the peer can read the memory of this process.
 
     Attributes:
         unread: the frames that the peer has not read, in order.
+        ended: this side of the link has ended: no frame is written any more.
     """
 
-    __slots__ = ("_memory", "_out", "_registered_memory", "_sharing", "unread")
+    __slots__ = ("_doorbell", "_kept", "_memory", "_out", "_registered_memory", "_sharing", "ended", "unread")
 
-    def __init__(self, out: RingWriter, sharing: SegmentSharing, own: InPlace, *, attach: bool) -> None:
+    def __init__(
+        self,
+        out: RingWriter,
+        kept: Collection[object],
+        sharing: SegmentSharing,
+        own: InPlace,
+        doorbell: PeerDoorbell,
+        *,
+        attach: bool,
+    ) -> None:
         self._out = out
+        self._kept = kept
+        self._doorbell = doorbell
+        self.ended = False
         self._sharing = sharing
         self._registered_memory, self._memory = own.registered_memory, own.memory if attach else None
         self.unread: list[Unread] = []
@@ -121,12 +139,22 @@ class ReferenceWriter:
         return (0, address) if _is_numpys(payload.obj) or self._memory.can_show(address) else None
 
     def write(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
-        """Write a frame whose payload is at `place`; False if the ring is full."""
+        """Write a frame whose payload is at `place`; False if there is no space.
+
+        Args:
+            header: of the frame.
+            place: see `find`.
+            owner: whose payload it is.
+            read: called once the peer has read it.
+        """
+        if self._kept or self.ended:
+            return False
         # Before the entry: the reader looks whether it is wanted after it has taken that.
         self._out.request_wakeup()
         number = self._out.point(header, *place)
         if number:
             self.unread.append(Unread(number, owner, read))
+            self._doorbell.ring()
         return number > 0
 
     def collect(self) -> bool:
@@ -166,14 +194,6 @@ def _unreadable(error: OSError) -> UnreadableError:
     return UnreadableError(error.errno, f"cannot read the memory of its process: {error}")
 
 
-class _Receiver(Link, Protocol):
-    """The link that hands out what is read."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has ended."""
-
-
 class ReferenceReader:
     """The reader's end.
 
@@ -198,9 +218,7 @@ class ReferenceReader:
         # Bytes of the present frame that have been handed out.
         self._moved = 0
 
-    def take(
-        self, link: _Receiver, segment: int, entry: memoryview, header: Header, is_over: Callable[[], bool]
-    ) -> bool:
+    def take(self, link: ShmLink, segment: int, entry: memoryview, header: Header, is_over: Callable[[], bool]) -> bool:
         """Read a frame as `_take` does, and let its writer know meanwhile."""
         self.begin_read()
         try:
@@ -217,7 +235,7 @@ class ReferenceReader:
         self._words[self._pieces] = (self._words[self._pieces] | 1) + 1
 
     def _take(
-        self, link: _Receiver, segment: int, entry: memoryview, header: Header, is_over: Callable[[], bool]
+        self, link: ShmLink, segment: int, entry: memoryview, header: Header, is_over: Callable[[], bool]
     ) -> bool:
         """Read a frame and hand it out piece by piece; False if time is over before the end, or the link has closed.
 

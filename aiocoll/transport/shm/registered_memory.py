@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.transport.shared_memory import SegmentReader
+from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm.region import PAGE, create_mapped
 
-__all__ = ["MemorySegment", "RegisteredMemory"]
+__all__ = ["RegisteredMemory"]
 
 
 class _Base:
@@ -38,32 +38,16 @@ class _Base:
         self.__array_interface__ = np.frombuffer(memory, np.uint8).__array_interface__
 
 
-class MemorySegment:
-    """Memory of this rank.
+class _MappedSegment(Segment):
+    """A segment, and the memory of this rank's arrays in it.
 
     Attributes:
-        number: its name at the peers, from 1.
-        start: its address here.
-        nbytes: its size.
-        fd: its descriptor; -1 after its end.
-        readers: the links whose other ends have been told of it.
+        base: of the arrays; it ends with the last of them.
     """
 
-    __slots__ = ("base", "fd", "nbytes", "number", "readers", "start")
+    __slots__ = ("base",)
 
-    def __init__(self, number: int, start: int, nbytes: int, fd: int) -> None:
-        self.number = number
-        self.start = start
-        self.nbytes = nbytes
-        self.fd = fd
-        self.readers: list[SegmentReader] = []
-        self.base: weakref.ref[_Base]
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+    base: weakref.ref[_Base]
 
 
 class RegisteredMemory:
@@ -75,7 +59,7 @@ class RegisteredMemory:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         #: By address.
-        self.segments: list[MemorySegment] = []
+        self.segments: list[_MappedSegment] = []
         #: Whether it has been logged that there is no memory for one.
         self.troubled = False
         self._loop = loop
@@ -98,10 +82,10 @@ class RegisteredMemory:
             os.close(fd)
         else:
             self._made += 1
-            self._add(MemorySegment(self._made, base.__array_interface__["data"][0], size, fd), base)
+            self._add(_MappedSegment(self._made, base.__array_interface__["data"][0], size, fd), base)
         return array[:nbytes]
 
-    def find(self, array: NDArray[Any]) -> tuple[MemorySegment, int] | None:
+    def find(self, array: NDArray[Any]) -> tuple[_MappedSegment, int] | None:
         """Return the segment in which all of a contiguous array lies, and its offset there; None if there is none."""
         start: int = array.__array_interface__["data"][0]
         place = bisect_right(self.segments, start, key=_start) - 1
@@ -119,7 +103,7 @@ class RegisteredMemory:
         for segment in segments:
             _end(segment)
 
-    def _add(self, segment: MemorySegment, base: _Base) -> None:
+    def _add(self, segment: _MappedSegment, base: _Base) -> None:
         self._sweep()
 
         def ended(_: object) -> None:
@@ -137,14 +121,14 @@ class RegisteredMemory:
             _end(segment)
 
 
-def _start(segment: MemorySegment) -> int:
+def _start(segment: _MappedSegment) -> int:
     return segment.start
 
 
-def _end(segment: MemorySegment) -> None:
+def _end(segment: _MappedSegment) -> None:
     segment.close()
-    for reader in segment.readers:
-        reader.withdraw(segment.number)
+    for ended in segment.readers:
+        ended(segment.number)
 
 
 def _available() -> int:

@@ -120,7 +120,7 @@ class SegmentSharing:
             except BlockingIOError:
                 return  # with the next chunk, then
         self._offered.add(segment.number)
-        segment.readers.append(self)
+        segment.readers.append(self.withdraw)
 
     def _tell(self, what: int, number: int) -> None:
         self._unsent.append(_MESSAGE.pack(what, number, 0))

@@ -9,8 +9,9 @@ from typing import Any
 
 from aiocoll.log import logger
 from aiocoll.runtime import Runtime
+from aiocoll.transport.base import Transport
 from aiocoll.transport.shm import passing
-from aiocoll.transport.shm.doorbell import Doorbell, Watcher
+from aiocoll.transport.shm.doorbell import Doorbell
 from aiocoll.transport.shm.fence import fences
 from aiocoll.transport.shm.layout import LinkLayout
 from aiocoll.transport.shm.link import Pair
@@ -38,7 +39,7 @@ class Sharing:
         runtime: Runtime,
         rank: int,
         ranks: int,
-        watcher: Watcher,
+        watcher: Transport,
         *,
         wanted: bool,
         single_copy: bool,
