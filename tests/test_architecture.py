@@ -23,6 +23,7 @@ from docs import generate
 from .internals import replaced
 from .layers import LAYERS
 from .ranks import run_ranks
+from .test_house import MODULES, imports
 
 PACKAGE = generate.ROOT / "aiocoll"
 FAKES = generate.ROOT / "tests" / "fakes"
@@ -120,9 +121,12 @@ def test_the_parts_of_the_engine_are_all_there_and_import_those_above_them() -> 
     parts = re.findall(r"^\| `engine/(\w+)/` \|", PAGE, re.M)
     assert sorted(parts) == sorted(path.parent.name for path in PACKAGE.glob("engine/*/__init__.py"))
     for number, part in enumerate(parts):
-        text = "".join(path.read_text() for path in (PACKAGE / "engine" / part).glob("*.py"))
-        used = set(re.findall(r"^ *from aiocoll\.engine\.(\w+)", text, re.M))
-        assert used <= set(parts[: number + 1]), part
+        modules = [name for name in MODULES if name.startswith(f"engine.{part}.")]
+        used = {
+            each.split(".")[1] for name in modules for each in imports(name, types=False) if each.startswith("engine.")
+        }
+        assert modules, part
+        assert used <= {"interfaces", *parts[: number + 1]}, part
 
 
 def test_the_wire_page_has_all_kinds_of_what_is_sent() -> None:

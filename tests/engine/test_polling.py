@@ -167,6 +167,7 @@ def test_without_links_or_time_it_does_not_poll(spin: float, links: bool) -> Non
     assert bench.polls == 0
 
 
+@pytest.mark.pure
 def test_a_turn_in_which_something_moved_polls_on_until_an_operation_ends() -> None:
     bench = Bench([True] * 1000)
     bench.pending += ["one"]
@@ -178,6 +179,7 @@ def test_a_turn_in_which_something_moved_polls_on_until_an_operation_ends() -> N
     assert bench.polls == 5
 
 
+@pytest.mark.pure
 def test_a_turn_in_which_nothing_comes_any_more_is_the_last_that_polls() -> None:
     bench = Bench([True] * 3)
     bench.pending += ["one"]
@@ -186,6 +188,7 @@ def test_a_turn_in_which_nothing_comes_any_more_is_the_last_that_polls() -> None
     assert not bench.polling.linger(False)
 
 
+@pytest.mark.pure
 def test_a_turn_that_was_too_short_for_what_comes_is_followed_by_another_one() -> None:
     bench = Bench([True] * 100_000)
     bench.pending += ["one"]

@@ -43,7 +43,7 @@ def by_reference(op: int, nbytes: int, kind: int = FrameKind.DATA, offset: int =
 
 def registered_memory(link: ShmLink) -> RegisteredMemory:
     """Return that of the rank that has the link."""
-    return link._references._registered_memory  # type: ignore[return-value]
+    return link.references._registered_memory  # type: ignore[return-value]
 
 
 class Ends:
@@ -412,7 +412,7 @@ async def test_memory_that_no_process_can_read(monkeypatch: pytest.MonkeyPatch) 
     """As what the driver of a device has mapped into this one: that is copied."""
     async with ends("process") as both:
         array = await both.array(1000)
-        memory = both.near._references._memory
+        memory = both.near.references._memory
         assert memory is not None
         monkeypatch.setattr(type(memory), "can_show", lambda self, address: False)
         assert both.place(np.frombuffer(bytearray(1000), np.uint8)) is None
