@@ -69,7 +69,6 @@ class Lifetime:
             watch_works()
         if not origin.dry:
             self._comm.endpoint.loop_end.add(self)
-        open_groups.add(dispatcher.group)
 
     @property
     def is_ending(self) -> bool:

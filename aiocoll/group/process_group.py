@@ -14,6 +14,7 @@ from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.matching.probe import Envelope
 from aiocoll.errors import GroupError
+from aiocoll.group import open_groups
 from aiocoll.group.cartesian import CartesianGroup, make_cartesian
 from aiocoll.group.collectives import Collectives
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
@@ -131,6 +132,7 @@ class ProcessGroup:
         self._parts = GroupParts(
             comm, dispatcher, self._collectives, self._messages, reconfigurer, lifetime, spec.devices
         )
+        open_groups.add(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._dispatcher.closed else "open" if self._comm.cause is None else "revoked"
