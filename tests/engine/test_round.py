@@ -35,8 +35,8 @@ def test_round_of_allreduce_posts_once_and_folds_in_rank_order() -> None:
     tensor = Region(0, 0, 3)
     each = rounds("allreduce", "oneshot")[2]
     assert each.first == (Contribution(tensor, (3, 0, 1)),)
-    assert [take.peer for take in each.takes] == [1, 0, 3]
-    assert (each.fold, each.sources, each.last) == (tensor, (1, 0, tensor, 2), ())
+    assert [take.peer for take in each.takes] == [0, 1, 3]
+    assert (each.fold, each.sources, each.last) == (tensor, (0, 1, tensor, 2), ())
 
 
 def test_round_of_central_posts_the_result_at_the_end() -> None:

@@ -41,7 +41,7 @@ class Round(NamedTuple):
     Attributes:
         copies: target and source of each local copy.
         first: contributions posted at the start.
-        takes: contributions that this rank reads.
+        takes: contributions that this rank reads, by ascending rank.
         fold: the region that is reduced into; None if contributions are copied.
         sources: what is folded, in order: an index into `takes`, or a region of this rank.
         last: contributions posted at the end.
@@ -80,6 +80,7 @@ class Round(NamedTuple):
                 copies.append((action.region, action.sources[0]))
             else:
                 raise ValueError(f"algorithm={program.algorithm!r} has more than one round: {action}")
+        takes.sort(key=lambda take: take.peer)  # a mismatch names the lowest rank that differs
         index = {take.region: number for number, take in enumerate(takes)}
         sources = () if fold is None else tuple(index.get(source, source) for source in fold.sources)
         region = None if fold is None else fold.region
