@@ -70,9 +70,6 @@ class SlotReader(Protocol):
     def look(self, slot: int, identity: int, group: int) -> int:
         """Return the fingerprint of what was posted for an operation of a group in its slot; -1 if nothing was."""
 
-    def is_unread(self, slot: int) -> bool:
-        """Whether something was posted there that was not read: what `look` finds may have been read before."""
-
     def length(self, slot: int) -> int:
         """Return the bytes that whoever posted says are there."""
 

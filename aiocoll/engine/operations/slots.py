@@ -71,6 +71,7 @@ class Slots:
         for region, readers in contributions:
             array = region_of(arrays, region)
             nbytes = array.nbytes
+            # hot path: inlined from slot
             slot = identity % SMALL_SLOTS if nbytes <= small else SMALL_SLOTS + identity % MIDDLE_SLOTS
             for rank in readers:
                 channel = channels[rank]
@@ -92,8 +93,7 @@ class Slots:
         link = self._channels[rank].shared
         if link is None:
             return False
-        slot = identity % SMALL_SLOTS if nbytes <= self.small else SMALL_SLOTS + identity % MIDDLE_SLOTS
-        reader = link.slot_reader
+        slot, reader = self.slot(identity, nbytes), link.slot_reader
         return reader.look(slot, identity, self._group) == fingerprint and reader.length(slot) == nbytes
 
     def deliver(self, operation: Any, peer: int, step: int, nbytes: int | None = None) -> bool:
@@ -138,6 +138,7 @@ class Slots:
             link = channels[rank].shared
             if link is None:
                 return number
+            # hot path: inlined from slot
             slot = identity % SMALL_SLOTS if nbytes <= self.small else SMALL_SLOTS + identity % MIDDLE_SLOTS
             found = link.slot_reader.look(slot, identity, group)
             if found < 0:
@@ -151,6 +152,7 @@ class Slots:
         channels, small = self._channels, self.small
         found: list[NDArray[Any]] = []
         for rank, nbytes, region in takes:
+            # hot path: inlined from slot
             slot = identity % SMALL_SLOTS if nbytes <= small else SMALL_SLOTS + identity % MIDDLE_SLOTS
             link = channels[rank].shared
             assert link is not None
@@ -161,6 +163,7 @@ class Slots:
         """Let the ranks reuse the slots of contributions that have been read."""
         channels, small = self._channels, self.small
         for rank, nbytes, _ in takes:
+            # hot path: inlined from slot
             slot = identity % SMALL_SLOTS if nbytes <= small else SMALL_SLOTS + identity % MIDDLE_SLOTS
             link = channels[rank].shared
             assert link is not None
