@@ -64,7 +64,7 @@ LIMITS = {
     # failure
     "blocked_after": ("aiocoll.engine.failure.watchdog.BLOCKED_AFTER",),
     "connect_again": ("aiocoll.engine.failure.failure_detector.CONNECT_AGAIN",),
-    "control_parting": ("aiocoll.engine.control.star.PARTING",),
+    "control_parting": ("aiocoll.engine.control.departure.PARTING",),
     "dial_doubt": ("aiocoll.transport.stream.dialler._DOUBT",),
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),

@@ -220,7 +220,7 @@ class Endpoint:
         self.agreements.close()
         # A program interrupted in one of these steps waits no longer, but still closes everything.
         try:
-            await self.control.part()
+            await self.control.departure.run()
         finally:
             try:
                 await self._end()
@@ -252,7 +252,7 @@ class Endpoint:
     def _say_end(self) -> list[Link]:
         """Say goodbye on all links, and return them."""
         self.channels.say({"t": "end", "moved": self.agreements.moved()})
-        self.control.goodbye()
+        self.control.departure.goodbye()
         links = self._all_links()
         for link in links:
             link.finish()

@@ -83,7 +83,7 @@ class Receiver(NamedTuple):
         elif kind == "end":
             self._finished(peer, message["moved"])
             if not direct:
-                self.control.ends(peer, message["linked"], message["moved"])
+                self.control.departure.ended(peer, message["linked"], message["moved"])
             self.groups.ended(peer, () if direct else message["linked"], direct)
         elif kind == "ended":
             for rank, _, moved in message["ranks"]:
@@ -92,7 +92,7 @@ class Receiver(NamedTuple):
             for rank, linked, _ in message["ranks"]:
                 self.groups.ended(rank, linked)
         elif kind == "known":
-            self.control.parted()
+            self.control.departure.finish()
         elif kind == "bye":
             self.groups.parted(peer, message, direct)
         elif kind == "died":

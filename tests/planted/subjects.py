@@ -105,7 +105,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("Session.message_received",),
             (("test_tcp.py", "-k", "cut_off or has_no_deadline or never_wins"), ("test_claim.py", "-k", "server")),
         ),
-        "control": Subject(("ControlPlane.flood", "Receiver.receive"), (GOODBYE,)),
+        "control": Subject(("ControlPlane.flood", "Departure.ended", "Receiver.receive"), (GOODBYE,)),
         "slots": Subject(
             (
                 "SlotWriter._reserve",

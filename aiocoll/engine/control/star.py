@@ -2,8 +2,7 @@
 
 It carries small msgpack maps: who has left, what has failed, who waits for whom. A message between two ranks without a
 link goes through the hub, which also broadcasts what concerns all ranks. A broken control link is how a loss is
-noticed, so a rank that ends must first tell everybody: it tells the hub, which relays the message and answers; the hub
-itself waits until every other rank is linked to it, and tells them all.
+noticed, so a rank that ends must first tell everybody (`aiocoll.engine.control.departure`).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from aiocoll.engine.control.departure import Departure
 from aiocoll.engine.control.messages import CONTROL, ControlMessage
 from aiocoll.engine.control.sending import send_message
 from aiocoll.engine.job.context import Context
@@ -28,17 +28,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ControlPlane"]
 
-#: Seconds for which the hub lets others end first: ranks that end together are spared a sequence of new hubs.
-PATIENCE = 0.05
-#: Seconds after which a rank ends even if not all others have learned of it.
-PARTING = 1.0
-
 
 class ControlPlane:
     """The sink of all control links of one rank, and their owner.
 
     Args:
         context: of the endpoint.
+
+    Attributes:
+        departure: ends this rank in order.
     """
 
     _ranks: Roster
@@ -51,20 +49,16 @@ class ControlPlane:
         self._links: dict[int, Link] = {}
         self._gone: set[int] = set()
         self._hub = 0
-        # As the hub: ranks that ended in this turn of the loop, the links of each, and the groups each continued
-        # elsewhere.
-        self._ended: list[tuple[int, list[int], list[int]]] = []
         self._dialling: set[int] = set()
         self._backlog: list[tuple[int, ControlMessage]] = []
         self._formed: asyncio.Future[None] = context.loop.create_future()
         self._lost_early: RendezvousError | None = None
-        self._parting: asyncio.Future[None] | None = None
-        self._patient = True
-        self._notified: int | None = None
+        self.departure = Departure(context, self)
 
     def connect(self, ranks: Roster, detector: FailureDetector, direct_links: PeerLinks, receiver: Receiver) -> None:
         """Set the parts that are notified of links and messages."""
         self._ranks, self._detector, self._direct_links, self._receiver = ranks, detector, direct_links, receiver
+        self.departure.connect(receiver)
 
     @property
     def links(self) -> list[Link]:
@@ -77,6 +71,11 @@ class ControlPlane:
         while self._hub in self._gone:
             self._hub += 1
         return self._hub
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all other ranks have ended or died."""
+        return len(self._gone) == self._context.world_size - 1
 
     def link(self, rank: int) -> Link | None:
         """Return the control link to `rank`, if there is one."""
@@ -143,7 +142,7 @@ class ControlPlane:
         self._detector.linked(link)
         self._ranks.restored(link.peer)
         self._direct_links.attached(link)
-        self._part()
+        self.departure.advance()
 
     # -- sending
 
@@ -164,28 +163,6 @@ class ControlPlane:
         for rank in ranks:
             if rank != self._context.rank:
                 self.tell(rank, message)
-
-    async def part(self) -> None:
-        """Tell all other ranks that this one ends, unless `goodbye` will tell them; give up after a while."""
-        self._parting = self._context.loop.create_future()
-        call_later = self._context.runtime.call_later
-        timers = call_later(PATIENCE, self._stop_waiting), call_later(PARTING, self.parted)
-        self._part()
-        try:
-            await self._parting
-        finally:
-            for timer in timers:
-                timer.cancel()
-
-    def goodbye(self) -> None:
-        """Tell every linked peer that this rank ends in order."""
-        for link in self.links:
-            if link.peer != self._notified:
-                send_message(link, self._end())
-
-    def _end(self) -> ControlMessage:
-        """Return the message that this rank ends, which lists its data links."""
-        return {"t": "end", **self._receiver.parting()}
 
     # -- receiving: the sink of control links
 
@@ -240,57 +217,13 @@ class ControlPlane:
             if hub in self._gone:
                 self.succeed_hub()
             self._ranks.changed()
-            self._part()
+            self.departure.advance()
 
     def miss(self, rank: int, detail: str) -> None:
         """End `join` with an error if it still waits, since a rank has died."""
         if not self._formed.done():
             self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
             self._formed.set_result(None)
-
-    def ends(self, peer: int, linked: list[int], moved: list[int]) -> None:
-        """A rank ends; a rank that is not the hub tells only the hub, which tells the others."""
-        was_hub = peer == self.hub
-        self.gone(peer)
-        if not was_hub:
-            if not self._ended:
-                self._context.runtime.call_soon(self._pass_on)
-            self._ended.append((peer, linked, moved))
-
-    def _pass_on(self) -> None:
-        """Tell the others which ranks have ended; when many end in one turn of the loop, most need not be told."""
-        ended, self._ended = self._ended, []
-        for rank in range(self._context.world_size):
-            others = [each for each in ended if each[0] != rank]
-            if others:
-                self.flood({"t": "ended", "ranks": others}, [rank])
-        for rank, _, _ in ended:
-            if rank in self._links:
-                send_message(self._links[rank], {"t": "known"})
-
-    def _part(self) -> None:
-        """Take the next step of ending, if this rank is ending."""
-        if self._parting is None or self._parting.done():
-            return
-        size, rank, hub = self._context.world_size, self._context.rank, self.hub
-        if len(self._gone) == size - 1:
-            self.parted()
-        elif rank == hub:
-            away = self._gone | {rank}
-            if not self._patient and all(each in self._links for each in range(size) if each not in away):
-                self.parted()
-        elif hub in self._links and self._notified != hub:
-            self._notified = hub
-            send_message(self._links[hub], self._end())
-
-    def _stop_waiting(self) -> None:
-        self._patient = False
-        self._part()
-
-    def parted(self) -> None:
-        """All ranks that must know that this one ends know it."""
-        if self._parting is not None and not self._parting.done():
-            self._parting.set_result(None)
 
     def succeed_hub(self) -> None:
         """The hub may have changed: make sure that there is a link to it."""
