@@ -1,6 +1,6 @@
 """CUDA devices and NCCL for collectives on CUDA arrays. Loaded by the first call on such an array.
 
-api           the functions of CUDA and NCCL that are used, as two protocols of plain integers
+api           the functions of CUDA and NCCL that are used, and kernels, as protocols of plain integers
 cupy_api      both of them by CuPy: the only module that imports it
 driver        some calls of CUDA without CuPy
 ctypes_cuda   all calls of CUDA without CuPy, over the driver

@@ -1,4 +1,4 @@
-"""The functions of CUDA and NCCL that are used: two protocols of plain integers.
+"""The functions of CUDA and NCCL that are used, and the kernels of the library: protocols of plain integers.
 
 Devices are ordinals, streams, events and memory are addresses. `aiocoll.gpu.cupy_api` has both by CuPy; a fake device
 can stand in. Whoever calls must know: no call but `event_synchronize`, `NcclCommunicator.abort` and those of NCCL may
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-__all__ = ["Cuda", "DeviceError", "Nccl", "NcclCommunicator"]
+__all__ = ["Cuda", "DeviceError", "Kernels", "Nccl", "NcclCommunicator"]
 
 
 class DeviceError(Exception):
@@ -33,8 +33,24 @@ class DeviceError(Exception):
         self.status = status
 
 
+class Kernels(Protocol):
+    """Arithmetic on a device, for which the CUDA runtime has no function."""
+
+    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
+        """Write the products of `count` elements and `factor`, in the order of `stream`; source may be target.
+
+        `dtype` is a float of 16 bits or more, or complex; of any other it raises a `DeviceError` that is not fatal.
+        """
+
+
 class Cuda(Protocol):
-    """The CUDA runtime of this process; every call raises `DeviceError` when it fails."""
+    """The CUDA runtime of this process; every call raises `DeviceError` when it fails.
+
+    Attributes:
+        kernels: launched on streams of this runtime.
+    """
+
+    kernels: Kernels
 
     def version(self) -> int:
         """Return the version of the runtime, such as 12080."""
@@ -110,12 +126,6 @@ class Cuda(Protocol):
 
     def scratch_free(self, address: int, stream: int) -> None:
         """Free what `scratch` has returned, behind the work that is on `stream` now."""
-
-    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Write the products of `count` elements and `factor`, in the order of `stream`; source may be target.
-
-        `dtype` is a float of 16 bits or more, or complex; of any other it raises a `DeviceError` that is not fatal.
-        """
 
 
 class NcclCommunicator(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.elements.dtypes import DType, by_name
-from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.api import DeviceError, Kernels
 from aiocoll.gpu.driver import Driver
 
 __all__ = ["SIGNATURES", "CtypesCuda"]
@@ -67,6 +67,7 @@ class CtypesCuda(Driver):
         for name, types in SIGNATURES.items():
             call = self._calls[name] = getattr(library, name)
             call.argtypes, call.restype = types, _INT
+        self.kernels: Kernels = _TorchKernels()
 
     def version(self) -> int:
         """Return the version of CUDA that the driver has, such as 12080."""
@@ -161,8 +162,22 @@ class CtypesCuda(Driver):
         """Free what `scratch` has returned, behind the work that is on `stream` now."""
         self._call("cuMemFreeAsync", address, stream)
 
+    def _number(self, name: str, *args: Any) -> int:
+        number = ctypes.c_int()
+        self._call(name, ctypes.byref(number), *args)
+        return number.value
+
+    def _address(self, name: str, *args: Any) -> int:
+        address = ctypes.c_void_p()
+        self._call(name, ctypes.byref(address), *args)
+        return address.value or 0
+
+
+class _TorchKernels:
+    """`Kernels` by torch."""
+
     def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Write the products of `count` elements and `factor`, by torch."""
+        """Write the products of `count` elements and `factor`."""
         torch = sys.modules.get("torch")
         kind = by_name(dtype)
         if kind.kind not in ("half", "float", "complex") or kind.itemsize == 1:
@@ -176,16 +191,6 @@ class CtypesCuda(Driver):
                 torch.mul(given, number, out=made)
         except Exception as error:  # torch may raise anything
             raise DeviceError("scale", str(error), fatal=False) from error
-
-    def _number(self, name: str, *args: Any) -> int:
-        number = ctypes.c_int()
-        self._call(name, ctypes.byref(number), *args)
-        return number.value
-
-    def _address(self, name: str, *args: Any) -> int:
-        address = ctypes.c_void_p()
-        self._call(name, ctypes.byref(address), *args)
-        return address.value or 0
 
 
 class _Pinned:

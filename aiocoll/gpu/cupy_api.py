@@ -21,7 +21,7 @@ from cupy.cuda import runtime
 from numpy.typing import NDArray
 
 from aiocoll.errors import BackendUnavailableError
-from aiocoll.gpu.api import Cuda, DeviceError, Nccl
+from aiocoll.gpu.api import Cuda, DeviceError, Kernels, Nccl
 from aiocoll.gpu.driver import HARMLESS, Driver, load
 
 __all__ = ["cuda", "nccl"]
@@ -92,6 +92,19 @@ class _StreamAddress:
         return (0, self._address)
 
 
+class _Kernels:
+    """`Kernels` by CuPy."""
+
+    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
+        if dtype not in _SCALE and dtype not in _SCALED:
+            raise DeviceError("scale", f"{dtype} cannot be multiplied on a device", fatal=False)
+        try:
+            with cupy.cuda.Stream.from_external(_StreamAddress(stream)):
+                _scaled(target, source, count, dtype, factor)
+        except Exception as error:  # compiling may raise anything, such as ImportError without NVRTC
+            raise DeviceError("scale", str(error), fatal=False) from error
+
+
 class _Cuda:
     """`Cuda` by `cupy.cuda.runtime`; calls that must not hold the GIL or make a context go to the driver."""
 
@@ -108,6 +121,7 @@ class _Cuda:
         self.device_of = driver.device_of
         self.event_done = driver.event_done
         self.stream_write = driver.stream_write
+        self.kernels: Kernels = _Kernels()
 
     @_named("cudaRuntimeGetVersion")
     def version(self) -> int:
@@ -176,15 +190,6 @@ class _Cuda:
     @_named("cudaFreeAsync")
     def scratch_free(self, address: int, stream: int) -> None:
         runtime.freeAsync(address, stream)
-
-    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        if dtype not in _SCALE and dtype not in _SCALED:
-            raise DeviceError("scale", f"{dtype} cannot be multiplied on a device", fatal=False)
-        try:
-            with cupy.cuda.Stream.from_external(_StreamAddress(stream)):
-                _scaled(target, source, count, dtype, factor)
-        except Exception as error:  # compiling may raise anything, such as ImportError without NVRTC
-            raise DeviceError("scale", str(error), fatal=False) from error
 
 
 class _Communicator:

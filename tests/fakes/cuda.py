@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from aiocoll.elements.dtypes import by_name
 from aiocoll.elements.ops import ReduceOp, kernel
-from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.api import DeviceError, Kernels
 
 from .memory import HOST, BadAddressError, FakeMemory
 from .occupancy import Room
@@ -66,6 +66,7 @@ class FakeCuda:
         capabilities: of the devices; change one to play an older GPU.
         latency: seconds that every kernel and copy takes.
         memory: of the devices and the page-locked one of the host.
+        kernels: of these devices.
         calls: how often each function of the runtime was called.
         hooks: what is told each call by its name as it begins; it may wait or raise.
         contexts: of each device that has a context, the call that has made it, and the thread it was made in.
@@ -84,6 +85,7 @@ class FakeCuda:
         self.capabilities = [(9, 0)] * devices
         self.latency = 0.0
         self.memory = FakeMemory()
+        self.kernels: Kernels = FakeKernels(self)
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.hooks: list[Callable[[str], object]] = []
         self.contexts: dict[int, str] = {}
@@ -376,31 +378,6 @@ class FakeCuda:
             raise DeviceError("scratch_free", f"{INVALID_VALUE}: {address:#x} is not in use", fatal=False)
         on.kernel(lambda: self._scratch.pop(address).fill(0xDD), 0.0)
 
-    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
-        """Write the products of `count` elements and `factor`, in the order of `stream`; in place if both are one.
-
-        `dtype` is a float of 16 bits or more, or complex; of any other it raises a `DeviceError` that is not fatal.
-        """
-        on = self._open(stream, "scale")
-        if self._begin("scale") is not on.device:
-            raise DeviceError("scale", f"{INVALID_HANDLE}: the stream is not of the thread's device", fatal=False)
-        kind, where = by_name(dtype), on.device.ordinal
-        if kind.kind not in ("half", "float", "complex") or kind.itemsize == 1:
-            raise DeviceError("scale", f"{INVALID_VALUE}: dtype {dtype}", fatal=False)
-        nbytes = count * kind.itemsize
-        for address in (target, source):
-            self.check("scale", address, nbytes, where)
-
-        def work() -> None:
-            given = self.memory.at(source, nbytes, where).view(kind.storage)
-            made = self.memory.at(target, nbytes, where).view(kind.storage)
-            prescale = kernel(ReduceOp.PREMUL_SUM(factor), kind, 1).prescale
-            assert prescale is not None
-            with np.errstate(all="ignore"):
-                prescale(given, made)
-
-        on.kernel(work, self.latency)
-
     # -- what is looked at in every call
 
     def check(self, call: str, address: int, nbytes: int, where: int) -> None:
@@ -496,3 +473,35 @@ class FakeCuda:
         if found.capturing:
             raise DeviceError(call, "operation not permitted when stream is capturing", fatal=False)
         return found
+
+
+class FakeKernels:
+    """The kernels of a `FakeCuda`, as `aiocoll.gpu.api.Kernels` wants them."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def scale(self, target: int, source: int, count: int, dtype: str, factor: complex, stream: int) -> None:
+        """Write the products of `count` elements and `factor`, in the order of `stream`.
+
+        `dtype` is a float of 16 bits or more, or complex; of any other it raises a `DeviceError` that is not fatal.
+        """
+        on = self._cuda._open(stream, "scale")
+        if self._cuda._begin("scale") is not on.device:
+            raise DeviceError("scale", f"{INVALID_HANDLE}: the stream is not of the thread's device", fatal=False)
+        kind, where = by_name(dtype), on.device.ordinal
+        if kind.kind not in ("half", "float", "complex") or kind.itemsize == 1:
+            raise DeviceError("scale", f"{INVALID_VALUE}: dtype {dtype}", fatal=False)
+        nbytes = count * kind.itemsize
+        for address in (target, source):
+            self._cuda.check("scale", address, nbytes, where)
+
+        def work() -> None:
+            given = self._cuda.memory.at(source, nbytes, where).view(kind.storage)
+            made = self._cuda.memory.at(target, nbytes, where).view(kind.storage)
+            prescale = kernel(ReduceOp.PREMUL_SUM(factor), kind, 1).prescale
+            assert prescale is not None
+            with np.errstate(all="ignore"):
+                prescale(given, made)
+
+        on.kernel(work, self._cuda.latency)

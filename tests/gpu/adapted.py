@@ -229,7 +229,7 @@ class _Cuda(CtypesCuda):
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__(libcuda(cuda))
-        self.scale = cuda.scale  # type: ignore[method-assign]
+        self.kernels = cuda.kernels
 
 
 class _Played(stub_cupy.Log):
@@ -321,7 +321,7 @@ def _cupy(cuda: FakeCuda, nccl: Any) -> tuple[Any, Any]:
 
         cupy_api.load = lambda: Driver(libcuda(cuda))  # type: ignore[attr-defined]
         made = cupy_api.cuda()
-        made.scale = cuda.scale  # type: ignore[method-assign]
+        made.kernels = cuda.kernels
         return made, cupy_api.nccl()[0]
     finally:
         for name, module in before.items():

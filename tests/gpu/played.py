@@ -104,7 +104,7 @@ class _Torch(Torch):
         """Multiply on the current stream of the thread's device."""
         cuda, stream = self._cuda, self.streams.get(self._cuda.current(), 0)
         count = given.nbytes // np.dtype(by_name(given.dtype).storage).itemsize
-        cuda.scale(out.address, given.address, count, given.dtype, number, stream)
+        cuda.kernels.scale(out.address, given.address, count, given.dtype, number, stream)
 
     def _made(self, device: int) -> _Stream:
         with self._on(device):

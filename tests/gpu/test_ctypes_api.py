@@ -206,18 +206,18 @@ def test_factors_are_torchs(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     for dtype, factor, expected in (("float32", 2.0, [2, 4]), ("complex64", 2j, [2j, 4j])):
         values = np.array([1, 2], dtype)
-        cuda.scale(values.ctypes.data, values.ctypes.data, 2, dtype, factor, STREAM)
+        cuda.kernels.scale(values.ctypes.data, values.ctypes.data, 2, dtype, factor, STREAM)
         assert values.tolist() == expected
     assert torch.streams == [STREAM, STREAM]
     with pytest.raises(DeviceError, match="int32 cannot be multiplied") as caught:
-        cuda.scale(1, 1, 1, "int32", 2, STREAM)
+        cuda.kernels.scale(1, 1, 1, "int32", 2, STREAM)
     assert not caught.value.fatal
     del torch.float32
     with pytest.raises(DeviceError, match="float32"):
-        cuda.scale(1, 1, 1, "float32", 2, STREAM)
+        cuda.kernels.scale(1, 1, 1, "float32", 2, STREAM)
     monkeypatch.delitem(sys.modules, "torch")
     with pytest.raises(DeviceError, match="factors need torch"):
-        cuda.scale(1, 1, 1, "float32", 2, STREAM)
+        cuda.kernels.scale(1, 1, 1, "float32", 2, STREAM)
 
 
 # -- NCCL

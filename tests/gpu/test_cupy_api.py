@@ -145,7 +145,7 @@ def test_pinned_memory_ends_with_its_last_view(cuda: Cuda, log: Log) -> None:
     ],
 )
 def test_scaling(cuda: Cuda, log: Log, dtype: str, factor: complex, shown: str) -> None:
-    cuda.scale(0x200, 0x100, 5, dtype, factor, 0x70)
+    cuda.kernels.scale(0x200, 0x100, 5, dtype, factor, 0x70)
     assert log.calls[0] == ("from_external", ((0, 0x70),))
     name, args = log.calls[-1]
     assert name == ("multiply" if shown == dtype != "float16" else "kernel")
@@ -159,11 +159,11 @@ def test_scaling(cuda: Cuda, log: Log, dtype: str, factor: complex, shown: str) 
 def test_scaling_that_cannot_be(cuda: Cuda, log: Log) -> None:
     for dtype in ("float8_e4m3fn", "int32"):
         with pytest.raises(DeviceError, match=f"scale: {dtype} cannot be multiplied on a device") as error:
-            cuda.scale(1, 2, 3, dtype, 2.0, 0)
+            cuda.kernels.scale(1, 2, 3, dtype, 2.0, 0)
         assert not error.value.fatal
     log.errors["multiply"] = lambda: ImportError("no NVRTC")
     with pytest.raises(DeviceError, match="scale: no NVRTC") as error:
-        cuda.scale(1, 2, 3, "float32", 2.0, 0)
+        cuda.kernels.scale(1, 2, 3, "float32", 2.0, 0)
     assert not error.value.fatal
 
 

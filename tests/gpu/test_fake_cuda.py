@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aiocoll.elements.dtypes import by_name
-from aiocoll.gpu.api import Cuda, DeviceError, Nccl, NcclCommunicator
+from aiocoll.gpu.api import Cuda, DeviceError, Kernels, Nccl, NcclCommunicator
 
 from ..fakes import memory as fake_memory
 from ..fakes.arrays import FakeArray
@@ -29,6 +29,7 @@ def test_the_fakes_have_all_that_the_protocols_ask_for(cuda: FakeCuda) -> None:
     nccl = FakeNccl(cuda)
     parts: list[tuple[Any, type]] = [
         (cuda, Cuda),
+        (cuda.kernels, Kernels),
         (nccl, Nccl),
         (nccl.init(1, nccl.unique_id(), 0), NcclCommunicator),
     ]
@@ -265,10 +266,10 @@ def test_scale(cuda: FakeCuda, name: str) -> None:
     source, target = FakeArray(cuda, np.full(3, one, dtype.storage), 0, dtype), FakeArray(
         cuda, np.zeros(3, dtype.storage), 0, dtype
     )  # fmt: skip
-    cuda.scale(target.ptr, source.ptr, 2, name, 2 + 0j, 0)
+    cuda.kernels.scale(target.ptr, source.ptr, 2, name, 2 + 0j, 0)
     two = 0x4000 if name == "bfloat16" else 2
     assert list(target.numpy()) == [two, two, 0]
-    cuda.scale(target.ptr, target.ptr, 3, name, 0.5, 0)
+    cuda.kernels.scale(target.ptr, target.ptr, 3, name, 0.5, 0)
     assert list(target.numpy()) == [one, one, 0]
 
 
@@ -276,7 +277,7 @@ def test_scale(cuda: FakeCuda, name: str) -> None:
 def test_scale_has_no_kernel_for_other_dtypes(cuda: FakeCuda, name: str) -> None:
     array = FakeArray(cuda, np.zeros(1, by_name(name).storage), 0, name)
     with pytest.raises(DeviceError, match=f"dtype {name}") as caught:
-        cuda.scale(array.ptr, array.ptr, 1, name, 2.0, 0)
+        cuda.kernels.scale(array.ptr, array.ptr, 1, name, 2.0, 0)
     assert not caught.value.fatal
 
 
@@ -284,10 +285,10 @@ def test_scale_is_a_kernel_of_the_threads_device(cuda: FakeCuda) -> None:
     array, stream = FakeArray(cuda, np.ones(1, np.float32)), cuda.stream_create()
     cuda.use(1)
     with pytest.raises(DeviceError, match="not of the thread's device"):
-        cuda.scale(array.ptr, array.ptr, 1, "float32", 2.0, stream)
+        cuda.kernels.scale(array.ptr, array.ptr, 1, "float32", 2.0, stream)
     cuda.use(0)
     with pytest.raises(DeviceError, match="no live allocation"):
-        cuda.scale(array.ptr, array.ptr, 2, "float32", 2.0, stream)
+        cuda.kernels.scale(array.ptr, array.ptr, 2, "float32", 2.0, stream)
 
 
 def test_the_device_of_an_address(cuda: FakeCuda) -> None:

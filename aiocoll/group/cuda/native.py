@@ -208,7 +208,7 @@ def _all_reduce(reduction: _Reduction, op: ReduceOp | None, arrays: Sequence[Dev
     assert array is not None
     each, dtype, number = reduction
     if op is not None and op.factor is not None:
-        tools.cuda.scale(array.ptr, array.ptr, array.size, array.dtype.name, op.factor, tools.stream)
+        tools.cuda.kernels.scale(array.ptr, array.ptr, array.size, array.dtype.name, op.factor, tools.stream)
     tools.end.all_reduce(array.ptr, array.ptr, array.size * each, dtype, number, tools.stream)
 
 
