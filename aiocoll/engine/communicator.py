@@ -15,15 +15,15 @@ from aiocoll.engine.control.unmade_groups import Kept
 from aiocoll.engine.counters import SHIFT, TRIFLE, Counters
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
-from aiocoll.engine.failure.failures import crashed, left, lost, raised, revoked, timed_out, torn
+from aiocoll.engine.failure.failures import crashed, left, lost, raised, revoked, torn
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_inspector import StallInspector
+from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.engine.job.ids import StrangerError, hash62
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.differences import mismatch
 from aiocoll.engine.operations.operation_log import ENDED, ENTERED, ERROR, HISTORY, SIGNATURE, OperationLog, Record
 from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.engine.operations.slots import Slots
@@ -32,7 +32,6 @@ from aiocoll.engine.split_history import Splits
 from aiocoll.errors import GroupError
 from aiocoll.hooks import Hooks, OperationInfo
 from aiocoll.log import logger
-from aiocoll.options import GroupOptions
 from aiocoll.transport.frame import FrameKind, Header
 
 __all__ = ["Communicator"]
@@ -53,11 +52,9 @@ class Communicator:
     Args:
         endpoint: what all groups of this rank share.
         identity: id of the group on the wire: a hash of its name.
-        name: the group's name.
         ranks: rank in the job of each rank of the group.
+        spec: of the group, with its name.
         chunk_nbytes: size of a chunk in shared memory if all ranks share memory; else 0.
-        timeout: default timeout of an operation, in seconds.
-        options: of the group, resolved.
         tuning: measured speed of the machine and of the group's transport, the same on all ranks.
     """
 
@@ -65,24 +62,23 @@ class Communicator:
         self,
         endpoint: Endpoint,
         identity: int,
-        name: str,
         ranks: Sequence[int],
+        spec: GroupSpec,
         chunk_nbytes: int,
-        timeout: float,
-        options: GroupOptions,
         tuning: Tuning,
     ) -> None:
+        assert spec.name is not None
         self.endpoint = endpoint
         self.context = endpoint.context
         self.id = identity
-        self.name = name
+        self.name = name = spec.name
         self.ranks = tuple(ranks)
         self.chunk_nbytes = chunk_nbytes
-        self.timeout = timeout
+        self.timeout = spec.timeout
         #: Timeout of operations that expire in order of entry, and that need not be registered with the deadlines; nan
         #: if all of them must be registered.
-        self.default_timeout = timeout if timeout >= REPORT_AFTER else nan
-        self.warn_after = options.warn_after
+        self.default_timeout = nan
+        self.warn_after = spec.options.warn_after
         self.tuning = tuning
         self.rank = self.ranks.index(endpoint.rank)
         #: Identifies the group and rank in log records.
@@ -119,6 +115,7 @@ class Communicator:
         self.growths = 0
         #: Messages about the CUDA devices of the ranks.
         self.devices = DeviceInbox(self.ranks, self.position, endpoint.attempt)
+        self.set_timeout(spec.timeout)
         self.matching = Matching(self)
         #: Sends messages about operations.
         self.sender = Sender(identity, self.ranks, self.channels, endpoint.control, endpoint.direct)
@@ -132,7 +129,7 @@ class Communicator:
         self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
         #: None: nothing is counted.
-        self.counters = Counters(self.channels, self.stamp()) if options.stats else None
+        self.counters = Counters(self.channels, self.stamp()) if spec.options.stats else None
         self._collectives = self.operation_log.collectives
         self._messages = self.operation_log.messages
         self._watch = endpoint.watch
@@ -145,6 +142,12 @@ class Communicator:
     def all_read(self) -> bool:
         """Whether its ranks read each other's memory, as far as each can tell alone."""
         return all(self.endpoint.cards[rank].get("reads", False) for rank in self.ranks)
+
+    def set_timeout(self, timeout: float) -> None:
+        """Set the default timeout of later operations, in seconds."""
+        self.timeout = timeout
+        # Later operations may expire before those that are in flight.
+        self.default_timeout = nan if self.pending or timeout < REPORT_AFTER else timeout
 
     # -- entering
 
@@ -400,11 +403,6 @@ class Communicator:
         else:
             self.revoke(error)
 
-    def timed_out(self, operation: Operation) -> None:
-        """A collective timed out: revoke the group on all ranks, naming the missing ones."""
-        missing, detail = self.stalls.missing(operation)
-        self.revoke(timed_out(self.name, self.rank, operation, missing, detail))
-
     def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
         """A calculation of `operation` on this rank has raised `error`."""
         self.revoke(raised(self.name, self.rank, operation.work, error, what))
@@ -436,10 +434,6 @@ class Communicator:
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
         """Run `attempt` in `delay` seconds."""
         return self.runtime.call_later(delay, self.attempt, callback, *args)
-
-    def disagreement(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-        """Revoke the group: two ranks called different operations under one id."""
-        self.revoke(mismatch(self.name, mine, theirs))
 
     def linked(self) -> None:
         """A link has been opened."""

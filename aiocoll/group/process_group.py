@@ -12,13 +12,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.engine.matching.probe import Envelope
 from aiocoll.errors import GroupError
 from aiocoll.group import open_groups
 from aiocoll.group.cartesian import CartesianGroup, make_cartesian
 from aiocoll.group.collectives import Collectives
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
-from aiocoll.group.dispatch.origin import GroupSpec, Origin
+from aiocoll.group.dispatch.origin import Origin
 from aiocoll.group.empty import empty
 from aiocoll.group.flight_recorder import FlightRecorder
 from aiocoll.group.interceptors.coalesce import Batch, Coalescer, check_list, pairs

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from aiocoll.engine.consensus.completed import Completed, report
 from aiocoll.engine.control.causes import failure_by
+from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.engine.split_history import Split
 from aiocoll.errors import (
     AiocollError,
@@ -20,7 +21,7 @@ from aiocoll.errors import (
     StoreUnavailableError,
 )
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
-from aiocoll.group.dispatch.origin import GroupSpec, Origin
+from aiocoll.group.dispatch.origin import Origin
 from aiocoll.group.objects import Objects
 from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.meeting.merging import Party, find_assignment

@@ -38,10 +38,10 @@ from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.failure_detector import FailureDetector
 from aiocoll.engine.failure.roster import Roster
+from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.engine.groups import Groups
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.links.channel import Channel
-from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.options import GroupOptions
@@ -85,8 +85,7 @@ class World:
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> ProcessGroup:
         """Make a group of some of the ranks."""
         self._members += 1
-        assert spec.name is not None
-        comm = Communicator(self._endpoint, identity, spec.name, ranks, 0, spec.timeout, spec.options, self._tuning)
+        comm = Communicator(self._endpoint, identity, ranks, spec, 0, self._tuning)
         self._endpoint.add(comm)
         return ProcessGroup(comm, spec, self)
 

@@ -12,8 +12,8 @@ from typing import Any
 from aiocoll.algorithms.machine import Tuning
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.endpoint import Endpoint
+from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.errors import AiocollError, AuthenticationError, RendezvousError, StoreUnavailableError
-from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.log import logger
@@ -136,8 +136,7 @@ class Job:
         together = self._hub is None and len(hosts) == 1
         chunk_nbytes = min(card["piece"] for card in cards) if together else 0
         tuning = self._tuning if self._hub is not None or together else self._links.tune(self._tuning, hosts)
-        assert spec.name is not None
-        comm = Communicator(endpoint, identity, spec.name, ranks, chunk_nbytes, spec.timeout, spec.options, tuning)
+        comm = Communicator(endpoint, identity, ranks, spec, chunk_nbytes, tuning)
         endpoint.add(comm)
         return ProcessGroup(comm, spec, self)
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
+from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.errors import GroupError, RendezvousError
-from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.reconfigurer import ADOPTED
 from aiocoll.launcher import is_newcomer

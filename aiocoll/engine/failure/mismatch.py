@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.engine.failure.sender import Sender
+from aiocoll.engine.operations.differences import mismatch
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -47,7 +48,7 @@ class MismatchReports:
         group = self._group
         judge = next(rank for rank in range(len(group.ranks)) if rank not in group.left)
         if group.rank == judge:
-            group.disagreement(one, two)
+            self.settle(one, two)
         else:
             self._sender.say(judge, {"t": "differ", "one": one, "two": two})
             group.call_later(INSIST_AFTER, self._insist, one, two)
@@ -64,12 +65,12 @@ class MismatchReports:
 
     def settle(self, one: Description, two: Description) -> None:
         """Revoke the group, naming the two calls."""
-        self._group.disagreement(one, two)
+        self._group.revoke(mismatch(self._group.name, one, two))
 
     def _insist(self, one: Description, two: Description) -> None:
         group = self._group
         if group.stands():
-            group.disagreement(one, two)
+            self.settle(one, two)
             # Revocations may be routed through the silent rank; these messages go direct where there is a link.
             for rank in set(range(len(group.ranks))) - {group.rank}:
                 self._sender.say(rank, {"t": "differ", "one": one, "two": two})

@@ -13,6 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiocoll.engine.failure.failure_detector import FailureDetector
+from aiocoll.engine.failure.failures import timed_out
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
@@ -129,6 +130,11 @@ class StallInspector:
         if awaited := operation.awaited():
             text += f"; what rank(s) {', '.join(map(str, awaited[:DETAILED]))} should send it has not all come"
         return [], text
+
+    def timed_out(self, operation: Operation) -> None:
+        """A collective timed out: revoke the group on all ranks, naming the missing ones."""
+        missing, detail = self.missing(operation)
+        self._group.revoke(timed_out(self._group.name, self._group.rank, operation, missing, detail))
 
     def warn(self, operation: Operation, age: float) -> None:
         """Log that an operation has been pending for `age` seconds."""

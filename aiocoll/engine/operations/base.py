@@ -227,7 +227,7 @@ class Operation:
 
     def expire(self) -> None:
         """The timeout has passed."""
-        self.comm.timed_out(self)
+        self.comm.stalls.timed_out(self)
 
     def succeed(self, result: Any) -> None:
         """End successfully."""

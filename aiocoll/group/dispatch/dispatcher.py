@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from math import nan
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,7 +16,7 @@ from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.elements.pairs import paired
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.failure.deadlines import REPORT_AFTER
+from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Executor, Plan
@@ -32,7 +31,6 @@ from aiocoll.group.dispatch.call import (
     scope_here,
     scoped,
 )
-from aiocoll.group.dispatch.origin import GroupSpec
 from aiocoll.group.dispatch.planner import Known, Planner, keep
 from aiocoll.loading import loading
 from aiocoll.numerals import to_int
@@ -151,10 +149,7 @@ class Dispatcher:
         """Set the group's default timeout for later calls."""
         if timeout is None:
             raise TypeError("timeout must be seconds or a timedelta, not None; math.inf means no limit")
-        comm, limit = self.comm, seconds(timeout, "timeout")
-        comm.timeout = limit
-        # Later operations may expire before those that are in flight.
-        comm.default_timeout = nan if comm.pending or limit < REPORT_AFTER else limit
+        self.comm.set_timeout(seconds(timeout, "timeout"))
 
     def limit(self, timeout: Timeout) -> float:
         """Return how many seconds a call may take."""

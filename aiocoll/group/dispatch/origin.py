@@ -1,36 +1,15 @@
-"""The origin of a group, which can make other groups of its ranks, and the specification of a group."""
+"""The origin of a group, which can make other groups of its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from aiocoll.engine.consensus.completed import Completed
+from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.meeting.growth import Assignment, Invitation
-from aiocoll.options import GroupOptions
 from aiocoll.store import Store
 
-__all__ = ["GroupSpec", "Origin"]
-
-
-class GroupSpec(NamedTuple):
-    """The properties of a group, besides its ranks.
-
-    Attributes:
-        name: the same on all ranks; None numbers groups in the order in which they are made.
-        timeout: seconds an operation may take by default.
-        options: resolved.
-        devices: backend by device.
-        completed: of a group made by `shrink`: what the old one had completed on all ranks of this one, and on one of
-            them at least.
-    """
-
-    name: str | None
-    timeout: float
-    options: GroupOptions
-    devices: Mapping[str, str] = MappingProxyType({"cpu": "aio", "cuda": "aio"})
-    completed: tuple[Completed | None, Completed | None] = (None, None)
+__all__ = ["Origin"]
 
 
 class Origin(Protocol):

@@ -1,0 +1,31 @@
+"""The specification of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from aiocoll.engine.consensus.completed import Completed
+from aiocoll.options import GroupOptions
+
+__all__ = ["GroupSpec"]
+
+
+class GroupSpec(NamedTuple):
+    """The properties of a group, besides its ranks.
+
+    Attributes:
+        name: the same on all ranks; None numbers groups in the order in which they are made.
+        timeout: seconds an operation may take by default.
+        options: resolved.
+        devices: backend by device.
+        completed: of a group made by `shrink`: what the old one had completed on all ranks of this one, and on one of
+            them at least.
+    """
+
+    name: str | None
+    timeout: float
+    options: GroupOptions
+    devices: Mapping[str, str] = MappingProxyType({"cpu": "aio", "cuda": "aio"})
+    completed: tuple[Completed | None, Completed | None] = (None, None)
