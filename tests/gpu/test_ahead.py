@@ -22,6 +22,7 @@ from aiocoll import (
 )
 from aiocoll.gpu.waiter import AT_MOST
 from aiocoll.group.cuda import pacing, program_order
+from aiocoll.group.cuda.call_comparison import CallComparison
 
 from ..fakes.streams import ROOM
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
@@ -532,20 +533,24 @@ async def test_a_rank_that_never_calls_is_named() -> None:
 
 
 class Said:
-    """What a pacing has said."""
+    """What rank 0 has said."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.said: list[Any] = []
         self.order = program_order.ProgramOrder(lambda *_: None, lambda _: None, lambda: None, alone=False)
         self.pacing = pacing.Pacing(
             2,
-            self.order,
             lambda position: self.said.append(("confirm", position)),
             lambda *how: self.said.append(how),
-            lambda rank, start, hashes: self.said.append(("compare", rank, start, len(hashes))),
             asyncio.get_running_loop().call_later,
             can_stage=True,
             is_shared=False,
+        )
+        self.comparison = CallComparison(
+            2,
+            self.order,
+            self.pacing,
+            lambda rank, start, hashes: self.said.append(("compare", rank, start, len(hashes))),
         )
 
     def call(self) -> int:
@@ -564,7 +569,7 @@ async def test_what_is_confirmed_while_ranks_halt_is_let_through() -> None:
     begun: list[bool] = []
     it.pacing.place(begun.append)
     it.pacing.place(begun.append)
-    it.pacing.reported(1, 1, it.call())
+    it.comparison.reported(1, 1, it.call())
     it.pacing.halted(0, 0)
     assert not begun
     it.pacing.halted(1, 0)
@@ -576,14 +581,14 @@ async def test_what_is_confirmed_while_ranks_halt_is_let_through() -> None:
 
 async def test_a_mismatch_is_asked_about_once_and_nothing_is_confirmed_behind() -> None:
     it = Said()
-    it.pacing.reported(1, 1, it.call())
+    it.comparison.reported(1, 1, it.call())
     first, second = it.call(), it.call()
-    it.pacing.reported(1, 2, first + 1)
-    it.pacing.reported(1, 3, second)
+    it.comparison.reported(1, 2, first + 1)
+    it.comparison.reported(1, 3, second)
     assert it.said == [("confirm", 1), ("compare", 1, 2, 1)]
     with pytest.raises(ValueError, match="rank 1 has been at position 3 before"):
-        it.pacing.reported(1, 3, second)
-    it.pacing.end()
+        it.comparison.reported(1, 3, second)
+    it.comparison.end()
 
 
 async def test_once_a_rank_has_left_all_is_staged() -> None:

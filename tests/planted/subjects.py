@@ -200,7 +200,14 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "order on devices": Subject(
-            ("LaunchOrder.settle", "Slots.turn", "Pacing.reported", "ProgramOrder.add", "CallOrder.handle"),
+            (
+                "LaunchOrder.settle",
+                "Slots.turn",
+                "CallComparison.go_on",
+                "Pacing.halted",
+                "ProgramOrder.add",
+                "CallOrder.handle",
+            ),
             (("test_launch_order.py", "gpu/test_ahead.py"), ("test_overlapping.py",)),
         ),
         "nccl": Subject(

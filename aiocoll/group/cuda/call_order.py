@@ -15,6 +15,7 @@ from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.messages import DEVICE
 from aiocoll.engine.operations.differences import mismatch
 from aiocoll.errors import CollectiveMismatchError
+from aiocoll.group.cuda.call_comparison import CallComparison
 from aiocoll.group.cuda.pacing import Pacing
 from aiocoll.group.cuda.program_order import ProgramOrder
 
@@ -51,41 +52,34 @@ class CallOrder:
         self.program = ProgramOrder(self._report, comm.before_turn_ends, moved, alone=len(comm.ranks) == 1)
         if is_shared:
             self.program.through = 0
-        self._pacing: Pacing | None = None
+        self._comparison: CallComparison | None = None
         if comm.rank == 0:
-            self._pacing = Pacing(
-                len(comm.ranks),
-                self.program,
-                self._confirm,
-                self._pace,
-                self._compare,
-                comm.call_later,
-                can_stage=can_stage,
-                is_shared=is_shared,
-            )
+            size = len(comm.ranks)
+            pacing = Pacing(size, self._confirm, self._pace, comm.call_later, can_stage=can_stage, is_shared=is_shared)
+            self._comparison = CallComparison(size, self.program, pacing, self._compare)
 
     def place(self, begin: Callable[[bool], None]) -> None:
         """As rank 0, give something its place among all calls; see `Pacing.place`."""
-        self._as_rank_0().place(begin)
+        self._as_rank_0().pacing.place(begin)
 
     def share(self, tell: Callable[[], None]) -> None:
         """As rank 0, let no rank launch ahead any more; see `Pacing.share`."""
-        self._as_rank_0().share(tell)
+        self._as_rank_0().pacing.share(tell)
 
     def needs(self, peer: int, position: int) -> bool:
         """Whether a call that is not confirmed needs a rank, which is leaving."""
-        return peer == 0 if self._pacing is None else not self._pacing.has_called(peer, position)
+        return peer == 0 if self._comparison is None else not self._comparison.has_called(peer, position)
 
     def departed(self) -> None:
         """A rank has closed the group."""
-        if self._pacing is not None:
-            self._pacing.departed()
+        if self._comparison is not None:
+            self._comparison.pacing.departed()
 
     def end(self) -> None:
         """The group has ended."""
         self.program.clear()
-        if self._pacing is not None:
-            self._pacing.end()
+        if self._comparison is not None:
+            self._comparison.end()
 
     # -- messages
 
@@ -104,7 +98,7 @@ class CallOrder:
             self._check_seq(peer, index(message["called"]), index(message["seq"]))
             self._as_rank_0().reported(peer, index(message["called"]), index(message["hash"]))
         elif "halted" in message:
-            self._as_rank_0().halted(peer, index(message["halted"]))
+            self._as_rank_0().pacing.halted(peer, index(message["halted"]))
         elif "differs" in message:
             self._as_rank_0()
             self._mismatch(index(message["position"]), {**message["differs"], "rank": peer})
@@ -120,18 +114,18 @@ class CallOrder:
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         self._comm.channels[rank].send_control({"t": DEVICE, "g": self._comm.id, **message})
 
-    def _as_rank_0(self) -> Pacing:
-        if self._pacing is None:
+    def _as_rank_0(self) -> CallComparison:
+        if self._comparison is None:
             raise ValueError("it is rank 0 that orders calls")
-        return self._pacing
+        return self._comparison
 
     # -- as any rank
 
     def _report(self, position: int, found: int, seq: int) -> None:
-        if self._pacing is None:
+        if self._comparison is None:
             self._tell(0, {"called": position, "hash": found, "seq": seq})
         else:
-            self._pacing.go_on()
+            self._comparison.go_on()
 
     def _obey(self, number: int, pace: str, through: int, confirmed: int) -> None:
         """Do what rank 0 says, in the order of numbers."""
@@ -149,10 +143,10 @@ class CallOrder:
         self._hold(number, obey, pace == "placed")
 
     def _halted(self, position: int) -> None:
-        if self._pacing is None:
+        if self._comparison is None:
             self._tell(0, {"halted": position})
         else:
-            self._pacing.halted(0, position)
+            self._comparison.pacing.halted(0, position)
 
     def _find(self, start: int, theirs: Sequence[int]) -> None:
         """Tell rank 0 the first call whose hash is not the same here."""

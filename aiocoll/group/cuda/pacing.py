@@ -1,9 +1,10 @@
-"""As rank 0: which calls all ranks have made alike, and how far they may launch before that is known.
+"""As rank 0: how far ranks may launch their calls before all are known to have made them alike.
 
-Ranks launch their calls without keys ahead of this comparison (`aiocoll.group.cuda.program_order`). What has another
-order, calls with keys and messages, needs one place among them that is the same on all ranks: first rank 0 halts all
-ranks, each of which says how far it has come; then all launch through the farthest of these positions; then comes what
-has to be placed, and calls go on as they are confirmed. After a while without any such thing, all launch ahead again.
+Ranks launch their calls without keys (`aiocoll.group.cuda.program_order`) ahead of their comparison
+(`aiocoll.group.cuda.call_comparison`). What has another order, calls with keys and messages, needs one place among them
+that is the same on all ranks: first rank 0 halts all ranks, each of which says how far it has come; then all launch
+through the farthest of these positions; then comes what has to be placed, and calls go on as they are confirmed. After
+a while without any such thing, all launch ahead again.
 
     rank 0  halt! ->         <- 7            all through 8 ->    number 12 ->    through 9 -> ...     ahead! ->
     rank 1            at 7 ->                launches 8          launches it     launches 9
@@ -19,9 +20,7 @@ from __future__ import annotations
 
 from asyncio import TimerHandle
 from collections import deque
-from collections.abc import Callable, Sequence
-
-from aiocoll.group.cuda.program_order import ProgramOrder
+from collections.abc import Callable
 
 __all__ = ["Pacing"]
 
@@ -34,15 +33,13 @@ AHEAD, HALTING, PACED = range(3)
 
 
 class Pacing:
-    """The order of a group's calls.
+    """How far the ranks of a group may launch.
 
     Args:
         size: number of ranks.
-        order: rank 0's own calls.
         confirm: tells all ranks, this one included, that a position is confirmed.
         pace: tells all ranks, in the order of all numbers, "ahead", "halt", or "through" or "placed" with a position;
             with that goes the confirmed one.
-        compare: asks a rank which of some hashes, from a position on, are not its own.
         call_later: calls after so many seconds.
         can_stage: what waits too long may be staged.
         is_shared: other groups use the device of a rank.
@@ -51,25 +48,18 @@ class Pacing:
     def __init__(
         self,
         size: int,
-        order: ProgramOrder,
         confirm: Callable[[int], None],
         pace: Callable[[str, int, int], None],
-        compare: Callable[[int, int, Sequence[int]], None],
         call_later: Callable[[float, Callable[[], None]], TimerHandle],
         *,
         can_stage: bool,
         is_shared: bool,
     ) -> None:
         self._size = size
-        self._order = order
         self._confirm = confirm
         self._pace = pace
-        self._compare = compare
         self._call_later = call_later
         self._can_stage = can_stage
-        #: Of each other rank: reported positions and hashes that this rank has not come to; the last equal position.
-        self._reports: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in range(1, size)}
-        self._equal = dict.fromkeys(range(1, size), 0)
         self._state = PACED if is_shared else AHEAD
         self._is_shared = is_shared
         #: What tells all ranks to share, once they are at one place.
@@ -78,36 +68,21 @@ class Pacing:
         self._confirmed = self._through = self._placed_at = 0
         self._queue: deque[Callable[[bool], None]] = deque()
         self._timer: TimerHandle | None = None
-        self._is_short = self._is_over = False
+        self._is_short = False
 
-    def reported(self, rank: int, position: int, found: int) -> None:
-        """A rank has told its last position, and the hash of its calls.
-
-        Raises:
-            ValueError: it has told one before that was not lower.
-        """
-        reports = self._reports[rank]
-        if position <= (reports[-1][0] if reports else self._equal[rank]):
-            raise ValueError(f"rank {rank} has been at position {position} before")
-        reports.append((position, found))
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Compare what can be, and confirm what is equal on all ranks."""
-        order = self._order
-        for rank, reports in self._reports.items():
-            while reports and reports[0][0] <= order.called and not self._is_over:
-                position, found = reports.popleft()
-                start = self._equal[rank] + 1
-                mine = order.hashes(start, position)
-                if mine[-1] != found:
-                    self._is_over = True
-                    self._compare(rank, start, mine)
-                    return
-                self._equal[rank] = position
-        position = min((order.called, *self._equal.values()))
-        if position > self._confirmed and not self._is_over:
-            self._agreed(position)
+    def confirm(self, position: int) -> None:
+        """All ranks have called the same up to a position."""
+        self._confirmed = position
+        if self._state != PACED or position <= self._through:
+            self._confirm(position)
+        else:
+            self._let_through(position)
+        if self._queue or self._shares is not None:
+            self._place_all()
+        is_calm = not (self._queue or self._shares or self._is_shared) and position - self._placed_at >= CALM
+        if self._state == PACED and is_calm:
+            self._state = AHEAD
+            self._pace("ahead", 0, position)
 
     def place(self, begin: Callable[[bool], None]) -> None:
         """Give something its place among all calls.
@@ -150,14 +125,8 @@ class Pacing:
         self._stage()
         self._place_all()
 
-    def has_called(self, rank: int, position: int) -> bool:
-        """Whether a rank, another one, is known to have made the call at a position."""
-        reports = self._reports[rank]
-        return position <= (reports[-1][0] if reports else self._equal[rank])
-
     def end(self) -> None:
         """The group has ended."""
-        self._is_over = True
         self._queue.clear()
         self._stop_waiting()
 
@@ -165,19 +134,6 @@ class Pacing:
     def _is_even(self) -> bool:
         """Whether all ranks have called what any of them has launched, and launch no more."""
         return self._state == PACED and self._confirmed >= self._through
-
-    def _agreed(self, position: int) -> None:
-        self._confirmed = position
-        if self._state != PACED or position <= self._through:
-            self._confirm(position)
-        else:
-            self._let_through(position)
-        if self._queue or self._shares is not None:
-            self._place_all()
-        is_calm = not (self._queue or self._shares or self._is_shared) and position - self._placed_at >= CALM
-        if self._state == PACED and is_calm:
-            self._state = AHEAD
-            self._pace("ahead", 0, position)
 
     def _let_through(self, position: int) -> None:
         self._through = position

@@ -1,0 +1,77 @@
+"""As rank 0: which calls without keys all ranks have made alike."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from aiocoll.group.cuda.pacing import Pacing
+from aiocoll.group.cuda.program_order import ProgramOrder
+
+__all__ = ["CallComparison"]
+
+
+class CallComparison:
+    """Compares what ranks report of their calls with rank 0's own.
+
+    Args:
+        size: number of ranks.
+        order: rank 0's own calls.
+        pacing: is notified of each position up to which all ranks have called the same.
+        compare: asks a rank which of some hashes, from a position on, are not its own.
+
+    Attributes:
+        pacing: the same.
+    """
+
+    def __init__(
+        self, size: int, order: ProgramOrder, pacing: Pacing, compare: Callable[[int, int, Sequence[int]], None]
+    ) -> None:
+        self.pacing = pacing
+        self._order = order
+        self._compare = compare
+        #: Of each other rank: reported positions and hashes that this rank has not come to; the last equal position.
+        self._reports: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in range(1, size)}
+        self._equal = dict.fromkeys(range(1, size), 0)
+        self._confirmed = 0
+        self._is_over = False
+
+    def reported(self, rank: int, position: int, found: int) -> None:
+        """A rank has told its last position, and the hash of its calls.
+
+        Raises:
+            ValueError: it has told one before that was not lower.
+        """
+        reports = self._reports[rank]
+        if position <= (reports[-1][0] if reports else self._equal[rank]):
+            raise ValueError(f"rank {rank} has been at position {position} before")
+        reports.append((position, found))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Compare what can be, and confirm what is equal on all ranks."""
+        order = self._order
+        for rank, reports in self._reports.items():
+            while reports and reports[0][0] <= order.called and not self._is_over:
+                position, found = reports.popleft()
+                start = self._equal[rank] + 1
+                mine = order.hashes(start, position)
+                if mine[-1] != found:
+                    self._is_over = True
+                    self._compare(rank, start, mine)
+                    return
+                self._equal[rank] = position
+        position = min((order.called, *self._equal.values()))
+        if position > self._confirmed and not self._is_over:
+            self._confirmed = position
+            self.pacing.confirm(position)
+
+    def has_called(self, rank: int, position: int) -> bool:
+        """Whether a rank, another one, is known to have made the call at a position."""
+        reports = self._reports[rank]
+        return position <= (reports[-1][0] if reports else self._equal[rank])
+
+    def end(self) -> None:
+        """The group has ended."""
+        self._is_over = True
+        self.pacing.end()
