@@ -29,11 +29,11 @@ from aiocoll.testing.comparison import find_difference, has_arrays
 from aiocoll.testing.deaths import Death
 from aiocoll.testing.frames import trimmed
 from aiocoll.testing.loops import loop_factory, portable_loop
-from aiocoll.testing.processes import run_test_processes
+from aiocoll.testing.processes import run_team
 from aiocoll.testing.ranks import run_ranks, time_limit
 from aiocoll.testing.skips import skip_early
 from aiocoll.testing.standing import Standing
-from aiocoll.testing.team import pickled
+from aiocoll.testing.team import Team, pickled
 
 __all__ = ["InProcessTestCase", "MultiProcessTestCase", "RanksTestCase"]
 
@@ -265,25 +265,25 @@ class MultiProcessTestCase(RanksTestCase):
         args = cls, self._testMethodName, self.file_name
         if not self.continuous:
             with asyncio.Runner() as runner:
-                runner.run(
-                    run_test_processes(
-                        cls,
-                        self.world_size,
-                        _on_rank,
-                        *args,
-                        options=self.options,
-                        timeout=self.timeout,
-                        loop=self.loop,
-                        expect_death=self.expect_death,
-                        allow_unretrieved=self.allow_unretrieved,
-                    )
-                )
+                runner.run(self._run_once(*args))
         elif self.expect_death is not None:
             raise ValueError("expect_death needs processes of its own for each test: set continuous = False")
         elif self._standing is None:
             raise RuntimeError(f"{cls.__name__}.setUpClass must call super().setUpClass(), which starts the ranks")
         else:
             self._standing.call(pickled(_on_rank, args), time_limit(self.timeout))
+
+    async def _run_once(self, *args: Any) -> None:
+        """Run the test on processes of its own."""
+        team = Team(
+            self.world_size,
+            type(self),
+            loop=portable_loop(self.loop),
+            options=self.options,
+            expect_death=self.expect_death,
+            allow_unretrieved=self.allow_unretrieved,
+        )
+        await run_team(team, self.timeout, _on_rank, *args)
 
 
 async def _on_rank(pg: ProcessGroup, cls: type[RanksTestCase], name: str, file_name: str) -> None:

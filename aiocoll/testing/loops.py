@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
+from aiocoll.runtime import running_loop
+
 __all__ = ["loop_factory", "loop_of_fixtures", "portable_loop"]
 
 
@@ -56,7 +58,7 @@ def portable_loop(name: str | None) -> str | bytes:
         TypeError: other processes cannot import the class of the running loop.
     """
     if name is None:
-        return _portable(asyncio.get_running_loop())
+        return _portable(running_loop())
     if name not in ("asyncio", "uvloop"):
         raise ValueError(f"loop={name!r}: must be 'asyncio' or 'uvloop'")
     return name

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
@@ -24,9 +25,11 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.testing import examples
 from aiocoll.testing.deaths import check_deaths
 from aiocoll.testing.frames import begins_nowhere, has_ours, keep_all_frames, keeps_all_frames, readable, trimmed
-from aiocoll.testing.processes import run_test_processes
+from aiocoll.testing.loops import portable_loop
+from aiocoll.testing.processes import run_team
 from aiocoll.testing.ranks import run_ranks
 from aiocoll.testing.skips import skip_early
+from aiocoll.testing.team import Team
 
 __all__ = [
     "pg",
@@ -207,7 +210,7 @@ def _error_alone(excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
 
 
 def _on_all_ranks(test: Callable[..., Any], *, processes: bool = False, **how: Any) -> Callable[..., Any]:
-    run = functools.partial(run_test_processes, test) if processes else run_ranks
+    run = functools.partial(_run_processes, test) if processes else run_ranks
 
     @functools.wraps(test)
     async def run_test(**fixtures: Any) -> None:
@@ -220,6 +223,12 @@ def _on_all_ranks(test: Callable[..., Any], *, processes: bool = False, **how: A
             raise trimmed(error)  # noqa: B904 - it is the same exception
 
     return run_test
+
+
+async def _run_processes(
+    test: Callable[..., Any], world_size: int, *call: Any, timeout: float | timedelta | None = 120.0, **how: Any
+) -> None:
+    await run_team(Team(world_size, test, loop=portable_loop(None), **how), timeout, *call)
 
 
 async def _call(group: ProcessGroup, test: Callable[..., Any], fixtures: dict[str, Any]) -> None:

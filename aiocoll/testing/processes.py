@@ -14,7 +14,7 @@ from aiocoll.testing.loops import portable_loop
 from aiocoll.testing.ranks import check_call, time_limit
 from aiocoll.testing.team import Team, pickled
 
-__all__ = ["run_processes", "run_test_processes"]
+__all__ = ["run_processes", "run_team"]
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -84,42 +84,23 @@ async def run_processes(
         BaseException: what `fn` raised on the first rank that failed. Its notes have that rank, its traceback there
             and the failures of others. An exception that cannot be pickled is a `RuntimeError` with its text.
     """
-    return await run_test_processes(
-        fn,
+    running_loop()
+    check_call(world_size, fn)
+    team = Team(
         world_size,
         fn,
-        *args,
+        loop=portable_loop(loop),
         options=options,
-        timeout=timeout,
-        loop=loop,
         expect_death=expect_death,
         allow_unretrieved=allow_unretrieved,
     )
+    return await run_team(team, timeout, fn, *args)
 
 
-async def run_test_processes(
-    source: Any,
-    world_size: int,
-    fn: Callable[..., Awaitable[R]],
-    *args: Any,
-    options: GroupOptions | None = None,
-    timeout: float | timedelta | None = 120.0,
-    loop: str | None = None,
-    expect_death: Mapping[int, Death] | None = None,
-    allow_unretrieved: bool = False,
+async def run_team(
+    team: Team, timeout: float | timedelta | None, fn: Callable[..., Awaitable[R]], *args: Any
 ) -> list[Any]:
-    """Do what `run_processes` does; every rank imports the module of `source`, which is among `args`."""
-    running_loop()
-    check_call(world_size, fn)
-    limit = time_limit(timeout)
-    call = pickled(fn, args)
-    team = Team(
-        world_size,
-        source,
-        options=options,
-        loop=portable_loop(loop),
-        allow_unretrieved=allow_unretrieved,
-        deaths=expect_death,
-    )
+    """Do what `run_processes` does, on the ranks of `team`."""
+    limit, call = time_limit(timeout), pickled(fn, args)
     async with team:
         return await team.carry_out(call, limit)

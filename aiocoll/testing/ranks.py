@@ -21,7 +21,7 @@ from aiocoll.store import HashStore, Store
 from aiocoll.testing.report import listed, pending, stack, unretrieved, verdict
 from aiocoll.unretrieved import Collector, collecting
 
-__all__ = ["check_call", "run_ranks", "run_within", "time_limit"]
+__all__ = ["check_call", "check_world_size", "run_ranks", "run_within", "time_limit"]
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -106,12 +106,17 @@ def time_limit(timeout: float | timedelta | None) -> float:
     return limit * scale
 
 
-def check_call(world_size: int, fn: Callable[..., Any]) -> None:
-    """Check the arguments of a run."""
+def check_world_size(world_size: int) -> None:
+    """Check a number of ranks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int):
         raise TypeError(f"world_size must be an int, not {type(world_size).__name__}")
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: give the number of ranks, at least 1")
+
+
+def check_call(world_size: int, fn: Callable[..., Any]) -> None:
+    """Check the arguments of a run."""
+    check_world_size(world_size)
     if not callable(fn):
         raise TypeError(f"fn must be an async function that takes a group, not {type(fn).__name__}")
 

@@ -14,9 +14,11 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing.deaths import Death, check_deaths
 from aiocoll.testing.frames import trimmed
-from aiocoll.testing.processes import run_test_processes
+from aiocoll.testing.loops import portable_loop
+from aiocoll.testing.processes import run_team
 from aiocoll.testing.ranks import check_call, run_ranks
 from aiocoll.testing.skips import skip_early
+from aiocoll.testing.team import Team
 
 __all__ = ["spawn_ranks"]
 
@@ -73,17 +75,15 @@ def spawn_ranks(
                 if processes:
                     where = test.__module__, test.__qualname__
                     arguments = {name: _portable(value) for name, value in arguments.items()}
-                    await run_test_processes(
-                        test,
+                    team = Team(
                         world_size,
-                        _in_process,
-                        where,
-                        arguments,
-                        timeout=timeout,
+                        test,
+                        loop=portable_loop(None),
                         options=options,
                         expect_death=expect_death,
                         allow_unretrieved=allow_unretrieved,
                     )
+                    await run_team(team, timeout, _in_process, where, arguments)
                 else:
                     await run_ranks(
                         world_size,

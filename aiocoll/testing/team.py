@@ -20,6 +20,7 @@ from aiocoll.store import StoreServer
 from aiocoll.testing.child import ChildJob, RemoteCall
 from aiocoll.testing.children import GRACE, Child
 from aiocoll.testing.deaths import Death, check_deaths, wanted
+from aiocoll.testing.ranks import check_world_size
 from aiocoll.testing.report import listed, unretrieved, verdict
 
 __all__ = ["Team", "pickled"]
@@ -34,10 +35,8 @@ class Team:
     Args:
         world_size: number of ranks.
         source: a function or class of the module that each rank must be able to import by its name.
-        options: of the groups.
         loop: see `aiocoll.testing.loops.loop_factory`.
-        allow_unretrieved: as for `run_processes`.
-        deaths: by rank, those that are expected.
+        options, expect_death, allow_unretrieved: as for `run_processes`.
     """
 
     def __init__(
@@ -45,18 +44,19 @@ class Team:
         world_size: int,
         source: Any,
         *,
-        options: GroupOptions | None,
         loop: str | bytes,
-        allow_unretrieved: bool,
-        deaths: Mapping[int, Death] | None = None,
+        options: GroupOptions | None = None,
+        expect_death: Mapping[int, Death] | None = None,
+        allow_unretrieved: bool = False,
     ) -> None:
+        check_world_size(world_size)
         key = secrets.token_bytes(KEY_SIZE)
         self._name = secrets.token_hex(8)
         self._job = ChildJob.of(source, replace(options or GroupOptions(), job_key=key), loop)
         self._server = StoreServer(key=key, job=self._name, world_size=world_size)
         self._world_size = world_size
         self._allow_unretrieved = allow_unretrieved
-        self._deaths = check_deaths(deaths, world_size)
+        self._deaths = check_deaths(expect_death, world_size)
         self._children: list[Child] = []
         self._calls = 0
 
