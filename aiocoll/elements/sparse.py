@@ -70,6 +70,13 @@ def sparse_array(obj: Any, name: str = "tensor") -> SparseArray:
         TypeError: its format or dtype is not supported.
         ValueError: it has room for 2**63 entries or more.
     """
+    array = _array_of(obj, name)
+    if array.size > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} has shape {array.shape}: {array.size} possible entries do not fit in 64-bit indices")
+    return array
+
+
+def _array_of(obj: Any, name: str) -> SparseArray:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(obj, torch.Tensor):
         return _of_torch_csr(torch, obj, name) if obj.layout is torch.sparse_csr else _of_torch_coo(torch, obj, name)
@@ -129,7 +136,7 @@ def _of_coo(obj: Any, name: str) -> SparseArray:
 
         return put
 
-    return _described(shape, len(shape), dtype, obj.nnz, 0, read, build, name)
+    return _described(shape, len(shape), dtype, obj.nnz, 0, read, build)
 
 
 def _of_compressed(obj: Any, name: str) -> SparseArray:
@@ -161,7 +168,7 @@ def _of_compressed(obj: Any, name: str) -> SparseArray:
 
         return put
 
-    return _described(obj.shape, len(obj.shape), dtype, obj.nnz, rows, read, build, name)
+    return _described(obj.shape, len(obj.shape), dtype, obj.nnz, rows, read, build)
 
 
 def _scipy_dtype(obj: Any, name: str) -> DType:
@@ -211,7 +218,7 @@ def _of_torch_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
 
         return put
 
-    return _described(shape, sparse_dim, flat.dtype, len(values), 0, read, build, name)
+    return _described(shape, sparse_dim, flat.dtype, len(values), 0, read, build)
 
 
 def _of_torch_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
@@ -236,7 +243,7 @@ def _of_torch_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
         )
         return lambda: made
 
-    return _described(shape, 2, flat.dtype, len(values), shape[0], read, build, name)
+    return _described(shape, 2, flat.dtype, len(values), shape[0], read, build)
 
 
 def _to_torch(torch: Any, values: Array, dtype: Any) -> Any:
@@ -257,11 +264,8 @@ def _described(
     rows: int,
     read: Callable[[], Entries],
     build: Callable[[Entries], Callable[[], Any]],
-    name: str,
 ) -> SparseArray:
     size, width = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
-    if size > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} has shape {shape}: {size} possible entries do not fit in 64-bit indices")
     return SparseArray(
         tuple(shape), sparse_dim, dtype, size, width, stored, (stored + rows) * max(width, 1), read, build
     )
