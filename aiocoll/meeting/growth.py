@@ -46,10 +46,10 @@ class Assignment(NamedTuple):
     """A rank in a world that is about to meet.
 
     Attributes:
-        prefix: prefix of that world's keys in the store.
+        prefix: prefix of that world's keys in the store; "" for the first world of the store.
         rank: the assigned rank.
         world_size: number of ranks, old and new.
-        name: name of the group.
+        name: name of the group; "" if it is numbered.
     """
 
     prefix: str

@@ -54,9 +54,7 @@ class Job:
     Args:
         identity: its key in `shared`, removed with its last group.
         store_handle: the store where the ranks meet.
-        prefix: prefix of this world's keys in it; None for the first world of the store.
-        rank: this rank.
-        world_size: number of ranks.
+        assignment: the world, and this rank in it.
         options: resolved options of the first group.
         key: the job key, or None.
         timeout: seconds the ranks have to meet.
@@ -69,19 +67,17 @@ class Job:
         self,
         identity: tuple[Any, ...],
         store_handle: StoreHandle,
-        prefix: str | None,
-        rank: int,
-        world_size: int,
+        assignment: Assignment,
         options: GroupOptions,
         key: bytes | None,
         timeout: float,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = assignment.rank
+        self.world_size = assignment.world_size
         self.endpoint: Endpoint | None = None
         self._identity = identity
         self._store_handle = store_handle
-        self._prefix = prefix
+        self._prefix = assignment.prefix
         self._options = options
         self._key = key
         self._timeout = timeout
@@ -90,7 +86,7 @@ class Job:
         self._hub: Hub | None = None
         self._tuning = Tuning()
         self._links = MeasuredLinks({})
-        self._open_stream = OpenEncrypted(options, rank)
+        self._open_stream = OpenEncrypted(options, self.rank)
         self._opening = asyncio.Lock()
         self._cards: CardCache | None = None
         # What meeting waits for: what others publish; then links.
@@ -196,16 +192,7 @@ class Job:
     ) -> ProcessGroup:
         """Meet newcomers in a new world, which receives nothing from older ones."""
         handle = self._store_handle if store is None else StoreHandle(store, lambda: store, replaceable=False)
-        job = Job(
-            (*self._identity, assignment.prefix),
-            handle,
-            assignment.prefix,
-            assignment.rank,
-            assignment.world_size,
-            self._options,
-            self._key,
-            limit,
-        )
+        job = Job((*self._identity, assignment.prefix), handle, assignment, self._options, self._key, limit)
         return await job.group(spec, limit, limit)
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
@@ -218,7 +205,7 @@ class Job:
     @property
     def _store(self) -> Store:
         store = self._store_handle.store
-        return store if self._prefix is None else PrefixStore(self._prefix, store)
+        return PrefixStore(self._prefix, store) if self._prefix else store
 
     def _make_claims(self) -> Claims:
         return Claims(self._store, self.rank, self.world_size, self._runtime)
@@ -271,7 +258,7 @@ class Job:
             except StoreUnavailableError as error:
                 # The ranks may have met before on a store that its last user is closing: there is a new one soon.
                 if (
-                    self._prefix is not None
+                    self._prefix
                     or self.endpoint is not None
                     or not self._store_handle.replaceable
                     or isinstance(error, AuthenticationError)

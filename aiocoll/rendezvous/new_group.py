@@ -16,7 +16,7 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.reconfigurer import ADOPTED
 from aiocoll.launcher import is_newcomer
 from aiocoll.meeting.claim import RankTakenError, assign
-from aiocoll.meeting.growth import await_assignment
+from aiocoll.meeting.growth import Assignment, await_assignment
 from aiocoll.meeting.store_handle import StoreHandle
 from aiocoll.options import GroupOptions, job_key, seconds
 from aiocoll.rendezvous.job import Job, shared
@@ -200,9 +200,7 @@ class new_group:
             assignment = await await_assignment(store_handle.store, timeout)
             identity = (id(store_handle), assignment.prefix, assignment.rank)
             key = self._key()
-            job = Job(
-                identity, store_handle, assignment.prefix, assignment.rank, assignment.world_size, options, key, timeout
-            )
+            job = Job(identity, store_handle, assignment, options, key, timeout)
             group = await job.group(GroupSpec(assignment.name, timeout, options), left(), timeout)
             try:
                 await group.broadcast_object(None, 0, key=ADOPTED, timeout=left())
@@ -224,8 +222,8 @@ class new_group:
         )
 
     def _job(self, identity: tuple[Any, ...], store_handle: StoreHandle, rank: int) -> Job:
-        size, options = self._where.world_size, self._options
-        return Job(identity, store_handle, None, rank, size, options, self._key(), self._timeout)
+        assignment = Assignment("", rank, self._where.world_size, self._name or "")
+        return Job(identity, store_handle, assignment, self._options, self._key(), self._timeout)
 
     def _key(self) -> bytes | None:
         where = self._where
