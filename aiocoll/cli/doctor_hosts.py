@@ -36,8 +36,9 @@ from aiocoll.store.listening import local_address
 from aiocoll.transport.base import Card
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
 from aiocoll.transport.stream.addresses import is_wildcard
+from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.tls_stream import OpenEncrypted
-from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
+from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["meet_hosts"]
 

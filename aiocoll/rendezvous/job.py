@@ -34,8 +34,9 @@ from aiocoll.store import PrefixStore, Store
 from aiocoll.store.deadline import last_request
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
+from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.tls_stream import OpenEncrypted
-from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
+from aiocoll.transport.stream.transport import StreamTransport
 from aiocoll.tuning import from_wire, load, to_wire
 
 __all__ = ["Job", "shared"]

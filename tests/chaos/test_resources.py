@@ -17,7 +17,8 @@ from aiocoll import AiocollError, GroupOptions, StoreError, new_group
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.store import FileStore, TCPStore
-from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
+from aiocoll.transport.stream.stream_options import StreamOptions
+from aiocoll.transport.stream.transport import StreamTransport
 
 KEY = b"k" * 32
 #: Seconds the ranks have to meet where they cannot.

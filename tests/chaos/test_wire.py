@@ -22,7 +22,7 @@ from aiocoll import AiocollError, GroupOptions, new_group
 from aiocoll.security.handshake import CHALLENGE_SIZE, CONFIRM_SIZE, HELLO_SIZE, PROOF_SIZE, VERDICT_SIZE, ConnKind
 from aiocoll.store import HashStore, Store, StoreServer, TCPStore
 from aiocoll.transport.frame import HEADER, HEADER_SIZE
-from aiocoll.transport.stream.transport import StreamOptions
+from aiocoll.transport.stream.stream_options import StreamOptions
 from tests.chaos.proxy import Detour, Fault, Proxy, overheard  # noqa: F401
 
 from ..internals import Limits

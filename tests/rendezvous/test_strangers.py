@@ -36,7 +36,8 @@ from aiocoll.transport.base import Card, Link
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.shm import passing
 from aiocoll.transport.stream import addresses as address
-from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
+from aiocoll.transport.stream.stream_options import StreamOptions
+from aiocoll.transport.stream.transport import StreamTransport
 from tests.chaos.proxy import Proxy, overheard  # noqa: F401
 
 from ..internals import comm_of

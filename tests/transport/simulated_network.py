@@ -33,7 +33,8 @@ from aiocoll.transport.byte_stream import resolve
 from aiocoll.transport.frame import HEADER, FrameKind
 from aiocoll.transport.shm.passing import _MESSAGE
 from aiocoll.transport.stream import addresses
-from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
+from aiocoll.transport.stream.stream_options import StreamOptions
+from aiocoll.transport.stream.transport import StreamTransport
 
 __all__ = ["Network", "SimulatedRank"]
 

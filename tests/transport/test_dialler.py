@@ -19,7 +19,8 @@ from aiocoll.sockets import UNREACHABLE_AFTER
 from aiocoll.testing import VirtualLoop
 from aiocoll.transport.base import Card
 from aiocoll.transport.stream import addresses
-from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
+from aiocoll.transport.stream.stream_options import StreamOptions
+from aiocoll.transport.stream.transport import StreamTransport
 
 CARD: Card = {"host": "elsewhere", "unix": None, "tcp": ["127.0.0.1", 1], "process": [0, 0], "piece": 0, "reads": False}
 WHERE = "rank 1 cannot be reached at 127.0.0.1 port 1, which other hosts cannot reach: "

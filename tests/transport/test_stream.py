@@ -45,8 +45,9 @@ from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.plain_stream import open_plain
+from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.tls_stream import open_tls
-from aiocoll.transport.stream.transport import StreamOptions, StreamTransport
+from aiocoll.transport.stream.transport import StreamTransport
 
 from ..internals import replaced, sock_of
 

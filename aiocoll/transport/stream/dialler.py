@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from aiocoll.errors import AuthenticationError, GroupClosedError
 from aiocoll.runtime import Runtime
@@ -22,15 +22,16 @@ from aiocoll.security.handshake import (
     Status,
     UnprovenError,
 )
-from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_message, send_message
+from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial import SILENT, Dial
 from aiocoll.transport.stream.dial_address import DialAddress
 from aiocoll.transport.stream.link_table import Key, LinkTable
+from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.users import peer_trouble
 
-__all__ = ["Dialler", "Dialling"]
+__all__ = ["Dialler"]
 
 #: Seconds to wait before dialling again: first one round trip, then doubling up to where waiting costs little.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
@@ -55,20 +56,6 @@ class _NoRouteError(Exception):
     """This address leads nowhere, so the other one has to be used."""
 
 
-class Dialling(NamedTuple):
-    """The limits of one attempt to connect, and what becomes of its socket.
-
-    Attributes:
-        open_stream: makes streams of the sockets that are connected.
-        connect_timeout: seconds after which `connect` gives up.
-        handshake_timeout: seconds that a peer has to prove the job key, in one attempt.
-    """
-
-    open_stream: OpenStream
-    connect_timeout: float
-    handshake_timeout: float
-
-
 class Dialler:
     """Opens the links that this rank wants.
 
@@ -76,7 +63,7 @@ class Dialler:
         runtime: clock and randomness.
         identity: who this rank is; of any kind.
         key: the job key.
-        dialling: how to connect, and for how long.
+        options: how to connect, and for how long.
         links: the links there are.
         crossing: what peers are promised meanwhile.
 
@@ -90,7 +77,7 @@ class Dialler:
         runtime: Runtime,
         identity: Identity,
         key: bytes | None,
-        dialling: Dialling,
+        options: StreamOptions,
         links: LinkTable,
         crossing: Crossing,
     ) -> None:
@@ -99,7 +86,7 @@ class Dialler:
         self._runtime = runtime
         self._identity = identity
         self._key = key
-        self._open_stream, self._connect_timeout, self._handshake_timeout = dialling
+        self._options = options
         self._links = links
         self._crossing = crossing
         self._dials: dict[Key, Dial] = {}
@@ -155,11 +142,11 @@ class Dialler:
         time = self._runtime.time
         doubtful = 0.0
         pause = _FIRST_PAUSE
-        while (left := dial.left(now := time(), self._connect_timeout, impatient=self.impatient)) > _NO_TIME:
+        while (left := dial.left(now := time(), self._options.connect_timeout, impatient=self.impatient)) > _NO_TIME:
             if self._closed:
                 break
             dial.begins(now)
-            dial.allow(min(left, self._handshake_timeout))
+            dial.allow(min(left, self._options.handshake_timeout))
             promised = self._crossing.promised(key)
             try:
                 async with asyncio.timeout(None) as dial.limit:
@@ -170,7 +157,7 @@ class Dialler:
                     else:
                         return await self._attempt(dial, key, adopt)
             except TimeoutError:
-                if promised is None and left >= self._handshake_timeout:  # a shorter attempt shows nothing
+                if promised is None and left >= self._options.handshake_timeout:  # a shorter attempt shows nothing
                     dial.reason = SILENT
             except _NoRouteError as error:
                 assert dial.target.instead is not None
@@ -202,7 +189,7 @@ class Dialler:
             sock = await self._reach(dial, key[1])
             dial.answered()
             dial.watch(sock.fileno())
-            stream = await self._open_stream(self._runtime.loop, sock, dialled=True)
+            stream = await self._options.open_stream(self._runtime.loop, sock, dialled=True)
             try:
                 return await self._introduce(dial, stream, key, adopt)
             except BaseException:
@@ -265,7 +252,7 @@ class Dialler:
             raise _RetryError("the connection that it opened came first")
         # The peer has proven the key: only `connect_timeout` limits what is left.
         dial.stop()
-        dial.allow(dial.left(self._runtime.time(), self._connect_timeout, impatient=False))
+        dial.allow(dial.left(self._runtime.time(), self._options.connect_timeout, impatient=False))
         with self._crossing.confirm(key):
             send_message(stream, confirmation)
             adopted = await adopt(stream, exchange.peer)

@@ -12,9 +12,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AiocollError, AuthenticationError
@@ -22,24 +21,24 @@ from aiocoll.log import Repeats, logger
 from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.security import handshake
-from aiocoll.security.handshake import HANDSHAKE_TIMEOUT, ConnKind, Identity, Peer, ServerHandshake, Status
+from aiocoll.security.handshake import ConnKind, Identity, Peer, ServerHandshake, Status
 from aiocoll.security.names import WrongCertificateError
 from aiocoll.security.unproven import Unproven
 from aiocoll.sockets import between_hosts, is_ready, keep_asking
 from aiocoll.transport.base import Card, Link
-from aiocoll.transport.byte_stream import ByteStream, OpenStream, receive_message, send_message
+from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
 from aiocoll.transport.stream.dial_address import DialAddress, DialAddresses
-from aiocoll.transport.stream.dialler import Dialler, Dialling
+from aiocoll.transport.stream.dialler import Dialler
 from aiocoll.transport.stream.link_table import Key, LinkTable
 from aiocoll.transport.stream.patience import Patience
-from aiocoll.transport.stream.plain_stream import open_plain
 from aiocoll.transport.stream.probe import answer
+from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.users import peer_trouble
 
-__all__ = ["StreamOptions", "StreamTransport"]
+__all__ = ["StreamTransport"]
 
 #: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
 _TRY_AGAIN = 0.01
@@ -48,30 +47,6 @@ _TRY_AGAIN = 0.01
 _TAKEN = b"\x01"
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
-    """What the ranks of a `StreamTransport` may choose.
-
-    Attributes:
-        transport: `"tcp"`, `"unix"`, `"shm"` (one host; data through shared memory), or `"auto"`: as `"shm"` between
-            ranks of one host, TCP between hosts.
-        single_copy: whether ranks of one host may read large arrays in each other's memory.
-        host_id: pretend to be on another host (for tests).
-        epoch: of the job; ranks of another epoch are refused.
-        connect_timeout: seconds after which `connect` gives up.
-        handshake_timeout: seconds a peer has to prove the job key.
-        open_stream: makes of each connected socket the stream that carries all that follows.
-    """
-
-    transport: Literal["auto", "tcp", "unix", "shm"] = "auto"
-    single_copy: bool = True
-    host_id: str | None = None
-    epoch: int = 0
-    connect_timeout: float = 300.0
-    handshake_timeout: float = HANDSHAKE_TIMEOUT
-    open_stream: OpenStream = open_plain
 
 
 _DEFAULTS: Final = StreamOptions()
@@ -137,7 +112,7 @@ class StreamTransport:
             runtime,
             self._identity,
             key,
-            Dialling(options.open_stream, options.connect_timeout, options.handshake_timeout),
+            options,
             self._links,
             self._crossing,
         )
