@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ from ..ranks import options, over, until
 
 #: Elements of float64: in the line of a block, in a small one, in a middle one.
 COUNTS = [1, 5, 6, 512, 513, 8192]
+
+#: A call that has started: its work, and a check of what it has left.
+Started = tuple[Work[Any], Callable[[], None]]
 
 
 async def link(pgs: list[ProcessGroup]) -> None:
@@ -71,6 +75,20 @@ async def check(calls: list[tuple[np.ndarray, Work[object]]], world_size: int) -
         async with asyncio.timeout(20):
             await work
         assert (array == 2.0**world_size - 1).all()
+
+
+async def finish(calls: list[Started]) -> None:
+    """Wait for calls, and check what each has left."""
+    async with asyncio.timeout(20):
+        for work, check_result in calls:
+            await work
+            check_result()
+
+
+async def until_revoked(*pgs: ProcessGroup) -> None:
+    """Wait until a group is revoked on these ranks."""
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
 
 
 def overwrite_what_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,17 +12,16 @@ import pytest
 from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, ReduceOp
 from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
-from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_slot_program import COUNTS, jobs, overwrite_what_is_freed, posts
+from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_what_is_freed, posts
 
 #: Starts a call; its work, and a check of what it has left.
-Call = Callable[..., tuple[Work[Any], Callable[[], None]]]
+Call = Callable[..., Started]
 
 
-def gathered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+def gathered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> Started:
     outputs = [np.zeros(count, np.int64) for count in counts]
     work = pg.allgather(outputs, np.full(counts[pg.rank()], 10 + pg.rank()), key=key)
 
@@ -33,7 +32,7 @@ def gathered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> tup
     return work, check
 
 
-def scattered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+def scattered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> Started:
     size, rank = pg.size(), pg.rank()
     output = np.zeros(counts[rank], np.int64)
     inputs = [np.full(count, 1000 * peer + rank) for peer, count in enumerate(counts)]
@@ -47,13 +46,6 @@ def scattered(pg: ProcessGroup, counts: list[int], key: str | None = None) -> tu
 
 
 CALLS = pytest.mark.parametrize("call", [gathered, scattered])
-
-
-async def finish(calls: list[tuple[Work[Any], Callable[[], None]]]) -> None:
-    async with asyncio.timeout(20):
-        for work, check in calls:
-            await work
-            check()
 
 
 @CALLS

@@ -17,14 +17,13 @@ from aiocoll.work import Work
 
 from ..internals import comm_of
 from ..ranks import over
-from .test_slot_program import jobs, overwrite_what_is_freed, posts
+from .test_slot_program import Started, finish, jobs, overwrite_what_is_freed, posts, until_revoked
 
 #: More elements of float64 than a slot holds.
 LARGE = 8193
 #: Elements of a block: none, in the line of a slot, in a small one, in a middle one, in frames.
 COUNTS = [0, 1, 5, 6, 512, 513, 8192, LARGE]
 
-Started = tuple[Work[Any], Callable[[], None]]
 #: Starts a call with a root, which alltoall does not have. `count(a, b)`: elements that rank a has for rank b.
 Call = Callable[..., Started]
 Counts = Callable[[int, int], int]
@@ -72,13 +71,6 @@ def _same(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 CALLS = pytest.mark.parametrize("call", [gather, scatter, alltoall])
-
-
-async def finish(calls: list[Started]) -> None:
-    async with asyncio.timeout(20):
-        for work, check in calls:
-            await work
-            check()
 
 
 def executors(pgs: list[ProcessGroup]) -> set[type]:
@@ -258,8 +250,7 @@ async def test_counts_that_differ_are_named(call: Call) -> None:
                     return mine if {a, b} == {0, 1} else LARGE * large + 1
 
                 works.append(call(pg, count, 0)[0])
-            async with asyncio.timeout(20):
-                await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
+            await until_revoked(*pgs)
             await asyncio.gather(*works, return_exceptions=True)
             for pg in pgs:
                 with pytest.raises(GroupError) as caught:
@@ -275,7 +266,6 @@ async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
         for root in (0, 1):
             call(a_one, lambda a, b: 1, root)[0].add_done_callback(lambda work: work.exception())
         a_one.abort("enough")
-        async with asyncio.timeout(20):
-            await a_zero.wait_revoked()
+        await until_revoked(a_zero)
         for root in (0, 1):
             await finish([call(pg, lambda a, b: 1, root) for pg in (b_zero, b_one) for _ in range(SMALL_SLOTS)])

@@ -17,10 +17,10 @@ from aiocoll.work import Work
 from ..internals import comm_of
 from ..ranks import over
 from ..steady import run_steadily
-from .test_slot_program import COUNTS, jobs, overwrite_what_is_freed, posts
+from .test_slot_program import COUNTS, Started, finish, jobs, overwrite_what_is_freed, posts, until_revoked
 
 #: Starts a call of so many elements with a root, which scans do not have; its work, and a check of what it has left.
-Call = Callable[..., tuple[Work[Any], Callable[[], None]]]
+Call = Callable[..., Started]
 
 
 def array_of(pg: ProcessGroup, count: int) -> np.ndarray:
@@ -28,42 +28,35 @@ def array_of(pg: ProcessGroup, count: int) -> np.ndarray:
     return np.full(count, 2.0 ** pg.rank())
 
 
-def checked(work: Work[Any], array: np.ndarray, expected: float) -> tuple[Work[Any], Callable[[], None]]:
+def checked(work: Work[Any], array: np.ndarray, expected: float) -> Started:
     def check() -> None:
         assert (array == expected).all(), (array, expected)
 
     return work, check
 
 
-def broadcast(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+def broadcast(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> Started:
     array = array_of(pg, count)
     return checked(pg.broadcast(array, root, key=key), array, 2.0**root)
 
 
-def reduce(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+def reduce(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> Started:
     array = array_of(pg, count)
     everything = 2.0 ** pg.size() - 1
     return checked(pg.reduce(array, root, key=key), array, everything if pg.rank() == root else 2.0 ** pg.rank())
 
 
-def scan(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+def scan(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> Started:
     array = array_of(pg, count)
     return checked(pg.scan(array, key=key), array, 2.0 ** (pg.rank() + 1) - 1)
 
 
-def exscan(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> tuple[Work[Any], Callable[[], None]]:
+def exscan(pg: ProcessGroup, count: int, root: int, key: str | None = None) -> Started:
     array = array_of(pg, count)
     return checked(pg.exscan(array, key=key), array, 2.0 ** pg.rank() - 1 if pg.rank() else 1.0)
 
 
 CALLS = pytest.mark.parametrize("call", [broadcast, reduce, scan, exscan])
-
-
-async def finish(calls: list[tuple[Work[Any], Callable[[], None]]]) -> None:
-    async with asyncio.timeout(20):
-        for work, check in calls:
-            await work
-            check()
 
 
 def sends(call: Call, size: int, root: int, rank: int, peer: int) -> bool:
@@ -179,8 +172,7 @@ async def test_an_op_that_raises_at_the_root() -> None:
         await one.reduce(np.zeros(1), 0, ReduceOp.custom(fails))
         with pytest.raises(GroupError, match="its reduce function raised"):
             await work
-        async with asyncio.timeout(20):
-            await one.wait_revoked()
+        await until_revoked(one)
 
 
 #: Calls of rank 0 and of rank 1 that do not match. Of most pairs both ends are done with what they have posted: nobody
@@ -215,8 +207,7 @@ async def calls_differ(pair: str, late: int) -> None:
                 await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
         start = loop.time()
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
+        await until_revoked(*pgs)
         assert loop.time() - start < 1
         await asyncio.gather(*works, return_exceptions=True)
         for pg in pgs:
@@ -242,8 +233,7 @@ async def test_who_is_early_is_no_stray(late: int) -> None:
         await works[0]
         await asyncio.sleep(0.3)
         pgs[late].gather(None, np.zeros(3), late)
-        async with asyncio.timeout(20):
-            await asyncio.gather(*(pg.wait_revoked() for pg in pgs))
+        await until_revoked(*pgs)
 
 
 @CALLS
@@ -253,8 +243,7 @@ async def test_one_that_fails_leaves_its_slots_to_others(call: Call) -> None:
             for root in (0, 1):
                 call(pg, 1, root)[0].add_done_callback(lambda work: work.exception())
         a_zero.abort("enough")
-        async with asyncio.timeout(20):
-            await a_one.wait_revoked()
+        await until_revoked(a_one)
         for root in (0, 1):
             await finish([call(pg, 1, root) for pg in (b_zero, b_one) for _ in range(SMALL_SLOTS)])
 
