@@ -16,6 +16,7 @@ import numpy as np
 from machine import machine
 
 from aiocoll import ProcessGroup
+from aiocoll.group.parts import parts_of
 from aiocoll.testing import run_ranks
 from aiocoll.work import COMPILED
 
@@ -27,7 +28,7 @@ OFF, ON, WAITED = "not counted", "counted", "counted, with a wait"
 
 async def rounds(pg: ProcessGroup, number: int) -> dict[str, list[float]]:
     """Return nanoseconds of a call in each round, by way."""
-    comm, tensor = pg._comm, np.ones(1)
+    comm, tensor = parts_of(pg).comm, np.ones(1)
     counters = comm.counters
     found: dict[str, list[float]] = {OFF: [], ON: [], WAITED: []}
     for turn in range(number):

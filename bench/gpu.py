@@ -34,6 +34,7 @@ from aiocoll.cli.measure import Timing
 from aiocoll.elements import buffers
 from aiocoll.elements.streams import stream_address
 from aiocoll.gpu.provider import runtime
+from aiocoll.group.parts import parts_of
 from aiocoll.store import HashStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -114,8 +115,8 @@ def our_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[str,
 
     async def marked() -> None:
         array = buffers.view(empty).array
-        pg._dispatcher.on_device([array])
-        state = pg._dispatcher.device_state
+        parts_of(pg).dispatcher.on_device([array])
+        state = parts_of(pg).dispatcher.device_state
         assert state is not None
         state.unmark(state.mark([array]))
 
@@ -129,9 +130,10 @@ async def native(made: World, nbytes: int, rounds: int) -> Times:
     with bare_ways(made, tensors[0]) as ways:
         async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
             await pg.allreduce(tensors[0])
-            assert pg._dispatcher.device_state is not None
-            assert pg._dispatcher.device_state.decision is not None
-            assert pg._dispatcher.device_state.decision.native, pg._dispatcher.device_state.decision.why
+            state = parts_of(pg).dispatcher.device_state
+            assert state is not None
+            assert state.decision is not None
+            assert state.decision.native, state.decision.why
             times = await timed({**ways, **our_ways(pg, made, tensors)}, rounds)
     times[EACH] = [each / len(tensors) for each in times[EACH]]
     return times

@@ -15,6 +15,7 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.engine.communicator import Communicator
 from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.parts import parts_of
 
 __all__ = [
     "LIMITS",
@@ -312,13 +313,13 @@ def _check(given: Mapping[str, object], there: Mapping[str, object]) -> None:
 
 def comm_of(holder: Any) -> Communicator:
     """Return the communicator of a group, or of a part of one."""
-    comm: Communicator = holder._comm
+    comm: Communicator = parts_of(holder).comm if isinstance(holder, ProcessGroup) else holder._comm
     return comm
 
 
 def dispatcher_of(pg: ProcessGroup) -> Dispatcher:
     """Return what all calls of a group go through."""
-    return pg._dispatcher
+    return parts_of(pg).dispatcher
 
 
 def group_of(part: Any) -> Any:

@@ -112,8 +112,7 @@ def _open_heir(pg: ProcessGroup | None) -> ProcessGroup | None:
 
 def _is_closed(pg: ProcessGroup | None, *, otherwise: bool) -> bool:
     """Whether this rank has closed a group; `otherwise` if it does not say, as one of another backend may not."""
-    closed: bool = getattr(getattr(pg, "_dispatcher", None), "closed", otherwise)
-    return closed
+    return parts_of(pg).dispatcher.closed if isinstance(pg, ProcessGroup) else otherwise
 
 
 def default_group() -> ProcessGroup:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, Generic, Self, TypeVar
 
-from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.grid import Grid, balanced, ints
 from aiocoll.group.halo import TAGS, Axis, check_array, exchange
-from aiocoll.group.messages import Messages
 from aiocoll.group.parts import parts_of
 from aiocoll.typing import Array
 from aiocoll.work import Work
@@ -37,9 +36,8 @@ class CartesianGroup(Generic[G]):
         self.dims = grid.dims
         self.periods = grid.periods
         self._grid = grid
-        known: Any = group
-        self._dispatcher: Dispatcher = known._dispatcher
-        self._messages: Messages = known._messages
+        parts = parts_of(group)
+        self._dispatcher, self._messages = parts.dispatcher, parts.messages
         self._rank = self._dispatcher.rank
         self._exchanges = 0
 

@@ -17,6 +17,7 @@ from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.dispatch.origin import Origin
 from aiocoll.group.flight_recorder import FlightRecorder
 from aiocoll.group.interceptors.coalesce import Coalescer
+from aiocoll.group.parts import parts_of
 from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.loading import loading
 from aiocoll.options import GroupOptions
@@ -222,7 +223,7 @@ class Lifetime:
         error = d.closed_error()
         try:
             if self._family.parts:
-                await asyncio.wait([part._lifetime.begin_end() for part in self._family.parts])
+                await asyncio.wait([parts_of(part).lifetime.begin_end() for part in self._family.parts])
             if comm.cause is None and waits:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if comm.timeout == float("inf") else comm.timeout):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from aiocoll.engine.communicator import Communicator
-from aiocoll.group.collectives import Collectives
-from aiocoll.group.dispatch.dispatcher import Dispatcher
-from aiocoll.group.lifetime import Lifetime
-from aiocoll.group.messages import Messages
-from aiocoll.group.reconfigurer import Reconfigurer
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+    from aiocoll.group.collectives import Collectives
+    from aiocoll.group.dispatch.dispatcher import Dispatcher
+    from aiocoll.group.interceptors.coalesce import Coalescer
+    from aiocoll.group.lifetime import Lifetime
+    from aiocoll.group.messages import Messages
+    from aiocoll.group.objects import Objects
+    from aiocoll.group.reconfigurer import Reconfigurer
 
 __all__ = ["GroupParts", "parts_of"]
 
 
-class GroupParts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GroupParts:
     """The objects to which a group delegates.
 
     Attributes:
@@ -23,6 +28,8 @@ class GroupParts(NamedTuple):
         dispatcher: starts all calls.
         collectives: the collectives on arrays.
         messages: the messages between two ranks.
+        objects: the collectives on objects.
+        coalescer: the blocks of calls that are fused.
         reconfigurer: makes further groups.
         lifetime: closes the group.
         devices: the backend of each kind of device.
@@ -32,6 +39,8 @@ class GroupParts(NamedTuple):
     dispatcher: Dispatcher
     collectives: Collectives
     messages: Messages
+    objects: Objects
+    coalescer: Coalescer
     reconfigurer: Reconfigurer
     lifetime: Lifetime
     devices: Mapping[str, str]

@@ -109,7 +109,6 @@ class ProcessGroup:
         self.global_ranks, self.store = comm.ranks, origin.store(comm.id)
         self.recorder = FlightRecorder(comm, spec.options.dump_dir)
         self.completed_everywhere, self.completed_somewhere = spec.completed
-        self._comm, self._rank, self._devices = comm, comm.rank, spec.devices
         dispatcher = Dispatcher(self, comm, spec, dry=origin.dry)
         if origin.dry:
             from aiocoll.group.interceptors.dry_run import DryRun  # few groups are
@@ -121,38 +120,41 @@ class ProcessGroup:
             verifier = Verifier(dispatcher)
             dispatcher.intercept(verifier, verifier.tell_wrong)
         # Bound once: most calls are short.
-        self._one, self._check_rank = dispatcher.one, dispatcher.check_rank
+        self._one, self._check_rank, self._rank = dispatcher.one, dispatcher.check_rank, comm.rank
         self._failures = dispatcher.failures
-        self._collectives = Collectives(dispatcher)
-        self._objects = Objects(dispatcher)
-        self._coalescer = Coalescer(dispatcher)
-        reconfigurer = Reconfigurer(dispatcher, self._objects, origin, spec)
-        lifetime = Lifetime(dispatcher, self._coalescer, reconfigurer, self.recorder, origin, spec.options)
-        self._dispatcher, self._reconfigurer, self._lifetime = dispatcher, reconfigurer, lifetime
-        self._messages = Messages(dispatcher, self._objects)
+        objects, coalescer = Objects(dispatcher), Coalescer(dispatcher)
+        reconfigurer = Reconfigurer(dispatcher, objects, origin, spec)
         self._parts = GroupParts(
-            comm, dispatcher, self._collectives, self._messages, reconfigurer, lifetime, spec.devices
+            comm=comm,
+            dispatcher=dispatcher,
+            collectives=Collectives(dispatcher),
+            messages=Messages(dispatcher, objects),
+            objects=objects,
+            coalescer=coalescer,
+            reconfigurer=reconfigurer,
+            lifetime=Lifetime(dispatcher, coalescer, reconfigurer, self.recorder, origin, spec.options),
+            devices=spec.devices,
         )
         open_groups.add(self)
 
     def __repr__(self) -> str:
-        state = "closed" if self._dispatcher.closed else "open" if self._comm.cause is None else "revoked"
+        state = "closed" if self._parts.dispatcher.closed else "open" if self._parts.comm.cause is None else "revoked"
         return f"<ProcessGroup {self.group_name!r} rank {self._rank} of {len(self.global_ranks)}, {state}>"
 
     @property
     def timeout(self) -> float:
         """Seconds an operation may take by default; `math.inf` is no limit."""
-        return self._comm.timeout
+        return self._parts.comm.timeout
 
     @timeout.setter
     def timeout(self, timeout: Timeout) -> None:
-        self._dispatcher.set_timeout(timeout)
+        self._parts.dispatcher.set_timeout(timeout)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        await self._lifetime.leave(error)
+        await self._parts.lifetime.leave(error)
 
     def rank(self) -> int:
         """Return this rank's number in the group.
@@ -183,10 +185,10 @@ class ProcessGroup:
         Raises:
             ValueError: the group has no backend for that device.
         """
-        if device not in self._devices:
-            has = f"group {self.group_name!r}; it has one for {', '.join(map(repr, self._devices))}"
+        if device not in self._parts.devices:
+            has = f"group {self.group_name!r}; it has one for {', '.join(map(repr, self._parts.devices))}"
             raise ValueError(f"device={device!r} has no backend in {has}")
-        return self._devices[device]
+        return self._parts.devices[device]
 
     # -- collectives on arrays
 
@@ -226,7 +228,7 @@ class ProcessGroup:
         try:
             return self._one("allreduce", tensor, op, None, True, timeout, key)
         except TypeError as error:  # found out only here, where no other call pays for it
-            return self._collectives.reduce_sparse(error, tensor, op, None, timeout, key)
+            return self._parts.collectives.reduce_sparse(error, tensor, op, None, timeout, key)
 
     def reduce(
         self, tensor: S, root: int, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
@@ -260,7 +262,7 @@ class ProcessGroup:
         try:
             return self._one("reduce", tensor, op, root, root == self._rank, timeout, key)
         except TypeError as error:
-            return self._collectives.reduce_sparse(error, tensor, op, root, timeout, key)
+            return self._parts.collectives.reduce_sparse(error, tensor, op, root, timeout, key)
 
     def broadcast(self, tensor: S, root: int, *, timeout: Timeout = None, key: str | None = None) -> Work[S]:
         """Copy `root`'s tensor to all ranks.
@@ -292,7 +294,7 @@ class ProcessGroup:
         try:
             return self._one("broadcast", tensor, None, root, root != self._rank, timeout, key)
         except TypeError as error:
-            return self._collectives.broadcast_sparse(error, tensor, root, timeout, key)
+            return self._parts.collectives.broadcast_sparse(error, tensor, root, timeout, key)
 
     def scan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
         """Reduce over ranks 0 to this one, in place (inclusive prefix).
@@ -313,7 +315,7 @@ class ProcessGroup:
 
         Cost: small: 1 step, up to n (p-1) bytes sent per rank; large: a pipelined chain, n bytes.
         """
-        return self._collectives.scan("scan", tensor, op, timeout, key)
+        return self._parts.collectives.scan("scan", tensor, op, timeout, key)
 
     def exscan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
         """Reduce over the ranks below this one, in place (exclusive prefix); rank 0's tensor stays as it is.
@@ -334,7 +336,7 @@ class ProcessGroup:
 
         Cost: small: 1 step, up to n (p-1) bytes sent per rank; large: a pipelined chain, n bytes.
         """
-        return self._collectives.scan("exscan", tensor, op, timeout, key)
+        return self._parts.collectives.scan("exscan", tensor, op, timeout, key)
 
     def barrier(self, *, timeout: Timeout = None, key: str | None = None) -> Work[None]:
         """Wait until all ranks have called it.
@@ -353,7 +355,7 @@ class ProcessGroup:
         Source: Hensgen, Finkel and Manber 1988 (dissemination); Karonis et al. 2000 (between hosts); Mellor-Crummey
             and Scott 1991 (in shared memory).
         """
-        return self._collectives.barrier(timeout, key)
+        return self._parts.collectives.barrier(timeout, key)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
         """Wait until all ranks have called it; if some do not, rank 0 says which.
@@ -371,7 +373,7 @@ class ProcessGroup:
 
         Cost: 2 steps without data, through rank 0: slower than `barrier` with many ranks.
         """
-        return self._collectives.monitored_barrier(timeout, wait_all_ranks)
+        return self._parts.collectives.monitored_barrier(timeout, wait_all_ranks)
 
     @overload
     def allgather(
@@ -413,7 +415,7 @@ class ProcessGroup:
         Source: Bruck et al. 1997 (circulant); Patarasuk and Yuan 2009 (ring); Karonis et al. 2000, Traeff and Hunold
             2020 (between hosts).
         """
-        return self._collectives.allgather(outputs, tensor, timeout, key)
+        return self._parts.collectives.allgather(outputs, tensor, timeout, key)
 
     def allgather_into_tensor(
         self, output: A, tensor: Array, *, timeout: Timeout = None, key: str | None = None
@@ -437,7 +439,7 @@ class ProcessGroup:
         Cost: that of `allgather`.
         Source: that of `allgather`.
         """
-        return self._collectives.allgather_into_tensor(output, tensor, timeout, key)
+        return self._parts.collectives.allgather_into_tensor(output, tensor, timeout, key)
 
     @overload
     def gather(
@@ -484,7 +486,7 @@ class ProcessGroup:
         Cost: 1 step; n bytes sent per rank, of all ranks received at the root. Sparse: an allgather of the counts
             before.
         """
-        return self._collectives.gather(outputs, tensor, root, timeout, key)
+        return self._parts.collectives.gather(outputs, tensor, root, timeout, key)
 
     def scatter(
         self, output: A, inputs: Sequence[Array] | None, root: int, *, timeout: Timeout = None, key: str | None = None
@@ -509,7 +511,7 @@ class ProcessGroup:
 
         Cost: 1 step; the root sends the arrays of the other ranks.
         """
-        return self._collectives.scatter(output, inputs, root, timeout, key)
+        return self._parts.collectives.scatter(output, inputs, root, timeout, key)
 
     def reduce_scatter(
         self,
@@ -542,7 +544,7 @@ class ProcessGroup:
             step, log2(p) steps or p-1 pipelined steps, by size.
         Source: Rabenseifner 2004 (pairwise); Traeff, arXiv 2410.14234 (circulant); Patarasuk and Yuan 2009 (ring).
         """
-        return self._collectives.reduce_scatter(output, inputs, op, timeout, key)
+        return self._parts.collectives.reduce_scatter(output, inputs, op, timeout, key)
 
     def reduce_scatter_tensor(
         self, output: A, input: Array, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
@@ -567,7 +569,7 @@ class ProcessGroup:
         Cost: that of `reduce_scatter`.
         Source: that of `reduce_scatter`.
         """
-        return self._collectives.reduce_scatter_tensor(output, input, op, timeout, key)
+        return self._parts.collectives.reduce_scatter_tensor(output, input, op, timeout, key)
 
     def alltoall(
         self, outputs: Sequence[A], inputs: Sequence[Array], *, timeout: Timeout = None, key: str | None = None
@@ -591,7 +593,7 @@ class ProcessGroup:
 
         Cost: 1 step; n (p-1)/p bytes sent per rank, where n are the bytes of all its inputs.
         """
-        return self._collectives.alltoall(outputs, inputs, timeout, key)
+        return self._parts.collectives.alltoall(outputs, inputs, timeout, key)
 
     def alltoall_base(
         self,
@@ -624,7 +626,7 @@ class ProcessGroup:
 
         Cost: that of `alltoall`.
         """
-        return self._collectives.alltoall_base(output, input, output_split_sizes, input_split_sizes, timeout, key)
+        return self._parts.collectives.alltoall_base(output, input, output_split_sizes, input_split_sizes, timeout, key)
 
     # -- calls that travel together
 
@@ -654,7 +656,7 @@ class ProcessGroup:
 
         Cost: that of one call on all arrays of a kind, and two copies of each that is small; large ones travel alone.
         """
-        return self._coalescer.block()
+        return self._parts.coalescer.block()
 
     @overload
     def allreduce_coalesced(
@@ -686,7 +688,7 @@ class ProcessGroup:
         Cost: that of one `allreduce` of all of them, and two copies of each that is small; large ones travel alone.
         """
         check_list(tensors, "tensors")
-        return self._coalescer.as_one(
+        return self._parts.coalescer.as_one(
             "ALLREDUCE_COALESCED", lambda: [self.allreduce(each, op, timeout=timeout) for each in tensors], key
         )
 
@@ -722,7 +724,9 @@ class ProcessGroup:
         """
         each = pairs(outputs, inputs)
         call = partial(self.allgather_into_tensor, timeout=timeout)
-        return self._coalescer.as_one("ALLGATHER_INTO_TENSOR_COALESCED", lambda: [call(*pair) for pair in each], key)
+        return self._parts.coalescer.as_one(
+            "ALLGATHER_INTO_TENSOR_COALESCED", lambda: [call(*pair) for pair in each], key
+        )
 
     @overload
     def reduce_scatter_tensor_coalesced(
@@ -769,7 +773,9 @@ class ProcessGroup:
         """
         each = pairs(outputs, inputs)
         call = partial(self.reduce_scatter_tensor, op=op, timeout=timeout)
-        return self._coalescer.as_one("REDUCE_SCATTER_TENSOR_COALESCED", lambda: [call(*pair) for pair in each], key)
+        return self._parts.coalescer.as_one(
+            "REDUCE_SCATTER_TENSOR_COALESCED", lambda: [call(*pair) for pair in each], key
+        )
 
     # -- messages between two ranks
 
@@ -794,7 +800,7 @@ class ProcessGroup:
 
         Cost: one message of n bytes. Sparse: 4 or 8 bytes per entry, and its value.
         """
-        return self._messages.send(tensor, dst, tag, timeout)
+        return self._parts.messages.send(tensor, dst, tag, timeout)
 
     def recv(self, tensor: M, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
         """Receive a message of rank `src` in `tensor`.
@@ -816,7 +822,7 @@ class ProcessGroup:
 
         Cost: one message of n bytes.
         """
-        return self._messages.recv(tensor, self._check_rank(src, "src", null=True), tag, timeout)
+        return self._parts.messages.recv(tensor, self._check_rank(src, "src", null=True), tag, timeout)
 
     def recv_anysource(self, tensor: M, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
         """Receive the next message of any rank in `tensor`; `work.source_rank()` tells whose it was.
@@ -836,7 +842,7 @@ class ProcessGroup:
 
         Cost: one message of n bytes.
         """
-        return self._messages.recv(tensor, None, tag, timeout)
+        return self._parts.messages.recv(tensor, None, tag, timeout)
 
     @overload
     def batch(self, operations: Sequence[Message[A]], *, timeout: Timeout = None) -> Work[list[A]]: ...
@@ -861,7 +867,7 @@ class ProcessGroup:
 
         Cost: a message each.
         """
-        return self._messages.batch(operations, timeout)
+        return self._parts.messages.batch(operations, timeout)
 
     def send_object(self, obj: object, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[None]:
         """Send an object to rank `dst`.
@@ -882,7 +888,7 @@ class ProcessGroup:
 
         Cost: one message.
         """
-        return self._messages.send_object(obj, dst, tag, timeout)
+        return self._parts.messages.send_object(obj, dst, tag, timeout)
 
     def recv_object(self, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
         """Receive an object of rank `src`, or of any rank.
@@ -901,7 +907,7 @@ class ProcessGroup:
 
         Cost: one message.
         """
-        return self._messages.recv_object(src, tag, timeout)
+        return self._parts.messages.recv_object(src, tag, timeout)
 
     def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
         """Iterate over the messages with `tag` that no receive has asked for, in order of arrival.
@@ -922,7 +928,7 @@ class ProcessGroup:
 
         Cost: one message each.
         """
-        return self._messages.incoming(tag)
+        return self._parts.messages.incoming(tag)
 
     def probe(self, source: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[Envelope]:
         """Wait for a message that could be received, and tell what it is, without receiving it.
@@ -949,7 +955,7 @@ class ProcessGroup:
 
         Cost: none of its own.
         """
-        return self._messages.probe(source, tag, timeout)
+        return self._parts.messages.probe(source, tag, timeout)
 
     def iprobe(self, source: int | None = None, tag: int = 0) -> Envelope | None:
         """Tell what the next message is, if there is one now; otherwise as `probe`.
@@ -970,7 +976,7 @@ class ProcessGroup:
 
         Cost: none of its own.
         """
-        return self._messages.iprobe(source, tag)
+        return self._parts.messages.iprobe(source, tag)
 
     # -- objects
 
@@ -1003,7 +1009,7 @@ class ProcessGroup:
 
         Cost: 1 step: p-1 messages of the root.
         """
-        return self._objects.broadcast(obj, root, timeout, key)
+        return self._parts.objects.broadcast(obj, root, timeout, key)
 
     def allgather_object(self, obj: T, *, timeout: Timeout = None, key: str | None = None) -> Work[list[T]]:
         """Gather every rank's object on every rank.
@@ -1022,7 +1028,7 @@ class ProcessGroup:
 
         Cost: 1 step: p-1 messages of every rank.
         """
-        return self._objects.allgather(obj, timeout, key)
+        return self._parts.objects.allgather(obj, timeout, key)
 
     def gather_object(
         self, obj: T, root: int = 0, *, timeout: Timeout = None, key: str | None = None
@@ -1045,7 +1051,7 @@ class ProcessGroup:
 
         Cost: 1 step: a message of every other rank.
         """
-        return self._objects.gather(obj, root, timeout, key)
+        return self._parts.objects.gather(obj, root, timeout, key)
 
     @overload
     def scatter_object(
@@ -1076,7 +1082,7 @@ class ProcessGroup:
 
         Cost: 1 step: p-1 messages of the root.
         """
-        return self._objects.scatter(objs, root, timeout, key)
+        return self._parts.objects.scatter(objs, root, timeout, key)
 
     def alltoall_object(self, objs: Sequence[T], *, timeout: Timeout = None, key: str | None = None) -> Work[list[T]]:
         """Send the r-th object to rank r.
@@ -1096,7 +1102,7 @@ class ProcessGroup:
 
         Cost: 1 step: p-1 messages of every rank.
         """
-        return self._objects.alltoall(objs, timeout, key)
+        return self._parts.objects.alltoall(objs, timeout, key)
 
     # -- calls that are made again and again
 
@@ -1127,7 +1133,7 @@ class ProcessGroup:
 
         Cost: that of the call, at each start.
         """
-        return make_plan(self._dispatcher, call, args, kwargs)
+        return make_plan(self._parts.dispatcher, call, args, kwargs)
 
     # -- arrays and estimates
 
@@ -1167,7 +1173,7 @@ class ProcessGroup:
         Cost: 0.3 ms per MiB, in many turns of the loop; 1 file descriptor here, before Python 3.13 2 here and 1 at
             the right neighbour, so make few large arrays and slice them. The first call on each also passes it on.
         """
-        return await empty(self._dispatcher, shape, dtype)
+        return await empty(self._parts.dispatcher, shape, dtype)
 
     @contextlib.contextmanager
     def time_estimator(self) -> Iterator[Estimate]:
@@ -1199,11 +1205,11 @@ class ProcessGroup:
             TypeError: from a call in the block on CUDA arrays, of which nothing has been measured.
             GroupError: the group is closed or revoked.
         """
-        self._dispatcher.check()
+        self._parts.dispatcher.check()
         with loading("estimates"):
             from aiocoll.group.interceptors.estimate import Estimate, Estimator  # few programs need them
 
-        with self._dispatcher.scoped(Estimator(self._dispatcher, estimate := Estimate())):
+        with self._parts.dispatcher.scoped(Estimator(self._parts.dispatcher, estimate := Estimate())):
             yield estimate
 
     # -- other groups
@@ -1238,7 +1244,7 @@ class ProcessGroup:
 
         Cost: nothing is sent.
         """
-        return self._reconfigurer.split(ranks, timeout, group_name, self._lifetime.is_ending)
+        return self._parts.reconfigurer.split(ranks, timeout, group_name, self._parts.lifetime.is_ending)
 
     async def shrink(self, exclude: Iterable[int] | None = None, *, assume_dead: Iterable[int] | None = None) -> Self:
         """Make a new group of the ranks that are alive and call this, numbered anew in the same order.
@@ -1278,7 +1284,7 @@ class ProcessGroup:
 
         Cost: a few small messages once all living ranks have called it.
         """
-        group: Self = await self._reconfigurer.shrink(exclude, assume_dead)
+        group: Self = await self._parts.reconfigurer.shrink(exclude, assume_dead)
         return group
 
     async def grow(self, n: int, timeout: Timeout = None, *, at_least: int | None = None) -> Self:
@@ -1307,7 +1313,7 @@ class ProcessGroup:
 
         Cost: that of `new_group`, after an `allgather_object`.
         """
-        group: Self = await self._reconfigurer.grow(n, timeout, at_least)
+        group: Self = await self._parts.reconfigurer.grow(n, timeout, at_least)
         return group
 
     async def merge_remote_group(
@@ -1338,7 +1344,7 @@ class ProcessGroup:
 
         Cost: that of `new_group`.
         """
-        group: Self = await self._reconfigurer.merge(store, size, timeout, group_name)
+        group: Self = await self._parts.reconfigurer.merge(store, size, timeout, group_name)
         return group
 
     async def split(self, color: int | str | None, key: int = 0) -> Self | None:
@@ -1360,7 +1366,9 @@ class ProcessGroup:
 
         Cost: that of `allgather_object`.
         """
-        group: Self | None = await self._reconfigurer.split_by_color(color, key, lambda: self._lifetime.is_ending)
+        group: Self | None = await self._parts.reconfigurer.split_by_color(
+            color, key, lambda: self._parts.lifetime.is_ending
+        )
         return group
 
     def cart(self, dims: Sequence[int], periods: bool | Sequence[bool] | None = None) -> CartesianGroup[Self] | None:
@@ -1388,7 +1396,7 @@ class ProcessGroup:
 
         Cost: nothing is sent.
         """
-        made: CartesianGroup[Self] | None = make_cartesian(self, self._dispatcher.size, dims, periods)
+        made: CartesianGroup[Self] | None = make_cartesian(self, self._parts.dispatcher.size, dims, periods)
         return made
 
     # -- life
@@ -1405,7 +1413,7 @@ class ProcessGroup:
         Raises:
             TypeError: it has neither method.
         """
-        return self._comm.hooks.add(hook)
+        return self._parts.comm.hooks.add(hook)
 
     def stats(self) -> GroupStats:
         """Return what this rank has done in the group so far: counts, bytes, times, and whom it has waited for.
@@ -1419,7 +1427,7 @@ class ProcessGroup:
         Raises:
             RuntimeError: the group was made with ``GroupOptions(stats=False)``.
         """
-        return self._lifetime.stats()
+        return self._parts.lifetime.stats()
 
     def pending(self) -> list[Work[Any]]:
         """List the works that have not ended.
@@ -1427,7 +1435,7 @@ class ProcessGroup:
         Returns:
             The works, oldest first; those that a block has recorded come last.
         """
-        return self._lifetime.pending()
+        return self._parts.lifetime.pending()
 
     async def drain(self) -> None:
         """Wait until all works pending now have ended.
@@ -1435,7 +1443,7 @@ class ProcessGroup:
         Raises:
             GroupError: a work failed; it is the error of the first that did, of whatever type.
         """
-        await self._lifetime.drain()
+        await self._parts.lifetime.drain()
 
     async def wait_revoked(self) -> GroupError:
         """Wait until the group is revoked.
@@ -1446,7 +1454,7 @@ class ProcessGroup:
         Raises:
             GroupClosedError: this rank has closed the group, or does so before any rank revokes it.
         """
-        return await self._lifetime.wait_revoked()
+        return await self._parts.lifetime.wait_revoked()
 
     def abort(self, reason: object = "aborted by the program") -> None:
         """Revoke the group at once, on all ranks: every pending work fails.
@@ -1457,7 +1465,7 @@ class ProcessGroup:
         Raises:
             RuntimeError: called in another process, thread or event loop than the group's.
         """
-        self._lifetime.abort(reason)
+        self._parts.lifetime.abort(reason)
 
     def report_death(self, rank: int, reason: str) -> None:
         """Tell all ranks that the process of a rank is gone, where the program, or what runs it, knows that it is.
@@ -1481,7 +1489,7 @@ class ProcessGroup:
 
         Cost: a small message to every rank.
         """
-        self._lifetime.report_death(rank, reason)
+        self._parts.lifetime.report_death(rank, reason)
 
     async def shutdown(self) -> None:
         """Close the group: wait for works that have started (at most `timeout`), say goodbye, release everything.
@@ -1492,6 +1500,6 @@ class ProcessGroup:
         Raises:
             RuntimeError: called in another process, thread or event loop than the group's.
         """
-        await self._lifetime.shutdown()
+        await self._parts.lifetime.shutdown()
 
     aclose = shutdown

@@ -23,6 +23,7 @@ from aiocoll.errors import (
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.dispatch.origin import Origin
 from aiocoll.group.objects import Objects
+from aiocoll.group.parts import parts_of
 from aiocoll.meeting.growth import Assignment, Invitation
 from aiocoll.meeting.merging import Party, find_assignment
 from aiocoll.numerals import to_int
@@ -247,7 +248,7 @@ class Reconfigurer:
         # Each group of one call has its own lowest rank.
         name = f"{comm.name}/{number}.{min(mine)}" if name is None else name
         group = self.derive(split.identity(), split.ranks, name, limit)
-        group._comm.sender.split_off(comm.sender, split)
+        parts_of(group).comm.sender.split_off(comm.sender, split)
         return group
 
     def derive(self, identity: int, ranks: Sequence[int], name: str, timeout: float) -> Any:
@@ -268,7 +269,7 @@ class Reconfigurer:
 
     def _adopt(self, group: Any) -> None:
         """Close `group` with this one."""
-        family: Reconfigurer = group._reconfigurer
+        family = parts_of(group).reconfigurer
         family.parent = self
         self.parts[group] = family
 

@@ -11,6 +11,7 @@ PROGRAM = """
 import asyncio, resource, sys
 import numpy as np
 from aiocoll import GroupOptions
+from aiocoll.group.parts import parts_of
 from aiocoll.testing import run_ranks
 
 async def rank(pg):
@@ -19,7 +20,7 @@ async def rank(pg):
         await pg.allreduce(tensor)
         assert (tensor == 3).all()
     await pg.barrier()
-    return sorted({channel.link.carrier for channel in pg._comm.channels if channel.link is not None})
+    return sorted({channel.link.carrier for channel in parts_of(pg).comm.channels if channel.link is not None})
 
 async def main():
     # What the first meeting takes for good is not what is measured.

@@ -15,6 +15,7 @@ import pytest
 from aiocoll import GroupError, GroupRevokedError, PeerLostError, ProcessGroup, RendezvousError, new_group
 from aiocoll.engine.consensus.quorum import connected, decides
 from aiocoll.engine.consensus.voter import Voter
+from aiocoll.group.parts import parts_of
 from aiocoll.store import HashStore
 from tests.engine.hosts import Hosts
 from tests.ranks import hub
@@ -543,7 +544,7 @@ def test_a_rank_dies_while_the_group_meets_newcomers() -> None:
     job = Job()
 
     async def body(pg: ProcessGroup) -> Any:
-        where = {"store": pg._reconfigurer._origin._store_handle.store}  # type: ignore[attr-defined]
+        where = {"store": parts_of(pg).reconfigurer._origin._store_handle.store}  # type: ignore[attr-defined]
         newcomers = []
 
         def another() -> None:
@@ -552,7 +553,7 @@ def test_a_rank_dies_while_the_group_meets_newcomers() -> None:
 
         another()
         if pg.rank() == 2:
-            pg._reconfigurer._origin.meet_anew = lambda *_: job.die(2)  # type: ignore[method-assign]
+            parts_of(pg).reconfigurer._origin.meet_anew = lambda *_: job.die(2)  # type: ignore[method-assign]
         start = now()
         with pytest.raises(PeerLostError) as raised:
             await pg.grow(1)

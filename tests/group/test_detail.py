@@ -28,6 +28,7 @@ from aiocoll import (
 )
 from aiocoll.engine.operations.comparison import compare, packed
 from aiocoll.engine.operations.signature import Signature, description
+from aiocoll.group.parts import parts_of
 from aiocoll.testing.virtual import run_virtual
 
 from ..engine.test_mismatch import DELAYS, KINDS, LATENCY, P2P_TABLE, PLACES, SIZED, TABLE, Call, Case, Memory, counting
@@ -539,7 +540,7 @@ def test_ranks_that_do_not_compare_are_found_out(kind: str, odd: int) -> None:
     async def rank(pg: ProcessGroup) -> None:
         # Groups of one home may be given other options.
         options = GroupOptions.resolve(None if pg.rank() == odd else DETAIL, {})
-        pg._reconfigurer._spec = pg._reconfigurer._spec._replace(options=options)
+        parts_of(pg).reconfigurer._spec = parts_of(pg).reconfigurer._spec._replace(options=options)
         other = await pg.split_group([0, 1, 2], group_name="mixed")
         assert other is not None
         memory = Memory(pg.rank(), pg.rank() == odd)

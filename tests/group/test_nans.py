@@ -16,7 +16,7 @@ from aiocoll.elements.ops import kernel
 from aiocoll.engine.job.ids import hash62
 
 from ..each import each
-from ..internals import comm_of
+from ..internals import comm_of, dispatcher_of
 from ..nans import COUNTS, cases, inputs, is_right, reduce_op
 from ..ranks import over
 
@@ -88,7 +88,7 @@ def test_fold_does_not_depend_on_which_input_is_the_output(op: str, dtype: str) 
 @over("memory", "shm")
 async def test_elements_are_reduced_on_one_rank_where_ranks_make_different_nans(pg: ProcessGroup) -> None:
     """The arithmetic of each rank is replaced by one that makes NaNs of its own."""
-    comm, planner = comm_of(pg), pg._dispatcher.planner
+    comm, planner = comm_of(pg), dispatcher_of(pg).planner
     assert comm.makes_same_nans
     comm.makes_same_nans = False
     planner._plans.clear()

@@ -10,6 +10,7 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, GroupClosedError, GroupError, PeerLostError, ProcessGroup, Recv, Send
 from aiocoll.engine.split_history import Splits
+from aiocoll.group.parts import parts_of
 
 from ..internals import comm_of
 from ..ranks import LINKS, over, run_ranks, until
@@ -131,9 +132,9 @@ async def test_an_await_that_is_cancelled_leaves_the_group_to_the_others(pg: Pro
         await asyncio.sleep(0)
         splitting.cancel()
         await asyncio.wait([splitting])
-        assert pg._reconfigurer.open_groups() == [pg]
-        await until(lambda: len(pg._reconfigurer.open_groups()) == 2)
-        group = pg._reconfigurer.open_groups()[1]
+        assert parts_of(pg).reconfigurer.open_groups() == [pg]
+        await until(lambda: len(parts_of(pg).reconfigurer.open_groups()) == 2)
+        group = parts_of(pg).reconfigurer.open_groups()[1]
     else:
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -28,6 +28,7 @@ from aiocoll.store import HashStore
 from aiocoll.testing import run_ranks, run_virtual
 
 from ..gpu.groups import WAYS, gpus
+from ..internals import comm_of
 from ..ranks import over
 
 SIZES = (1, 2, 3, 4, 7)
@@ -337,7 +338,7 @@ def test_who_is_missing_now() -> None:
 async def test_tables_are_bounded(pg: ProcessGroup) -> None:
     for count in range(2 * KNOWN + 3):
         await pg.allreduce(np.ones(count))
-    counters = pg._comm.counters
+    counters = comm_of(pg).counters
     assert counters is not None
     assert len(counters.kinds) <= KNOWN
     (row,) = pg.stats().operations

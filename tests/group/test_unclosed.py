@@ -21,6 +21,7 @@ import uvloop
 
 import aiocoll
 from aiocoll import GroupClosedError, Meeting, PeerLostError, ProcessGroup, Work
+from aiocoll.group.parts import parts_of
 from aiocoll.loop_end import LoopEnd
 from aiocoll.store import HashStore
 from aiocoll.transport.stream.plain_stream import PlainStream
@@ -116,7 +117,7 @@ def test_shutdown_that_waits_for_works_is_cut_short_at_the_end_of_the_loop() -> 
     """Also where a program closes its generators and does not cancel its tasks."""
     loop = asyncio.new_event_loop()
     with unclosed() as found:
-        works = loop.run_until_complete(pending(lambda pg: pg._lifetime.begin_end()))
+        works = loop.run_until_complete(pending(lambda pg: parts_of(pg).lifetime.begin_end()))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         check_closed(works)

@@ -19,6 +19,8 @@ from aiocoll import CollectiveTimeoutError, GroupOptions, ProcessGroup
 from aiocoll.metrics.opentelemetry import GroupMeter
 from aiocoll.testing import run_ranks
 
+from ..internals import comm_of
+
 Points = Mapping[tuple[str, frozenset[tuple[str, Any]]], float]
 
 
@@ -102,10 +104,10 @@ async def test_a_span_per_operation(debug: Any) -> None:
         meter = GroupMeter(meters, provider, spans=True)
         with tracer.start_as_current_span("job") as job:
             meter.add(pg)
-        before = pg._comm.runtime.wall()
+        before = comm_of(pg).runtime.wall()
         for _ in range(2):
             await pg.allreduce(np.ones(3, np.float32), key="grad")
-        after = pg._comm.runtime.wall()
+        after = comm_of(pg).runtime.wall()
         with pytest.raises(CollectiveTimeoutError):
             await pg.recv(np.ones(1), 1, timeout=0.01)
         first, second, failed = [span for span in exporter.get_finished_spans() if span.name != "job"]

@@ -116,7 +116,7 @@ async def main(port, key):
     async with new_group(init_method=there, rank=1, world_size=2, timeout=30, options=options) as pg:
         got = await pg.allreduce(np.full(100_000, 2.0))
         await pg.barrier()
-        print(got[0], got[-1], pg._comm.endpoint.context.transport.carrier(0)[0])
+        print(got[0], got[-1], pg._parts.comm.endpoint.context.transport.carrier(0)[0])
 
 aiocoll.security.tls.of_this_process()
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})

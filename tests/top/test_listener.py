@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupOptions, ProcessGroup
-from aiocoll.engine.communicator import Communicator
 from aiocoll.testing import run_ranks, run_virtual
 from aiocoll.top import folder as folders
 from aiocoll.top import listener, words
 from aiocoll.top.viewer import State, Viewer
+
+from ..internals import comm_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix sockets whose users the kernel names")
 
@@ -317,7 +318,7 @@ def test_a_forked_child_has_a_listener_of_its_own(source: Any, tmp_path: Path) -
 
 async def test_a_blocked_loop_is_told(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def rank(pg: ProcessGroup) -> None:
-        comm: Communicator = pg._comm
+        comm = comm_of(pg)
         monkeypatch.setattr(comm.endpoint.failure_detector, "blocked", lambda: (2.5, "here.py:7 in slow"))
         (told,) = await asyncio.to_thread(ask, folder)
         assert told["blocked"] == [2.5, "here.py:7 in slow"]
