@@ -29,6 +29,26 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 #: Lines of code of a file: docstrings and comments may be as long as they need.
 MAX_CODE = 600
 MAX_FUNCTION = 70
+#: Parameters of a function, without `self` and what it takes as `*args` or `**kwargs`.
+MAX_PARAMETERS = 7
+#: Public methods that a class defines, properties included.
+MAX_METHODS = 25
+
+#: Functions with more parameters, by their public names: users give most of them by keyword, or not at all. Those of
+#: `init_process_group` are torch's.
+PUBLIC_SIGNATURES = {
+    "distributed.world.init_process_group": "aiocoll.distributed.init_process_group",
+    "rendezvous.new_group.new_group.__init__": "aiocoll.new_group",
+    "store.server.StoreServer.__init__": "aiocoll.store.StoreServer",
+    "store.tcp.TCPStore.__init__": "aiocoll.TCPStore",
+}
+#: The façade, which has every call of a group, and the composition root, which makes the parts of a rank.
+LARGE_CLASSES = {"group.process_group.ProcessGroup", "engine.endpoint.Endpoint"}
+# Until the arguments of a call are one record: delete these lines then.
+LARGE_CLASSES |= {"group.dispatch.dispatcher.Dispatcher"}
+LONG_SIGNATURES = {f"group.dispatch.dispatcher.Dispatcher.{name}" for name in ("start", "launch", "call")}
+LONG_SIGNATURES |= {"group.dispatch.call.Recorder.record", "group.plans._Capture.record"}
+LONG_SIGNATURES |= {f"group.interceptors.coalesce.{name}.record" for name in ("Batch", "_Collector")}
 
 #: Loaded on demand or not at all.
 HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redis", "prometheus_client",
@@ -98,6 +118,16 @@ def inner_folder(name: str) -> str:
 
 def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     yield from (node for node in every(name) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def qualified(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
+    """Yield the functions and classes in a node, with their qualified names."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield f"{prefix}.{child.name}", child
+            yield from qualified(child, f"{prefix}.{child.name}")
+        else:
+            yield from qualified(child, prefix)
 
 
 def test_every_module_has_its_layer() -> None:
@@ -189,6 +219,46 @@ def test_files_and_functions_stay_small() -> None:
             body = function.body[1:] if ast.get_docstring(function) is not None else function.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
             assert lines <= MAX_FUNCTION, f"{name}.{function.name} has {lines} lines"
+
+
+def parameters(node: ast.AST) -> int:
+    """Return how many parameters a function has."""
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def test_functions_have_few_parameters() -> None:
+    """But for public ones, which have them for their users."""
+    public = (ROOT / "tests" / "public_names.txt").read_text()
+    assert not {name for name in PUBLIC_SIGNATURES.values() if f"\n{name}(" not in public}
+    many = {
+        name
+        for each in MODULES
+        for name, node in qualified(tree(each), each)
+        if not isinstance(node, ast.ClassDef) and parameters(node) > MAX_PARAMETERS
+    }
+    assert PUBLIC_SIGNATURES.keys() <= many, "delete those that have few"
+    many -= PUBLIC_SIGNATURES.keys() | LONG_SIGNATURES
+    assert not many
+
+
+def public_methods(node: ast.ClassDef) -> set[str]:
+    """Return the public methods and properties that a class defines."""
+    methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {each.name for each in methods if not each.name.startswith("_")}
+
+
+def test_classes_have_few_public_methods() -> None:
+    """But for the façade and the composition root."""
+    found = {
+        name: len(public_methods(node))
+        for each in MODULES
+        for name, node in qualified(tree(each), each)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert found.keys() >= LARGE_CLASSES
+    assert not {name: count for name, count in found.items() if count > MAX_METHODS and name not in LARGE_CLASSES}
 
 
 @cache
