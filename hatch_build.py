@@ -19,10 +19,11 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 #: What an allreduce or a barrier goes through, between the group's method and the memory that ranks share; and what
 #: these are made of, since mypyc calls directly only what it has compiled together.
 MODULES = (
+    "aiocoll/completion.py",
     "aiocoll/elements/kernels.py",
     "aiocoll/engine/communicator.py",
     "aiocoll/engine/counters.py",
-    "aiocoll/engine/fusion/deferred_work.py",
+    "aiocoll/engine/fusion/deferred_completion.py",
     "aiocoll/engine/links/channel.py",
     "aiocoll/engine/operations/base.py",
     "aiocoll/engine/operations/composite.py",

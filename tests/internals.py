@@ -16,6 +16,7 @@ from aiocoll import ProcessGroup
 from aiocoll.engine.communicator import Communicator
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.parts import parts_of
+from aiocoll.work import completion_of
 
 __all__ = [
     "LIMITS",
@@ -156,7 +157,7 @@ PARTS = {
     "slot_posted": "aiocoll.transport.shm.slots.SlotWriter.post",
     "message_delivered": "aiocoll.engine.matching.matching.Matching.deliver",
     # operations
-    "watching": "aiocoll.work._watching",
+    "watching": "aiocoll.completion._watching",
     "collective_view": "aiocoll.group.collectives.view",
     "message_view": "aiocoll.group.messages.view",
     "whole_view": "aiocoll.group.dispatch.arguments.view",
@@ -175,7 +176,7 @@ PARTS = {
     "sparse_scattered": "aiocoll.group.sparse_reduce.scattered",
     "sparse_unpack": "aiocoll.group.sparse_reduce.unpack",
     "unsized_counted": "aiocoll.engine.operations.stepped.Stepped._complete",
-    "work_finished": "aiocoll.work.Work._finish",
+    "call_finished": "aiocoll.completion.Completion.finish",
     # failure
     "peer_seen": "aiocoll.engine.failure.failure_detector.FailureDetector.sees",
     "stall_gathered": "aiocoll.engine.failure.stall_inspector.StallInspector._gathered",
@@ -329,7 +330,7 @@ def group_of(part: Any) -> Any:
 
 def callbacks_of(work: Any) -> Any:
     """Return who is told of the end of a work; None, or what holds the place of a waiting thread."""
-    return work._callbacks
+    return completion_of(work).callbacks
 
 
 def channels_of(pg: ProcessGroup) -> dict[int, Any]:

@@ -18,6 +18,7 @@ from aiocoll import ProcessGroup, Work
 from aiocoll.engine.control.messages import SHAPES
 from aiocoll.security.handshake import WIRE_VERSION, ConnKind
 from aiocoll.transport.frame import FrameKind
+from aiocoll.work import completion_of
 from docs import generate
 
 from .internals import replaced
@@ -70,8 +71,9 @@ class Profiler:
             self._open.pop()
 
     def of(self, work: Work[Any]) -> list[str]:
-        """Return the lines of the trees that have to do with a work."""
-        return [line for tree in self.trees if any(each is work for each in tree.objects) for line in tree.lines]
+        """Return the lines of the trees that have to do with a work, or with its completion."""
+        mine = {id(work), id(completion_of(work))}
+        return [line for tree in self.trees if mine & set(map(id, tree.objects)) for line in tree.lines]
 
 
 @pytest.mark.pure

@@ -15,6 +15,7 @@ import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, HashStore, ProcessGroup, Recv, Work, new_group
 from aiocoll.unretrieved import CallSite
+from aiocoll.work import completion_of
 
 from .ranks import run_ranks, until
 
@@ -274,5 +275,6 @@ async def test_every_call_knows_where_it_was_made(pg: ProcessGroup) -> None:
     works = {name: call(pg) for name, call in CALLS.items()}
     pg.abort()
     for name, work in works.items():
-        place = str(CallSite("IT", None, work._code, work._instruction))
+        completion = completion_of(work)
+        place = str(CallSite("IT", None, completion.code, completion.instruction))
         assert place == f"IT called at {__file__}:{CALLS[name].__code__.co_firstlineno}"

@@ -19,6 +19,7 @@ from aiocoll.store import HashStore
 from aiocoll.testing import run_ranks as run_all
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.user_code import UserCodeError, contain, describe
+from aiocoll.work import completion_of
 
 from .each import each
 from .group.test_raising_ops import CALLS, COUNTS, failure
@@ -319,8 +320,9 @@ async def test_function_on_a_result_fails_its_work(pg: ProcessGroup, error: type
 async def test_result_that_cannot_be_handed_over_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
     """Such as an array of a foreign library into which nothing can be written back."""
     work = pg.allreduce(np.ones(6)[::2])  # not contiguous: through a copy
-    assert work._unwrap is not None
-    work._unwrap = raising(error)
+    completion = completion_of(work)
+    assert completion.unwrap is not None
+    completion.unwrap = raising(error)
     with pytest.raises(error if issubclass(error, Silent) else UserCodeError):
         await work
     assert await pg.allreduce(1) == pg.size()

@@ -13,13 +13,13 @@ from aiocoll.distributed.map_result import changed
 from aiocoll.distributed.ranks import rank_of
 from aiocoll.distributed.world import Group, absent, member_of
 from aiocoll.elements.ops import ReduceOp
-from aiocoll.engine.fusion.deferred_work import DeferredWork
+from aiocoll.engine.fusion.deferred_completion import DeferredCompletion
 from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.messages import all_of
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.typing import Array, Number, Sparse
-from aiocoll.work import Work
+from aiocoll.work import Work, completion_of
 
 __all__ = [
     "all_gather",
@@ -140,8 +140,10 @@ def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Wor
 
 def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
     """Return whether `work` is an unkeyed collective that has started, or starts together with `barrier`."""
-    if isinstance(work, DeferredWork) and work.seq is None:
-        return work.is_unkeyed_collective and (work.has_started or work.is_in_block_of(barrier))
+    completion = completion_of(work)
+    if isinstance(completion, DeferredCompletion) and work.seq is None:
+        is_in_block = completion.progress is completion_of(barrier).progress
+        return completion.is_unkeyed_collective and (completion.block.flushed or is_in_block)
     return work.seq is not None and work.key is None
 
 

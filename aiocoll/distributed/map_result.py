@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from aiocoll.completion import Completion
 from aiocoll.group.parts import parts_of
 from aiocoll.user_code import contain
-from aiocoll.work import AT_ONCE, Work
+from aiocoll.work import Work, completion_of
 
 __all__ = ["changed"]
 
@@ -22,28 +23,27 @@ def changed(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
         change: called with the result; if it raises, the returned work fails with that.
     """
     made: Work[R] = parts_of(work.group).messages.one_of(work.op, [work])
-    made.seq, made.key = work.seq, work.key
-    if (ends := getattr(work, "_ends", None)) is not None:
-        made._ends = ends
+    first, last = completion_of(work), completion_of(made)
+    last.seq, last.key, last.ends = first.seq, first.key, first.ends
 
-    def end(_: Work[Any]) -> None:
-        result, error = None, work._exception
+    def end(_: Completion) -> None:
+        result, error = None, first.exception
         if error is None:
             try:
-                result = change(work._result)
+                result = change(first.result)
             except BaseException as failure:
                 error = contain(failure)
-        made._source = work._source
-        made._finish(result, error)
+        last.source = first.source
+        last.finish(result, error)
 
     def withdraw() -> None:
-        if work._withdraw is not None:
-            work._withdraw()
+        if first.withdraw is not None:
+            first.withdraw()
 
-    if work.done():
-        work._look()
-        end(work)
+    if first.done:
+        first.note_retrieval()
+        end(first)
     else:
-        made._withdraw = withdraw
-        work._call_back(end, AT_ONCE)
+        last.withdraw = withdraw
+        first.call_at_end(end)
     return made

@@ -9,7 +9,7 @@ from aiocoll.distributed.world import Group, a_group, found, inside, is_outside
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.numerals import to_int
 from aiocoll.rendezvous.launchers import local_numbers
-from aiocoll.work import Work
+from aiocoll.work import Work, completion_of
 
 __all__ = [
     "get_global_rank",
@@ -128,7 +128,8 @@ def rank_of(pg: ProcessGroup, name: str, given: int | None, group_given: int | N
 
 def sender_of(pg: ProcessGroup, work: Work[Any]) -> int:
     """Return the global rank whose message `work` received; -1 in a dry run."""
-    return -1 if work._source is None else global_rank_of(pg, work._source)
+    source = completion_of(work).source
+    return -1 if source is None else global_rank_of(pg, source)
 
 
 def _group_rank(pg: ProcessGroup, rank: int, name: str) -> int:

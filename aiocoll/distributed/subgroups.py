@@ -18,7 +18,7 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.numerals import to_int
 from aiocoll.options import seconds
 from aiocoll.rendezvous.launchers import local_numbers
-from aiocoll.work import Work
+from aiocoll.work import Work, finished_work
 
 __all__ = [
     "SHRINK_ABORT",
@@ -314,6 +314,5 @@ def _described(pg: Any, desc: str | None, outside: Any) -> Any:
 
 
 def _done(pg: ProcessGroup, result: Any) -> Work[Any]:
-    work: Work[Any] = Work(parts_of(pg).comm.endpoint, "SPLIT_GROUP", None, None, pg, 3)
-    work._finish(result)
-    return work
+    parts = parts_of(pg)
+    return finished_work(parts.comm.endpoint, "SPLIT_GROUP", parts.dispatcher, result)

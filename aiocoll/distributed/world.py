@@ -17,7 +17,7 @@ from aiocoll.numerals import to_int
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group as meet
 from aiocoll.store import Store
-from aiocoll.work import Work
+from aiocoll.work import Work, finished_work
 
 __all__ = [
     "Group",
@@ -166,9 +166,8 @@ def inside(group: Group) -> ProcessGroup:
 def absent(op: str, result: Any = None) -> Work[Any]:
     """Return the work of a call by a rank that is not in the group: done, with `result`."""
     pg = default_group()
-    work: Work[Any] = Work(parts_of(pg).comm.endpoint, op, None, None, pg, 3)
-    work._finish(result)
-    return work
+    parts = parts_of(pg)
+    return finished_work(parts.comm.endpoint, op, parts.dispatcher, result)
 
 
 def replace(old: ProcessGroup, new: ProcessGroup) -> None:

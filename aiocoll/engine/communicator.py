@@ -101,7 +101,7 @@ class Communicator:
         self.entered = 0
         self.hooks = Hooks(name, self.rank)
         #: Collectives that failed with the revocation, by number, or by key and count; all others this rank entered had
-        #: completed by then. Collected from the works, since one collective may run as several operations in turn.
+        #: completed by then. Taken from completions, since one collective may run as several operations in turn.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
         #: Collectives that failed without revoking the group, because the ranks' calls differed; named the same way.
         self.refused: set[int | tuple[str, int]] = set()
@@ -168,21 +168,21 @@ class Communicator:
         operation.entered = now = self.stamp()
         self.pending[operation] = None
         identity = operation.id
-        work = operation.work
+        call = operation.completion
         if operation.parent is not None:
             self.operations[identity] = operation
             operation.entry = self.operation_log.started(operation.parent.entry, now)
         elif identity < P2P:
             self.operations[identity] = operation
             # The fields of a `Record`, written out: a call per operation would cost more than everything else here.
-            code, instruction = work._code, work._instruction
-            entry = [identity, now, operation.signature, work._shape, work.key, work.seq, code, instruction, None, None]
+            code, instruction = call.code, call.instruction
+            entry = [identity, now, operation.signature, call.shape, call.key, call.seq, code, instruction, None, None]
             self._collectives.append(entry)
             operation.entry = entry
         else:
-            code, instruction = work._code, work._instruction
+            code, instruction = call.code, call.instruction
             signature, peer = operation.signature, operation.peer
-            entry = [identity, now, signature, work._shape, None, None, code, instruction, None, None, peer, None]
+            entry = [identity, now, signature, call.shape, None, None, code, instruction, None, None, peer, None]
             self._messages.append(entry)
             operation.entry = entry
         watch = self._watch
@@ -347,8 +347,8 @@ class Communicator:
             return
         self.cause = cause
         self.barred = True
-        works = [operation.work for operation in self.pending if not operation.id & P2P]
-        failed = {work.seq if work.key is None else (work.key, work.seq) for work in works if work.seq is not None}
+        calls = [operation.completion for operation in self.pending if not operation.id & P2P]
+        failed = {call.seq if call.key is None else (call.key, call.seq) for call in calls if call.seq is not None}
         self.unfinished = frozenset(failed | self.refused)
         logger.info(
             "group %r on rank %d was revoked: %s (%s)",
@@ -397,7 +397,7 @@ class Communicator:
         peer = next((rank for rank in sorted(self.left) if not operation.done and operation.needs(rank)), None)
         if peer is None:
             return
-        error = left(self.name, self.rank, peer, operation.work)
+        error = left(self.name, self.rank, peer, operation.completion)
         if operation.id & P2P:
             operation.fail(error)
         else:
@@ -405,7 +405,7 @@ class Communicator:
 
     def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
         """A calculation of `operation` on this rank has raised `error`."""
-        self.revoke(raised(self.name, self.rank, operation.work, error, what))
+        self.revoke(raised(self.name, self.rank, operation.completion, error, what))
 
     def crashed(self, error: Exception) -> None:
         """Code of the library has raised an unexpected error while working for this group."""

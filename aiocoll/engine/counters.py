@@ -206,4 +206,4 @@ class Counters:
 def _nbytes(operation: Operation) -> int:
     """Return the bytes of the elements of an operation, as far as they are known."""
     signature = operation.signature
-    return 0 if signature.op.endswith(SPARSE) else signature.nbytes(operation.work._shape) or 0
+    return 0 if signature.op.endswith(SPARSE) else signature.nbytes(operation.completion.shape) or 0

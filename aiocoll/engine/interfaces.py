@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from aiocoll.work import Progress, Work
+from aiocoll.completion import Completion, Progress
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
-    from aiocoll.engine.fusion.deferred_work import DeferredWork
+    from aiocoll.engine.fusion.deferred_completion import DeferredCompletion
 
 __all__ = ["Looker", "Progressive"]
 
@@ -26,7 +26,7 @@ class Looker(Protocol):
 
 
 class Progressive(Progress, Protocol):
-    """The interface of a block to its deferred works.
+    """The interface of a block to its deferred completions.
 
     Attributes:
         flushed: the recorded calls have started.
@@ -37,9 +37,9 @@ class Progressive(Progress, Protocol):
     def want(self) -> None:
         """Start the recorded calls, since a caller waits for one of them."""
 
-    def follow(self, work: Work[Any]) -> None:
-        """Let the block also wait for `work`."""
+    def follow(self, completion: Completion) -> None:
+        """Let the block also wait for `completion`."""
 
     @property
-    def failed(self) -> Callable[[DeferredWork], None]:
-        """Called with each work that fails."""
+    def failed(self) -> Callable[[DeferredCompletion], None]:
+        """Called with each completion that fails."""

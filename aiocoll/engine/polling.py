@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from aiocoll.completion import Completion
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.stray_posts import StrayPosts
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
 from aiocoll.transport.shared_memory import SlotReader
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -79,10 +79,10 @@ class Polling:
         """Whether awaits poll at all."""
         return self._spin > 0.0
 
-    def spin(self, work: Work[Any]) -> None:
+    def spin(self, completion: Completion) -> None:
         """Poll the links for a moment; without result at most once per turn of the loop."""
         if not self._spun and self._spin and (self.links or self.lookers):
-            self._quiet.run(self._poll, work, 0)
+            self._quiet.run(self._poll, completion, 0)
 
     def poll_once(self) -> None:
         """Take what has come, without waiting for more."""
@@ -94,8 +94,8 @@ class Polling:
             link.poll()
         self.look()
 
-    def _poll(self, work: Work[Any] | None, before: int) -> None:
-        """Poll until `work` is done, or without one until fewer than `before` operations are in flight.
+    def _poll(self, completion: Completion | None, before: int) -> None:
+        """Poll until `completion` is done, or without one until fewer than `before` operations are in flight.
 
         Time that other processes use on the core that this rank yields does not count as polling; but no
         callback takes longer than `BUDGET`.
@@ -118,7 +118,7 @@ class Polling:
                 moved = True
             if moved:
                 idle = now + spin
-            if (moved and self._in_flight() < before) if work is None else work._done:
+            if (moved and self._in_flight() < before) if completion is None else completion.done:
                 return
             now = ticks()
             if now > doubt:
@@ -126,9 +126,9 @@ class Polling:
                 self._beside = self._is_beside_a_peer()
                 give_way = self._sched_yield if self._crowded or self._beside else None
         self._busy = now < idle
-        if work is not None:
+        if completion is not None:
             self._turn = now
-        if work is not None or not self._busy:
+        if completion is not None or not self._busy:
             self._rest()
 
     def _is_beside_a_peer(self) -> bool:

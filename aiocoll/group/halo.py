@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
+from aiocoll.completion import Completion
 from aiocoll.elements.buffers import view
+from aiocoll.engine.operations.composite import ChildCompletion
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.group.dispatch.call import Call, Recorder
 from aiocoll.group.dispatch.dispatcher import PROC_NULL, Dispatcher, Timeout
 from aiocoll.group.messages import Messages
-from aiocoll.work import AT_ONCE, Work
+from aiocoll.work import Work, completion_of
 
 __all__ = ["TAGS", "Axis", "check_array", "exchange"]
 
@@ -33,16 +35,6 @@ class Axis(NamedTuple):
     above: int
 
 
-class _Part(Work[Any]):
-    """A message of an exchange, which reports what becomes of it."""
-
-    __slots__ = ()
-
-    def __init__(self, whole: Work[Any], ended: Any) -> None:
-        self._be_part_of(whole)
-        self._call_back(ended, AT_ONCE)
-
-
 class _Exchange:
     """An exchange under way.
 
@@ -62,19 +54,19 @@ class _Exchange:
         self._left = 0
         self._error: BaseException | None = None
         self._interceptor = dispatcher.interceptor_here()
-        # The user's call is three frames away.
-        self.work: Work[Any] = Work(dispatcher.endpoint, "HALO", None, None, dispatcher.group, 4)
-        self.work._expect((), dispatcher.limit(timeout), array)
+        self._completion = Completion(dispatcher.endpoint, "HALO", None, None, dispatcher)
+        self._completion.expect((), dispatcher.limit(timeout), array)
 
     def start(self) -> Work[Any]:
         """Take the first steps."""
-        self._dispatcher.in_steps[self.work] = None
+        work: Work[Any] = Work(self._completion)
+        self._dispatcher.in_steps[self._completion] = None
         try:
             self._go_on()
         except BaseException:
-            self._dispatcher.in_steps.pop(self.work, None)
+            self._dispatcher.in_steps.pop(self._completion, None)
             raise
-        return self.work
+        return work
 
     def _go_on(self) -> None:
         """Start the messages of one step after the other, until one has to wait."""
@@ -91,32 +83,32 @@ class _Exchange:
     def _start(self, call: Call) -> None:
         """Start a message, or let it go where calls went when this exchange was started."""
         if self._interceptor is not None:
-            work = self._interceptor.take(call)
-            if work.done():
-                self._ended(work)
+            taken = completion_of(self._interceptor.take(call))
+            taken.note_await()
+            if taken.done:
+                self._ended(None, taken.exception)
             else:
-                work._note_await()
-                work._call_back(self._ended, AT_ONCE)
+                taken.call_at_end(lambda _: self._ended(None, taken.exception))
             return
-        part = _Part(self.work, self._ended)
+        part = ChildCompletion(self._completion, self._ended)
         call.expect(part)
         self._dispatcher.comm.enter(call.make(P2P, part))
 
-    def _ended(self, part: Work[Any]) -> None:
-        if part._exception is not None and self._error is None:
-            self._error = part._exception
+    def _ended(self, _: Any, error: BaseException | None) -> None:
+        """One message has ended."""
+        self._error = self._error or error
         self._left -= 1
         try:
             self._go_on()
-        except Exception as error:
-            self._error = self._error or error
+        except Exception as raised:
+            self._error = self._error or raised
             self._end()
 
     def _end(self) -> None:
         self._steps.close()
-        self._dispatcher.in_steps.pop(self.work, None)
-        if not self.work.done():
-            self.work._finish(self._array, self._error)
+        self._dispatcher.in_steps.pop(self._completion, None)
+        if not self._completion.done:
+            self._completion.finish(self._array, self._error)
 
 
 def _steps(

@@ -9,8 +9,9 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from aiocoll.completion import Completion, watch_works
 from aiocoll.engine.control.shapes import fitting
-from aiocoll.engine.fusion.deferred_work import FlushWork
+from aiocoll.engine.fusion.deferred_completion import FlushCompletion
 from aiocoll.errors import GroupError
 from aiocoll.group import open_groups
 from aiocoll.group.dispatch.dispatcher import Dispatcher
@@ -22,7 +23,7 @@ from aiocoll.group.reconfigurer import Reconfigurer
 from aiocoll.loading import loading
 from aiocoll.options import GroupOptions
 from aiocoll.user_code import describe
-from aiocoll.work import Work, watch_works
+from aiocoll.work import Work, completion_of
 
 if TYPE_CHECKING:
     from aiocoll.group.shown import ShownGroup
@@ -78,14 +79,15 @@ class Lifetime:
 
     def pending(self) -> list[Work[Any]]:
         """Return the works that have not ended, oldest first."""
-        works: list[Work[Any]] = []
+        calls: list[Completion] = []
         for operation in self._comm.pending:
-            work = operation.work
-            if isinstance(work, FlushWork):
-                works += work.stands_for()
-            elif work.group is not None:  # works of no group are parts of others
-                works.append(work)
-        return [*works, *self._dispatcher.in_steps, *self._blocks.deferred()]
+            completion = operation.completion
+            if isinstance(completion, FlushCompletion):
+                calls += completion.stands_for()
+            else:
+                calls.append(completion)
+        calls += [*self._dispatcher.in_steps, *self._blocks.deferred()]
+        return [call.handle for call in calls if call.handle is not None]  # parts of operations have no handle
 
     def stats(self) -> GroupStats:
         """Return the counters."""
@@ -215,7 +217,7 @@ class Lifetime:
         """Wait until all works pending now have ended, successfully or not; return them."""
         works = self.pending()
         for work in works:
-            await work._ended()
+            await completion_of(work).wait_end()
         return works
 
     async def _end(self, *, waits: bool) -> None:

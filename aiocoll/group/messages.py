@@ -10,11 +10,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from aiocoll.completion import Completion
 from aiocoll.elements.buffers import Buffer, byte_view, clash, view
 from aiocoll.elements.dtypes import array_dtype, by_code, by_name
 from aiocoll.elements.records import LAYOUT
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.fusion.deferred_work import DeferredWork
+from aiocoll.engine.fusion.deferred_completion import DeferredCompletion
 from aiocoll.engine.matching.inbound import TAG_LIMIT, InboundMessage
 from aiocoll.engine.matching.outbound import OBJECT, Content, OutboundMessage
 from aiocoll.engine.matching.posted import PostedReceive
@@ -30,7 +31,7 @@ from aiocoll.loading import loading
 from aiocoll.numerals import to_int
 from aiocoll.runtime import BUDGET
 from aiocoll.typing import Array
-from aiocoll.work import Work
+from aiocoll.work import Work, completion_of
 
 __all__ = ["Message", "Messages", "Recv", "Send", "all_of"]
 
@@ -149,8 +150,8 @@ class Messages:
                 return self._nobody("RECV_OBJECT", ("src", src, tag), None, timeout)
         limit = d.limit(timeout)
 
-        def make(_: int, work: Work[Any]) -> PostedReceive:
-            return PostedReceive(d.comm.matching, src, tag, Content(OBJECT, None, self._objects.load), work)
+        def make(_: int, completion: Completion) -> PostedReceive:
+            return PostedReceive(d.comm.matching, src, tag, Content(OBJECT, None, self._objects.load), completion)
 
         return d.begin(Call("RECV_OBJECT", make, limit, ends=("src", src, tag)))
 
@@ -169,8 +170,8 @@ class Messages:
             return self._nobody("PROBE", ("src", PROC_NULL, tag), asked, timeout)
         limit, src = d.limit(timeout), None if source is None else asked.source
 
-        def make(_: int, work: Work[Any]) -> PostedProbe:
-            return PostedProbe(d.comm.matching, src, tag, work)
+        def make(_: int, completion: Completion) -> PostedProbe:
+            return PostedProbe(d.comm.matching, src, tag, completion)
 
         return d.begin(Call("PROBE", make, limit, result=asked, ends=("src", src, tag)))
 
@@ -192,16 +193,15 @@ class Messages:
 
     def one_of(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
         """Make one work of several, which a block may have recorded."""
-        for work in works:
-            if work._unretrieved is not None:
-                work._note_await()  # the program awaits the whole
-        group = self._dispatcher.group
-        recorded = next((work for work in works if isinstance(work, DeferredWork)), None)
+        completions = [completion_of(work) for work in works]
+        for completion in completions:
+            completion.note_await()  # the program awaits the whole
+        recorded = next((each for each in completions if isinstance(each, DeferredCompletion)), None)
         if recorded is None:
-            return Work(self._dispatcher.endpoint, op, None, None, group, 3)
-        whole = DeferredWork(recorded._progress, op, None, None, group, 3)
-        recorded.follow(whole)
-        return whole
+            return Work(Completion(self._dispatcher.endpoint, op, None, None, self._dispatcher))
+        whole = DeferredCompletion(recorded.progress, op, None, None, self._dispatcher)
+        recorded.block.follow(whole)
+        return Work(whole)
 
     def _checked(self, each: Any, name: str) -> tuple[Send[Any] | Recv[Any], Buffer]:
         """Check one operation of a batch; return it with plain numbers, and the view of its tensor."""
@@ -237,8 +237,8 @@ class Messages:
         array: Any = buffer.array
         code, matching, arrays = buffer.dtype.code, d.comm.matching, None
 
-        def posted(_: int, work: Work[Any]) -> PostedReceive:
-            return PostedReceive(matching, src, tag, content, work)
+        def posted(_: int, completion: Completion) -> PostedReceive:
+            return PostedReceive(matching, src, tag, content, completion)
 
         make: Make = posted
         if type(array) is _ndarray:
@@ -266,10 +266,10 @@ class Messages:
         limit, matching = self._dispatcher.limit(timeout), self._dispatcher.comm.matching
         to_self = dst == self._dispatcher.rank
 
-        def make(_: int, work: Work[Any]) -> OutboundMessage:
+        def make(_: int, completion: Completion) -> OutboundMessage:
             if to_self:
-                return MessageToSelf(matching, dst, tag, content, work)
-            return OutboundMessage(matching, dst, tag, content, work)
+                return MessageToSelf(matching, dst, tag, content, completion)
+            return OutboundMessage(matching, dst, tag, content, completion)
 
         return Call(op, make, limit, result=result, nbytes=nbytes, ends=("dst", dst, tag))
 
@@ -320,12 +320,12 @@ class Messages:
         d = self._dispatcher
         limit = d.limit(timeout)
         d.check()
-        work: Work[Any] = Work(d.endpoint, op, None, None, d.group, 4)
-        Call(op, _never, limit, result=result, ends=ends).expect(work)
+        completion = Completion(d.endpoint, op, None, None, d)
+        Call(op, _never, limit, result=result, ends=ends).expect(completion)
         if ends[0] == "src":
-            work._source = PROC_NULL
-        work._finish(result)
-        return work
+            completion.source = PROC_NULL
+        completion.finish(result)
+        return Work(completion)
 
 
 class _Incoming(AsyncIterator[tuple[int, Any]]):
@@ -364,7 +364,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
             raise
 
 
-def _never(identity: int, work: Work[Any]) -> Operation:
+def _never(identity: int, completion: Completion) -> Operation:
     raise AssertionError("nothing is carried out")
 
 
@@ -405,30 +405,34 @@ def _nothing(_: Work[Any]) -> None:
 
 def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
     """End `whole` after all `works`, with their results or their first error."""
-    pending = [work for work in works if not work._done]
+    end, parts = completion_of(whole), [completion_of(work) for work in works]
+    pending = [part for part in parts if not part.done]
     left = len(pending)
 
-    def ended(_: Work[Any]) -> None:
+    def ended(_: Completion) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             finish()
 
     def finish() -> None:
-        failed = [error for work in works if work._exception is not None and (error := work.exception()) is not None]
+        failed = [part.exception for part in parts if part.exception is not None]
+        for part in parts:
+            if part.exception is not None:
+                part.note_retrieval()
         # A receive that was withdrawn is the less important outcome.
         failed.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
-        whole._finish(None if failed else [work._result for work in works], failed[0] if failed else None)
+        end.finish(None if failed else [part.result for part in parts], failed[0] if failed else None)
 
     def withdraw() -> None:
-        for work in works:
-            if work._withdraw is not None:
-                work._withdraw()
+        for part in parts:
+            if part.withdraw is not None:
+                part.withdraw()
 
     if pending:
-        whole._withdraw = withdraw
-        for work in pending:
-            work._call_back(ended, contextvars.copy_context())
+        end.withdraw = withdraw
+        for part in pending:
+            part.add_callback(ended, part, contextvars.copy_context())
     else:
         finish()
     return whole

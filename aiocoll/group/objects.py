@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aiocoll.codec import dumps, reading
+from aiocoll.completion import Completion
 from aiocoll.engine.operations.incremental import Steps, at_once
 from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
 from aiocoll.engine.operations.signature import Signature
@@ -97,8 +98,8 @@ class Objects:
         comm = self._dispatcher.comm
         signature = Signature(op, "object", (), root, None)
 
-        def make(identity: int, work: Work[Any]) -> ObjectExchange:
-            return ObjectExchange(comm, identity, signature, parcels, work)
+        def make(identity: int, completion: Completion) -> ObjectExchange:
+            return ObjectExchange(comm, identity, signature, parcels, completion)
 
         nbytes = sum(map(len, parcels.outgoing.values()))
         limit, result = self._dispatcher.limit(timeout), None

@@ -11,7 +11,7 @@ from aiocoll.elements.buffers import is_scalar, overlaps, view
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.group.dispatch.call import Call, Recorder, Unchecked
 from aiocoll.group.dispatch.dispatcher import Dispatcher
-from aiocoll.work import Work
+from aiocoll.work import Work, completion_of, finished_work
 
 __all__ = ["CallPlan", "make_plan"]
 
@@ -54,7 +54,7 @@ class CallPlan(Generic[T]):
             GroupError: the group has failed; the work fails as that of the call.
         """
         last = self._last
-        if last is not None and not last._done:
+        if last is not None and not completion_of(last).done:
             raise RuntimeError(f"{self!r} has not ended: await it before the next start, or make two plans")
         work = self._last = self._again()
         return work
@@ -103,14 +103,14 @@ class _Capture(Recorder):
         self._check_key(key)
         self._plain = self._plain and unwrap is None and executor is None
         self._planned.append((plan, arrays, shape, result, timeout, key))
-        return self._ended(plan.signature.op, result)
+        return finished_work(self._dispatcher.endpoint, plan.signature.op, self._dispatcher, result)
 
     def take(self, call: Call) -> Work[Any]:
         """Take any other call."""
         self._check_key(call.key)
         self._plain = self._plain and call.signature is None and call.unwrap is None and call.arrays is None
         self._calls.append(call)
-        return self._ended(call.op, call.result)
+        return finished_work(self._dispatcher.endpoint, call.op, self._dispatcher, call.result)
 
     def again(self, arguments: Sequence[Any]) -> Callable[[], Work[Any]] | None:
         """Return what starts the call without checking its arguments again; None if that would not be the same."""
@@ -130,11 +130,6 @@ class _Capture(Recorder):
     def _check_key(self, key: Unchecked) -> None:
         if key is not None:
             self._dispatcher.check_key(key)
-
-    def _ended(self, op: str, result: Any) -> Work[Any]:
-        work: Work[Any] = Work(self._dispatcher.endpoint, op, None, None, self._dispatcher.group, 4)
-        work._finish(result)
-        return work
 
 
 def _flat(arguments: Iterable[Any]) -> Iterator[Any]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
+from aiocoll.completion import Completion
 from aiocoll.engine.consensus.completed import Completed, report
 from aiocoll.engine.control.causes import failure_by
 from aiocoll.engine.group_spec import GroupSpec
@@ -29,7 +30,7 @@ from aiocoll.meeting.merging import Party, find_assignment
 from aiocoll.numerals import to_int
 from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
-from aiocoll.work import Work
+from aiocoll.work import Work, completion_of
 
 __all__ = ["ADOPTED", "Reconfigurer", "strip_generation"]
 
@@ -201,15 +202,15 @@ class Reconfigurer:
         mine = next((each for each in _disjoint(ranks, d.check_rank) if d.rank in each), [])
         if mine and any(group.name == group_name for group in d.endpoint.groups.values()):
             raise ValueError(f"group_name={group_name!r} is the name of an open group; give every group its own")
-        work: Work[Any] = Work(d.endpoint, "SPLIT_GROUP", None, None, d.group)
+        completion = Completion(d.endpoint, "SPLIT_GROUP", None, None, d)
         # Counted first: ranks number their splits in the same way, whatever becomes of them.
         number = len(comm.splits)
         comm.splits.append(None)
         try:
-            work._finish(self._split_off(number, sorted(mine), limit, group_name))
+            completion.finish(self._split_off(number, sorted(mine), limit, group_name))
         except GroupError as error:
-            work._finish(None, error)
-        return work
+            completion.finish(None, error)
+        return Work(completion)
 
     async def split_by_color(self, color: Any, key: Any, is_ending: Callable[[], bool]) -> Any:
         """Make a group of the ranks that give the same colour, in the order of their keys."""
@@ -380,7 +381,8 @@ class Reconfigurer:
         """Raise the error on the other ranks, too, unless the group has failed: then they know."""
         with contextlib.suppress(GroupError):
             # Rank 0 raises without waiting for the others; it may even be cancelled.
-            self._objects.broadcast({"error": text, "gone": gone}, 0, None, None)._note_await()
+            work = self._objects.broadcast({"error": text, "gone": gone}, 0, None, None)
+            completion_of(work).note_await()
 
     async def _invited(self) -> Assignment:
         # Rank 0 enforces the timeout; its death, or a failure of the group, ends this wait.

@@ -90,14 +90,15 @@ def show(comm: Communicator, directory: str) -> ShownGroup | None:
 
 
 def _in_flight(comm: Communicator, operation: Operation, now: float) -> dict[str, Any]:
-    work = operation.work
+    completion = operation.completion
+    code = completion.code
     finding = comm.stalls.finding(operation.id) if operation.peer is None else None
     return {
         "op": operation.title()[:LONGEST],
         "peer": operation.peer,
         "seconds": now - operation.entered,
         "missing": [] if finding is None else finding.ranks(now)[:PEERS],
-        "site": f"{work._code.co_filename}:{line_of(work._code, work._instruction)} in {work._code.co_qualname}",
+        "site": f"{code.co_filename}:{line_of(code, completion.instruction)} in {code.co_qualname}",
     }
 
 

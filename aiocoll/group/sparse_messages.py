@@ -15,6 +15,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.completion import Completion
 from aiocoll.elements.entries import Entries, pack
 from aiocoll.elements.sparse import SparseArray, empty_entries, entries_of, sparse_array
 from aiocoll.engine.matching.inbound import InboundMessage
@@ -29,7 +30,6 @@ from aiocoll.group import sparse_reduce
 from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.transport.frame import EAGER, FrameKind
-from aiocoll.work import Work
 
 __all__ = ["recv_sparse", "send_sparse"]
 
@@ -46,18 +46,18 @@ def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: 
     code, to_self = _code(signature), dst == dispatcher.rank
     packed = _pack(array.read()) if array.effort <= sparse_reduce.INLINE else None
 
-    def make(_: int, work: Work[Any]) -> OutboundMessage:
+    def make(_: int, completion: Completion) -> OutboundMessage:
         view = _to_come(total) if packed is None else packed.data
         message: OutboundMessage
         if packed is not None:
             kind = MessageToSelf if to_self else OutboundMessage
-            message = kind(matching, dst, tag, Content(code, view), work)
+            message = kind(matching, dst, tag, Content(code, view), completion)
         else:
             late = _LateToSelf if to_self else _LateSend
-            message = late(matching, dst, tag, Content(code, view), work)
+            message = late(matching, dst, tag, Content(code, view), completion)
             message.task = lambda: _pack(array.read(), total)
         message.signature = signature
-        work._shape = array.shape
+        completion.shape = array.shape
         return message
 
     ends = ("dst", dst, tag)
@@ -69,8 +69,8 @@ def recv_sparse(dispatcher: Dispatcher, tensor: Any, src: int | None, tag: int, 
     array, matching = sparse_array(tensor), dispatcher.comm.matching
     signature = _signature("RECV_SPARSE", array)
 
-    def make(_: int, work: Work[Any]) -> PostedReceive:
-        receive = _SparseReceive(matching, src, tag, Content(_code(signature), None), work)
+    def make(_: int, completion: Completion) -> PostedReceive:
+        receive = _SparseReceive(matching, src, tag, Content(_code(signature), None), completion)
         receive.signature, receive.array = signature, array
         return receive
 

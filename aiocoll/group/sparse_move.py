@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.completion import Completion
 from aiocoll.elements.entries import pack
 from aiocoll.elements.sparse import SparseArray, entries_of, fresh_like, sparse_array
 from aiocoll.engine.operations.base import Operation
@@ -56,8 +57,8 @@ def _start(
     dispatcher, shape = given.dispatcher, given.array.shape
     limit, plan = dispatcher.limit(timeout), dispatcher.planner.counting_plan(signature)
 
-    def make(identity: int, work: Work[Any]) -> Operation:
-        return Stepped(dispatcher.comm, identity, plan, steps(), work)
+    def make(identity: int, completion: Completion) -> Operation:
+        return Stepped(dispatcher.comm, identity, plan, steps(), completion)
 
     nbytes = given.nbytes * (dispatcher.size - 1)
     return dispatcher.begin(Call(signature.op, make, limit, signature, key, shape, result, None, nbytes))

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.algorithms.machine import Machine
+from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name
 from aiocoll.elements.entries import Entries, gathered, merged, pack, scattered, unpack
 from aiocoll.elements.ops import ReduceOp, kernel
@@ -74,8 +75,8 @@ def reduce_sparse(
 
     plan = dispatcher.planner.counting_plan(signature)
 
-    def make(identity: int, work: Work[Any]) -> Operation:
-        return Stepped(dispatcher.comm, identity, plan, _reduce(given, op, tensor), work)
+    def make(identity: int, completion: Completion) -> Operation:
+        return Stepped(dispatcher.comm, identity, plan, _reduce(given, op, tensor), completion)
 
     # What all others are sent, if they are few: each entry with its place.
     nbytes = given.nbytes * (dispatcher.size - 1)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.completion import Completion
 from aiocoll.elements.buffers import Buffer, view
 from aiocoll.elements.dtypes import array_dtype
 from aiocoll.engine.operations.base import Operation
@@ -31,8 +32,8 @@ def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, 
     dtype = array_dtype(source.dtype)
     plan = dispatcher.planner.counting_plan(signature)
 
-    def make(identity: int, work: Work[Any]) -> Operation:
-        return Stepped(dispatcher.comm, identity, plan, _allgather(dispatcher, source, dtype), work)
+    def make(identity: int, completion: Completion) -> Operation:
+        return Stepped(dispatcher.comm, identity, plan, _allgather(dispatcher, source, dtype), completion)
 
     nbytes = source.nbytes * (dispatcher.size - 1)
     return dispatcher.begin(
@@ -51,8 +52,8 @@ def gather_unsized(
         {}, dispatcher.comm.others, lambda received: _gather(source, own, dtype, received), are_arrays=True
     )
 
-    def make(identity: int, work: Work[Any]) -> Operation:
-        return ObjectExchange(dispatcher.comm, identity, signature, parcels, work)
+    def make(identity: int, completion: Completion) -> Operation:
+        return ObjectExchange(dispatcher.comm, identity, signature, parcels, completion)
 
     return dispatcher.begin(Call(signature.op, make, limit, signature, key, source.shape))
 

@@ -45,7 +45,7 @@ class Bench:
         self.results = results
         self.polls = 0
         self.pending: list[Any] = []
-        self.work: Any = SimpleNamespace(_done=False)
+        self.completion: Any = SimpleNamespace(done=False)
         self.ends_at = 0
         # Whether the peer is on the same core; None: it shares no memory.
         self.beside: bool | None = None
@@ -63,7 +63,7 @@ class Bench:
     def poll(self) -> bool:
         self.polls += 1
         if self.polls == self.ends_at:
-            self.work._done = True
+            self.completion.done = True
             self.pending.clear()
         return self.polls <= len(self.results) and self.results[self.polls - 1]
 
@@ -72,32 +72,32 @@ class Bench:
 def test_an_await_polls_until_its_work_is_done() -> None:
     bench = Bench([])
     bench.ends_at = 3
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert bench.polls == 3
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert bench.polls == 4, "it may poll again in this turn"
 
 
 @pytest.mark.pure
 def test_without_result_it_polls_for_a_moment_once_in_a_turn() -> None:
     bench = Bench([])
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     first = bench.polls
     assert first == pytest.approx(SPIN / LOOK, abs=1)
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert bench.polls == first
     bench.clock.turn()
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert bench.polls == 2 * first
 
 
 @pytest.mark.pure
 def test_data_that_comes_makes_it_poll_on_but_no_longer_than_a_callback_may_take() -> None:
     bench = Bench([True] * 20)
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert bench.polls == pytest.approx(20 + SPIN / LOOK, abs=1)
     bench = Bench([True] * 1000)
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert bench.polls == pytest.approx(BUDGET / LOOK, abs=1)
 
 
@@ -111,7 +111,7 @@ def test_time_on_a_core_that_it_yields_is_not_polling(monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.sched_yield", give_way, raising=False)
     bench = Bench([], crowded=True)
     given.append(bench)
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert bench.polls == pytest.approx(BUDGET / SPIN, abs=1), "what bounds it is the time of a callback"
 
 
@@ -122,7 +122,7 @@ def test_ranks_that_share_cores_yield_before_each_look(monkeypatch: pytest.Monke
     monkeypatch.setattr("os.sched_yield", lambda: given.append(bench.polls), raising=False)
     bench = Bench([], crowded=True)
     bench.ends_at = 3
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert given == [0, 1, 2]
 
 
@@ -136,24 +136,24 @@ def test_a_peer_on_the_same_core_gets_it_after_a_moment(beside: bool | None, mon
     def give_way() -> None:
         given.append(bench.polls)
         if len(given) == 3:
-            bench.work._done = True
+            bench.completion.done = True
 
     monkeypatch.setattr("os.sched_yield", give_way, raising=False)
     bench.polling = Polling(bench.context, {1: bench}, SPIN, False)  # type: ignore[dict-item]
     bench.polling.links = (bench,)  # type: ignore[assignment]
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     if not beside:
         assert given == []
         return
     assert given[0] == pytest.approx(DOUBT / LOOK, abs=2)
-    bench.work._done = False
+    bench.completion.done = False
     before = bench.polls
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert given[3] == before, "it is still there: the next await yields before its first look"
     bench.clock.turn()
     bench.beside = False
     yields = len(given)
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert len(given) - yields == pytest.approx(DOUBT / LOOK / 2, abs=2), "until it is seen that the peer has gone"
 
 
@@ -163,7 +163,7 @@ def test_without_links_or_time_it_does_not_poll(spin: float, links: bool) -> Non
     bench = Bench([True], spin=spin)
     if not links:
         bench.polling.links = ()
-    bench.polling.spin(bench.work)
+    bench.polling.spin(bench.completion)
     assert bench.polls == 0
 
 

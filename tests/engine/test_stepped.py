@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, GroupOptions, ProcessGroup, ReduceOp, testing
+from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange, in_thread
@@ -31,8 +32,8 @@ def start(pg: ProcessGroup, steps: Steps, timeout: float = 60.0) -> Work[Any]:
     signature = Signature("STEPS", "int64", (), None, None)
     plan = d.planner.counting_plan(signature)
 
-    def make(identity: int, work: Work[Any]) -> Stepped:
-        return Stepped(d.comm, identity, plan, steps(d), work)
+    def make(identity: int, completion: Completion) -> Stepped:
+        return Stepped(d.comm, identity, plan, steps(d), completion)
 
     return d.begin(Call(signature.op, make, timeout, signature))
 

@@ -14,6 +14,7 @@ import pytest
 
 from aiocoll import CollectiveTimeoutError, GroupError, ProcessGroup, Work
 
+from ..internals import callbacks_of
 from ..ranks import over, run_ranks, until
 
 Wait = Callable[[list[Work[Any]]], Awaitable[set[Work[Any]]]]
@@ -67,7 +68,7 @@ async def test_works_are_waited_for_in_every_way(pg: ProcessGroup, way: Wait) ->
         assert await way(works) == set(works)
         assert all(work.result()[0] == pg.size() for work in works)
         assert await way(works) == set(works)  # once more: they have ended
-        assert [work._callbacks for work in works] == [None] * count
+        assert [callbacks_of(work) for work in works] == [None] * count
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -89,7 +90,7 @@ async def test_wait_returns_what_was_asked_for(pg: ProcessGroup) -> None:
     assert (done, pending) == ({first}, {later})
     done, pending = await asyncio.wait([later], timeout=0)
     assert (done, pending) == (set(), {later})
-    assert later._callbacks is None  # those of both waits are removed
+    assert callbacks_of(later) is None  # those of both waits are removed
     await pg.barrier()
     await pg.send_object("later", other, tag=2)
     done, _ = await asyncio.wait([later, first], return_when=asyncio.FIRST_EXCEPTION)
@@ -126,7 +127,7 @@ async def test_cancelled_wait_leaves_its_works_alone(pg: ProcessGroup) -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert work._callbacks is None
+    assert callbacks_of(work) is None
     await pg.send_object("still", other)
     assert await work == "still"
 

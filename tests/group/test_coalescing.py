@@ -22,10 +22,12 @@ from aiocoll import (
     Work,
     new_group,
 )
+from aiocoll.completion import Completion
 from aiocoll.group.dispatch.call import Call as TakenCall
 from aiocoll.group.interceptors.fuse import LARGE
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import FrameKind
+from aiocoll.work import finished_work
 
 from ..internals import comm_of, dispatcher_of, spied
 from ..pairwise import Case
@@ -750,9 +752,10 @@ class Passing:
         pg = self.pg
         self.ops.append(call.op)
         identity, seq = (2 << 62, None) if call.signature is None else dispatcher_of(pg).numbered(call.key)
-        work: Work[Any] = Work(comm_of(pg).endpoint, call.op, seq, call.key, pg)
-        call.expect(work)
-        dispatcher_of(pg).enter(call.make(identity, work))
+        completion = Completion(comm_of(pg).endpoint, call.op, seq, call.key, dispatcher_of(pg))
+        call.expect(completion)
+        work: Work[Any] = Work(completion)
+        dispatcher_of(pg).enter(call.make(identity, completion))
         return work
 
 
@@ -760,10 +763,7 @@ class Faking(Passing):
     """Takes the calls of a group, and does nothing."""
 
     def take(self, call: TakenCall) -> Work[Any]:
-        work: Work[Any] = Work(comm_of(self.pg).endpoint, call.op, None, None, self.pg)
-        call.expect(work)
-        work._finish(call.result)
-        return work
+        return finished_work(comm_of(self.pg).endpoint, call.op, dispatcher_of(self.pg), call.result)
 
 
 @pytest.mark.ranks(2)

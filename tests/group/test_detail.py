@@ -30,6 +30,7 @@ from aiocoll.engine.operations.comparison import compare, packed
 from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.group.parts import parts_of
 from aiocoll.testing.virtual import run_virtual
+from aiocoll.work import completion_of
 
 from ..engine.test_mismatch import DELAYS, KINDS, LATENCY, P2P_TABLE, PLACES, SIZED, TABLE, Call, Case, Memory, counting
 from ..ranks import LINKS, options
@@ -305,7 +306,7 @@ def test_whatever_comes_in_whatever_order(seed: int) -> None:
             if own.random() < 0.3:
                 await asyncio.sleep(own.random() / 10)
         for work, good in zip(works, wanted, strict=True):
-            await work._ended()
+            await completion_of(work).wait_end()
             assert work.is_success() == good, work
         await works_on(pg)
         return [None if work.is_success() else str(work.exception()) for work in works]

@@ -27,6 +27,7 @@ from aiocoll import (
     testing,
 )
 from aiocoll.group.plans import PLANNED
+from aiocoll.work import completion_of
 
 from ..internals import Limits, comm_of, spied
 from ..ranks import LINKS, over
@@ -165,7 +166,7 @@ async def test_it_takes_numbers_and_keys_as_calls_do(pg: ProcessGroup) -> None:
     assert await first is x
     one = keyed.start()
     assert (one.key, one.seq, one.op) == ("grad", 1, "ALLREDUCE")
-    assert one._timeout == 30
+    assert completion_of(one).timeout == 30
     assert await one is y
     assert (await pg.allreduce(np.ones(3)) == 2).all()
     work = plan.start()
@@ -179,8 +180,9 @@ async def test_it_takes_numbers_and_keys_as_calls_do(pg: ProcessGroup) -> None:
     assert (y == 4).all()
     # A report would show the line of the start.
     started = [plan.start(), pg.plan(pg.send, x, pg.rank()).start(), pg.plan(pg.barrier).start()]
-    assert {each._code.co_filename for each in started} == {__file__}
-    assert {each._code.co_name for each in started} == {"test_it_takes_numbers_and_keys_as_calls_do"}
+    sites = {completion_of(each).code for each in started}
+    assert {code.co_filename for code in sites} == {__file__}
+    assert {code.co_name for code in sites} == {"test_it_takes_numbers_and_keys_as_calls_do"}
     for each in started:
         await each
     await pg.recv(np.zeros(3), pg.rank())

@@ -20,6 +20,7 @@ from aiocoll import (
 )
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.transport.frame import EAGER, FrameKind
+from aiocoll.work import completion_of
 
 from ..internals import Limits, comm_of, replaced, spied
 from ..ranks import TRANSPORTS, over, run_ranks, until
@@ -215,7 +216,7 @@ async def test_a_matched_receive_is_not_withdrawn(pg: ProcessGroup) -> None:
     else:
         work = pg.recv(np.zeros(4 * MIB), 0)
         waiting = asyncio.ensure_future(work.join())
-        await until(lambda: work._withdraw is None)
+        await until(lambda: completion_of(work).withdraw is None)
         assert not work.done()
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -366,7 +367,7 @@ async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(lim
 @pytest.mark.pure
 async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
-    spied(monkeypatch, work_finished=lambda work, *_: ended.append(work))
+    spied(monkeypatch, call_finished=lambda completion, *_: ended.append(completion))
 
     async def rank(pg: ProcessGroup) -> None:
         if pg.rank() == 0:
@@ -376,7 +377,7 @@ async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.M
             work = pg.recv(np.zeros(0), 0)
             await pg.send_object("posted", 0)
             await work
-            assert ended.count(work) == 1
+            assert ended.count(completion_of(work)) == 1
             assert comm_of(pg).matching._active == {}
 
     await run_ranks(2, rank)

@@ -13,13 +13,14 @@ import scipy.sparse
 
 from aiocoll import GroupOptions, ProcessGroup, ReduceOp, testing
 from aiocoll.algorithms.machine import Tuning
+from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name, from_float32, to_float32
 from aiocoll.elements.entries import Entries, coalesced, merged, pack, unpack
 from aiocoll.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, GroupRevokedError
 from aiocoll.group import sparse_reduce
 from aiocoll.group.dispatch.call import Call
 from aiocoll.testing.virtual import run_virtual
-from aiocoll.work import Work
+from aiocoll.work import Work, completion_of
 
 from ..internals import Limits, comm_of, dispatcher_of, failing, replaced
 from ..ranks import LINKS, over, run_ranks, until
@@ -451,13 +452,13 @@ def test_on_the_virtual_clock_it_is_the_same_again() -> None:
 async def test_a_taker_may_start_it_later() -> None:
     class Later:
         def __init__(self) -> None:
-            self.calls: list[tuple[Call, Work[Any]]] = []
+            self.calls: list[tuple[Call, Completion]] = []
 
         def take(self, call: Call) -> Work[Any]:
-            work: Work[Any] = Work(comm_of(group).endpoint, call.op, 1, call.key, group)
-            call.expect(work)
-            self.calls.append((call, work))
-            return work
+            completion = Completion(comm_of(group).endpoint, call.op, 1, call.key, dispatcher_of(group))
+            call.expect(completion)
+            self.calls.append((call, completion))
+            return Work(completion)
 
     async def one(pg: ProcessGroup) -> None:
         nonlocal group
@@ -465,12 +466,12 @@ async def test_a_taker_may_start_it_later() -> None:
         group = pg
         with dispatcher_of(pg).scoped(later):
             work = pg.allreduce(array)
-        ((call, same),) = later.calls
-        assert same is work
+        ((call, completion),) = later.calls
+        assert completion is completion_of(work)
         assert call.op == "ALLREDUCE_SPARSE"
         assert call.result is array
         identity, _ = dispatcher_of(pg).numbered(call.key)
-        comm_of(pg).enter(call.make(identity, work))
+        comm_of(pg).enter(call.make(identity, completion))
         assert await work is array
         assert np.array_equal(array.toarray(), total(2))
 

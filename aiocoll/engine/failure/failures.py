@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from aiocoll.completion import Completion
 from aiocoll.engine.control.messages import PROTOCOL
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called
 from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError, PeerProtocolError
 from aiocoll.user_code import describe, original
-from aiocoll.work import Work
 
 __all__ = ["crashed", "left", "lost", "raised", "revoked", "timed_out", "torn"]
 
@@ -29,13 +27,13 @@ def torn(group: str, rank: int, peer: int) -> PeerLostError:
     return PeerLostError(text, group=group, ranks=[one, other], how="unreachable")
 
 
-def left(group: str, rank: int, peer: int, work: Work[Any]) -> PeerLostError:
-    """A work on `rank` needs a rank that has closed its group."""
+def left(group: str, rank: int, peer: int, completion: Completion) -> PeerLostError:
+    """A call on `rank` needs a rank that has closed its group."""
     return PeerLostError(
-        f"{work.op} on rank {rank} of group {group!r} needs rank {peer}, which has left",
+        f"{completion.op} on rank {rank} of group {group!r} needs rank {peer}, which has left",
         how="left",
-        op=work.op,
-        seq=work.key or work.seq,
+        op=completion.op,
+        seq=completion.key or completion.seq,
         group=group,
         ranks=[peer],
     )
@@ -46,8 +44,8 @@ def timed_out(group: str, rank: int, operation: Operation, missing: list[int], d
     return CollectiveTimeoutError(
         f"{operation.title()} of group {group!r} did not complete within {operation.timeout:g} s on rank {rank}, "
         f"which called {called(operation.describe())}: {detail}",
-        op=operation.work.op,
-        seq=operation.work.key or operation.work.seq,
+        op=operation.completion.op,
+        seq=operation.completion.key or operation.completion.seq,
         group=group,
         ranks=missing,
     )
@@ -66,12 +64,12 @@ def revoked(group: str, rank: int, cause: GroupError) -> GroupRevokedError:
     return error
 
 
-def raised(group: str, rank: int, work: Work[Any], error: BaseException, what: str) -> GroupError:
-    """A calculation of `rank` for a work has raised `error`; `what` says which calculation."""
-    name = work.key or work.seq
+def raised(group: str, rank: int, completion: Completion, error: BaseException, what: str) -> GroupError:
+    """A calculation of `rank` for a call has raised `error`; `what` says which calculation."""
+    name = completion.key or completion.seq
     cause = GroupError(
-        f"{work.op} (sequence {name!r}) of group {group!r} failed on rank {rank}: {what}{describe(error)}",
-        op=work.op,
+        f"{completion.op} (sequence {name!r}) of group {group!r} failed on rank {rank}: {what}{describe(error)}",
+        op=completion.op,
         seq=name,
         group=group,
         ranks=[rank],

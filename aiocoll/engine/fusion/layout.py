@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.engine.fusion.deferred_work import DeferredWork
+from aiocoll.engine.fusion.deferred_completion import DeferredCompletion
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 
@@ -86,7 +86,7 @@ class Bucket(NamedTuple):
         return None
 
     def pack(
-        self, members: Sequence[DeferredWork], arrays: Sequence[Array | None], buffers: Sequence[int]
+        self, members: Sequence[DeferredCompletion], arrays: Sequence[Array | None], buffers: Sequence[int]
     ) -> Iterator[None]:
         """Fill `buffers`, in pieces."""
         for buffer in buffers:
@@ -106,8 +106,8 @@ class Bucket(NamedTuple):
                 start = stop
                 yield
 
-    def unpack(self, members: Sequence[DeferredWork], arrays: Sequence[Array | None]) -> Iterator[None]:
-        """Copy the outputs to the members' arrays and finish their works, in chunks."""
+    def unpack(self, members: Sequence[DeferredCompletion], arrays: Sequence[Array | None]) -> Iterator[None]:
+        """Copy the outputs to the members' arrays and finish them, in chunks."""
         starts = {buffer: self.first(buffer) for buffer in self.writes}
         for first, last in zip(self.cuts, self.cuts[1:], strict=False):
             group = members[first:last]
@@ -127,7 +127,7 @@ class Bucket(NamedTuple):
                     for member, at, size in zip(group, ends, sizes, strict=False):
                         member.arrays[buffer][...] = source[at : at + size]
             for member in group:
-                member._finish(member._value)
+                member.finish(member.value)
             yield
 
     def _chunks(self, buffer: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -144,7 +144,7 @@ def _copied(source: Array, target: Array) -> Iterator[None]:
         yield
 
 
-def _scaled(members: Sequence[DeferredWork], sources: Sequence[Array], target: Array) -> Iterator[None]:
+def _scaled(members: Sequence[DeferredCompletion], sources: Sequence[Array], target: Array) -> Iterator[None]:
     """Copy each member, multiplied by its own factor."""
     step, place = CHUNK // target.itemsize, 0
     for member, source in zip(members, sources, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.engine.fusion.deferred_work import DeferredWork
+from aiocoll.engine.fusion.deferred_completion import DeferredCompletion
 from aiocoll.engine.fusion.layout import Layout
 
 __all__ = ["Span", "check_no_overlap", "check_spans"]
@@ -17,7 +17,7 @@ __all__ = ["Span", "check_no_overlap", "check_spans"]
 Span = tuple[int, int, int, bool]
 
 
-def check_no_overlap(layout: Layout, members: Sequence[DeferredWork]) -> None:
+def check_no_overlap(layout: Layout, members: Sequence[DeferredCompletion]) -> None:
     """Refuse members that share memory which at least one of them writes.
 
     Raises:
@@ -29,7 +29,7 @@ def check_no_overlap(layout: Layout, members: Sequence[DeferredWork]) -> None:
         check_spans(_spans(layout, members), members)
 
 
-def check_spans(spans: Iterable[Span], members: Sequence[DeferredWork]) -> None:
+def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) -> None:
     """As `check_no_overlap`, for members with these non-empty arrays. Time: n log n."""
     reading, writing = _Reach(), _Reach()
     for start, end, member, writes in sorted(spans):
@@ -68,7 +68,7 @@ class _Reach:
         return self._other if self._other_end > start else None
 
 
-def _arrays(layout: Layout, members: Sequence[DeferredWork]) -> Iterator[tuple[int, NDArray[Any], bool]]:
+def _arrays(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[tuple[int, NDArray[Any], bool]]:
     for bucket in layout.buckets:
         if bucket.plan is None:
             for position in bucket.members:
@@ -81,20 +81,20 @@ def _arrays(layout: Layout, members: Sequence[DeferredWork]) -> Iterator[tuple[i
                     yield position, array, buffer in bucket.writes
 
 
-def _read_by(member: DeferredWork) -> Sequence[NDArray[Any]]:
+def _read_by(member: DeferredCompletion) -> Sequence[NDArray[Any]]:
     """Return the host arrays that a call without a plan reads."""
     call = member.call
     return () if call.on_device is not None or call.arrays is None else call.arrays
 
 
-def _spans(layout: Layout, members: Sequence[DeferredWork]) -> Iterator[Span]:
+def _spans(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[Span]:
     for position, array, writes in _arrays(layout, members):
         if array.nbytes:
             start = array.__array_interface__["data"][0]
             yield start, start + array.nbytes, position, writes
 
 
-def _are_owners(layout: Layout, members: Sequence[DeferredWork]) -> bool:
+def _are_owners(layout: Layout, members: Sequence[DeferredCompletion]) -> bool:
     """Whether all arrays of different members have different owners of memory: then none overlap."""
     ndarray = np.ndarray
     seen: set[int] = set()

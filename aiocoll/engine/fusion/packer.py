@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from aiocoll.engine.fusion.deferred_work import DeferredWork
+from aiocoll.completion import Completion
+from aiocoll.engine.fusion.deferred_completion import DeferredCompletion
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Children, Ended
 from aiocoll.errors import GroupError
 from aiocoll.runtime import BUDGET
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -57,7 +57,7 @@ class Packer:
         self,
         comm: Communicator,
         layout: Layout,
-        members: Sequence[DeferredWork],
+        members: Sequence[DeferredCompletion],
         start: Start,
         foreign: bool,
     ) -> None:
@@ -108,9 +108,9 @@ class Packer:
         fail(self._members, error)
         self._let_go()
 
-    def pending(self) -> list[Work[Any]]:
-        """Return the works of the user's that have not ended."""
-        return list(dict.fromkeys(member.visible() for member in self._members if not member._done))
+    def pending(self) -> list[Completion]:
+        """Return the completions of user calls that have not ended."""
+        return list(dict.fromkeys(member.visible() for member in self._members if not member.done))
 
     def _let_go(self) -> None:
         """Keep nothing that keeps this: all that a block has recorded would stay until garbage is collected."""
@@ -179,14 +179,14 @@ class Packer:
             if error is not None:
                 fail(members, error)
             elif len(members) == 1:
-                members[0]._finish(result if bucket.plan is None else members[0]._value)
+                members[0].finish(result if bucket.plan is None else members[0].value)
             else:
                 for member, outcome in zip(members, result, strict=True):
-                    member._finish(outcome)
+                    member.finish(outcome)
         self.advance()
 
     def _unpacking(
-        self, bucket: Bucket, members: Sequence[DeferredWork], arrays: Sequence[NDArray[Any] | None]
+        self, bucket: Bucket, members: Sequence[DeferredCompletion], arrays: Sequence[NDArray[Any] | None]
     ) -> Iterator[None]:
         """Unpack a bucket, unless its stamps say that the peers mean other members."""
         wrong = bucket.wrong(arrays)
@@ -213,8 +213,10 @@ class Flush(Operation):
 
     __slots__ = ("_packer", "children")
 
-    def __init__(self, comm: Communicator, identity: int, layout: Layout, packer: Packer, work: Work[Any]) -> None:
-        super().__init__(comm, identity, layout.signature, layout.fingerprint, work)
+    def __init__(
+        self, comm: Communicator, identity: int, layout: Layout, packer: Packer, completion: Completion
+    ) -> None:
+        super().__init__(comm, identity, layout.signature, layout.fingerprint, completion)
         self._packer = packer
         self.children = Children()
         packer.ended = self._packed_out
@@ -256,12 +258,12 @@ def _nothing(*_: object) -> None:
     """Nothing is left to do."""
 
 
-def fail(members: Sequence[DeferredWork], error: BaseException) -> None:
-    """End works with `error`, each with one of its own: what is raised gathers tracebacks."""
+def fail(members: Sequence[DeferredCompletion], error: BaseException) -> None:
+    """Fail completions with `error`, each with one of its own: what is raised gathers tracebacks."""
     for member in members:
-        if not member._done:
+        if not member.done:
             each = error
             if isinstance(error, GroupError):
                 each = copy.copy(error)
                 each.__cause__ = error.__cause__ or error
-            member._finish(None, each)
+            member.finish(None, each)

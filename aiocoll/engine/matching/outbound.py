@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_code
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.operation_log import STARTED
 from aiocoll.engine.operations.signature import P2P, Signature
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.matching.matching import Matching
@@ -61,13 +61,13 @@ class OutboundMessage(Operation):
 
     __slots__ = ("_nbytes", "_sends", "_view")
 
-    def __init__(self, sends: Matching, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
+    def __init__(self, sends: Matching, peer: int, tag: int, content: Content, completion: Completion) -> None:
         code, view, _ = content
         assert view is not None
         signature = message_signature("SEND", code, view.nbytes)
         # As the receiver describes it, which knows no more than the count.
-        work._shape = signature.counts
-        super().__init__(sends.group, sends.next_id(tag), signature, code, work)
+        completion.shape = signature.counts
+        super().__init__(sends.group, sends.next_id(tag), signature, code, completion)
         self._sends = sends
         self.be_with(peer)
         self._view = view
@@ -84,7 +84,7 @@ class OutboundMessage(Operation):
         self._nbytes += nbytes
         if self._nbytes == message.total and not self.done:
             self._sends.outgoing.pop((self.peer, self.id), None)
-            self.succeed(self.work._value)
+            self.succeed(self.completion.value)
         else:
             begun(self)
 

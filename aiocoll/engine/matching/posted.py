@@ -6,13 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from aiocoll.codec.limits import MAX_BYTES
+from aiocoll.completion import Completion
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
 from aiocoll.engine.matching.outbound import OBJECT, Content, begun, is_opaque, message_signature
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.operation_log import PEER
 from aiocoll.engine.operations.signature import P2P, description
 from aiocoll.errors import CollectiveTimeoutError, SerializationError
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.matching.matching import Matching
@@ -35,10 +35,12 @@ class PostedReceive(Receive):
     #: What error messages call it.
     OP = "RECV"
 
-    def __init__(self, receives: Matching, peer: int | None, tag: int, content: Content, work: Work[Any]) -> None:
+    def __init__(
+        self, receives: Matching, peer: int | None, tag: int, content: Content, completion: Completion
+    ) -> None:
         code, view, self._read = content
         signature = message_signature(self.OP, code, 0 if view is None else view.nbytes)
-        super().__init__(receives.group, P2P | tag << 32, signature, code, work)
+        super().__init__(receives.group, P2P | tag << 32, signature, code, completion)
         self._receives = receives
         self.be_with(peer)
         self.tag = tag
@@ -46,7 +48,7 @@ class PostedReceive(Receive):
         self.code = code
         self.arrival: InboundMessage | None = None
         self._steps: Steps | None = None
-        work._withdraw = self.withdraw
+        completion.withdraw = self.withdraw
 
     def enter(self) -> None:
         """Match a waiting message, or wait for one."""
@@ -73,7 +75,7 @@ class PostedReceive(Receive):
 
     def claim(self, arrival: InboundMessage) -> None:
         """Receive `arrival`, and no other message."""
-        self.work._withdraw = None
+        self.completion.withdraw = None
         self.arrival = arrival
 
     def put_in(self, view: memoryview) -> None:
@@ -115,7 +117,7 @@ class PostedReceive(Receive):
     def complete(self) -> None:
         """All bytes have arrived."""
         assert self.arrival is not None
-        self.work._source = self.arrival.peer
+        self.completion.source = self.arrival.peer
         if self.peer is None:
             self.entry[PEER] = self.arrival.peer
         self._receives.forget(self.arrival)
@@ -124,7 +126,7 @@ class PostedReceive(Receive):
     def finish(self) -> None:
         """End successfully, after decoding an object."""
         if self._read is None or self.view is None:
-            self.succeed(self.work._value)
+            self.succeed(self.completion.value)
         else:
             self._steps = self._read(self.view)
             carry_on(self, self._steps)
@@ -147,7 +149,7 @@ class PostedReceive(Receive):
             CollectiveTimeoutError(
                 f"rank {self.comm.rank} of group {self.comm.name!r} received no message with tag {self.tag} from "
                 f"{self._source()} within {self.timeout:g} s",
-                op=self.work.op,
+                op=self.completion.op,
                 group=self.comm.name,
                 ranks=[] if self.peer is None else [self.peer],
             )

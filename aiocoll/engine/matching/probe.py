@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import array_dtype, by_code
 from aiocoll.elements.records import record_by_code
 from aiocoll.engine.matching.inbound import InboundMessage
@@ -14,7 +15,6 @@ from aiocoll.engine.matching.outbound import OBJECT, Content, is_opaque, is_spar
 from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.operation_log import PEER
 from aiocoll.errors import BackendUnavailableError
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.matching.matching import Matching
@@ -72,8 +72,8 @@ class PostedProbe(PostedReceive):
 
     OP = "PROBE"
 
-    def __init__(self, probes: Matching, peer: int | None, tag: int, work: Work[Any]) -> None:
-        super().__init__(probes, peer, tag, Content(OBJECT, None), work)
+    def __init__(self, probes: Matching, peer: int | None, tag: int, completion: Completion) -> None:
+        super().__init__(probes, peer, tag, Content(OBJECT, None), completion)
         self._probes = probes
 
     def enter(self) -> None:
@@ -82,7 +82,7 @@ class PostedProbe(PostedReceive):
 
     def found(self, arrival: InboundMessage) -> None:
         """This is the message."""
-        self.work._source = arrival.peer
+        self.completion.source = arrival.peer
         if self.peer is None:
             self.entry[PEER] = arrival.peer
         try:

@@ -6,14 +6,14 @@ announced, and copied when a receive has matched it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from aiocoll.completion import Completion
 from aiocoll.engine.links.flow_control import LEAST, LINK_WINDOW
 from aiocoll.engine.matching.outbound import Content, OutboundMessage, begun
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.frame import EAGER, SEGMENT, FrameKind, Header
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.matching.matching import Matching
@@ -61,8 +61,8 @@ class MessageToSelf(OutboundMessage):
 
     __slots__ = ("_copied", "_returns")
 
-    def __init__(self, returns: Matching, peer: int, tag: int, content: Content, work: Work[Any]) -> None:
-        super().__init__(returns, peer, tag, content, work)
+    def __init__(self, returns: Matching, peer: int, tag: int, content: Content, completion: Completion) -> None:
+        super().__init__(returns, peer, tag, content, completion)
         self._returns = returns
         self._copied = 0
 
@@ -96,7 +96,7 @@ class MessageToSelf(OutboundMessage):
             return
         if self._copied == self._view.nbytes:
             self._sends.outgoing.pop((self.peer, self.id), None)
-            self.succeed(self.work._value)
+            self.succeed(self.completion.value)
         else:
             begun(self)
 

@@ -6,9 +6,9 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from aiocoll.compiling import mypyc_attr
+from aiocoll.completion import Completion
 from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.transport.frame import FrameKind
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -71,15 +71,15 @@ class Operation:
         identity: its 64-bit id on the wire; see `aiocoll.transport.frame`.
         signature: what the ranks must agree on.
         fingerprint: hash of the signature.
-        work: the caller's handle, or the parent's of a child; it has the timeout.
+        completion: ends with the operation; it has the call's timeout.
 
     Attributes:
-        comm, id, signature, fingerprint, work: as given.
+        comm, id, signature, fingerprint, completion: as given.
         parent: the operation that it is a child of; None if a call has started it.
         entered: when it was entered, on the runtime's clock.
         entry: its record in the log; see `aiocoll.engine.operations.operation_log`.
         peer: for a message, the other rank; None for a receive from any rank.
-        timeout: seconds until `expire`; initially the work's.
+        timeout: seconds until `expire`; initially the completion's.
         reported: when its next stall report is due; 0 before the first.
         granted: peers that have entered it and accept any amount.
         promised: peers that this rank has granted.
@@ -90,6 +90,7 @@ class Operation:
     __slots__ = (
         "_put_off",
         "comm",
+        "completion",
         "done",
         "entered",
         "entry",
@@ -103,7 +104,6 @@ class Operation:
         "signature",
         "timeout",
         "warned",
-        "work",
     )
 
     def __init__(
@@ -112,16 +112,16 @@ class Operation:
         identity: int,
         signature: Signature,
         fingerprint: int,
-        work: Work[Any],
+        completion: Completion,
     ) -> None:
         self.comm = comm
         self.id = identity
         self.signature = signature
         self.fingerprint = fingerprint
-        self.work = work
+        self.completion = completion
         self.parent: Operation | None = None
         self.peer: int | None = None
-        self.timeout = work._timeout
+        self.timeout = completion.timeout
         self.entered = 0.0
         self.done = False
         self.warned = False
@@ -200,12 +200,14 @@ class Operation:
 
     def describe(self) -> dict[str, Any]:
         """Return this rank's call as plain data, for error messages."""
-        return description(self.comm.rank, self.signature, self.work._shape, self.work.key, self.work.seq)
+        return description(
+            self.comm.rank, self.signature, self.completion.shape, self.completion.key, self.completion.seq
+        )
 
     def title(self) -> str:
         """Return its op, with its key or number if it has one."""
-        name = self.work.key or self.work.seq
-        return self.work.op if name is None else f"{self.work.op} (sequence {name!r})"
+        name = self.completion.key or self.completion.seq
+        return self.completion.op if name is None else f"{self.completion.op} (sequence {name!r})"
 
     def standing(self) -> str | None:
         """Return a text about what a message waits for; None for a collective, about which the ranks are asked."""
@@ -233,7 +235,7 @@ class Operation:
         """End successfully."""
         self.done = True
         self.comm.ended(self, None)
-        self.work._finish(result)
+        self.completion.finish(result)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`; no memory of the caller's is used from here on."""
@@ -241,4 +243,4 @@ class Operation:
             self.done = True
             self.comm.ended(self, error)
             self.comm.divert(self)
-            self.work._finish(None, error)
+            self.completion.finish(None, error)

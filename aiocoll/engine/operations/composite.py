@@ -10,34 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from aiocoll.completion import Completion
 from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import KEYED
-from aiocoll.work import Work
 
-__all__ = ["ChildWork", "Children", "Ended", "Make"]
+__all__ = ["ChildCompletion", "Children", "Ended", "Make"]
 
-#: Makes an operation from its id and its work.
-Make = Callable[[int, Work[Any]], Operation]
+#: Makes an operation from its id and its completion.
+Make = Callable[[int, Completion], Operation]
 #: Called with the result and the error of a child that has ended.
 Ended = Callable[[Any, BaseException | None], None]
 
 
-class ChildWork(Work[Any]):
-    """The handle of a child: reports its outcome to the parent."""
+class ChildCompletion(Completion):
+    """The completion of a child: reports its outcome to the parent."""
 
     __slots__ = ("_report",)
 
-    def __init__(self, parent: Work[Any], report: Ended) -> None:
-        self._be_part_of(parent)
+    def __init__(self, parent: Completion, report: Ended) -> None:
+        self.init_child(parent)
         self._report = report
 
-    def _finish(self, result: Any, exception: BaseException | None = None) -> None:
-        super()._finish(result, exception)
+    def finish(self, result: Any, exception: BaseException | None = None) -> None:
+        """End the child, and report that to the parent."""
+        super().finish(result, exception)
         self._report(result, exception)
-
-    def _failed(self, error: BaseException) -> None:
-        """The parent reports it."""
 
 
 class Children:
@@ -61,7 +59,7 @@ class Children:
             ended: called at its end, unless the parent has ended before.
             reported: until its end, stall reports and expiry refer to it in place of the parent.
         """
-        #: The child until its end: it would keep itself, and its arrays, by what its work reports to.
+        #: The child until its end: it would keep itself, and its arrays, by what its completion reports to.
         running: list[Operation] = []
 
         def report(result: Any, error: BaseException | None) -> None:
@@ -72,7 +70,7 @@ class Children:
             if not parent.done:
                 ended(result, error)
 
-        child = make(KEYED | hash62(name), ChildWork(parent.work, report))
+        child = make(KEYED | hash62(name), ChildCompletion(parent.completion, report))
         running.append(child)
         child.parent = parent
         self.algorithm = child.algorithm()

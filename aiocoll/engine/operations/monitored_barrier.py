@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.errors import CollectiveTimeoutError
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -23,16 +23,18 @@ class MonitoredBarrier(ProgramExecutor):
 
     __slots__ = ("_named",)
 
-    def __init__(self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> None:
-        super().__init__(comm, identity, plan, arrays, work)
+    def __init__(
+        self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], completion: Completion
+    ) -> None:
+        super().__init__(comm, identity, plan, arrays, completion)
         self._named: int | None = 1
 
     @classmethod
     def of_all(
-        cls, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]
+        cls, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], completion: Completion
     ) -> MonitoredBarrier:
         """Make one that names all ranks that are missing."""
-        barrier = cls(comm, identity, plan, arrays, work)
+        barrier = cls(comm, identity, plan, arrays, completion)
         barrier._named = None
         return barrier
 
@@ -58,8 +60,8 @@ class MonitoredBarrier(ProgramExecutor):
         comm.revoke(
             CollectiveTimeoutError(
                 f"[rank {comm.rank} of group {comm.name!r}] {text}",
-                op=self.work.op,
-                seq=self.work.seq,
+                op=self.completion.op,
+                seq=self.completion.seq,
                 group=comm.name,
                 ranks=missing or [0],
             )

@@ -10,17 +10,17 @@ out the plan of a gather, so small arrays may come in slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from aiocoll.codec.limits import MAX_BYTES
+from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError, SerializationError
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -50,9 +50,9 @@ class Post(Operation):
         identity: int,
         signature: Signature,
         sources: Iterable[int],
-        work: Work[Any],
+        completion: Completion,
     ) -> None:
-        super().__init__(comm, identity, signature, self.FINGERPRINT or signature.fingerprint(), work)
+        super().__init__(comm, identity, signature, self.FINGERPRINT or signature.fingerprint(), completion)
         self._unsent: dict[int, int] = {}
         self._missing = set(sources)
         self._limit = self.LIMIT
@@ -155,9 +155,9 @@ class ObjectExchange(Post):
         identity: int,
         signature: Signature,
         parcels: Parcels,
-        work: Work[Any],
+        completion: Completion,
     ) -> None:
-        super().__init__(comm, identity, signature, parcels.sources, work)
+        super().__init__(comm, identity, signature, parcels.sources, completion)
         self._parcels = parcels
         self._steps: Steps | None = None
         if parcels.are_arrays:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiocoll.algorithms.program import Program, Region, Verb
+from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import DType
 from aiocoll.elements.ops import Kernel, ReduceOp
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.round import Round
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -29,8 +29,8 @@ __all__ = ["EAGER_WINDOW", "Executor", "Plan"]
 EAGER_WINDOW = SEGMENT
 
 #: Makes the operation of a plan, given: this rank's part in the group, the operation's id, the plan, the flat arrays
-#: of the call, and the work, which has the timeout and the result.
-Executor = Callable[["Communicator", int, "Plan", list[Any], Work[Any]], Operation]
+#: of the call, and the completion, which has the timeout and the result.
+Executor = Callable[["Communicator", int, "Plan", list[Any], Completion], Operation]
 
 
 class Plan:

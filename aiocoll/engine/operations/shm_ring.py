@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.completion import Completion
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
@@ -35,7 +36,6 @@ from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import SharedMemoryLink
 from aiocoll.transport.shared_memory import Segment
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -90,9 +90,9 @@ class ShmRing(Operation):
         identity: int,
         plan: Plan,
         arrays: list[NDArray[Any]],
-        work: Work[Any],
+        completion: Completion,
     ) -> None:
-        super().__init__(comm, identity, plan.signature, plan.fingerprint, work)
+        super().__init__(comm, identity, plan.signature, plan.fingerprint, completion)
         self._plan = plan
         self._array = arrays[0]
         self._bytes = byte_view(self._array)
@@ -141,7 +141,7 @@ class ShmRing(Operation):
             if self._put == self._taken == len(chunks) and not self._unsent and self._is_read():
                 self._end()
                 self.comm.context.heard = self.comm.ranks[self._right if self._pointed else self._left]
-                self.succeed(self.work._value)
+                self.succeed(self.completion.value)
                 self.comm.context.heard = -1
                 return True
             if not going:

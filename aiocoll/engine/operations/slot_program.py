@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.algorithms.program import Region
+from aiocoll.completion import Completion
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.round import Contribution, Round, Take
 from aiocoll.engine.operations.slots import region_of
 from aiocoll.errors import ProtocolError
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -43,10 +43,10 @@ class SlotProgram(Operation):
         identity: int,
         plan: Plan,
         arrays: list[NDArray[Any]],
-        work: Work[Any],
+        completion: Completion,
     ) -> None:
         # Not through super(), which costs 70 ns more.
-        Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, work)
+        Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, completion)
         assert plan.round is not None
         self._plan = plan
         self._round: Round = plan.round
@@ -153,10 +153,10 @@ class SlotProgram(Operation):
         comm = self.comm
         comm.polling.readers.pop(self, None)
         if self._missing < 0:
-            self.succeed(self.work._value)
+            self.succeed(self.completion.value)
         else:
             comm.context.heard = comm.ranks[self._missing]
-            self.succeed(self.work._value)
+            self.succeed(self.completion.value)
             comm.context.heard = -1
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:

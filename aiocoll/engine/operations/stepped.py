@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Children
 from aiocoll.engine.operations.offload import run_in_thread
 from aiocoll.engine.operations.operation_log import SIGNATURE
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -72,12 +72,12 @@ class Stepped(ProgramExecutor):
     __slots__ = ("_children", "_is_counted", "_mine", "_numbers", "_steps")
 
     def __init__(
-        self, comm: Communicator, identity: int, plan: Plan, steps: StepGenerator[Any], work: Work[Any]
+        self, comm: Communicator, identity: int, plan: Plan, steps: StepGenerator[Any], completion: Completion
     ) -> None:
         self._numbers: NDArray[np.int64] = np.zeros(len(comm.ranks), np.int64)
         self._mine = np.zeros(1, np.int64)
         arrays: list[NDArray[Any] | None] = [self._numbers[rank : rank + 1] for rank in range(len(comm.ranks))]
-        super().__init__(comm, identity, plan, [*arrays, self._mine], work)
+        super().__init__(comm, identity, plan, [*arrays, self._mine], completion)
         self._children = Children()
         self._is_counted = False
         self._steps = steps
@@ -125,8 +125,8 @@ class Stepped(ProgramExecutor):
             self._go_on(self._numbers)
 
     def _carry_out(self, name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> None:
-        def make(identity: int, work: Work[Any]) -> Operation:
-            operation = plan.executor(self.comm, identity, plan, arrays, work)
+        def make(identity: int, completion: Completion) -> Operation:
+            operation = plan.executor(self.comm, identity, plan, arrays, completion)
             operation.signature = self.entry[SIGNATURE]  # messages refer to the call, as other ranks are told it
             return operation
 

@@ -12,15 +12,20 @@ __all__ = ["told"]
 
 def told(operation: Operation, error: BaseException | None) -> OperationInfo:
     """Return what hooks are told of an operation that starts, or has ended."""
-    comm, signature, work, ended = operation.comm, operation.signature, operation.work, operation.entry[ENDED]
+    comm, signature, completion, ended = (
+        operation.comm,
+        operation.signature,
+        operation.completion,
+        operation.entry[ENDED],
+    )
     return OperationInfo(
         comm.name,
         comm.rank,
-        work.op,
+        completion.op,
         "message" if operation.id & P2P == P2P else "collective",
-        work.key,
-        work.seq,
-        signature.nbytes(work._shape),
+        completion.key,
+        completion.seq,
+        signature.nbytes(completion.shape),
         signature.dtype,
         None if ended is None else ended - operation.entry[ENTERED],
         operation.algorithm(),

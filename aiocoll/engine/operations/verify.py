@@ -2,7 +2,7 @@
 
 Each rank sends the description of its call to rank 0, which compares them and sends all ranks the same verdict: two
 steps, and at rank 0 p-1 messages of some 60 bytes each way. If the calls match, every rank starts the actual operation
-as a child, under its own id: data that peers send for it earlier waits until then. If not, this work fails on all
+as a child, under its own id: data that peers send for it earlier waits until then. If not, this call fails on all
 ranks with the same text, no array has been touched, and the group stays usable.
 """
 
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from aiocoll.completion import Completion
 from aiocoll.engine.operations.comparison import Difference, compare, packed
 from aiocoll.engine.operations.composite import Children, Ended, Make
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.engine.operations.object_exchange import Post
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import CollectiveMismatchError, GroupError
-from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -47,13 +47,13 @@ class Compared(Post):
         identity: int,
         signature: Signature,
         make: Make | None,
-        work: Work[Any],
+        completion: Completion,
     ) -> None:
         sources = comm.others if comm.rank == 0 else (0,)
         # Marked: stall reports of it are not compared, and a rank that does not verify is detected.
         if signature.debug != self.MARK:
             signature = signature._replace(debug=self.MARK)
-        super().__init__(comm, identity, signature, sources, work)
+        super().__init__(comm, identity, signature, sources, completion)
         self._make = make
         #: From the first one on.
         self._children: Children | None = None
@@ -86,7 +86,7 @@ class Compared(Post):
         """The timeout has passed; a monitored barrier reports the missing ranks in its own words."""
         proper = None if self._children is None else self._children.first()
         if proper is None and self._make is not None and self.signature.op == MonitoredBarrier.OP:
-            proper = self._make(self.id, self.work)
+            proper = self._make(self.id, self.completion)
         if isinstance(proper, MonitoredBarrier):
             proper.blame(self)
         else:
@@ -126,7 +126,7 @@ class Compared(Post):
         """The verdict is known: start the actual operation, or fail."""
         comm = self.comm
         if self._refusal is not None:
-            comm.revoke(GroupError(f"{self.work.op} was not compared: {self._refusal}", group=comm.name))
+            comm.revoke(GroupError(f"{self.completion.op} was not compared: {self._refusal}", group=comm.name))
             return
         found: Difference | None
         if comm.rank == 0:
@@ -152,15 +152,15 @@ class Compared(Post):
 
     def refused(self) -> None:
         """Record that it fails on all ranks without revoking the group."""
-        work = self.work
-        if work.seq is not None:
-            self.comm.refused.add(work.seq if work.key is None else (work.key, work.seq))
+        completion = self.completion
+        if completion.seq is not None:
+            self.comm.refused.add(completion.seq if completion.key is None else (completion.key, completion.seq))
 
     def _refuse(self, found: Difference) -> None:
-        comm, work = self.comm, self.work
+        comm, completion = self.comm, self.completion
         self.refused()
         error = CollectiveMismatchError(
-            found.text, op=work.op, seq=work.key or work.seq, group=comm.name, ranks=found.ranks
+            found.text, op=completion.op, seq=completion.key or completion.seq, group=comm.name, ranks=found.ranks
         )
         self.ended(None, error)
 
@@ -175,9 +175,9 @@ class WrongCall(Compared):
     __slots__ = ("_wrong",)
 
     def __init__(
-        self, comm: Communicator, identity: int, signature: Signature, wrong: ValueError, work: Work[Any]
+        self, comm: Communicator, identity: int, signature: Signature, wrong: ValueError, completion: Completion
     ) -> None:
-        super().__init__(comm, identity, signature, None, work)
+        super().__init__(comm, identity, signature, None, completion)
         self._wrong = wrong
 
     def ended(self, result: Any, error: BaseException | None) -> None:

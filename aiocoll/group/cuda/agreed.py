@@ -22,6 +22,7 @@ from typing import Any
 
 import msgpack
 
+from aiocoll.completion import Completion
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
@@ -38,7 +39,6 @@ from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.kinds import Kind
 from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out
 from aiocoll.group.cuda.staged import Staged, put_back
-from aiocoll.work import Work
 
 __all__ = ["Agreed", "DeviceCall"]
 
@@ -65,9 +65,11 @@ class DeviceCall:
         self.is_checked = is_checked
         self.signature = kind.signature
 
-    def __call__(self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], work: Work[Any]) -> Operation:
+    def __call__(
+        self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], completion: Completion
+    ) -> Operation:
         """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
-        return Agreed(identity, self, work)
+        return Agreed(identity, self, completion)
 
 
 class Agreed(Compared):
@@ -96,8 +98,8 @@ class Agreed(Compared):
         "_staged",
     )
 
-    def __init__(self, identity: int, call: DeviceCall, work: Work[Any]) -> None:
-        super().__init__(call.state.comm, identity, call.signature, None, work)
+    def __init__(self, identity: int, call: DeviceCall, completion: Completion) -> None:
+        super().__init__(call.state.comm, identity, call.signature, None, completion)
         self._device_state = call.state
         self._kind = call.kind
         self._arrays = call.arrays
@@ -113,7 +115,7 @@ class Agreed(Compared):
         self._position = 0
         self._is_confirmed = False
         self._result: tuple[Any] | None = None
-        self._enqueued = Enqueued(work, call.arrays)
+        self._enqueued = Enqueued(completion, call.arrays)
 
     # -- the agreement
 
@@ -150,13 +152,13 @@ class Agreed(Compared):
         if ahead:
             self._agree()
             self._order, self._position = order, order.program.called + 1
-        seq = self.work.seq
+        seq = self.completion.seq
         assert seq is not None
         order.program.add(self, self.terms(), seq, is_numbered=not ahead)
 
     def terms(self) -> bytes:
         """Return a hash of what all ranks have to call alike."""
-        return self._kind.terms(self.work._shape)
+        return self._kind.terms(self.completion.shape)
 
     def confirmed(self) -> None:
         """All ranks have called it."""
@@ -181,10 +183,10 @@ class Agreed(Compared):
 
     def _says(self) -> bytes:
         """Describe this rank's call."""
-        work = self.work
+        completion = self.completion
         # Of a member of a block: its own signature, not that of the block.
-        described = self._device_state.described(self._kind.plan, self._kind.signature, work._shape)
-        told: bytes = msgpack.packb((described, work.seq, work.key))
+        described = self._device_state.described(self._kind.plan, self._kind.signature, completion.shape)
+        told: bytes = msgpack.packb((described, completion.seq, completion.key))
         return told
 
     def carriers(self) -> str:
@@ -199,7 +201,7 @@ class Agreed(Compared):
         """All ranks have called, or rank 0 has decided."""
         comm = self.comm
         if self._refusal is not None:
-            comm.revoke(GroupError(f"{self.work.op} was not compared: {self._refusal}", group=comm.name))
+            comm.revoke(GroupError(f"{self.completion.op} was not compared: {self._refusal}", group=comm.name))
         elif comm.rank == 0:
             found = self._device_state.judge(self, [self._incoming[rank] for rank in range(len(comm.ranks))])
             if found is not None:
@@ -235,7 +237,7 @@ class Agreed(Compared):
         kind = self._kind
         way = STAGED if staged else kind.way(self._device_state.decision)
         if kind.is_empty:
-            self.ended(self.work._value, None)
+            self.ended(self.completion.value, None)
         elif way == STAGED:
             self._stage()
         else:
@@ -295,8 +297,8 @@ class Agreed(Compared):
             assert self._staged is not None
             arrays, plan, comm = self._staged.arrays, self._kind.plan, self.comm
 
-            def make(identity: int, work: Work[Any]) -> Operation:
-                return plan.executor(comm, identity, plan, arrays, work)
+            def make(identity: int, completion: Completion) -> Operation:
+                return plan.executor(comm, identity, plan, arrays, completion)
 
             self._start_child(str(self.id), make, self._carried_out)
 
@@ -312,7 +314,7 @@ class Agreed(Compared):
     def _ended(self, error: DeviceError | None) -> None:
         """The device has finished."""
         if self._is_sound(error):
-            self.ended(self.work._value, None)
+            self.ended(self.completion.value, None)
 
     def _is_sound(self, error: DeviceError | None) -> bool:
         """Record that the device has finished; return whether to continue."""

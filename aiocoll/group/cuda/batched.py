@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from aiocoll.completion import Completion
 from aiocoll.group.cuda.agreed import Agreed, DeviceCall
 from aiocoll.group.cuda.kinds import hashed
 from aiocoll.group.cuda.native import STAGED, Native
-from aiocoll.work import Work
 
 __all__ = ["BatchedCalls", "Member"]
 
@@ -44,11 +44,11 @@ class BatchedCalls(Agreed):
 
     __slots__ = ("_is_ordered", "_left", "_members")
 
-    def __init__(self, identity: int, members: Sequence[Member], ordered: bool, work: Work[Any]) -> None:
+    def __init__(self, identity: int, members: Sequence[Member], ordered: bool, completion: Completion) -> None:
         first = members[0].call
         arrays = [array for member in members for array in member.call.arrays]
-        super().__init__(identity, DeviceCall(first.state, first.kind, arrays), work)
-        work._value = [member.result for member in members]
+        super().__init__(identity, DeviceCall(first.state, first.kind, arrays), completion)
+        completion.value = [member.result for member in members]
         self._members = members
         self._is_ordered = ordered
         #: Number of parts that have not ended.
@@ -89,7 +89,7 @@ class BatchedCalls(Agreed):
                 native.append(Native(kind.enqueue, arrays))
         self._left = len(others) + bool(native)
         if not self._left:
-            super().ended(self.work._value, None)
+            super().ended(self.completion.value, None)
         if native:
             self._launch(native, [self._device_state.stream] if others else ())
         for number, member in enumerate(others):
@@ -101,7 +101,7 @@ class BatchedCalls(Agreed):
         if error is not None:
             super().ended(None, error)
         elif not self._left:
-            super().ended(self.work._value, None)
+            super().ended(self.completion.value, None)
 
     def hangs_here(self) -> bool:
         """Whether the device has work of it enqueued: then all ranks have called it."""
@@ -110,9 +110,9 @@ class BatchedCalls(Agreed):
 
     def _says(self) -> bytes:
         """Describe this rank's calls."""
-        work = self.work
+        completion = self.completion
         described = self._device_state.described(self.signature, self.signature, ())
-        told: bytes = msgpack.packb((described, work.seq, work.key))
+        told: bytes = msgpack.packb((described, completion.seq, completion.key))
         return told
 
     def _ended(self, error: Any) -> None:
@@ -124,9 +124,9 @@ class BatchedCalls(Agreed):
         """Stage a call; the first makes the stream of all of them wait for the caller's."""
         marks = self.taken_marks()
 
-        def make(identity: int, work: Work[Any]) -> _Part:
-            work.op, work._shape = member.op, member.shape
-            return _Part(identity, member.call, marks, work)
+        def make(identity: int, completion: Completion) -> _Part:
+            completion.op, completion.shape = member.op, member.shape
+            return _Part(identity, member.call, marks, completion)
 
         self._start_child(f"member {number} of {self.id}", make, self.ended)
 
@@ -136,8 +136,8 @@ class _Part(Agreed):
 
     __slots__ = ()
 
-    def __init__(self, identity: int, call: DeviceCall, marks: tuple[int, ...], work: Work[Any]) -> None:
-        super().__init__(identity, call, work)
+    def __init__(self, identity: int, call: DeviceCall, marks: tuple[int, ...], completion: Completion) -> None:
+        super().__init__(identity, call, completion)
         self.agreed(marks)
 
     def enter(self) -> None:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
+from aiocoll.completion import Completion
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.object_exchange import Post
@@ -24,7 +25,6 @@ from aiocoll.gpu.device import Device
 from aiocoll.gpu.launcher import Launched
 from aiocoll.group.cuda.native import Tools
 from aiocoll.log import logger
-from aiocoll.work import Work
 
 __all__ = ["DeviceCommunicator", "connect_at_once"]
 
@@ -252,11 +252,11 @@ class DeviceCommunicator:
     async def _parted(self) -> bool:
         """Wait until all ranks are about to end it; return whether they are."""
         comm = self.comm
-        work: Work[None] = _Quiet(comm.endpoint, _Parting.OP, None, None, None)
-        work._expect((), min(PARTING, comm.timeout), None)
-        comm.enter(_Parting(comm, work))
-        await work._ended()
-        return work.is_success()
+        completion = Completion(comm.endpoint, _Parting.OP, None, None, None)
+        completion.expect((), min(PARTING, comm.timeout), None)
+        comm.enter(_Parting(comm, completion))
+        await completion.wait_end()
+        return completion.exception is None
 
     def _stop(self) -> None:
         self._over = True
@@ -300,15 +300,6 @@ class DeviceCommunicator:
         )
 
 
-class _Quiet(Work[None]):
-    """A work whose failure is not reported."""
-
-    __slots__ = ()
-
-    def _failed(self, error: BaseException) -> None:
-        pass
-
-
 class _Parting(Post):
     """All ranks tell each other that they have nothing in flight, before they end the communicator."""
 
@@ -318,8 +309,8 @@ class _Parting(Post):
 
     __slots__ = ("_communicator",)
 
-    def __init__(self, comm: Communicator, work: Work[None]) -> None:
-        super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, work)
+    def __init__(self, comm: Communicator, completion: Completion) -> None:
+        super().__init__(comm, KEYED | hash62("parting"), self.TERMS, comm.others, completion)
         self._communicator = comm
         # A rank that does not come is not waited for long, and no rank is to blame.
         self.silence()

@@ -340,13 +340,13 @@ class DeviceState:
 
     def hung(self, operation: Operation, others: str = "") -> None:
         """The device has not finished `operation` in time; `others` says what is known of the other ranks."""
-        comm, work = self.comm, operation.work
+        comm, completion = self.comm, operation.completion
         comm.revoke(
             CollectiveTimeoutError(
                 f"{operation.title()} of group {comm.name!r} did not complete within {operation.timeout:g} s on rank "
                 f"{comm.rank}, which called {called(operation.describe())}: {others}{self._what_hangs()}",
-                op=work.op,
-                seq=work.key or work.seq,
+                op=completion.op,
+                seq=completion.key or completion.seq,
                 group=comm.name,
             )
         )
@@ -370,12 +370,12 @@ class DeviceState:
     def broken(self, error: BaseException, operation: Operation | None = None) -> None:
         """The device or the communicator has failed, perhaps in `operation`: the group fails."""
         comm = self.comm
-        work = None if operation is None else operation.work
-        name = None if work is None else work.key or work.seq
+        completion = None if operation is None else operation.completion
+        name = None if completion is None else completion.key or completion.seq
         what = "" if operation is None else f"{operation.title()} of "
         cause = GroupError(
             f"{what}group {comm.name!r} failed on rank {comm.rank}, device {self.device.ordinal}: {error}",
-            op=None if work is None else work.op,
+            op=None if completion is None else completion.op,
             seq=name,
             group=comm.name,
             ranks=[comm.rank],

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
+from aiocoll.completion import Completion
 from aiocoll.elements.device import DeviceArray
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.launcher import Launched
-from aiocoll.work import Work
 
 __all__ = ["Enqueued"]
 
@@ -18,34 +17,34 @@ class Enqueued:
     """The state of one call.
 
     Args:
-        work: the call's.
+        completion: the call's.
         arrays: the call's; the stream that was current at the call is that of the first.
     """
 
-    __slots__ = ("_arrays", "_launched", "_waiting", "_work")
+    __slots__ = ("_arrays", "_completion", "_launched", "_waiting")
 
-    def __init__(self, work: Work[Any], arrays: Sequence[DeviceArray | None]) -> None:
-        self._work = work
+    def __init__(self, completion: Completion, arrays: Sequence[DeviceArray | None]) -> None:
+        self._completion = completion
         self._arrays = arrays
         self._launched: Launched | None = None
         self._waiting: list[asyncio.Future[None]] = []
-        work._order_by(self.order)
+        completion.order = self.order
 
-    async def order(self, stream: int | None) -> Any:
-        """Make `stream` wait for the end of the call, once that is enqueued."""
-        while self._launched is None and not self._work.done():
+    async def order(self, stream: int | None) -> bool:
+        """Make `stream` wait for the end of the call, once that is enqueued; False if the call has ended or failed."""
+        while self._launched is None and not self._completion.done:
             enqueued = asyncio.get_running_loop().create_future()
             self._waiting.append(enqueued)
             await enqueued
-        if self._launched is None or self._work.done():
-            return await self._work
+        if self._launched is None or self._completion.done:
+            return False
         if stream is None:
             stream = next(each.stream for each in self._arrays if each is not None)
         try:
             await self._launched.on_stream(stream)
         except DeviceError:
-            return await self._work
-        return self._work._value if (unwrap := self._work._unwrap) is None else unwrap()
+            return False
+        return True
 
     def put(self, launched: Launched) -> None:
         """The last of its work is being enqueued."""
@@ -55,7 +54,7 @@ class Enqueued:
 
     def over(self) -> None:
         """The call has ended; it may have failed before a stuck launcher reached it."""
-        self._work._order_by(None)
+        self._completion.order = None
         if self._waiting:
             self._wake()
         if self._launched is not None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from aiocoll.completion import Completion
 from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.matching.inbound import InboundMessage
 from aiocoll.engine.matching.outbound import Content, OutboundMessage
@@ -26,7 +27,6 @@ from aiocoll.gpu.launcher import Launched
 from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.staged import Staged
-from aiocoll.work import Work
 
 __all__ = ["DeviceContent", "DeviceRecv", "DeviceSend"]
 
@@ -67,7 +67,7 @@ class _OneEnd(Operation):
         self._staged = Staged(state.device, state.stream, [array], _BYTES)
         self._flying = self._by_nccl = self._open = False
         self._marks = ()
-        self._enqueued = Enqueued(self.work, [array])
+        self._enqueued = Enqueued(self.completion, [array])
 
     def _mark(self) -> bool:
         """Choose its way, and record the position of the caller's stream; return whether that is possible."""
@@ -157,10 +157,10 @@ class DeviceSend(OutboundMessage, _OneEnd):
         peer: int,
         tag: int,
         content: DeviceContent,
-        work: Work[Any],
+        completion: Completion,
     ) -> None:
         code, array = content
-        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), completion)
         self._prepare(state, array)
 
     def enter(self) -> None:
@@ -180,7 +180,7 @@ class DeviceSend(OutboundMessage, _OneEnd):
     def complete(self) -> None:
         """NCCL has sent it."""
         self._sends.outgoing.pop((self.peer, self.id), None)
-        self.succeed(self.work._value)
+        self.succeed(self.completion.value)
 
     def asked(self) -> None:
         """Its receiver takes it through the host."""
@@ -217,10 +217,10 @@ class DeviceRecv(PostedReceive, _OneEnd):
         peer: int | None,
         tag: int,
         content: DeviceContent,
-        work: Work[Any],
+        completion: Completion,
     ) -> None:
         code, array = content
-        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), work)
+        super().__init__(state.comm.matching, peer, tag, Content(code, _to_come(array.nbytes)), completion)
         self._prepare(state, array)
         #: There is memory for its bytes on the host.
         self._is_there = False
@@ -302,7 +302,7 @@ class DeviceRecv(PostedReceive, _OneEnd):
             self._end()
 
     def _end(self) -> None:
-        super().succeed(self.work._value)
+        super().succeed(self.completion.value)
         self._leave()
 
 

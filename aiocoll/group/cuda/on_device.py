@@ -73,15 +73,15 @@ class DeviceCalls:
 
     def batched(self, members: Sequence[Member], ordered: bool) -> Make:
         """Return what makes the operation of several collectives; `ordered`: it starts in the order of the program."""
-        return lambda identity, work: BatchedCalls(identity, members, ordered, work)
+        return lambda identity, completion: BatchedCalls(identity, members, ordered, completion)
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
         """Return what makes a send to rank `dst`; `code` is that of the dtype."""
-        return lambda _, work: DeviceSend(self.state, dst, tag, DeviceContent(code, array), work)
+        return lambda _, completion: DeviceSend(self.state, dst, tag, DeviceContent(code, array), completion)
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
         """Return what makes a receive from rank `src`, or from any; `code` is that of the dtype."""
-        return lambda _, work: DeviceRecv(self.state, src, tag, DeviceContent(code, array), work)
+        return lambda _, completion: DeviceRecv(self.state, src, tag, DeviceContent(code, array), completion)
 
     def _check_device(self, arrays: Sequence[DeviceArray | None]) -> None:
         """Refuse arrays of which some are on another device, or do not say on which."""

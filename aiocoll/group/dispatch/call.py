@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Executor, Plan
@@ -30,7 +31,7 @@ class Call(NamedTuple):
 
     Attributes:
         op: name of the work.
-        make: makes the operation from its id and the work.
+        make: makes the operation from its id and the completion.
         timeout: seconds the operation may take.
         signature: what the ranks must agree on; None for a message between two ranks, which is not numbered either.
         key: of a keyed collective.
@@ -58,12 +59,10 @@ class Call(NamedTuple):
     on_device: Plan | None = None
     ends: tuple[str, int | None, int] | None = None
 
-    def expect(self, work: Work[Any]) -> None:
-        """Give `work` the result and timeout of the call."""
-        work._expect(self.shape, self.timeout, self.result)
-        work._unwrap = self.unwrap
-        if self.ends is not None:
-            work._name_ends(self.ends)
+    def expect(self, completion: Completion) -> None:
+        """Give `completion` the result and timeout of the call."""
+        completion.expect(self.shape, self.timeout, self.result)
+        completion.unwrap, completion.ends = self.unwrap, self.ends
 
 
 class Interceptor(Protocol):
@@ -113,7 +112,7 @@ class Wrapper(ABC):
         """As in `Interceptor`."""
 
     @abstractmethod
-    def wrap(self, identity: int, signature: Signature, make: Make, work: Work[Any]) -> Operation:
+    def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:
         """Return what is entered in place of the operation that `make` makes."""
 
 

@@ -1,4 +1,4 @@
-"""How a checked call becomes an operation in flight: find its plan, number it, make its work."""
+"""How a checked call becomes an operation in flight: find its plan, number it, make its completion."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from aiocoll.completion import Completion
 from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.elements.pairs import paired
@@ -59,7 +60,7 @@ class Dispatcher:
     """Starts all calls of a group.
 
     Args:
-        group: the `ProcessGroup`, to which works refer.
+        group: the `ProcessGroup`, to which completions refer.
         comm: this rank's part in the group.
         spec: what the group was made with.
         dry: the other ranks do not exist, and nothing is carried out.
@@ -72,7 +73,7 @@ class Dispatcher:
         interceptor: takes all calls outside of blocks; set by `intercept`.
         failures: of works whose outcome nobody has retrieved.
         closed: this rank has closed the group.
-        in_steps: works that have not ended, and start one operation after the other, of which the engine knows one.
+        in_steps: calls that have not ended, and start one operation after the other, of which the engine knows one.
         device_state: the group's state on a CUDA device, from the first call on arrays there.
     """
 
@@ -88,7 +89,7 @@ class Dispatcher:
         self._tell_wrong: TellWrong | None = None
         self.failures = UnretrievedFailures(comm.name, comm.rank)
         self.closed = False
-        self.in_steps: dict[Work[Any], None] = {}
+        self.in_steps: dict[Completion, None] = {}
         self.device_state: DeviceState | None = None
         self._device_calls: DeviceCalls | None = None
         self._nccl_only = spec.devices.get("cuda") == "nccl"
@@ -258,17 +259,17 @@ class Dispatcher:
                 if isinstance(interceptor, Recorder):
                     return interceptor.record(plan, arrays, shape, result, limit, key, unwrap, executor)
                 return interceptor.take(self.call(plan, arrays, shape, result, limit, key, unwrap, executor))
-        # The user's call is four frames away: the call of the group and what it goes through.
         if key is None:
             identity = seq = comm.entered = comm.entered + 1
         else:
             identity, seq = self.keyed_id(key)
-        work: Work[Any] = Work(self.endpoint, plan.signature.op, seq, key, self.group, 4)
-        work._shape, work._timeout, work._value = shape, limit, result
+        completion = Completion(self.endpoint, plan.signature.op, seq, key, self)
+        completion.shape, completion.timeout, completion.value = shape, limit, result
         if unwrap is not None:
-            work._unwrap = unwrap
+            completion.unwrap = unwrap
+        work: Work[Any] = Work(completion)
         make = plan.executor if executor is None else executor
-        self._run_quietly(self._enter, make(comm, identity, plan, arrays, work))
+        self._run_quietly(self._enter, make(comm, identity, plan, arrays, completion))
         return work
 
     def again(
@@ -291,8 +292,8 @@ class Dispatcher:
         """Return the `Call` that an interceptor gets for a call on arrays."""
         make = plan.executor if executor is None else executor
 
-        def operation(identity: int, work: Work[Any]) -> Operation:
-            return make(self.comm, identity, plan, arrays, work)
+        def operation(identity: int, completion: Completion) -> Operation:
+            return make(self.comm, identity, plan, arrays, completion)
 
         known = plan if executor is None else None
         signature = plan.signature if isinstance(executor, type) else getattr(executor, "signature", plan.signature)
@@ -310,10 +311,10 @@ class Dispatcher:
             return interceptor.take(call)
         # Not for a message: its operation has its own id.
         identity, seq = (P2P, None) if call.signature is None else self.numbered(call.key)
-        # The user's call is four frames away, or more: the call of the group and what it goes through.
-        work: Work[Any] = Work(self.endpoint, call.op, seq, call.key, self.group, 4)
-        call.expect(work)
-        self._enter(call.make(identity, work))
+        completion = Completion(self.endpoint, call.op, seq, call.key, self)
+        call.expect(completion)
+        work: Work[Any] = Work(completion)
+        self._enter(call.make(identity, completion))
         return work
 
     def begin_again(self, call: Call) -> Work[Any]:

@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from aiocoll.completion import Completion
 from aiocoll.engine.control.causes import failure_by
-from aiocoll.engine.fusion.deferred_work import DeferredWork, MemberWork
+from aiocoll.engine.fusion.deferred_completion import DeferredCompletion, MemberCompletion
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.errors import GroupError
 from aiocoll.group.dispatch.call import Call, Interceptor, Recorder
@@ -32,10 +33,10 @@ class Batch(Recorder):
         self._dispatcher = dispatcher
         self._flusher = flusher
         self._open = open_batches
-        self._failures: list[DeferredWork] = []
+        self._failures: list[DeferredCompletion] = []
         #: Records calls until the next flush.
         self.recording = self._new()
-        self._started: list[Work[Any]] = []
+        self._started: list[Completion] = []
         self._outer: Interceptor | None = None
 
     async def __aenter__(self) -> Self:
@@ -61,12 +62,12 @@ class Batch(Recorder):
                 self._drop(error)
                 return
             self._flush()
-            for work in self._started:
-                await _end_of(work)
+            for completion in self._started:
+                await _end_of(completion)
         finally:
-            for work in self._started:
-                if not work.done() and work._withdraw is not None and not work._waiters:
-                    work._withdraw()
+            for completion in self._started:
+                if completion.withdraw is not None and not completion.waiters:
+                    completion.withdraw()
             self._dispatcher.comm.on_revoked.remove(self._revoked)
             del self._open[self]
             # They have this block.
@@ -74,8 +75,10 @@ class Batch(Recorder):
             del self.recording
         for each in self._failures:
             # A receive that was withdrawn does not matter any more.
-            if not getattr(each, "looked", False) and not isinstance(each._exception, asyncio.CancelledError):
-                each.result()
+            if not getattr(each, "retrieved", False) and not isinstance(each.exception, asyncio.CancelledError):
+                each.note_retrieval()
+                assert each.exception is not None
+                raise each.exception
 
     # -- recording
 
@@ -94,18 +97,16 @@ class Batch(Recorder):
         if key is not None or executor is not None:
             return self.take(self._dispatcher.call(plan, arrays, shape, result, timeout, key, unwrap, executor))
         recording = self.recording
-        # The user's call is five frames away: the call of the group and what it goes through, and two where most of it
-        # is compiled. By position: arguments with names would take a quarter of all that a new work takes.
-        work = DeferredWork(recording, plan.signature.op, None, None, self._dispatcher.group, 5, 2)
-        work.plan = plan
-        work.arrays = arrays
-        work._value = result
+        completion = DeferredCompletion(recording, plan.signature.op, None, None, self._dispatcher)
+        completion.plan = plan
+        completion.arrays = arrays
+        completion.value = result
         if unwrap is not None:
-            work._unwrap = unwrap
+            completion.unwrap = unwrap
         if timeout < recording.limit:
             recording.limit = timeout
-        recording.members.append(work)
-        return work
+        recording.members.append(completion)
+        return Work(completion)
 
     def take(self, call: Call) -> Work[Any]:
         """Record any other call."""
@@ -113,9 +114,9 @@ class Batch(Recorder):
             self._dispatcher.check_key(call.key)
         return self.recording.keep(call)
 
-    def recorded(self) -> list[Work[Any]]:
-        """Return the user's works that have not started, or that the engine does not know."""
-        return self.recording.works()
+    def recorded(self) -> list[Completion]:
+        """Return the completions of calls that have not started."""
+        return self.recording.completions()
 
     # -- flushing
 
@@ -126,15 +127,15 @@ class Batch(Recorder):
             return
         self.recording = self._new()
         if self._dispatcher.failures.watching:
-            for work in recording.works():  # the end of the block waits for them
-                work._note_await()
+            for completion in recording.completions():  # the end of the block waits for them
+                completion.note_await()
         part = self._flusher.flush(recording, self._outer)
-        started = [*self._started, *(work for work, _ in recording.loose), *recording.followed]
+        started = [*self._started, *(loose for loose, _ in recording.loose), *recording.followed]
         recording.loose, recording.followed = [], []
         if part is not None:
             self.seq = part.seq
             started.append(part)
-        self._started = [work for work in started if not work.done()]
+        self._started = [completion for completion in started if not completion.done]
 
     def _new(self) -> Recording:
         return Recording(self._dispatcher, self._flush_quietly, self._failures.append)
@@ -198,27 +199,27 @@ class Coalescer:
             recording.limit = limit
             raise
         members = recording.members[before:]
-        # The user's call is two frames away.
-        whole = DeferredWork(recording, op, None, key, d.group, 3)
+        whole = DeferredCompletion(recording, op, None, key, d)
+        work: Work[list[Any]] = Work(whole)
         for member in members:
-            assert isinstance(member, MemberWork)
+            assert isinstance(member, MemberCompletion)
             member.whole = whole
         recording.lists.append((whole, members))
         if not inside:
             flushed = self._flusher.flush(recording, d.interceptor_here(), key)
             whole.seq = None if flushed is None else flushed.seq
-        return whole
+        return work
 
-    def deferred(self) -> list[Work[Any]]:
-        """Return the works that the engine does not know: a block has not sent them, or an interceptor holds them."""
-        works = [work for block in self._batches for work in block.recorded()]
-        for work in self._flusher.intercepted:
-            works += work.stands_for()
-        return works
+    def deferred(self) -> list[Completion]:
+        """Return the calls that the engine does not know: a block has not sent them, or an interceptor holds them."""
+        calls = [call for block in self._batches for call in block.recorded()]
+        for flush in self._flusher.intercepted:
+            calls += flush.stands_for()
+        return calls
 
 
 class _Collector(Recorder):
-    """Records the calls on a list of tensors, whose works are parts of one work."""
+    """Records the calls on a list of tensors, which are parts of one call."""
 
     def __init__(self, dispatcher: Dispatcher, recording: Recording) -> None:
         self._dispatcher = dispatcher
@@ -237,18 +238,18 @@ class _Collector(Recorder):
     ) -> Work[Any]:
         """Record a call on arrays."""
         recording = self._recording
-        work = MemberWork(recording, plan.signature.op, None, None, self._dispatcher.group, 0)
+        completion = MemberCompletion(recording, plan.signature.op, None, None, None)
         if executor is None:
-            work.plan = plan
+            completion.plan = plan
         else:  # on a device
-            work.plan = None
-            work.call = self._dispatcher.call(plan, arrays, shape, result, timeout, key, None, executor)
-        work.arrays = arrays
-        work._value = result
-        work._unwrap = unwrap
+            completion.plan = None
+            completion.call = self._dispatcher.call(plan, arrays, shape, result, timeout, key, None, executor)
+        completion.arrays = arrays
+        completion.value = result
+        completion.unwrap = unwrap
         recording.limit = min(recording.limit, timeout)
-        recording.members.append(work)
-        return work
+        recording.members.append(completion)
+        return Work(completion)
 
     def take(self, call: Call) -> Work[Any]:
         """Refuse any other call."""
@@ -274,16 +275,16 @@ def pairs(outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
     return list(zip(outputs, inputs, strict=True))
 
 
-async def _end_of(work: Work[Any]) -> None:
-    """Wait for a work as an await does, but leave its error to other code."""
-    if not work.done():
-        work._progress.spin(work)
-    if not work.done():
-        waiter = work._waiter()
+async def _end_of(completion: Completion) -> None:
+    """Wait for the end as an await does, but leave the error to other code."""
+    if not completion.done:
+        completion.progress.spin(completion)
+    if not completion.done:
+        waiter = completion.add_waiter()
         try:
             await waiter
         except asyncio.CancelledError:
-            work._leave(waiter)
+            completion.remove_waiter(waiter)
             raise
-    elif work._progress.turn_is_due():
+    elif completion.progress.turn_is_due():
         await asyncio.sleep(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.group.dispatch.call import Call
@@ -29,13 +30,14 @@ class DryRun:
         """Number a call as usual, and complete it with this rank's own data in place of the others'."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
-        work: Work[Any] = Work(d.endpoint, call.op, seq, call.key, d.group, 4)
-        call.expect(work)
+        completion = Completion(d.endpoint, call.op, seq, call.key, d)
+        call.expect(completion)
+        work: Work[Any] = Work(completion)
         if call.ends is not None and call.ends[0] == "src":
             src = call.ends[1]
-            work._source = int(d.rank == 0 < d.size - 1) if src is None else src
+            completion.source = int(d.rank == 0 < d.size - 1) if src is None else src
         signature = Signature(call.op, None, (), None, None) if call.signature is None else call.signature
-        d.enter(_Instant(d.comm, identity, signature, 0, work))
+        d.enter(_Instant(d.comm, identity, signature, 0, completion))
         return work
 
 
@@ -46,4 +48,4 @@ class _Instant(Operation):
 
     def enter(self) -> None:
         """End."""
-        self.succeed(self.work._value)
+        self.succeed(self.completion.value)

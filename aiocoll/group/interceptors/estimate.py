@@ -8,6 +8,7 @@ from aiocoll.algorithms.cost import predict
 from aiocoll.algorithms.load import Load, seconds_of
 from aiocoll.algorithms.spec import Participants, spec_of
 from aiocoll.algorithms.two_level import select as two_level
+from aiocoll.completion import Completion
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.call import Call
@@ -63,12 +64,13 @@ class Estimator:
         """Add the estimate of a call."""
         if call.signature is not None and call.signature.device != "cpu":
             raise TypeError(f"{call.op} is on CUDA arrays, of which nothing has been measured: pass host arrays")
-        comm, group = self._dispatcher.comm, self._dispatcher.group
-        self._estimate.calls.append(_prediction(comm, call))
-        work: Work[Any] = Work(comm.endpoint, call.op, None, call.key, group, 4)
-        call.expect(work)
-        work._finish(call.result)
-        work._note_await()  # there is nothing to wait for
+        d = self._dispatcher
+        self._estimate.calls.append(_prediction(d.comm, call))
+        completion = Completion(d.endpoint, call.op, None, call.key, d)
+        call.expect(completion)
+        completion.finish(call.result)
+        completion.note_await()  # there is nothing to wait for
+        work: Work[Any] = Work(completion)
         return work
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from aiocoll.engine.fusion.deferred_work import DeferredWork, FlushWork
+from aiocoll.completion import Completion
+from aiocoll.engine.fusion.deferred_completion import DeferredCompletion, FlushCompletion
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.fusion.overlap import Span, check_no_overlap, check_spans
 from aiocoll.engine.fusion.packer import Flush, Packer, fail
@@ -20,25 +21,25 @@ from aiocoll.engine.operations.signature import P2P
 from aiocoll.group.dispatch.call import Call, Interceptor, Wrapper
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.interceptors.fuse import Fuser
-from aiocoll.work import Work
+from aiocoll.work import Work, completion_of
 
 __all__ = ["Flusher", "Recording"]
 
 
 class Recording:
-    """Calls that are started together, and the progress that their works need.
+    """Calls that are started together, and the progress that their completions need.
 
     Args:
         dispatcher: of the group.
         flush: starts them.
-        failed: called with each work that fails.
+        failed: called with each completion that fails.
 
     Attributes:
         members: collectives without a key: they take one number.
         loose: messages between two ranks, and collectives with a key, with their calls.
-        lists: works of calls on lists, with their members.
+        lists: calls on lists, with their members.
         limit: smallest timeout of the members, in seconds.
-        followed: works that end after some of these.
+        followed: completions that end after some of these.
         flushed: they have been started.
     """
 
@@ -46,26 +47,26 @@ class Recording:
         self,
         dispatcher: Dispatcher,
         flush: Callable[[], None],
-        failed: Callable[[DeferredWork], None] = lambda _: None,
+        failed: Callable[[DeferredCompletion], None] = lambda _: None,
     ) -> None:
         self.loop = dispatcher.loop
         self.runtime = dispatcher.runtime
         self.turn_is_due = dispatcher.endpoint.turn_is_due
         self.failed = failed
         self._dispatcher = dispatcher
-        self.members: list[DeferredWork] = []
-        self.loose: list[tuple[DeferredWork, Call]] = []
-        self.lists: list[tuple[DeferredWork, list[DeferredWork]]] = []
+        self.members: list[DeferredCompletion] = []
+        self.loose: list[tuple[DeferredCompletion, Call]] = []
+        self.lists: list[tuple[DeferredCompletion, list[DeferredCompletion]]] = []
         self.limit = inf
-        self.followed: list[Work[Any]] = []
+        self.followed: list[Completion] = []
         self.flushed = False
         self._flush = flush
         self._wanted = False
 
-    def spin(self, work: Work[Any]) -> None:
-        """Somebody awaits `work`: start it at the end of this turn of the loop, or poll."""
+    def spin(self, completion: Completion) -> None:
+        """A task awaits `completion`: start its call at the end of this turn of the loop, or poll."""
         if self.flushed:
-            self._dispatcher.endpoint.spin(work)
+            self._dispatcher.endpoint.spin(completion)
         else:
             self.want()
 
@@ -75,29 +76,29 @@ class Recording:
             self._wanted = True
             self.runtime.call_soon(self._flush)
 
-    def follow(self, work: Work[Any]) -> None:
-        """Let the block also wait for `work`."""
-        self.followed.append(work)
+    def follow(self, completion: Completion) -> None:
+        """Let the block also wait for `completion`."""
+        self.followed.append(completion)
 
-    def keep(self, call: Call) -> DeferredWork:
-        """Record a call that is not fused; the user's call is one frame farther away than from `Batch.take`."""
-        work = DeferredWork(self, call.op, None, call.key, self._dispatcher.group, 6)
-        call.expect(work)
+    def keep(self, call: Call) -> Work[Any]:
+        """Record a call that is not fused."""
+        completion = DeferredCompletion(self, call.op, None, call.key, self._dispatcher)
+        call.expect(completion)
         if call.signature is not None and call.key is None:
-            work.plan = None
-            work.call = call
+            completion.plan = None
+            completion.call = call
             self.limit = min(self.limit, call.timeout)
-            self.members.append(work)
+            self.members.append(completion)
         else:
-            self.loose.append((work, call))
+            self.loose.append((completion, call))
             if call.ends is not None and call.ends[0] == "src":
-                work._withdraw = lambda: self._withdraw(work)
-        return work
+                completion.withdraw = lambda: self._withdraw(completion)
+        return Work(completion)
 
-    def works(self) -> list[Work[Any]]:
-        """Return the user's works."""
-        lists = (work for work, _ in self.lists)
-        each = (*(member.visible() for member in self.members), *lists, *(work for work, _ in self.loose))
+    def completions(self) -> list[Completion]:
+        """Return the completions of the user's works."""
+        lists = (whole for whole, _ in self.lists)
+        each = (*(member.visible() for member in self.members), *lists, *(loose for loose, _ in self.loose))
         return list(dict.fromkeys(each))
 
     def is_empty(self) -> bool:
@@ -105,27 +106,27 @@ class Recording:
         return not (self.members or self.loose or self.lists)
 
     def fail(self, error: BaseException) -> None:
-        """Start nothing: end all works with `error`."""
+        """Start nothing: fail all calls with `error`."""
         self.flushed = True
-        fail([*self.members, *(work for work, _ in self.loose)], error)
+        fail([*self.members, *(loose for loose, _ in self.loose)], error)
         self.settle(error)
 
     def settle(self, error: BaseException | None) -> None:
-        """End the works of lists: their members have ended, all with `error`, or each by itself."""
-        for work, members in self.lists:
-            if not work._done:
+        """End the calls on lists: their members have ended, all with `error`, or each by itself."""
+        for whole, members in self.lists:
+            if not whole.done:
                 # One may have failed without the group.
-                wrong = error or next((each._exception for each in members if each._exception is not None), None)
+                wrong = error or next((each.exception for each in members if each.exception is not None), None)
                 if wrong is None:
-                    work._finish([member.result() for member in members])
+                    whole.finish([member.result for member in members])
                 else:
-                    fail([work], wrong)
+                    fail([whole], wrong)
         self.lists = []
 
-    def _withdraw(self, work: DeferredWork) -> None:
-        """Nobody waits any more for a receive that has not started."""
-        self.loose = [(each, call) for each, call in self.loose if each is not work]
-        work._finish(None, asyncio.CancelledError())
+    def _withdraw(self, receive: DeferredCompletion) -> None:
+        """Drop a receive that has not started and that no task waits for any more."""
+        self.loose = [(each, call) for each, call in self.loose if each is not receive]
+        receive.finish(None, asyncio.CancelledError())
 
 
 class Flusher:
@@ -139,12 +140,12 @@ class Flusher:
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self.intercepted: dict[FlushWork, None] = {}
+        self.intercepted: dict[FlushCompletion, None] = {}
         self._dispatcher = dispatcher
         self._comm = dispatcher.comm
         self._fuser = Fuser(dispatcher.comm, dispatcher.planner)
 
-    def flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushWork | None:
+    def flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushCompletion | None:
         """Start recorded calls.
 
         Args:
@@ -153,7 +154,7 @@ class Flusher:
             key: match the flush by this key instead of by a number.
 
         Returns:
-            The work of the flush; None if no member is in it.
+            The completion of the flush; None if no member is in it.
         """
         d = self._dispatcher
         wrapper = outer if isinstance(outer, Wrapper) else None
@@ -183,7 +184,7 @@ class Flusher:
             for bucket in layout.buckets:
                 outer.take(self._bucket_call(layout, bucket, [], members, recording.limit, False)._replace(key=key))
             for member in members:
-                member._finish(member._value)
+                member.finish(member.value)
             recording.settle(None)
             return None
         limit = recording.limit if members else self._comm.timeout
@@ -197,37 +198,39 @@ class Flusher:
                 make = _in_flush(call, layout, limit)
                 flush.children.start(flush, f"bucket {number} of {identity}", make, ended)
             else:
-                _at_end(outer.take(call), ended)
+                _at_end(completion_of(outer.take(call)), ended)
 
-        def make(own: int, handle: Work[Any]) -> Flush:
+        def make(own: int, each: Completion) -> Flush:
             nonlocal flush
-            flush = Flush(self._comm, own, layout, packer, handle)
+            flush = Flush(self._comm, own, layout, packer, each)
             return flush
 
         def ended(error: BaseException | None) -> None:
-            self.intercepted.pop(work, None)
+            self.intercepted.pop(completion, None)
             if error is not None:
                 packer.fail(error)
             recording.settle(error)
 
         packer = Packer(self._comm, layout, members, start, outer is not None)
-        work = FlushWork(d.endpoint, layout.signature.op, d.group, packer.pending, ended)
-        work.seq, work.key = seq, key
-        work._expect((), limit, None)
-        if outer is None:
-            d.enter(make(identity, work) if wrapper is None else wrapper.wrap(identity, layout.signature, make, work))
+        completion = FlushCompletion(d.endpoint, layout.signature.op, packer.pending, ended)
+        completion.seq, completion.key = seq, key
+        completion.expect((), limit, None)
+        if wrapper is not None:
+            d.enter(wrapper.wrap(identity, layout.signature, make, completion))
+        elif outer is None:
+            d.enter(make(identity, completion))
         else:
-            self.intercepted[work] = None
-            packer.ended = lambda: work._finish(None)
+            self.intercepted[completion] = None
+            packer.ended = lambda: completion.finish(None)
             packer.advance()
-        return work
+        return completion
 
     def _bucket_call(
         self,
         layout: Layout,
         bucket: Bucket,
         arrays: list[NDArray[Any] | None],
-        members: Sequence[DeferredWork],
+        members: Sequence[DeferredCompletion],
         limit: float,
         alone: bool,
     ) -> Call:
@@ -240,44 +243,46 @@ class Flusher:
         return Call(layout.signature.op, self._dispatcher.as_one(own, alone), limit, layout.signature)  # on a device
 
     def _start_all_loose(
-        self, calls: Sequence[tuple[DeferredWork, Call]], outer: Interceptor | None, wrapper: Wrapper | None
+        self, calls: Sequence[tuple[DeferredCompletion, Call]], outer: Interceptor | None, wrapper: Wrapper | None
     ) -> None:
         """Start messages, and collectives with a key; a call that cannot start fails alone."""
         d = self._dispatcher
         with d.batched(array for _, call in calls if call.signature is None for array in call.arrays or ()):
-            for work, call in calls:
+            for completion, call in calls:
                 if outer is not None:
-                    work._unwrap = None
-                    _follow(outer.take(call), work)
+                    completion.unwrap = None
+                    _follow(completion_of(outer.take(call)), completion)
                     continue
                 try:
                     self._comm.raise_if_revoked()
-                    d.enter(self._loose(work, call, wrapper))
+                    d.enter(self._loose(completion, call, wrapper))
                 except Exception as error:
-                    fail([work], error)
+                    fail([completion], error)
 
-    def _loose(self, work: DeferredWork, call: Call, wrapper: Wrapper | None) -> Operation:
+    def _loose(self, completion: DeferredCompletion, call: Call, wrapper: Wrapper | None) -> Operation:
         """Return the operation of a message, or of a collective with a key."""
         if call.signature is None:
-            return call.make(P2P, work)
-        identity, work.seq = self._dispatcher.keyed_id(call.key)
-        return call.make(identity, work) if wrapper is None else wrapper.wrap(identity, call.signature, call.make, work)
+            return call.make(P2P, completion)
+        identity, completion.seq = self._dispatcher.keyed_id(call.key)
+        if wrapper is None:
+            return call.make(identity, completion)
+        return wrapper.wrap(identity, call.signature, call.make, completion)
 
 
 def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
     """Make the operation of a bucket: the flush is what the ranks talk about."""
 
-    def make(identity: int, work: Work[Any]) -> Operation:
+    def make(identity: int, completion: Completion) -> Operation:
         # Of a monitored barrier its own: only that one knows better than the flush why it expires.
-        work._expect(call.shape, call.timeout if call.op == MonitoredBarrier.OP else limit, call.result)
-        operation = call.make(identity, work)
+        completion.expect(call.shape, call.timeout if call.op == MonitoredBarrier.OP else limit, call.result)
+        operation = call.make(identity, completion)
         operation.signature, operation.fingerprint = layout.signature, layout.fingerprint
         return operation
 
     return make
 
 
-def _device_spans(members: Sequence[DeferredWork], rank: int, size: int) -> Iterator[Span]:
+def _device_spans(members: Sequence[DeferredCompletion], rank: int, size: int) -> Iterator[Span]:
     """Return where the CUDA arrays of members are."""
     for position, member in enumerate(members):
         call = None if member.plan is not None else member.call
@@ -289,23 +294,23 @@ def _device_spans(members: Sequence[DeferredWork], rank: int, size: int) -> Iter
                     yield array.ptr, array.ptr + array.nbytes, position, buffer in writes
 
 
-def _follow(work: Work[Any], follower: DeferredWork) -> None:
-    """End `follower` as `work` ends."""
+def _follow(completion: Completion, follower: DeferredCompletion) -> None:
+    """End `follower` as `completion` ends."""
 
     def ended(result: Any, error: BaseException | None) -> None:
-        follower._source = work._source
-        work._look()
-        follower._finish(result, error)
+        follower.source = completion.source
+        completion.note_retrieval()
+        follower.finish(result, error)
 
-    if not work.done():
-        follower._withdraw = work._withdraw
-    _at_end(work, ended)
+    if not completion.done:
+        follower.withdraw = completion.withdraw
+    _at_end(completion, ended)
 
 
-def _at_end(work: Work[Any], ended: Ended) -> None:
-    """Call `ended` at the end of a work, or now."""
-    if work.done():
-        ended(work._result, work._exception)
+def _at_end(completion: Completion, ended: Ended) -> None:
+    """Call `ended` at the end of a call that an interceptor has taken, or now."""
+    completion.note_await()
+    if completion.done:
+        ended(completion.result, completion.exception)
     else:
-        work._note_await()
-        work._call_back(lambda _: ended(work._result, work._exception), None)
+        completion.add_callback(lambda _: ended(completion.result, completion.exception), None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.signature import P2P, Signature
@@ -38,18 +39,19 @@ class Verifier(Wrapper):
         """Start a call: a message between two ranks at once, a collective when it has been compared."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
-        work: Work[Any] = Work(d.endpoint, call.op, seq, call.key, d.group)
-        call.expect(work)
+        completion = Completion(d.endpoint, call.op, seq, call.key, d)
+        call.expect(completion)
+        work: Work[Any] = Work(completion)
         d.enter(
-            call.make(identity, work)
+            call.make(identity, completion)
             if call.signature is None
-            else self.wrap(identity, call.signature, call.make, work)
+            else self.wrap(identity, call.signature, call.make, completion)
         )
         return work
 
-    def wrap(self, identity: int, signature: Signature, make: Make, work: Work[Any]) -> Operation:
+    def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:
         """Return the comparison of a call, which is carried out as its child."""
-        return Compared(self._dispatcher.comm, identity, signature, make, work)
+        return Compared(self._dispatcher.comm, identity, signature, make, completion)
 
     def tell_wrong(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
@@ -59,7 +61,8 @@ class Verifier(Wrapper):
         d.check()
         limit = d.limit(timeout)
         identity, seq = d.numbered(key)
-        work: Work[Any] = Work(d.endpoint, signature.op, seq, key, d.group)
-        work._expect(shape, limit, None)
-        d.enter(WrongCall(d.comm, identity, signature, wrong, work))
+        completion = Completion(d.endpoint, signature.op, seq, key, d)
+        completion.expect(shape, limit, None)
+        work: Work[Any] = Work(completion)
+        d.enter(WrongCall(d.comm, identity, signature, wrong, completion))
         return work

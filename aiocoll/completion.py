@@ -1,0 +1,329 @@
+"""The engine's side of a call: one `Completion` per started operation; users hold a `Work` over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from types import CodeType, FrameType
+from typing import Any, Final, Protocol
+
+from aiocoll.runtime import Runtime
+from aiocoll.unretrieved import CallSite, Unawaited, Unretrieved, UnretrievedFailures
+from aiocoll.user_code import contain
+
+__all__ = ["AT_ONCE", "Callback", "Completion", "Owner", "Progress", "is_wait", "watch_works"]
+
+#: Files that start with this belong to the package: no call site of the user's.
+_HERE = os.path.dirname(__file__) + os.sep
+#: The frame where the search for the user's call starts: no function that users call makes a completion itself, so
+#: three frames inside of this one belong to the package. Compiled functions have no frames.
+_INNERMOST: Final = 3 if __file__.endswith(".py") else 0
+_frame: Final = sys._getframe
+#: Sentinel context: run the callback synchronously when the operation ends.
+AT_ONCE: Final = contextvars.Context()
+#: Files of the package that calls have gone through: a lookup takes a third of the time of comparing names.
+_own_files: set[str] = set()
+#: The user's file with the last call: most calls come from few files.
+_last_file = ""
+#: A group is on a loop in debug mode: `_last_file` stays empty, so every completion takes the branch that may watch it.
+_watching = False
+
+#: A function, its argument, and the context to run it in; None: the context of the code that ends the operation.
+Callback = tuple[Callable[[Any], object], Any, contextvars.Context | None]
+
+
+class Progress(Protocol):
+    """The engine, or a block of calls, as the completions that it carries out see it."""
+
+    loop: asyncio.AbstractEventLoop
+    runtime: Runtime
+
+    def spin(self, completion: Completion) -> None:
+        """Poll for a moment, in the hope that the operation ends."""
+
+    def turn_is_due(self) -> bool:
+        """Return whether the loop has been held long enough that an await must yield."""
+
+
+class Owner(Protocol):
+    """The group of a completion.
+
+    Attributes:
+        group: the `ProcessGroup`.
+        failures: its failures that can still be retrieved.
+    """
+
+    group: Any
+    failures: UnretrievedFailures
+
+
+class Completion:
+    """The outcome of one started operation, and everything that waits for it.
+
+    Args:
+        progress: carries out the operation.
+        op: name of the operation in capitals.
+        seq: its number in the group, or the count of its key; None for point-to-point.
+        key: the key of a keyed collective.
+        owner: the group; None for a part of another operation, which reports failures itself.
+
+    Attributes:
+        progress, op, seq, key, owner: as given.
+        handle: the user's `Work`; None once the operation has ended, and where users get none.
+        shape: the caller's main array, for messages.
+        timeout: seconds the operation may take.
+        value: the result, unless `unwrap` makes another one.
+        unwrap: makes the result at the end: copies staged data back, decodes bytes. None: not needed.
+        ends: of a message: "src" or "dst", the other rank (None: any), and the tag. None for collectives.
+        source: the rank whose message a receive got; None before.
+        order: of a call on a device, as long as it is in flight: makes a stream wait for it; returns False if the
+            caller has to await the work instead.
+        withdraw: ends a receive that no message has matched, when its last waiter leaves; None: it cannot be withdrawn.
+        done: the operation has ended; set after `result` and `exception`, since other threads look at it.
+        result: the result of an operation that has ended well.
+        exception: the error of an operation that has failed.
+        waiters: the futures of awaits that have not ended.
+        callbacks: called at the end.
+        unretrieved: the failure to be logged if no task retrieves it; before the end, in debug mode, the warning about
+            a work that is never awaited.
+        code, instruction: the call site: the user's code object, and the offset of the instruction in it.
+    """
+
+    __slots__ = (
+        "callbacks",
+        "code",
+        "done",
+        "ends",
+        "exception",
+        "handle",
+        "instruction",
+        "key",
+        "op",
+        "order",
+        "owner",
+        "progress",
+        "result",
+        "seq",
+        "shape",
+        "source",
+        "timeout",
+        "unretrieved",
+        "unwrap",
+        "value",
+        "waiters",
+        "withdraw",
+    )
+
+    # Set by `expect`, or by the dispatcher in its place.
+    shape: tuple[int, ...]
+    timeout: float
+    value: Any
+
+    def __init__(self, progress: Progress, op: str, seq: int | None, key: str | None, owner: Owner | None) -> None:
+        self.progress = progress
+        self.op = op
+        self.seq = seq
+        self.key = key
+        self.owner = owner
+        self.handle: Any = None
+        self.unwrap: Callable[[], Any] | None = None
+        self.ends: tuple[str, int | None, int] | None = None
+        self.source: int | None = None
+        self.order: Callable[[int | None], Coroutine[Any, Any, bool]] | None = None
+        self.withdraw: Callable[[], None] | None = None
+        self.done = False
+        self.result: Any = None
+        self.exception: BaseException | None = None
+        self.waiters: list[asyncio.Future[None]] | None = None
+        self.callbacks: list[Callback] | None = None
+        if _watching and (earlier := getattr(self, "unretrieved", None)) is not None:
+            earlier.awaited()  # where interpreted code makes a compiled object, this is called twice
+        self.unretrieved: Unretrieved | None = None
+        # The call site costs least in this form and keeps no frame alive; the line is looked up on demand.
+        frame = _frame(_INNERMOST)
+        while (name := (code := frame.f_code).co_filename) is not _last_file:
+            if name not in _own_files or (caller := frame.f_back) is None:
+                frame = _user_frame(frame)
+                code = frame.f_code
+                if _watching and owner is not None and owner.failures.watching:
+                    self.unretrieved = Unawaited(owner.failures, CallSite(op, key or seq, code, frame.f_lasti))
+                break
+            frame = caller
+        self.code: CodeType = code
+        self.instruction: int = frame.f_lasti
+
+    def init_child(self, parent: Completion) -> None:
+        """Initialize the completion of a part of an operation, in place of `__init__`, with the parent's call site."""
+        self.op, self.seq, self.key, self.owner = parent.op, parent.seq, parent.key, None
+        self.progress = parent.progress
+        self.code, self.instruction = parent.code, parent.instruction
+        self.shape, self.timeout, self.value = parent.shape, parent.timeout, parent.value
+        self.done = False
+        self.result = self.exception = self.unwrap = self.withdraw = self.handle = None
+        self.source = self.waiters = self.callbacks = self.unretrieved = self.ends = self.order = None
+
+    def expect(self, shape: tuple[int, ...], timeout: float, value: Any) -> None:
+        """Set the shape, the timeout and the result of the operation."""
+        self.shape, self.timeout, self.value = shape, timeout, value
+
+    def describe(self) -> str:
+        """Return the operation, its number and its state as text."""
+        state = "pending" if not self.done else "done" if self.exception is None else "failed"
+        number = "" if self.seq is None else f" seq={self.seq}"
+        key = "" if self.key is None else f" key={self.key!r}"
+        end = ""
+        if self.ends is not None:
+            what, rank, tag = self.ends
+            rank = self.source if rank is None else rank
+            end = f" {what}={'any' if rank is None else rank} tag={tag}"
+        return f"{self.op}{number}{key}{end} {state}"
+
+    # -- the end
+
+    def finish(self, result: Any, exception: BaseException | None = None) -> None:
+        """End the operation with a result or an error; called once, by the engine."""
+        if self.unwrap is not None:
+            # Staged data goes back to the user's array, a scalar back to its Python type, bytes to an object.
+            unwrap, self.unwrap = self.unwrap, None
+            if exception is None:
+                try:
+                    result = unwrap()
+                except BaseException as error:
+                    exception = contain(error)
+        self.result = result
+        self.exception = exception
+        self.withdraw = None
+        self.handle = None  # it has this object: nothing must have both
+        if exception is not None:
+            self.report_failure(exception)
+        # Other threads look here, and find all of the above.
+        self.done = True
+        if self.waiters is not None:
+            for waiter in self.waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self.waiters = None
+        if self.callbacks is not None:
+            callbacks, self.callbacks = self.callbacks, None
+            for fn, argument, context in callbacks:
+                if context is AT_ONCE:
+                    fn(argument)
+                else:
+                    self.progress.loop.call_soon(fn, argument, context=context)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Record a failure that must be retrieved; not if a callback does, or if a receive was withdrawn."""
+        self.note_await()  # what is reported from now on is the failure
+        self.unretrieved = None
+        calls = self.callbacks
+        calls_back = calls is not None and any(context is not None and not is_wait(fn) for fn, _, context in calls)
+        if self.owner is None or calls_back or isinstance(error, asyncio.CancelledError):
+            return
+        self.unretrieved = self.owner.failures.of(error)
+        if self.unretrieved is not None:
+            self.unretrieved.add(CallSite(self.op, self.key or self.seq, self.code, self.instruction))
+
+    def note_await(self) -> None:
+        """Record that the program, or another operation, waits for this one."""
+        if self.unretrieved is not None:
+            self.unretrieved.awaited()
+
+    def note_retrieval(self) -> None:
+        """Record that the program has got the outcome."""
+        if self.unretrieved is not None:
+            self.unretrieved.retrieved()
+
+    # -- waiting
+
+    def want(self) -> None:
+        """Start the operation if a block holds it back: a caller waits for it without an await."""
+
+    def add_waiter(self) -> asyncio.Future[None]:
+        """Return a future for a task that wants the operation; its result is set at the end."""
+        waiter: asyncio.Future[None] = self.progress.loop.create_future()
+        if self.done:
+            waiter.set_result(None)
+        elif self.waiters is None:
+            self.waiters = [waiter]
+        else:
+            self.waiters.append(waiter)
+        return waiter
+
+    def remove_waiter(self, waiter: asyncio.Future[None]) -> None:
+        """Remove the future of a task that no longer wants the operation."""
+        if self.waiters is not None:
+            self.waiters.remove(waiter)
+            if not self.waiters and self.withdraw is not None:
+                self.withdraw()
+
+    def add_callback(self, fn: Callable[[Any], object], argument: Any, context: contextvars.Context | None) -> Callback:
+        """Call `fn(argument)` at the end of an operation in flight.
+
+        Args:
+            fn: the callback.
+            argument: passed to it.
+            context: `call_soon` runs it in this one; `AT_ONCE`: it is called synchronously. None is for a callback that
+                leaves it to others to retrieve a failure.
+
+        Returns:
+            The entry in `callbacks`.
+        """
+        call = fn, argument, context
+        if self.callbacks is None:
+            self.callbacks = [call]
+        else:
+            self.callbacks.append(call)
+        return call
+
+    def remove_callbacks(self, fn: Callable[[Any], object]) -> int:
+        """Remove the user's callbacks that are equal to `fn`; return how many there were."""
+        calls = self.callbacks or []
+        kept = [call for call in calls if call[2] is None or call[2] is AT_ONCE or call[0] != fn]
+        self.callbacks = kept or None
+        return len(calls) - len(kept)
+
+    def call_at_end(self, fn: Callable[[Completion], object]) -> None:
+        """Call `fn(self)` synchronously when the operation in flight ends."""
+        self.add_callback(fn, self, AT_ONCE)
+
+    async def wait_end(self) -> None:
+        """Wait for the end without wanting the operation, and without retrieving a failure."""
+        if not self.done:
+            self.progress.spin(self)
+        if self.done:
+            if self.progress.turn_is_due():
+                await asyncio.sleep(0)
+            return
+        ended = self.progress.loop.create_future()
+        call = self.add_callback(lambda _: None if ended.done() else ended.set_result(None), None, None)
+        try:
+            await ended
+        finally:
+            if self.callbacks is not None:
+                self.callbacks.remove(call)
+
+
+def is_wait(fn: Any) -> bool:
+    """Return whether a callback belongs to `asyncio.wait`, whose caller looks at the outcome itself."""
+    return getattr(fn, "__module__", None) == "asyncio.tasks"
+
+
+def _user_frame(frame: FrameType) -> FrameType:
+    """Return `frame`, or the first frame above it that does not belong to the package."""
+    global _last_file
+    while (name := frame.f_code.co_filename).startswith(_HERE):
+        _own_files.add(name)
+        if frame.f_back is None:
+            return frame
+        frame = frame.f_back
+    _last_file = "" if _watching else name
+    return frame
+
+
+def watch_works() -> None:
+    """Warn about works that are never awaited, in groups that ask for it."""
+    global _last_file, _watching
+    _last_file, _watching = "", True

@@ -1,0 +1,101 @@
+"""The completions of calls that a coalescing block has recorded, and of operations that stand for several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from numpy.typing import NDArray
+
+from aiocoll.completion import Completion, Progress
+from aiocoll.engine.interfaces import Progressive
+from aiocoll.engine.operations.plan import Plan
+
+__all__ = ["DeferredCompletion", "FlushCompletion", "MemberCompletion"]
+
+
+class DeferredCompletion(Completion):
+    """The completion of a call that starts together with all others of its block.
+
+    Attributes:
+        plan: of a collective on arrays that may be fused; None of any other call.
+        call: any other call.
+        arrays: arguments of the plan.
+        retrieved: the program has got the outcome.
+    """
+
+    __slots__ = ("arrays", "call", "plan", "retrieved")
+
+    arrays: list[NDArray[Any]]
+    call: Any
+    plan: Plan | None
+    retrieved: bool
+
+    @property
+    def block(self) -> Progressive:
+        """The block that has recorded the call."""
+        return cast(Progressive, self.progress)
+
+    @property
+    def is_unkeyed_collective(self) -> bool:
+        """True for a single collective without a key."""
+        return hasattr(self, "plan")
+
+    def visible(self) -> Completion:
+        """Return the completion whose work the user holds."""
+        return self
+
+    def want(self) -> None:
+        """Start the calls of the block."""
+        self.block.want()
+
+    def note_retrieval(self) -> None:
+        """Record that the program has got the outcome."""
+        self.retrieved = True
+        super().note_retrieval()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report a failure to the block, too."""
+        self.block.failed(self)
+        super().report_failure(error)
+
+
+class MemberCompletion(DeferredCompletion):
+    """The completion of a call that is part of a list; the list reports a failure.
+
+    Attributes:
+        whole: the completion of the list.
+    """
+
+    __slots__ = ("whole",)
+
+    whole: Completion
+
+    def visible(self) -> Completion:
+        """Return the completion whose work the user holds."""
+        return self.whole
+
+    def report_failure(self, error: BaseException) -> None:
+        """Leave the failure to the list."""
+
+
+class FlushCompletion(Completion):
+    """The completion of a flush, which no single user call has started; its members report failures.
+
+    Args:
+        stands_for: returns the pending completions of user calls in the flush.
+        ended: called with the error at the end, or None.
+    """
+
+    __slots__ = ("stands_for",)
+
+    def __init__(
+        self,
+        progress: Progress,
+        op: str,
+        stands_for: Callable[[], Iterable[Completion]],
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
+        super().__init__(progress, op, None, None, None)
+        self.stands_for = stands_for
+        self.call_at_end(lambda flush: ended(flush.exception))
