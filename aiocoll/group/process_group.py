@@ -121,7 +121,6 @@ class ProcessGroup:
             dispatcher.intercept(verifier, verifier.tell_wrong)
         # Bound once: most calls are short.
         self._one, self._check_rank, self._rank = dispatcher.one, dispatcher.check_rank, comm.rank
-        self._failures = dispatcher.failures
         objects, coalescer = Objects(dispatcher), Coalescer(dispatcher)
         reconfigurer = Reconfigurer(dispatcher, objects, origin, spec)
         self._parts = GroupParts(
