@@ -18,6 +18,9 @@ from pathlib import Path
 
 import pytest
 
+import aiocoll
+import aiocoll.distributed
+
 from .layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
@@ -362,6 +365,109 @@ def test_no_attribute_is_declared_in_one_file_and_set_in_another() -> None:
             # Public ones may be for others to set.
             found |= {f"{name}.{each}" for each in texts[name].bare - stored if each.startswith("_")}
     assert not found
+
+
+#: Private attributes of other modules' objects, by the module that uses them: the foreign package has no public way, or
+#: a public class of ours leaves them out on purpose.
+FOREIGN = {
+    "cli.start": {"_run_module_as_main"},  # runpy's
+    "elements.sparse": {"_indices", "_values"},  # torch's, for tensors that are not coalesced
+    "group.lifetime": {"_settle"},  # of the flight recorder, which users hold
+    "group.parts": {"_parts"},  # the one way to the parts of a group
+    "meeting.claim": {"_hold", "_sees_disconnects"},  # of stores, which users write
+    "store.redis_connection": {"_writer"},  # redis's
+    "store.view": {"_checked"},  # as in `meeting.claim`
+    "testing.spawn": {"_testMethodName"},  # unittest's
+    "testing.virtual": {"_callback", "_ready", "_scheduled", "_when"},  # asyncio's
+}
+#: Public methods of named tuples.
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def own_private_names(module: ast.AST) -> set[str]:
+    """Return the private names that the classes of a module define: methods, attributes and slots."""
+    found = set()
+    for item in (item for node in ast.walk(module) if isinstance(node, ast.ClassDef) for item in ast.walk(node)):
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(item.name)
+        elif isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
+            found.add(item.id)
+        elif isinstance(item, ast.Constant) and isinstance(item.value, str):
+            found.add(item.value)
+        elif isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store) and ast.unparse(item.value) == "self":
+            found.add(item.attr)
+    return {name for name in found if name.startswith("_")}
+
+
+def foreign_private_names(module: ast.AST) -> set[str]:
+    """Return the private attributes that a module uses of objects that are not its own."""
+    known = own_private_names(module) | NAMED_TUPLE
+    return {
+        node.attr
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute)
+        and re.match("_[^_]", node.attr)
+        and node.attr not in known
+        and ast.unparse(node.value) not in {"self", "cls", "argparse", "asyncio", "os", "sys", "threading"}
+    }
+
+
+def private_uses_of_works(module: ast.AST) -> set[str]:
+    """Return the private attributes of `Work` and `Completion` that a module uses of anything but `self`."""
+    names = {
+        name for each in ("work", "completion") for name in own_private_names(tree(each)) if re.match("_[^_]", name)
+    }
+    return {
+        ast.unparse(node)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) != "self"
+    }
+
+
+def test_private_attributes_are_used_where_they_are_defined() -> None:
+    found = {name: names for name in MODULES if (names := foreign_private_names(tree(name)))}
+    assert found == FOREIGN
+
+
+def test_private_attributes_of_works_are_used_in_their_modules_only() -> None:
+    assert "_completion" in own_private_names(tree("work"))
+    found = {
+        name: uses for name in MODULES.keys() - {"work", "completion"} if (uses := private_uses_of_works(tree(name)))
+    }
+    assert not found, "use `completion_of` and the public attributes of `Completion`"
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        ("def end(work):\n    work._value = None", {"_value"}),
+        ("class Part:\n    def __init__(self, work):\n        self._own = work._withdraw", {"_withdraw"}),
+        ("class Part:\n    __slots__ = ('_own',)\n    def f(self, part):\n        return part._own", set()),
+        ("call._replace(key=None)", set()),
+    ],
+)
+def test_foreign_private_attributes_are_found(planted: str, found: set[str]) -> None:
+    assert foreign_private_names(ast.parse(planted)) == found
+
+
+def test_private_attributes_of_works_are_found() -> None:
+    planted = "class Part:\n    def f(self, work):\n        self._completion = work._completion"
+    assert private_uses_of_works(ast.parse(planted)) == {"work._completion"}
+
+
+def test_no_function_of_the_user_makes_a_completion() -> None:
+    """`Completion.__init__` looks for the user's call above its caller's caller."""
+    users = {getattr(aiocoll, name) for name in aiocoll.__all__} | {
+        getattr(aiocoll.distributed, name) for name in aiocoll.distributed.__all__
+    }
+    makers = {
+        each.__qualname__
+        for each in users
+        if inspect.isclass(each) or inspect.isfunction(each)
+        for node in ast.walk(ast.parse(inspect.getsource(each)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Completion")
+    }
+    assert not makers
 
 
 def defined(name: str, *kinds: type[ast.stmt]) -> set[str]:
