@@ -18,8 +18,9 @@ __all__ = ["AT_ONCE", "Callback", "Completion", "Owner", "Progress", "is_wait", 
 
 #: Files that start with this belong to the package: no call site of the user's.
 _HERE = os.path.dirname(__file__) + os.sep
-#: The frame where the search for the user's call starts: no function that users call makes a completion itself, so
-#: three frames inside of this one belong to the package. Compiled functions have no frames.
+#: The frame where the search for the user's call starts. Before it are `Completion.__init__`, its caller and the caller
+#: of that: all belong to the package, since no function that users call makes a completion itself. Compiled functions
+#: have no frames.
 _INNERMOST: Final = 3 if __file__.endswith(".py") else 0
 _frame: Final = sys._getframe
 #: Sentinel context: run the callback synchronously when the operation ends.
@@ -196,7 +197,7 @@ class Completion:
         self.result = result
         self.exception = exception
         self.withdraw = None
-        self.handle = None  # it has this object: nothing must have both
+        self.handle = None  # a reference cycle otherwise
         if exception is not None:
             self.report_failure(exception)
         # Other threads look here, and find all of the above.

@@ -456,7 +456,7 @@ def test_private_attributes_of_works_are_found() -> None:
 
 
 def test_no_function_of_the_user_makes_a_completion() -> None:
-    """`Completion.__init__` looks for the user's call above its caller's caller."""
+    """`Completion.__init__` starts its search for the user's call above the caller of its caller."""
     users = {getattr(aiocoll, name) for name in aiocoll.__all__} | {
         getattr(aiocoll.distributed, name) for name in aiocoll.distributed.__all__
     }

@@ -2,7 +2,7 @@
 
 An entry is a list, the cheapest object that can be completed later: `Communicator.enter` makes it, the operation holds
 it, `Communicator.ended` adds the end time. It keeps no array, no work and no traceback of the caller alive, only the
-calling code object, as in `aiocoll.work`; file and line are looked up on demand.
+calling code object, as in `aiocoll.completion`; file and line are looked up on demand.
 
 Messages between two ranks have their own ring: there may be thousands of them between two collectives.
 
