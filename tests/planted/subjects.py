@@ -144,6 +144,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (
                 "Packer._let_go",
                 "Batch.__aexit__",
+                "Completion.finish",
                 "Recording.settle",
                 "PostedReceive.succeed",
                 "ProgramExecutor._progress",
