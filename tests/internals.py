@@ -94,7 +94,7 @@ LIMITS = {
     "device_aborting": ("aiocoll.group.cuda.communicator.ABORTING",),
     "device_ask_every": ("aiocoll.group.cuda.communicator.ASK_EVERY",),
     "device_exiting": ("aiocoll.gpu.device.EXITING",),
-    "device_kept_calls": ("aiocoll.group.cuda.device_state.KEPT", "aiocoll.group.cuda.kinds.KEPT"),
+    "kept_plans": ("aiocoll.group.dispatch.call_cache.PLANS",),
     "device_looks": ("aiocoll.gpu.waiter.LOOKS",),
     "device_parting": ("aiocoll.group.cuda.communicator.PARTING",),
     "device_patience": ("aiocoll.group.cuda.matching.PATIENCE",),
@@ -162,6 +162,7 @@ PARTS = {
     "message_view": "aiocoll.group.messages.view",
     "whole_view": "aiocoll.group.dispatch.arguments.view",
     "choose": "aiocoll.group.dispatch.planner.choose",
+    "planned": "aiocoll.group.dispatch.planner.Planner.plan",
     "group_id": "aiocoll.engine.split_history.group_id",
     "message_sent": "aiocoll.engine.matching.outbound.OutboundMessage.sent",
     "object_dumped": "aiocoll.group.objects.dumps",
@@ -364,8 +365,8 @@ def nccl_end(pg: ProcessGroup) -> Any:
 
 
 def plans_of(pg: ProcessGroup) -> Any:
-    """Return the plans that are kept, each with what belongs to it."""
-    return dispatcher_of(pg).planner._plans.values()
+    """Return the plans that are kept."""
+    return dispatcher_of(pg).plans.known.values()
 
 
 def sock_of(link: Any) -> Any:

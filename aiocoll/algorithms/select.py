@@ -244,9 +244,11 @@ def choose(
         hosts: host number of each rank (see `aiocoll.algorithms.two_level.hosts`); by default all are on one.
 
     Raises:
-        ValueError: if `kind` is unknown.
+        ValueError: if `kind` is unknown, or no program carries it out.
     """
     ordered = spec_of(kind).reduces and ordered
+    if kind not in RULES:
+        raise ValueError(f"kind={kind!r} has no algorithms; use one of {', '.join(RULES)}")
     machine = tuning.machine
     # What there is between hosts is a network, whatever the hosts have inside.
     if name := two_level.choose(kind, nbytes, hosts, ordered=ordered, portable=portable, machine=tuning.tcp):

@@ -8,6 +8,9 @@ which programs, plans and calls number them (p ranks):
     blocks to block     the same, from the blocks to the own one
     blocks to blocks    0 to p-1: a block to each rank; p to 2p-1: a block from each rank
     nothing             no buffers
+
+Calls that no program carries out have rows, too: such as those on sparse arrays and objects, whose sizes ranks exchange
+first. What reads the table treats them as any other.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-__all__ = ["SPECS", "Counts", "Native", "Part", "Participants", "Spec", "spec_of"]
+__all__ = ["PROGRAMS", "SPECS", "Counts", "Method", "Native", "Part", "Participants", "Spec", "spec_of"]
 
 #: Elements by buffer, or by rank.
 Counts: TypeAlias = tuple[int, ...]
@@ -49,6 +52,16 @@ class Participants(Enum):
         return self is Participants.ALL or (rank == root) is (self is Participants.ROOT)
 
 
+class Method(Enum):
+    """How a collective is carried out."""
+
+    PROGRAM = "the program of one of its algorithms"
+    STEPS = "operations in sequence, each chosen by the results of the steps before"
+    PARCELS = "parcels of bytes, whose sizes only their senders know"
+    MESSAGES = "messages between two ranks"
+    LOCAL = "each rank does its part alone"
+
+
 class Spec(NamedTuple):
     """One collective.
 
@@ -59,6 +72,9 @@ class Spec(NamedTuple):
         reduces: it takes a reduce op.
         private: only the two ends of a message know its count; of all others, all ranks know all counts.
         native: the native call of a device library; None if there is none.
+        method: how it is carried out.
+        sized: its signature and the shape of the main array tell how many bytes that has.
+        recordable: a coalescing block can record it.
     """
 
     kind: str
@@ -69,6 +85,9 @@ class Spec(NamedTuple):
     reduces: bool = False
     private: bool = False
     native: Native | None = None
+    method: Method = Method.PROGRAM
+    sized: bool = True
+    recordable: bool = True
 
     @property
     def rooted(self) -> bool:
@@ -155,7 +174,7 @@ def spec_of(kind: str) -> Spec:
     """
     spec = SPECS.get(kind)
     if spec is None:
-        raise ValueError(f"kind={kind!r} is not a collective; use one of {', '.join(SPECS)}")
+        raise ValueError(f"kind={kind!r} is not a collective; use one of {', '.join(spec.kind for spec in PROGRAMS)}")
     return spec
 
 
@@ -164,29 +183,52 @@ def _numbers(part: Part | None, size: int) -> tuple[int, ...]:
     return tuple(range(first, stop))
 
 
-SPECS: Mapping[str, Spec] = MappingProxyType(
-    {
-        spec.kind: spec
-        for spec in (
-            Spec("allreduce", Part.TENSOR, Part.TENSOR, reduces=True, native="all_reduce"),
-            Spec("reduce", Part.TENSOR, Part.TENSOR, receivers=Participants.ROOT, reduces=True, native="reduce"),
-            Spec("reduce_scatter", Part.BLOCKS, Part.BLOCK, reduces=True, native="reduce_scatter"),
-            Spec("allgather", Part.BLOCK, Part.BLOCKS, native="all_gather"),
-            Spec(
-                "broadcast",
-                Part.TENSOR,
-                Part.TENSOR,
-                senders=Participants.ROOT,
-                receivers=Participants.NOT_ROOT,
-                native="broadcast",
-            ),
-            Spec("gather", Part.BLOCK, Part.BLOCKS, receivers=Participants.ROOT, private=True, native="send_recv"),
-            Spec("scatter", Part.BLOCKS, Part.BLOCK, senders=Participants.ROOT, private=True, native="send_recv"),
-            Spec("alltoall", Part.BLOCKS, Part.BLOCKS, private=True, native="send_recv"),
-            Spec("barrier"),
-            Spec("monitored_barrier"),
-            Spec("scan", Part.TENSOR, Part.TENSOR, reduces=True),
-            Spec("exscan", Part.TENSOR, Part.TENSOR, receivers=Participants.NOT_FIRST, reduces=True),
-        )
-    }
+#: Collectives that programs carry out.
+PROGRAMS: tuple[Spec, ...] = (
+    Spec("allreduce", Part.TENSOR, Part.TENSOR, reduces=True, native="all_reduce"),
+    Spec("reduce", Part.TENSOR, Part.TENSOR, receivers=Participants.ROOT, reduces=True, native="reduce"),
+    Spec("reduce_scatter", Part.BLOCKS, Part.BLOCK, reduces=True, native="reduce_scatter"),
+    Spec("allgather", Part.BLOCK, Part.BLOCKS, native="all_gather"),
+    Spec(
+        "broadcast",
+        Part.TENSOR,
+        Part.TENSOR,
+        senders=Participants.ROOT,
+        receivers=Participants.NOT_ROOT,
+        native="broadcast",
+    ),
+    Spec("gather", Part.BLOCK, Part.BLOCKS, receivers=Participants.ROOT, private=True, native="send_recv"),
+    Spec("scatter", Part.BLOCKS, Part.BLOCK, senders=Participants.ROOT, private=True, native="send_recv"),
+    Spec("alltoall", Part.BLOCKS, Part.BLOCKS, private=True, native="send_recv"),
+    Spec("barrier"),
+    Spec("monitored_barrier"),
+    Spec("scan", Part.TENSOR, Part.TENSOR, reduces=True),
+    Spec("exscan", Part.TENSOR, Part.TENSOR, receivers=Participants.NOT_FIRST, reduces=True),
 )
+
+_ALL, _ROOT, _NOT_ROOT = Participants.ALL, Participants.ROOT, Participants.NOT_ROOT
+
+_OTHERS: tuple[Spec, ...] = (
+    # of sparse arrays
+    Spec("allreduce_sparse", Part.TENSOR, Part.TENSOR, reduces=True, method=Method.STEPS, sized=False),
+    Spec("reduce_sparse", Part.TENSOR, Part.TENSOR, _ALL, _ROOT, reduces=True, method=Method.STEPS, sized=False),
+    Spec("broadcast_sparse", Part.TENSOR, Part.TENSOR, _ROOT, _NOT_ROOT, method=Method.STEPS, sized=False),
+    Spec("allgather_sparse", Part.BLOCK, Part.BLOCKS, method=Method.STEPS, sized=False),
+    Spec("gather_sparse", Part.BLOCK, Part.BLOCKS, _ALL, _ROOT, method=Method.STEPS, sized=False),
+    Spec("send_sparse", method=Method.MESSAGES, sized=False),
+    Spec("recv_sparse", method=Method.MESSAGES, sized=False),
+    # into new arrays, as long as what each rank gives
+    Spec("allgather_allocated", Part.BLOCK, Part.BLOCKS, method=Method.STEPS),
+    # of objects
+    Spec("broadcast_object", Part.TENSOR, Part.TENSOR, _ROOT, _NOT_ROOT, method=Method.PARCELS, sized=False),
+    Spec("allgather_object", Part.BLOCK, Part.BLOCKS, method=Method.PARCELS, sized=False),
+    Spec("gather_object", Part.BLOCK, Part.BLOCKS, _ALL, _ROOT, method=Method.PARCELS, sized=False),
+    Spec("scatter_object", Part.BLOCKS, Part.BLOCK, _ROOT, _ALL, method=Method.PARCELS, sized=False),
+    Spec("alltoall_object", Part.BLOCKS, Part.BLOCKS, method=Method.PARCELS, sized=False),
+    # of faces, axis by axis: messages of the next axis start at the end of those before
+    Spec("halo", Part.TENSOR, Part.TENSOR, method=Method.MESSAGES, recordable=False),
+    # of the group itself
+    Spec("split_group", method=Method.LOCAL),
+)
+
+SPECS: Mapping[str, Spec] = MappingProxyType({spec.kind: spec for spec in (*PROGRAMS, *_OTHERS)})

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from math import frexp, inf
 from typing import Any, Final
 
+from aiocoll.algorithms.spec import SPECS
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.operation_log import ENTERED, PEER
@@ -32,8 +33,6 @@ SHIFT: Final = 24
 TRIFLE: Final = 2.0**-SHIFT
 #: Signatures whose kind is known; more than a program uses at a time.
 KNOWN: Final = 256
-#: How calls on sparse arrays end: these are as large as their entries, which only the operation itself counts.
-SPARSE: Final = "_SPARSE"
 #: Seconds over which waits are also counted by themselves.
 MINUTE: Final = 60
 
@@ -206,4 +205,5 @@ class Counters:
 def _nbytes(operation: Operation) -> int:
     """Return the bytes of the elements of an operation, as far as they are known."""
     signature = operation.signature
-    return 0 if signature.op.endswith(SPARSE) else signature.nbytes(operation.completion.shape) or 0
+    spec = SPECS.get(signature.op.lower())
+    return signature.nbytes(operation.completion.shape) or 0 if spec is None or spec.sized else 0

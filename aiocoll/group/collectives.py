@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from aiocoll.completion import Completion
 from aiocoll.elements.allocate import empty_like, same_place, spare
 from aiocoll.elements.buffers import Buffer, clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
@@ -13,10 +14,9 @@ from aiocoll.elements.pairs import paired
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.arguments import Arguments, slices
-from aiocoll.group.dispatch.call import Recorder
+from aiocoll.group.dispatch.call_cache import Found
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
-from aiocoll.group.dispatch.lists import Lists
-from aiocoll.group.dispatch.parts import Parts
+from aiocoll.group.prepared_call import FactoryCall, PlannedCall
 from aiocoll.group.unsized import allgather_unsized, gather_unsized
 from aiocoll.loading import loading
 from aiocoll.work import Work
@@ -45,8 +45,7 @@ class Collectives:
         self._rank = dispatcher.rank
         self._size = dispatcher.size
         self._arguments = Arguments(dispatcher.rank, dispatcher.size)
-        self._parts = Parts(dispatcher.planner, dispatcher.size)
-        self._lists = Lists(dispatcher.planner, dispatcher.rank, dispatcher.size)
+        self._plans = dispatcher.plans
 
     def reduce_sparse(
         self, error: TypeError, tensor: Any, op: ReduceOp, root: int | None, timeout: Timeout, key: str | None
@@ -89,22 +88,26 @@ class Collectives:
     def barrier(self, timeout: Timeout, key: str | None) -> Work[None]:
         """Start a barrier."""
         d = self._dispatcher
-        return d.start(d.planner.plan("barrier", None, ()), (), None, None, timeout, key)
+        return d.start(PlannedCall(self._plans.plan("barrier", None, ()), [], (), None, d.limit(timeout), key))
 
     def monitored_barrier(self, timeout: Timeout, wait_all_ranks: bool) -> Work[None]:
         """Start a monitored barrier."""
         d = self._dispatcher
         executor = MonitoredBarrier.of_all if wait_all_ranks else MonitoredBarrier
-        plan = d.planner.plan("monitored_barrier", None, ())
-        return d.start(plan, (), None, None, timeout, None, executor=executor)
+        plan = self._plans.plan("monitored_barrier", None, ())
+
+        def make(identity: int, completion: Completion) -> MonitoredBarrier:
+            return executor(d.comm, identity, plan, [], completion)
+
+        return d.start(FactoryCall(plan.signature, make, d.limit(timeout)))
 
     def allgather(
         self, outputs: Sequence[Any] | None, tensor: Any, timeout: Timeout, key: str | None
     ) -> Work[list[Any]]:
         """Start an allgather into an array per rank."""
-        if outputs is not None and (found := self._lists.find("allgather", outputs, tensor)) is not None:
+        if outputs is not None and (found := self._plans.lists("allgather", outputs, tensor)) is not None:
             result = outputs if isinstance(outputs, list) else list(outputs)
-            return self._dispatcher.launch(*found, tensor.shape, result, timeout, key)
+            return self._start(found, tensor.shape, result, timeout, key)
         try:
             source = view(tensor, name="tensor", writable=False)
         except TypeError as error:
@@ -133,8 +136,8 @@ class Collectives:
 
     def allgather_into_tensor(self, output: Any, tensor: Any, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start an allgather into one array."""
-        if (found := self._parts.find("allgather", output, tensor, None)) is not None:
-            return self._dispatcher.launch(*found, tensor.shape, output, timeout, key)
+        if (found := self._plans.parts("allgather", output, tensor, None)) is not None:
+            return self._start(found, tensor.shape, output, timeout, key)
         source = view(tensor, name="tensor", writable=False)
         target = self._arguments.whole(output, "output", source, "tensor", source.count * self._size)
         blocks = slices(target, [source.count] * self._size)
@@ -146,8 +149,8 @@ class Collectives:
         """Start a gather."""
         d = self._dispatcher
         root = d.check_rank(root, "root")
-        if (found := self._lists.find("gather", outputs, tensor, root=root)) is not None:
-            return d.launch(*found, tensor.shape, None if outputs is None else list(outputs), timeout, key)
+        if (found := self._plans.lists("gather", outputs, tensor, root=root)) is not None:
+            return self._start(found, tensor.shape, None if outputs is None else list(outputs), timeout, key)
         try:
             source = view(tensor, name="tensor", writable=False)
         except TypeError as error:
@@ -170,8 +173,8 @@ class Collectives:
             result = list(outputs)
         else:
             self._arguments.check_none(outputs, "outputs", root)
-        plan = d.planner.plan("gather", source.dtype, (tuple(counts),), root=root, agreed=())
-        return d.start(plan, (*blocks, source), source, result, timeout, key)
+        plan = self._plans.plan("gather", source.dtype, (tuple(counts),), root=root, agreed=())
+        return d.start(d.on_buffers(plan, (*blocks, source), source, result, timeout, key))
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int, timeout: Timeout, key: str | None
@@ -179,8 +182,8 @@ class Collectives:
         """Start a scatter."""
         d = self._dispatcher
         root = d.check_rank(root, "root")
-        if (found := self._lists.find("scatter", inputs, output, root=root)) is not None:
-            return d.launch(*found, output.shape, output, timeout, key)
+        if (found := self._plans.lists("scatter", inputs, output, root=root)) is not None:
+            return self._start(found, output.shape, output, timeout, key)
         target = view(output, name="output")
         blocks: list[Buffer | None] = [None] * self._size
         counts = [0] * self._size
@@ -196,15 +199,15 @@ class Collectives:
             counts = [block.count for block in blocks if block is not None]
         else:
             self._arguments.check_none(inputs, "inputs", root)
-        plan = d.planner.plan("scatter", target.dtype, (tuple(counts),), root=root, agreed=())
-        return d.start(plan, (*blocks, target), target, target.result, timeout, key)
+        plan = self._plans.plan("scatter", target.dtype, (tuple(counts),), root=root, agreed=())
+        return d.start(d.on_buffers(plan, (*blocks, target), target, target.result, timeout, key))
 
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Start a reduce_scatter of an array per rank."""
-        if (found := self._lists.find("reduce_scatter", inputs, output, op=op)) is not None:
-            return self._dispatcher.launch(*found, inputs[self._rank].shape, output, timeout, key)
+        if (found := self._plans.lists("reduce_scatter", inputs, output, op=op)) is not None:
+            return self._start(found, inputs[self._rank].shape, output, timeout, key)
         target = view(output, name="output")
         if (wrong := self._dispatcher.miscounted(inputs, "inputs", "array")) is not None:
             return self._refuse(wrong, "reduce_scatter", target, timeout, key, op=op)
@@ -216,8 +219,8 @@ class Collectives:
         self, output: Any, input: Any, op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Start a reduce_scatter of one array."""
-        if (found := self._parts.find("reduce_scatter", input, output, op)) is not None:
-            return self._dispatcher.launch(*found, (output.size,), output, timeout, key)
+        if (found := self._plans.parts("reduce_scatter", input, output, op)) is not None:
+            return self._start(found, (output.size,), output, timeout, key)
         target = view(output, name="output")
         count = target.count * self._size
         source = self._arguments.whole(input, "input", target, "output", count, writable=False)
@@ -227,8 +230,8 @@ class Collectives:
         self, outputs: Sequence[Any], inputs: Sequence[Any], timeout: Timeout, key: str | None
     ) -> Work[list[Any]]:
         """Start an alltoall of an array to and from each rank."""
-        if (found := self._lists.find("alltoall", inputs, outputs)) is not None:
-            return self._dispatcher.launch(*found, inputs[0].shape, list(outputs), timeout, key)
+        if (found := self._plans.lists("alltoall", inputs, outputs)) is not None:
+            return self._start(found, inputs[0].shape, list(outputs), timeout, key)
         for values, name in ((inputs, "inputs"), (outputs, "outputs")):
             if (wrong := self._dispatcher.miscounted(values, name, "array")) is not None:
                 return self._refuse(wrong, "alltoall", None, timeout, key)
@@ -251,9 +254,9 @@ class Collectives:
     ) -> Work[Any]:
         """Start an alltoall of parts of one array."""
         if output_split_sizes is input_split_sizes is None:
-            found = self._parts.find("alltoall", input, output, None)
+            found = self._plans.parts("alltoall", input, output, None)
             if found is not None:
-                return self._dispatcher.launch(*found, (output.size // self._size,), output, timeout, key)
+                return self._start(found, (output.size // self._size,), output, timeout, key)
         source = view(input, name="input", writable=False)
         target = view(output, name="output")
         if target.dtype is not source.dtype:
@@ -267,13 +270,18 @@ class Collectives:
 
     # -- common to several calls
 
+    def _start(self, found: Found, shape: tuple[int, ...], result: Any, timeout: Timeout, key: str | None) -> Work[Any]:
+        """Start a call on plain arrays, whose plan the cache has found."""
+        d = self._dispatcher
+        return d.start(PlannedCall(*found, shape, result, d.limit(timeout), key))
+
     def _may_differ(self, source: Buffer) -> bool:
         """Whether outputs are allocated by what the other ranks give, not by what this rank gives."""
         if self._size == 1 or self._dispatcher.dry or isinstance(source.array, DeviceArray):
             return False
         block = self._dispatcher.block_here()
         # Any other interceptor only predicts the time of calls.
-        return block is None or isinstance(block, Recorder)
+        return block is None or block.records
 
     def _refuse(
         self,
@@ -307,8 +315,9 @@ class Collectives:
     ) -> Work[Any]:
         d = self._dispatcher
         self._arguments.check_spared(blocks, source)
-        plan = d.planner.plan("allgather", source.dtype, (tuple(block.count for block in blocks),))
-        return d.start(plan, (*blocks, source), source, result, timeout, key, () if whole is None else (whole,))
+        plan = self._plans.plan("allgather", source.dtype, (tuple(block.count for block in blocks),))
+        wholes = () if whole is None else (whole,)
+        return d.start(d.on_buffers(plan, (*blocks, source), source, result, timeout, key, wholes))
 
     def _reducing(
         self, target: Buffer, blocks: Sequence[Buffer], op: ReduceOp, timeout: Timeout, key: str | None
@@ -319,8 +328,8 @@ class Collectives:
             blocks = [paired(block, op, writable=False) for block in blocks]
         if any(overlaps(block.array, target.array) for block in blocks):
             target = spare(target)
-        plan = d.planner.plan("reduce_scatter", target.dtype, (tuple(block.count for block in blocks),), op=op)
-        return d.start(plan, (*blocks, target), blocks[self._rank], target.result, timeout, key)
+        plan = self._plans.plan("reduce_scatter", target.dtype, (tuple(block.count for block in blocks),), op=op)
+        return d.start(d.on_buffers(plan, (*blocks, target), blocks[self._rank], target.result, timeout, key))
 
     def _exchanging(
         self,
@@ -334,5 +343,5 @@ class Collectives:
         d, rank = self._dispatcher, self._rank
         self._arguments.same_count(targets[rank], sources[rank], f"the output part of rank {rank}", "the input part")
         counts = tuple(each.count for each in sources), tuple(each.count for each in targets)
-        plan = d.planner.plan("alltoall", sources[0].dtype, counts, agreed=())
-        return d.start(plan, (*sources, *targets), sources[0], result, timeout, key, wholes)
+        plan = self._plans.plan("alltoall", sources[0].dtype, counts, agreed=())
+        return d.start(d.on_buffers(plan, (*sources, *targets), sources[0], result, timeout, key, wholes))

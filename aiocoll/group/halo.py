@@ -9,9 +9,9 @@ from aiocoll.completion import Completion
 from aiocoll.elements.buffers import view
 from aiocoll.engine.operations.composite import ChildCompletion
 from aiocoll.engine.operations.signature import P2P
-from aiocoll.group.dispatch.call import Call, Recorder
 from aiocoll.group.dispatch.dispatcher import PROC_NULL, Dispatcher, Timeout
 from aiocoll.group.messages import Messages
+from aiocoll.group.prepared_call import MessageCall
 from aiocoll.work import Work, completion_of
 
 __all__ = ["TAGS", "Axis", "check_array", "exchange"]
@@ -46,7 +46,7 @@ class _Exchange:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, steps: Generator[list[Call], None, None], array: Any, timeout: Timeout
+        self, dispatcher: Dispatcher, steps: Generator[list[MessageCall], None, None], array: Any, timeout: Timeout
     ) -> None:
         self._dispatcher = dispatcher
         self._steps = steps
@@ -80,7 +80,7 @@ class _Exchange:
                 self._start(call)
             self._left -= 1
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: MessageCall) -> None:
         """Start a message, or let it go where calls went when this exchange was started."""
         if self._interceptor is not None:
             taken = completion_of(self._interceptor.take(call))
@@ -92,7 +92,7 @@ class _Exchange:
             return
         part = ChildCompletion(self._completion, self._ended)
         call.expect(part)
-        self._dispatcher.comm.enter(call.make(P2P, part))
+        self._dispatcher.comm.enter(call.operation(self._dispatcher.comm, P2P, part))
 
     def _ended(self, _: Any, error: BaseException | None) -> None:
         """One message has ended."""
@@ -113,7 +113,7 @@ class _Exchange:
 
 def _steps(
     rank: int, messages: Messages, array: Any, axes: Sequence[Axis], tag: int, timeout: Timeout
-) -> Generator[list[Call], None, None]:
+) -> Generator[list[MessageCall], None, None]:
     """Yield the messages of each axis: down with the first of its two tags, and up with the second.
 
     Both neighbours may be the same rank; where they are this one, cells are copied.
@@ -155,8 +155,7 @@ def exchange(
         timeout: of each message.
     """
     dispatcher.check()
-    if isinstance(dispatcher.block_here(), Recorder):
-        raise RuntimeError("halo() takes several steps, which a coalescing block cannot record: call it outside")
+    dispatcher.check_block("halo")
     steps = _steps(dispatcher.rank, messages, array, axes, tag, timeout)
     return _Exchange(dispatcher, steps, array, timeout).start()
 

@@ -24,9 +24,9 @@ from aiocoll.engine.matching.to_self import MessageToSelf
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.group.collectives import check_sparse
-from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import PROC_NULL, Dispatcher, Timeout
 from aiocoll.group.objects import Objects
+from aiocoll.group.prepared_call import MessageCall
 from aiocoll.loading import loading
 from aiocoll.numerals import to_int
 from aiocoll.runtime import BUDGET
@@ -139,7 +139,7 @@ class Messages:
         content = Content(OBJECT, memoryview(self._objects.dump(obj)))
         if dst == PROC_NULL:
             return self._nobody("SEND_OBJECT", ("dst", dst, tag), None, timeout)
-        return self._dispatcher.begin(self._sending("SEND_OBJECT", dst, tag, content, None, timeout))
+        return self._dispatcher.start(self._sending("SEND_OBJECT", dst, tag, content, None, timeout))
 
     def recv_object(self, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a receive of an object."""
@@ -153,7 +153,7 @@ class Messages:
         def make(_: int, completion: Completion) -> PostedReceive:
             return PostedReceive(d.comm.matching, src, tag, Content(OBJECT, None, self._objects.load), completion)
 
-        return d.begin(Call("RECV_OBJECT", make, limit, ends=("src", src, tag)))
+        return d.start(MessageCall("RECV_OBJECT", make, limit, ("src", src, tag)))
 
     def incoming(self, tag: int) -> AsyncIterator[tuple[int, Any]]:
         """Return an iterator over the messages that match no receive."""
@@ -173,7 +173,7 @@ class Messages:
         def make(_: int, completion: Completion) -> PostedProbe:
             return PostedProbe(d.comm.matching, src, tag, completion)
 
-        return d.begin(Call("PROBE", make, limit, result=asked, ends=("src", src, tag)))
+        return d.start(MessageCall("PROBE", make, limit, ("src", src, tag), asked))
 
     def iprobe(self, source: int | None, tag: int) -> Envelope | None:
         """Look for a message."""
@@ -216,7 +216,7 @@ class Messages:
         src = None if each.src is None else self._dispatcher.check_rank(each.src, f"{name}.src", null=True)
         return Recv(each.tensor, src, tag), buffer
 
-    def send_call(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Call:
+    def send_call(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> MessageCall:
         """Return the call of a send to a rank."""
         array: Any = buffer.array
         code = buffer.dtype.code
@@ -228,9 +228,11 @@ class Messages:
         if dst == d.rank:
             raise TypeError("tensor is a CUDA array and dst this rank itself: copy it on the device instead")
         make = _never if d.dry else d.on_device([array]).sending(array, dst, tag, code)
-        return Call("SEND", make, limit, result=buffer.result, nbytes=buffer.nbytes, arrays=[array], ends=ends)
+        call = MessageCall("SEND", make, limit, ends, buffer.result, nbytes=buffer.nbytes)
+        call.arrays = [array]
+        return call
 
-    def recv_call(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Call:
+    def recv_call(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> MessageCall:
         """Return the call of a receive from a rank, or from any."""
         d = self._dispatcher
         limit = d.limit(timeout)
@@ -247,19 +249,11 @@ class Messages:
             arrays = [array]
             make = _never if d.dry else d.on_device(arrays).receiving(array, src, tag, code)
         op = "RECV" if src is not None else "RECV_ANYSOURCE"
-        return Call(
-            op,
-            make,
-            limit,
-            shape=buffer.shape,
-            result=buffer.result,
-            unwrap=buffer.writeback,
-            nbytes=buffer.nbytes,
-            arrays=arrays,
-            ends=("src", src, tag),
-        )
+        call = MessageCall(op, make, limit, ("src", src, tag), buffer.result, buffer.shape, buffer.nbytes)
+        call.arrays, call.unwrap = arrays, buffer.writeback
+        return call
 
-    def _sending(self, op: str, dst: int, tag: int, content: Content, result: Any, timeout: Timeout) -> Call:
+    def _sending(self, op: str, dst: int, tag: int, content: Content, result: Any, timeout: Timeout) -> MessageCall:
         assert content.data is not None
         nbytes = content.data.nbytes
         _check_length(nbytes, "tensor")
@@ -271,18 +265,18 @@ class Messages:
                 return MessageToSelf(matching, dst, tag, content, completion)
             return OutboundMessage(matching, dst, tag, content, completion)
 
-        return Call(op, make, limit, result=result, nbytes=nbytes, ends=("dst", dst, tag))
+        return MessageCall(op, make, limit, ("dst", dst, tag), result, nbytes=nbytes)
 
     def _send(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
         if dst == PROC_NULL:
             _check_length(buffer.nbytes, "tensor")
             return self._nobody("SEND", ("dst", dst, tag), buffer.result, timeout)
-        return self._dispatcher.begin(self.send_call(dst, tag, buffer, timeout))
+        return self._dispatcher.start(self.send_call(dst, tag, buffer, timeout))
 
     def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         if src == PROC_NULL:
             return self._nobody("RECV", ("src", src, tag), buffer.result, timeout)
-        return self._dispatcher.begin(self.recv_call(buffer, src, tag, timeout))
+        return self._dispatcher.start(self.recv_call(buffer, src, tag, timeout))
 
     def _send_sparse(self, error: TypeError, tensor: Any, dst: int, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a send of something that is no dense array, as `error` says: of a sparse one."""
@@ -302,12 +296,11 @@ class Messages:
         limit = self._dispatcher.limit(timeout)
         return self._unless_nobody(recv_sparse(self._dispatcher, tensor, src, tag, limit), timeout)
 
-    def _unless_nobody(self, call: Call, timeout: Timeout) -> Work[Any]:
+    def _unless_nobody(self, call: MessageCall, timeout: Timeout) -> Work[Any]:
         """Start a message, unless its other rank is `PROC_NULL`."""
-        assert call.ends is not None
         if call.ends[1] == PROC_NULL:
             return self._nobody(call.op, call.ends, call.result, timeout)
-        return self._dispatcher.begin(call)
+        return self._dispatcher.start(call)
 
     def _asked(self, source: int | None, tag: int) -> Envelope:
         """Check what a probe asks for; return the message that there is in a dry run, and of `PROC_NULL`."""
@@ -321,7 +314,7 @@ class Messages:
         limit = d.limit(timeout)
         d.check()
         completion = Completion(d.endpoint, op, None, None, d)
-        Call(op, _never, limit, result=result, ends=ends).expect(completion)
+        MessageCall(op, _never, limit, ends, result).expect(completion)
         if ends[0] == "src":
             completion.source = PROC_NULL
         completion.finish(result)

@@ -10,8 +10,8 @@ from aiocoll.completion import Completion
 from aiocoll.engine.operations.incremental import Steps, at_once
 from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
 
 __all__ = ["Objects"]
@@ -106,7 +106,7 @@ class Objects:
         if self._dispatcher.dry:
             own, sent = self.dump(mine), parcels.outgoing
             result = at_once(parcels.unpack({rank: memoryview(sent.get(rank, own)) for rank in range(self._size)}))
-        return self._dispatcher.begin(Call(op, make, limit, signature, key, result=result, nbytes=nbytes))
+        return self._dispatcher.start(FactoryCall(signature, make, limit, key, result=result, nbytes=nbytes))
 
     def _refuse(self, wrong: ValueError, op: str, root: int | None, timeout: Timeout, key: str | None) -> Work[Any]:
         return self._dispatcher.refuse(wrong, Signature(op, "object", (), root, None), (), timeout, key)

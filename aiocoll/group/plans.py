@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from aiocoll.elements.buffers import is_scalar, overlaps, view
-from aiocoll.engine.operations.plan import Executor, Plan
-from aiocoll.group.dispatch.call import Call, Recorder, Unchecked
 from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.prepared_call import MessageCall, PlannedCall, PreparedCall
 from aiocoll.work import Work, completion_of, finished_work
 
 __all__ = ["CallPlan", "make_plan"]
@@ -76,60 +75,49 @@ def make_plan(dispatcher: Dispatcher, call: Callable[..., Work[Any]], args: Any,
     return CallPlan(name, again)
 
 
-class _Capture(Recorder):
+class _Capture:
     """Takes the calls that one call consists of, and starts none."""
 
     moves_nothing = True
+    records = True
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._calls: list[Call] = []
-        self._planned: list[tuple[Plan, list[Any], tuple[int, ...], Any, float, Unchecked]] = []
-        #: All can be started as they are: nothing is staged, and no device takes part.
-        self._plain = True
+        self._calls: list[PreparedCall] = []
 
-    def record(
-        self,
-        plan: Plan,
-        arrays: list[Any],
-        shape: tuple[int, ...],
-        result: Any,
-        timeout: float,
-        key: Unchecked,
-        unwrap: Callable[[], Any] | None,
-        executor: Executor | None,
-    ) -> Work[Any]:
-        """Take a call on arrays."""
-        self._check_key(key)
-        self._plain = self._plain and unwrap is None and executor is None
-        self._planned.append((plan, arrays, shape, result, timeout, key))
-        return finished_work(self._dispatcher.endpoint, plan.signature.op, self._dispatcher, result)
-
-    def take(self, call: Call) -> Work[Any]:
-        """Take any other call."""
-        self._check_key(call.key)
-        self._plain = self._plain and call.signature is None and call.unwrap is None and call.arrays is None
+    def take(self, call: PreparedCall) -> Work[Any]:
+        """Take a call."""
+        if call.key is not None:
+            self._dispatcher.check_key(call.key)
         self._calls.append(call)
         return finished_work(self._dispatcher.endpoint, call.op, self._dispatcher, call.result)
 
     def again(self, arguments: Sequence[Any]) -> Callable[[], Work[Any]] | None:
         """Return what starts the call without checking its arguments again; None if that would not be the same."""
-        if not self._plain or len(self._planned) + len(self._calls) != 1:
+        if len(self._calls) != 1:
+            return None
+        (call,) = self._calls
+        # Something is staged; or what is captured is a flush, whose arrays are packed each time.
+        if call.unwrap is not None or (call.signature is not None and call.signature.members is not None):
             return None
         given = list(_flat(arguments))
-        if self._planned:
-            (planned,) = self._planned
+        if type(call) is PlannedCall:
             # Arrays of ours: a copy of an argument, or an output that is to be a new one each time.
-            if all(array is None or any(overlaps(array, each) for each in given) for array in planned[1]):
-                return partial(self._dispatcher.again, *planned)
-        elif self._calls[0].op in ("SEND", "RECV", "RECV_ANYSOURCE") and all(map(overlaps, given, _flat(arguments))):
+            if all(array is None or any(overlaps(array, each) for each in given) for array in call.arrays):
+                return partial(_start_again, self._dispatcher, call)
+        elif (
+            isinstance(call, MessageCall)
+            and call.arrays is None
+            and call.op in ("SEND", "RECV", "RECV_ANYSOURCE")
             # Viewed twice, the memory is the same: it is the caller's.
-            return partial(self._dispatcher.begin_again, self._calls[0])
+            and all(map(overlaps, given, _flat(arguments)))
+        ):
+            return partial(_start_again, self._dispatcher, call)
         return None
 
-    def _check_key(self, key: Unchecked) -> None:
-        if key is not None:
-            self._dispatcher.check_key(key)
+
+def _start_again(dispatcher: Dispatcher, call: PreparedCall) -> Work[Any]:
+    return dispatcher.start(call.again())
 
 
 def _flat(arguments: Iterable[Any]) -> Iterator[Any]:

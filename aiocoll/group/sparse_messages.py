@@ -27,8 +27,8 @@ from aiocoll.engine.operations.offload import run_in_thread
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError
 from aiocoll.group import sparse_reduce
-from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.prepared_call import MessageCall
 from aiocoll.transport.frame import EAGER, FrameKind
 
 __all__ = ["recv_sparse", "send_sparse"]
@@ -36,7 +36,7 @@ __all__ = ["recv_sparse", "send_sparse"]
 _COUNT = np.dtype(np.int64)
 
 
-def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: float, longest: int) -> Call:
+def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: float, longest: int) -> MessageCall:
     """Return the call of a send of a sparse array to rank `dst`; see `ProcessGroup.send`."""
     array = sparse_array(tensor)
     total = _most(array, min(array.stored, array.size))
@@ -60,11 +60,10 @@ def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: 
         completion.shape = array.shape
         return message
 
-    ends = ("dst", dst, tag)
-    return Call("SEND_SPARSE", make, limit, shape=array.shape, result=tensor, nbytes=total, ends=ends)
+    return MessageCall("SEND_SPARSE", make, limit, ("dst", dst, tag), tensor, array.shape, total)
 
 
-def recv_sparse(dispatcher: Dispatcher, tensor: Any, src: int | None, tag: int, limit: float) -> Call:
+def recv_sparse(dispatcher: Dispatcher, tensor: Any, src: int | None, tag: int, limit: float) -> MessageCall:
     """Return the call of a receive of a sparse array, from rank `src` or from any; see `ProcessGroup.recv`."""
     array, matching = sparse_array(tensor), dispatcher.comm.matching
     signature = _signature("RECV_SPARSE", array)
@@ -75,7 +74,7 @@ def recv_sparse(dispatcher: Dispatcher, tensor: Any, src: int | None, tag: int, 
         return receive
 
     op = "RECV_SPARSE" if src is not None else "RECV_ANYSOURCE_SPARSE"
-    return Call(op, make, limit, shape=array.shape, result=tensor, ends=("src", src, tag))
+    return MessageCall(op, make, limit, ("src", src, tag), tensor, array.shape)
 
 
 def _signature(op: str, array: SparseArray) -> Signature:

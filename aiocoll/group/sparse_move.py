@@ -17,8 +17,8 @@ from aiocoll.elements.sparse import SparseArray, entries_of, fresh_like, sparse_
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange
-from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.group.sparse_reduce import BYTES, SparseInput, calculate, gather_bytes, rooms
 from aiocoll.work import Work
 
@@ -55,13 +55,13 @@ def _start(
     key: str | None,
 ) -> Work[Any]:
     dispatcher, shape = given.dispatcher, given.array.shape
-    limit, plan = dispatcher.limit(timeout), dispatcher.planner.counting_plan(signature)
+    limit, plan = dispatcher.limit(timeout), dispatcher.plans.counting_plan(signature)
 
     def make(identity: int, completion: Completion) -> Operation:
         return Stepped(dispatcher.comm, identity, plan, steps(), completion)
 
     nbytes = given.nbytes * (dispatcher.size - 1)
-    return dispatcher.begin(Call(signature.op, make, limit, signature, key, shape, result, None, nbytes))
+    return dispatcher.start(FactoryCall(signature, make, limit, key, shape, result, nbytes))
 
 
 def _dimensions(array: SparseArray) -> str:

@@ -34,8 +34,8 @@ from aiocoll.elements.sparse import SparseArray, sparse_array
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange, in_thread
-from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
 
 __all__ = ["BYTES", "SparseInput", "calculate", "dense_pays", "gather_bytes", "reduce_sparse", "rooms"]
@@ -73,14 +73,14 @@ def reduce_sparse(
     kind = "ALLREDUCE_SPARSE" if root is None else "REDUCE_SPARSE"
     signature = Signature(kind, array.dtype.name, array.shape, root, dims)
 
-    plan = dispatcher.planner.counting_plan(signature)
+    plan = dispatcher.plans.counting_plan(signature)
 
     def make(identity: int, completion: Completion) -> Operation:
         return Stepped(dispatcher.comm, identity, plan, _reduce(given, op, tensor), completion)
 
     # What all others are sent, if they are few: each entry with its place.
     nbytes = given.nbytes * (dispatcher.size - 1)
-    return dispatcher.begin(Call(signature.op, make, limit, signature, key, array.shape, tensor, None, nbytes))
+    return dispatcher.start(FactoryCall(signature, make, limit, key, array.shape, tensor, nbytes))
 
 
 class SparseInput(NamedTuple):
@@ -190,13 +190,13 @@ def _merge(
 
 def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[Callable[[], Any] | None]:
     """Add dense arrays, and return what stores the result; None on a rank that does not receive."""
-    array, root, planner = given.array, given.root, given.dispatcher.planner
+    array, root, plans = given.array, given.root, given.dispatcher.plans
     effort = array.size * array.width
     dense, bits = yield from calculate(effort, lambda: scattered(own, array.size))
     kind = "allreduce" if root is None else "reduce"
-    plan = planner.plan(kind, array.dtype, (len(dense),), op=op, root=root)
+    plan = plans.plan(kind, array.dtype, (len(dense),), op=op, root=root)
     yield from collective("add", plan, [dense])
-    plan = planner.plan(kind, BYTES, (len(bits),), op=ReduceOp.BOR, root=root)
+    plan = plans.plan(kind, BYTES, (len(bits),), op=ReduceOp.BOR, root=root)
     yield from collective("mark", plan, [bits])
     if not given.is_receiver:
         return None

@@ -17,8 +17,8 @@ from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange
-from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.work import Work
 
@@ -30,15 +30,15 @@ def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, 
     limit = dispatcher.limit(timeout)
     signature = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
     dtype = array_dtype(source.dtype)
-    plan = dispatcher.planner.counting_plan(signature)
+    plan = dispatcher.plans.counting_plan(signature)
 
     def make(identity: int, completion: Completion) -> Operation:
         return Stepped(dispatcher.comm, identity, plan, _allgather(dispatcher, source, dtype), completion)
 
     nbytes = source.nbytes * (dispatcher.size - 1)
-    return dispatcher.begin(
-        Call(signature.op, make, limit, signature, key, source.shape, nbytes=nbytes, arrays=[source.array])
-    )
+    call = FactoryCall(signature, make, limit, key, source.shape, nbytes=nbytes)
+    call.arrays = [source.array]
+    return dispatcher.start(call)
 
 
 def gather_unsized(
@@ -55,14 +55,14 @@ def gather_unsized(
     def make(identity: int, completion: Completion) -> Operation:
         return ObjectExchange(dispatcher.comm, identity, signature, parcels, completion)
 
-    return dispatcher.begin(Call(signature.op, make, limit, signature, key, source.shape))
+    return dispatcher.start(FactoryCall(signature, make, limit, key, source.shape))
 
 
 def _allgather(dispatcher: Dispatcher, source: Buffer, dtype: np.dtype[Any]) -> StepGenerator[list[Any]]:
     """Exchange the numbers of elements, then the elements."""
     counts: list[int] = (yield from exchange(source.count)).tolist()
     outputs = [np.empty(_shape(source, count), dtype) for count in counts]
-    plan = dispatcher.planner.plan("allgather", source.dtype, (tuple(counts),))
+    plan = dispatcher.plans.plan("allgather", source.dtype, (tuple(counts),))
     yield from collective("gather", plan, [*(view(output).array for output in outputs), source.array])
     return outputs
 

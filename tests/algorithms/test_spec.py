@@ -8,7 +8,7 @@ import pytest
 
 from aiocoll.algorithms.program import Program, Region, Verb
 from aiocoll.algorithms.select import ALGORITHMS, RULES, build, choose
-from aiocoll.algorithms.spec import SPECS, Spec, spec_of
+from aiocoll.algorithms.spec import PROGRAMS, SPECS, Method, Spec, spec_of
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.cli.workload import Case as Benchmark
 from aiocoll.cli.workload import Workload, bus_factor
@@ -74,25 +74,27 @@ def whole(buffers: tuple[int, ...], memory: list[list[Any]]) -> set[tuple[int, i
 
 def test_whatever_has_rules_has_a_row() -> None:
     assert list(SPECS) == [spec.kind for spec in SPECS.values()]
-    assert set(SPECS) == set(RULES) == {kind for kind, _ in ALGORITHMS}
+    assert {spec.kind for spec in PROGRAMS} == set(RULES) == {kind for kind, _ in ALGORITHMS}
+    assert {kind for kind, spec in SPECS.items() if spec.method is Method.PROGRAM} == set(RULES)
     assert set(SPECS) >= set(two_level.RULES)
 
 
 def test_rows_are_what_everybody_knows_of_them() -> None:
     def those(tells: Callable[[Spec], object]) -> set[str]:
-        return {kind for kind, spec in SPECS.items() if tells(spec)}
+        return {spec.kind for spec in PROGRAMS if tells(spec)}
 
     assert those(lambda spec: spec.reduces) == REDUCING
     assert those(lambda spec: spec.rooted) == ROOTED
     assert those(lambda spec: spec.private) == PRIVATE
     assert those(lambda spec: spec.in_blocks) == PER_RANK | {"alltoall"}
     assert those(lambda spec: spec.input is None) == those(lambda spec: spec.output is None) == set(BARRIERS)
-    assert {"ALLREDUCE", "REDUCE", "BROADCAST", "SCAN", "EXSCAN"} == SHAPED
+    shaped = {kind for kind in RULES if kind.upper() in SHAPED}
+    assert shaped == {"allreduce", "reduce", "broadcast", "scan", "exscan"}
 
 
 def test_what_is_native_is_called_so() -> None:
     native = {kind: spec.native for kind, spec in SPECS.items() if spec.native is not None}
-    assert set(native) == set(SPECS) - {*BARRIERS, "scan", "exscan"}
+    assert set(native) == set(RULES) - {*BARRIERS, "scan", "exscan"}
     assert {kind for kind, call in native.items() if call == "send_recv"} == PRIVATE
     calls = set(native.values()) - {"send_recv"}
     assert calls == {name for name in calls if hasattr(NcclCommunicator, name)}
@@ -148,14 +150,14 @@ def test_private_blocks_go_to_their_peers(kind: str, algorithm: str) -> None:
                     assert action.region.count == lengths[action.peer]
 
 
-@each("kind", SPECS)
+@each("kind", RULES)
 def test_only_what_has_a_root_depends_on_it(kind: str) -> None:
     cases = [Case(kind, choose(kind, 44, 3), 3, root, 11, (5, 6, 7), ((1,) * 3,) * 3) for root in range(2)]
     first, second = (case.programs() for case in cases)
     assert (first == second) is not spec_of(kind).rooted
 
 
-@each("kind", SPECS)
+@each("kind", RULES)
 def test_only_what_reduces_has_something_folded(kind: str) -> None:
     case = Case(kind, choose(kind, 44, 3), 3, 0, 11, (5, 6, 7), ((1,) * 3,) * 3)
     verbs = {action.verb for program in case.programs() for action in program.actions}

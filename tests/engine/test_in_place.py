@@ -105,7 +105,7 @@ def always(pg: ProcessGroup) -> None:
 
 
 def executors(pg: ProcessGroup) -> set[Any]:
-    return {plan.executor for plan, _ in plans_of(pg)}
+    return {plan.executor for plan in plans_of(pg)}
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_name
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange, in_thread
-from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
 
 from ..internals import dispatcher_of
@@ -30,17 +30,17 @@ def start(pg: ProcessGroup, steps: Steps, timeout: float = 60.0) -> Work[Any]:
     """Start a call that consists of `steps`."""
     d = dispatcher_of(pg)
     signature = Signature("STEPS", "int64", (), None, None)
-    plan = d.planner.counting_plan(signature)
+    plan = d.plans.counting_plan(signature)
 
     def make(identity: int, completion: Completion) -> Stepped:
         return Stepped(d.comm, identity, plan, steps(d), completion)
 
-    return d.begin(Call(signature.op, make, timeout, signature))
+    return d.start(FactoryCall(signature, make, timeout))
 
 
 def add(d: Dispatcher, name: str, values: np.ndarray) -> StepGenerator[None]:
     """Sum `values` over all ranks, in place."""
-    plan = d.planner.plan("allreduce", INT64, (len(values),), op=ReduceOp.SUM)
+    plan = d.plans.plan("allreduce", INT64, (len(values),), op=ReduceOp.SUM)
     return collective(name, plan, [values])
 
 

@@ -698,7 +698,7 @@ async def test_what_carries_the_bytes_of_a_call() -> None:
 async def test_what_nccl_has_nothing_for_is_not_left_to_it() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await pg.scan(gpu.tensor(np.ones(3), pg.rank()))
-        plan = next(plan for plan, *_ in plans_of(pg) if plan.signature.op == "SCAN")
+        plan = next(plan for plan in plans_of(pg) if plan.signature.op == "SCAN")
         with pytest.raises(ValueError, match="NCCL has nothing that carries out scan: stage it"):
             native.enqueuing(plan, native.PACKED)
 
@@ -740,7 +740,7 @@ async def test_a_part_of_a_staged_call_that_fails() -> None:
 
 
 async def test_of_many_kinds_of_calls_few_are_remembered(limits: Limits) -> None:
-    limits(device_kept_calls=1)
+    limits(kept_plans=1)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for shape in ((1,), (2,), (1,), (2, 1), (1, 2), (2, 1)):

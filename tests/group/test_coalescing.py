@@ -23,8 +23,8 @@ from aiocoll import (
     new_group,
 )
 from aiocoll.completion import Completion
-from aiocoll.group.dispatch.call import Call as TakenCall
 from aiocoll.group.interceptors.fuse import LARGE
+from aiocoll.group.prepared_call import PreparedCall
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import FrameKind
 from aiocoll.work import finished_work
@@ -743,26 +743,27 @@ class Passing:
     """Takes the calls of a group, and starts them as they are."""
 
     moves_nothing = False
+    records = False
 
     def __init__(self, pg: ProcessGroup) -> None:
         self.pg = pg
         self.ops: list[str] = []
 
-    def take(self, call: TakenCall) -> Work[Any]:
+    def take(self, call: PreparedCall) -> Work[Any]:
         pg = self.pg
         self.ops.append(call.op)
         identity, seq = (2 << 62, None) if call.signature is None else dispatcher_of(pg).numbered(call.key)
         completion = Completion(comm_of(pg).endpoint, call.op, seq, call.key, dispatcher_of(pg))
         call.expect(completion)
         work: Work[Any] = Work(completion)
-        dispatcher_of(pg).enter(call.make(identity, completion))
+        dispatcher_of(pg).enter(call.operation(comm_of(pg), identity, completion))
         return work
 
 
 class Faking(Passing):
     """Takes the calls of a group, and does nothing."""
 
-    def take(self, call: TakenCall) -> Work[Any]:
+    def take(self, call: PreparedCall) -> Work[Any]:
         return finished_work(comm_of(self.pg).endpoint, call.op, dispatcher_of(self.pg), call.result)
 
 

@@ -88,10 +88,10 @@ def test_fold_does_not_depend_on_which_input_is_the_output(op: str, dtype: str) 
 @over("memory", "shm")
 async def test_elements_are_reduced_on_one_rank_where_ranks_make_different_nans(pg: ProcessGroup) -> None:
     """The arithmetic of each rank is replaced by one that makes NaNs of its own."""
-    comm, planner = comm_of(pg), dispatcher_of(pg).planner
+    comm = comm_of(pg)
     assert comm.makes_same_nans
     comm.makes_same_nans = False
-    planner._plans.clear()
+    dispatcher_of(pg).plans.known.clear()
     found = []
     for op, dtype in cases():
         arrays = [inputs(dtype, count, pg.size())[pg.rank()].copy() for count in (1, 3, 131)]

@@ -36,7 +36,7 @@ from ..ranks import LINKS, over
 def is_quick(plan: CallPlan[Any]) -> bool:
     """Whether a start checks nothing again."""
     again: Any = plan._again
-    return again.func.__name__ in ("again", "begin_again")
+    return again.func.__name__ == "_start_again"
 
 
 def every(pg: ProcessGroup) -> list[tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, int], None], bool]]:

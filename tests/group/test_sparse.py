@@ -18,7 +18,7 @@ from aiocoll.elements.dtypes import by_name, from_float32, to_float32
 from aiocoll.elements.entries import Entries, coalesced, merged, pack, unpack
 from aiocoll.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError, GroupRevokedError
 from aiocoll.group import sparse_reduce
-from aiocoll.group.dispatch.call import Call
+from aiocoll.group.prepared_call import PreparedCall
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.work import Work, completion_of
 
@@ -451,10 +451,12 @@ def test_on_the_virtual_clock_it_is_the_same_again() -> None:
 
 async def test_a_taker_may_start_it_later() -> None:
     class Later:
-        def __init__(self) -> None:
-            self.calls: list[tuple[Call, Completion]] = []
+        moves_nothing = records = False
 
-        def take(self, call: Call) -> Work[Any]:
+        def __init__(self) -> None:
+            self.calls: list[tuple[PreparedCall, Completion]] = []
+
+        def take(self, call: PreparedCall) -> Work[Any]:
             completion = Completion(comm_of(group).endpoint, call.op, 1, call.key, dispatcher_of(group))
             call.expect(completion)
             self.calls.append((call, completion))
@@ -471,7 +473,7 @@ async def test_a_taker_may_start_it_later() -> None:
         assert call.op == "ALLREDUCE_SPARSE"
         assert call.result is array
         identity, _ = dispatcher_of(pg).numbered(call.key)
-        comm_of(pg).enter(call.make(identity, completion))
+        comm_of(pg).enter(call.operation(comm_of(pg), identity, completion))
         assert await work is array
         assert np.array_equal(array.toarray(), total(2))
 

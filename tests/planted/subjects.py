@@ -139,7 +139,14 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_in_place.py", "-k", "not 7"),
             ),
         ),
-        "plans by arrays": Subject(("Parts.find", "Lists.find"), (("test_in_parts.py",), ("test_lists.py",))),
+        "plans by arrays": Subject(
+            ("CallCache.parts",),
+            (("test_in_parts.py",), ("test_lists.py",), ("test_call_cache.py",)),
+        ),
+        "prepared calls": Subject(
+            ("PlannedCall.again", "Batch.take"),
+            (("test_prepared_call.py",), ("group/test_plans.py",), ("test_coalescing.py",)),
+        ),
         "what is kept": Subject(
             (
                 "Packer._let_go",
@@ -249,6 +256,7 @@ BY_HAND = (
     "order on devices",
     "nccl",
     "plans by arrays",
+    "prepared calls",
     "what is kept",
     "signals",
     "group ids",

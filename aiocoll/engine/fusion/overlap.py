@@ -84,7 +84,7 @@ def _arrays(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[t
 def _read_by(member: DeferredCompletion) -> Sequence[NDArray[Any]]:
     """Return the host arrays that a call without a plan reads."""
     call = member.call
-    return () if call.on_device is not None or call.arrays is None else call.arrays
+    return () if call.is_on_device or call.arrays is None else call.arrays
 
 
 def _spans(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[Span]:

@@ -23,11 +23,9 @@ from typing import Any
 import msgpack
 
 from aiocoll.completion import Completion
-from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.comparison import Difference
-from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import KEYED, Signature
 from aiocoll.engine.operations.verify import Compared
 from aiocoll.errors import GroupError
@@ -39,37 +37,49 @@ from aiocoll.group.cuda.enqueued import Enqueued
 from aiocoll.group.cuda.kinds import Kind
 from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out
 from aiocoll.group.cuda.staged import Staged, put_back
+from aiocoll.group.prepared_call import PlannedCall
 
 __all__ = ["Agreed", "DeviceCall"]
 
 
-class DeviceCall:
-    """A call on CUDA arrays; it is the executor of its plan.
+class DeviceCall(PlannedCall):
+    """A call on CUDA arrays.
+
+    Args:
+        state: the group's state on the device.
+        call: the call, whose arrays are on the device.
+        is_checked: just now, none of their streams was being captured, and their device is the thread's current one.
 
     Attributes:
-        state: the group's state on the device.
-        kind: what to do.
-        arrays: on the device, numbered as the plan's buffers; None where this rank has none.
-        is_checked: just now, none of their streams was being captured, and their device is the thread's current one.
-        signature: what the ranks must agree on.
+        state, is_checked: as given.
+        kind: what is the same in all calls of its plan.
     """
 
-    __slots__ = ("arrays", "is_checked", "kind", "signature", "state")
+    __slots__ = ("is_checked", "kind", "state")
 
-    def __init__(
-        self, state: DeviceState, kind: Kind, arrays: Sequence[DeviceArray | None], is_checked: bool = False
-    ) -> None:
+    def __init__(self, state: DeviceState, call: PlannedCall, is_checked: bool = False) -> None:
+        super().__init__(call.plan, call.arrays, call.shape, call.result, call.limit, call.key, call.unwrap)
         self.state = state
-        self.kind = kind
-        self.arrays = arrays
+        self.kind = Kind.of(call.plan)
         self.is_checked = is_checked
-        self.signature = kind.signature
 
-    def __call__(
-        self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], completion: Completion
-    ) -> Operation:
-        """Make the operation; for the arguments, see `aiocoll.engine.operations.plan.Executor`."""
+    @property
+    def signature(self) -> Signature:
+        """What the ranks must agree on."""
+        return self.kind.signature
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether it is a collective on CUDA arrays."""
+        return True
+
+    def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
+        """Make the operation."""
         return Agreed(identity, self, completion)
+
+    def way(self) -> int:
+        """Return how it is carried out, as far as that is decided."""
+        return self.kind.way(self.plan, self.state.decision)
 
 
 class Agreed(Compared):
@@ -93,6 +103,7 @@ class Agreed(Compared):
         "_kind",
         "_marks",
         "_order",
+        "_plan",
         "_position",
         "_result",
         "_staged",
@@ -102,6 +113,7 @@ class Agreed(Compared):
         super().__init__(call.state.comm, identity, call.signature, None, completion)
         self._device_state = call.state
         self._kind = call.kind
+        self._plan = call.plan
         self._arrays = call.arrays
         self._is_checked = call.is_checked
         self._marks: tuple[int, ...] = ()
@@ -139,11 +151,11 @@ class Agreed(Compared):
 
     def is_native(self) -> bool:
         """Whether NCCL carries it out."""
-        return self._kind.way(self._device_state.decision) != STAGED
+        return self._way() != STAGED
 
     def is_numbered(self) -> bool:
         """Whether it has to be compared before it starts, in any group."""
-        return self._kind.is_private or self._kind.way(self._device_state.decision) == STAGED
+        return self._kind.is_private or self._way() == STAGED
 
     # -- in the order of the program
 
@@ -185,8 +197,7 @@ class Agreed(Compared):
         """Describe this rank's call."""
         completion = self.completion
         # Of a member of a block: its own signature, not that of the block.
-        described = self._device_state.described(self._kind.plan, self._kind.signature, completion.shape)
-        told: bytes = msgpack.packb((described, completion.seq, completion.key))
+        told: bytes = msgpack.packb((self._kind.described(completion.shape), completion.seq, completion.key))
         return told
 
     def carriers(self) -> str:
@@ -235,7 +246,7 @@ class Agreed(Compared):
     def begin(self, staged: bool) -> None:
         """Start, through the host if `staged`: all calls before it have started."""
         kind = self._kind
-        way = STAGED if staged else kind.way(self._device_state.decision)
+        way = STAGED if staged else self._way()
         if kind.is_empty:
             self.ended(self.completion.value, None)
         elif way == STAGED:
@@ -288,14 +299,14 @@ class Agreed(Compared):
     def _stage(self) -> None:
         """Copy the inputs to the host."""
         state = self._device_state
-        self._staged = Staged(state.device, state.stream, self._arrays, self._kind.plan.storage)
+        self._staged = Staged(state.device, state.stream, self._arrays, self._plan.storage)
         self._flies(self._staged.copy_in(self._marks, self._ends()[0], self._copied))
 
     def _copied(self, error: DeviceError | None) -> None:
         """The inputs are on the host: run the same plan there."""
         if self._is_sound(error):
             assert self._staged is not None
-            arrays, plan, comm = self._staged.arrays, self._kind.plan, self.comm
+            arrays, plan, comm = self._staged.arrays, self._plan, self.comm
 
             def make(identity: int, completion: Completion) -> Operation:
                 return plan.executor(comm, identity, plan, arrays, completion)
@@ -331,6 +342,10 @@ class Agreed(Compared):
         if last:
             self._enqueued.put(launched)
 
+    def _way(self) -> int:
+        """Return how it is carried out."""
+        return self._kind.way(self._plan, self._device_state.decision)
+
     def _leave(self) -> None:
         """Release the resources of this call, once the device has finished."""
         self._enqueued.over()
@@ -342,7 +357,7 @@ class Agreed(Compared):
 
     def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return which arrays are inputs, and which are outputs."""
-        signature = self._kind.plan.signature
+        signature = self._plan.signature
         place = (self.comm.rank, len(self.comm.ranks), signature.root)
         spec = signature.spec
         return spec.inputs(*place), spec.outputs(*place)

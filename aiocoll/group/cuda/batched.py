@@ -6,32 +6,17 @@ Members that NCCL cannot carry out are staged, each separately. All members end 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 
 from aiocoll.completion import Completion
 from aiocoll.group.cuda.agreed import Agreed, DeviceCall
-from aiocoll.group.cuda.kinds import hashed
+from aiocoll.group.cuda.kinds import described, hashed
 from aiocoll.group.cuda.native import STAGED, Native
+from aiocoll.group.prepared_call import PlannedCall
 
-__all__ = ["BatchedCalls", "Member"]
-
-
-class Member(NamedTuple):
-    """One of the collectives.
-
-    Attributes:
-        op: name of its work.
-        shape: of its main array.
-        result: result of its work.
-        call: the call.
-    """
-
-    op: str
-    shape: tuple[int, ...]
-    result: Any
-    call: DeviceCall
+__all__ = ["BatchedCalls"]
 
 
 class BatchedCalls(Agreed):
@@ -44,10 +29,11 @@ class BatchedCalls(Agreed):
 
     __slots__ = ("_is_ordered", "_left", "_members")
 
-    def __init__(self, identity: int, members: Sequence[Member], ordered: bool, completion: Completion) -> None:
-        first = members[0].call
-        arrays = [array for member in members for array in member.call.arrays]
-        super().__init__(identity, DeviceCall(first.state, first.kind, arrays), completion)
+    def __init__(self, identity: int, members: Sequence[DeviceCall], ordered: bool, completion: Completion) -> None:
+        first = members[0]
+        arrays = [array for member in members for array in member.arrays]
+        whole = PlannedCall(first.plan, arrays, (), None, first.limit, first.key)
+        super().__init__(identity, DeviceCall(first.state, whole), completion)
         completion.value = [member.result for member in members]
         self._members = members
         self._is_ordered = ordered
@@ -56,7 +42,7 @@ class BatchedCalls(Agreed):
 
     def is_private(self) -> bool:
         """Whether only the two ends of its messages know their lengths."""
-        return any(member.call.kind.is_private for member in self._members)
+        return any(member.kind.is_private for member in self._members)
 
     def is_ordered(self) -> bool:
         """Whether the order of the program is its order on all ranks."""
@@ -64,25 +50,24 @@ class BatchedCalls(Agreed):
 
     def is_native(self) -> bool:
         """Whether NCCL carries out any of it."""
-        return any(member.call.kind.way(self._device_state.decision) != STAGED for member in self._members)
+        return any(member.way() != STAGED for member in self._members)
 
     def is_numbered(self) -> bool:
         """Whether it has to be compared before it starts, in any group."""
-        decision = self._device_state.decision
-        return self.is_private() or any(member.call.kind.way(decision) == STAGED for member in self._members)
+        return self.is_private() or any(member.way() == STAGED for member in self._members)
 
     def terms(self) -> bytes:
         """Return a hash of what all ranks have to call alike."""
-        return hashed([member.call.kind.plan.signature[:5] for member in self._members])
+        return hashed([member.plan.signature[:5] for member in self._members])
 
     def begin(self, staged: bool) -> None:
         """Launch what NCCL can carry out, and stage the rest."""
         native, others = [], []
         for member in self._members:
-            kind, arrays = member.call.kind, member.call.arrays
+            kind, arrays = member.kind, member.arrays
             if kind.is_empty:
                 continue
-            way = STAGED if staged else kind.way(self._device_state.decision)
+            way = STAGED if staged else member.way()
             if way == STAGED:
                 others.append(member)
             else:
@@ -111,8 +96,7 @@ class BatchedCalls(Agreed):
     def _says(self) -> bytes:
         """Describe this rank's calls."""
         completion = self.completion
-        described = self._device_state.described(self.signature, self.signature, ())
-        told: bytes = msgpack.packb((described, completion.seq, completion.key))
+        told: bytes = msgpack.packb((described(self.signature, ()), completion.seq, completion.key))
         return told
 
     def _ended(self, error: Any) -> None:
@@ -120,13 +104,13 @@ class BatchedCalls(Agreed):
         if self._is_sound(error):
             self.ended(None, None)
 
-    def _begin_part(self, number: int, member: Member) -> None:
+    def _begin_part(self, number: int, member: DeviceCall) -> None:
         """Stage a call; the first makes the stream of all of them wait for the caller's."""
         marks = self.taken_marks()
 
         def make(identity: int, completion: Completion) -> _Part:
             completion.op, completion.shape = member.op, member.shape
-            return _Part(identity, member.call, marks, completion)
+            return _Part(identity, member, marks, completion)
 
         self._start_child(f"member {number} of {self.id}", make, self.ended)
 

@@ -14,10 +14,8 @@ from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.unmade_groups import keep_message
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.comparison import Difference, compare, packed
+from aiocoll.engine.operations.comparison import Difference, compare
 from aiocoll.engine.operations.differences import called
-from aiocoll.engine.operations.plan import Plan
-from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, GroupError
 from aiocoll.gpu.api import DeviceError, Nccl
 from aiocoll.gpu.device import Device
@@ -25,7 +23,6 @@ from aiocoll.group.cuda.backend_agreement import BackendAgreement
 from aiocoll.group.cuda.call_order import CallOrder
 from aiocoll.group.cuda.cards import Decision
 from aiocoll.group.cuda.communicator import DeviceCommunicator
-from aiocoll.group.cuda.kinds import KEPT, Kind
 from aiocoll.group.cuda.native_messages import NativeMessages
 from aiocoll.group.cuda.slots import Slots
 from aiocoll.log import logger
@@ -75,8 +72,6 @@ class DeviceState:
         self.slots: Slots | None = None
         self._forced = forced
         self._ahead = ahead
-        self._kinds: dict[Plan, Kind] = {}
-        self._described: dict[tuple[Plan | Signature, tuple[int, ...]], bytes] = {}
         #: Calls, verdicts, and messages about the order, that wait for the decision.
         self._undecided: list[Agreed] = []
         self._verdicts: list[tuple[Agreed, int, bool]] = []
@@ -93,15 +88,6 @@ class DeviceState:
         self._is_over = False
         self._agreement.start()
         comm.devices.connect(self._handle_message)
-
-    def kind(self, plan: Plan) -> Kind:
-        """Return what is the same in all calls of a plan on CUDA arrays."""
-        found = self._kinds.get(plan)
-        if found is None:
-            if len(self._kinds) >= KEPT:
-                self._kinds.clear()
-            found = self._kinds[plan] = Kind(plan)
-        return found
 
     def mark(self, arrays: Sequence[DeviceArray | None], is_checked: bool = False) -> tuple[int, ...]:
         """Record the position of the caller's streams: the call's work waits for it.
@@ -136,16 +122,6 @@ class DeviceState:
             call.lead(self.order, ahead=False)
         else:
             call.lead(self.order, ahead=True)
-
-    def described(self, call: Plan | Signature, signature: Signature, shape: tuple[int, ...]) -> bytes:
-        """Return the encoded description of a call; equal calls share one, made once."""
-        found = self._described.get((call, shape))
-        if found is None:
-            if len(self._described) >= KEPT:
-                self._described.clear()
-            found = packed(description(self.comm.rank, signature, shape, None, None), None)
-            self._described[call, shape] = found
-        return found
 
     def judge(self, operation: Agreed, said: Sequence[memoryview]) -> Difference | None:
         """As rank 0, compare the calls of all ranks; return how they differ, or let them start in their turn."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from aiocoll.elements.device import UNKNOWN, DeviceArray
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.composite import Make
-from aiocoll.engine.operations.plan import Plan
 from aiocoll.gpu.api import Cuda
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import runtime
 from aiocoll.group.cuda.agreed import DeviceCall
-from aiocoll.group.cuda.batched import BatchedCalls, Member
+from aiocoll.group.cuda.batched import BatchedCalls
 from aiocoll.group.cuda.device_state import DeviceState
 from aiocoll.group.cuda.messages import DeviceContent, DeviceRecv, DeviceSend
+from aiocoll.group.prepared_call import PlannedCall, PreparedCall
 
 __all__ = ["DeviceCalls"]
 
@@ -67,12 +67,13 @@ class DeviceCalls:
                 is_current = device.check_capture(checked)
         return is_current
 
-    def executor(self, plan: Plan, arrays: Sequence[DeviceArray | None], at_once: bool) -> DeviceCall:
-        """Return what carries out a collective on arrays that were checked; `at_once`: now, on the current device."""
-        return DeviceCall(self.state, self.state.kind(plan), arrays, at_once)
+    def call(self, call: PlannedCall, at_once: bool) -> DeviceCall:
+        """Return a call on arrays that were checked; `at_once`: it starts now, on the current device."""
+        return DeviceCall(self.state, call, at_once)
 
-    def batched(self, members: Sequence[Member], ordered: bool) -> Make:
+    def batched(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
         """Return what makes the operation of several collectives; `ordered`: it starts in the order of the program."""
+        members = [call for call in calls if isinstance(call, DeviceCall)]
         return lambda identity, completion: BatchedCalls(identity, members, ordered, completion)
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:

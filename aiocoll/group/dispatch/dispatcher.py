@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from aiocoll.algorithms.spec import spec_of
 from aiocoll.completion import Completion
 from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.elements.ops import ReduceOp
@@ -20,24 +21,18 @@ from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
-from aiocoll.engine.operations.plan import Executor, Plan
+from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.errors import GroupClosedError
-from aiocoll.group.dispatch.call import (
-    Call,
-    Interceptor,
-    Recorder,
-    Unchecked,
-    interceptor_in_scope,
-    scope_here,
-    scoped,
-)
-from aiocoll.group.dispatch.planner import Known, Planner, keep
+from aiocoll.group.dispatch.call_cache import CallCache
+from aiocoll.group.dispatch.interceptor import Interceptor, interceptor_in_scope, scope_here, scoped
+from aiocoll.group.dispatch.planner import Planner
+from aiocoll.group.prepared_call import FactoryCall, PlannedCall, PreparedCall, Unchecked
 from aiocoll.loading import loading
 from aiocoll.numerals import to_int
 from aiocoll.options import seconds
 from aiocoll.unretrieved import UnretrievedFailures
-from aiocoll.work import Work
+from aiocoll.work import COMPILED, Work
 
 if TYPE_CHECKING:
     from aiocoll.group.cuda.device_state import DeviceState
@@ -54,6 +49,7 @@ Timeout = float | timedelta | None
 TellWrong = Callable[[ValueError, Signature, tuple[int, ...], Timeout, str | None], Work[Any]]
 _ndarray: Final = np.ndarray
 _thread: Final = threading.get_ident
+_new: Final = object.__new__
 
 
 class Dispatcher:
@@ -70,6 +66,7 @@ class Dispatcher:
         options: the group's, resolved.
         rank, size: of the group.
         planner: makes the plans of calls.
+        plans: finds the plans of calls like earlier ones.
         interceptor: takes all calls outside of blocks; set by `intercept`.
         failures: of works whose outcome nobody has retrieved.
         closed: this rank has closed the group.
@@ -85,6 +82,7 @@ class Dispatcher:
         self.rank = comm.rank
         self.size = len(comm.ranks)
         self.planner = Planner(comm, dry=dry)
+        self.plans = CallCache(self.planner, comm.rank, len(comm.ranks))
         self.interceptor: Interceptor | None = None
         self._tell_wrong: TellWrong | None = None
         self.failures = UnretrievedFailures(comm.name, comm.rank)
@@ -101,11 +99,10 @@ class Dispatcher:
         self._run_quietly = comm.endpoint.quiet.run
         self._enter = comm.enter
         self._pid = os.getpid()
+        self._known = self.plans.known
         self._scopes = 0
         # Calls take the slow path: the group is closed, or there are interceptors.
         self._diverts = False
-        # Plans by the kind of call and the dtype and shape of a plain array.
-        self._plans_by_array: dict[tuple[Any, ...], Known] = {}
 
     # -- checks of the group
 
@@ -168,37 +165,35 @@ class Dispatcher:
         timeout: Timeout,
         key: Unchecked,
     ) -> Work[Any]:
-        """Start a collective on one tensor or number, of the same count on all ranks.
-
-        Nearly every call is on a plain array like that of an earlier one: then the plan stored for such arrays replaces
-        the work of `view`, the planner and `start`, in a quarter of their time.
-        """
-        # carray: contiguous, aligned and writeable.
+        """Start a collective on one tensor or number, of the same count on all ranks."""
+        # hot path: inlined from `CallCache.one`
         if type(tensor) is _ndarray and tensor.flags.carray:
             dtype, shape = tensor.dtype, tensor.shape
-            call = kind, dtype, shape, id(op), root
-            found = self._plans_by_array.get(call)
-            # Of dtypes that are equal, one may be an alias that NumPy would convert.
-            if found is not None and found[0].storage is dtype:
+            plan = self._known.get((kind, dtype, id(op), root, shape)) or self.plans.one(kind, tensor, op, root)
+            if plan is not None and plan.storage is dtype:
                 flat = tensor if len(shape) == 1 else tensor.reshape(-1)
-                return self.launch(found[0], [flat], shape, tensor, timeout, key)
-        else:
-            call = None
+                limit = self.comm.timeout if timeout is None else seconds(timeout, "timeout")
+                if COMPILED:
+                    return self.start(PlannedCall(plan, [flat], shape, tensor, limit, key))
+                # hot path: inlined from `PlannedCall.__init__`, since passing the arguments takes half of its 200 ns
+                call = _new(PlannedCall)
+                call.plan = plan
+                call.arrays = [flat]
+                call.shape = shape
+                call.result = tensor
+                call.limit = limit
+                call.key = key
+                call.unwrap = None
+                return self.start(call)
         buffer = (
             view(tensor, writable=writable) if type(tensor) is _ndarray or not is_scalar(tensor) else scalar(tensor)
         )
         if op is not None and buffer.dtype.kind == "record":
             buffer = paired(buffer, op, writable=writable)
-        plan = self.planner.plan(kind, buffer.dtype, (buffer.count,), op=op, root=root)
-        if call is not None:
-            keep(self._plans_by_array, call, (plan, op))
-        # As in `start`, without the call.
-        arrays: list[Any] = [buffer.array]
-        executor = None if type(arrays[0]) is _ndarray else self._on_device(plan, arrays)
-        unwrap = None if buffer.writeback is None else _unstage((buffer,), buffer.result)
-        return self.launch(plan, arrays, buffer.shape, buffer.result, timeout, key, unwrap, executor)
+        plan = self.plans.of_buffer(kind, buffer, op, root)
+        return self.start(self.on_buffers(plan, (buffer,), buffer, buffer.result, timeout, key))
 
-    def start(
+    def on_buffers(
         self,
         plan: Plan,
         buffers: Sequence[Buffer | None],
@@ -207,9 +202,8 @@ class Dispatcher:
         timeout: Timeout,
         key: Unchecked,
         wholes: Sequence[Buffer] = (),
-        executor: Executor | None = None,
-    ) -> Work[Any]:
-        """Start `plan`.
+    ) -> PreparedCall:
+        """Return the call of a plan on buffers that were checked.
 
         Args:
             plan: what to do.
@@ -219,7 +213,6 @@ class Dispatcher:
             timeout: the call's.
             key: the call's.
             wholes: buffers of which `buffers` are parts; if staged, they are copied back at the end.
-            executor: carries it out in place of the plan's executor.
         """
         arrays: list[Any] = []
         staged = [whole for whole in wholes if whole.writeback is not None] if wholes else []
@@ -227,99 +220,55 @@ class Dispatcher:
             arrays.append(None if buffer is None else buffer.array)
             if buffer is not None and buffer.writeback is not None:
                 staged.append(buffer)
-        if arrays and type(arrays[-1]) is not _ndarray:  # of none of them the last one is missing
-            executor = self._on_device(plan, arrays)
-        shape = () if main is None else main.shape
         unwrap = _unstage(staged, result) if staged else None
-        return self.launch(plan, arrays, shape, result, timeout, key, unwrap, executor)
+        shape = () if main is None else main.shape
+        call = PlannedCall(plan, arrays, shape, result, self.limit(timeout), key, unwrap)
+        # Of none of them the last one is missing.
+        return call if not arrays or type(arrays[-1]) is _ndarray else self._on_device(call)
 
-    def launch(
-        self,
-        plan: Plan,
-        arrays: list[Any],
-        shape: tuple[int, ...],
-        result: Any,
-        timeout: Timeout,
-        key: Unchecked,
-        unwrap: Callable[[], Any] | None = None,
-        executor: Executor | None = None,
-    ) -> Work[Any]:
-        """Start `plan` on flat arrays that were checked; then `unwrap` makes the result."""
+    # -- any call
+
+    def start(self, call: PreparedCall) -> Work[Any]:
+        """Start a call, or pass it to an interceptor."""
         comm = self.comm
-        limit = comm.timeout if timeout is None else seconds(timeout, "timeout")
-        # As in `check`, without the call.
+        # hot path: inlined from `check`, and from `interceptor_here` where no other block is inside that of this group
         if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.barred:
             self.check()
         if self._diverts:
             scope = scope_here()
-            # As below, in a third of the time, where no other block is inside that of this group.
-            if scope is not None and scope.group is self and scope.record is not None:
-                return scope.record(plan, arrays, shape, result, limit, key, unwrap, executor)
-            if (interceptor := self.interceptor_here()) is not None:
-                if isinstance(interceptor, Recorder):
-                    return interceptor.record(plan, arrays, shape, result, limit, key, unwrap, executor)
-                return interceptor.take(self.call(plan, arrays, shape, result, limit, key, unwrap, executor))
+            interceptor = None if scope is None or scope.group is not self else scope.interceptor
+            if interceptor is not None or (interceptor := self.interceptor_here()) is not None:
+                return interceptor.take(call)
+        if type(call) is not PlannedCall:
+            return self._start(call)
+        # hot path: inlined from `_start`, and from `PlannedCall`
+        plan = call.plan
+        key = call.key
         if key is None:
             identity = seq = comm.entered = comm.entered + 1
         else:
             identity, seq = self.keyed_id(key)
         completion = Completion(self.endpoint, plan.signature.op, seq, key, self)
-        completion.shape, completion.timeout, completion.value = shape, limit, result
-        if unwrap is not None:
-            completion.unwrap = unwrap
+        completion.shape, completion.timeout, completion.value = call.shape, call.limit, call.result
+        if call.unwrap is not None:
+            completion.unwrap = call.unwrap
         work: Work[Any] = Work(completion)
-        make = plan.executor if executor is None else executor
-        self._run_quietly(self._enter, make(comm, identity, plan, arrays, completion))
+        self._run_quietly(self._enter, plan.executor(comm, identity, plan, call.arrays, completion))
         return work
 
-    def again(
-        self, plan: Plan, arrays: list[Any], shape: tuple[int, ...], result: Any, timeout: float, key: Unchecked
-    ) -> Work[Any]:
-        """Start `plan` as before, of a call that has been checked."""
-        return self.launch(plan, [*arrays], shape, result, timeout, key)
-
-    def call(
-        self,
-        plan: Plan,
-        arrays: list[Any],
-        shape: tuple[int, ...],
-        result: Any,
-        limit: float,
-        key: Unchecked,
-        unwrap: Callable[[], Any] | None,
-        executor: Executor | None,
-    ) -> Call:
-        """Return the `Call` that an interceptor gets for a call on arrays."""
-        make = plan.executor if executor is None else executor
-
-        def operation(identity: int, completion: Completion) -> Operation:
-            return make(self.comm, identity, plan, arrays, completion)
-
-        known = plan if executor is None else None
-        signature = plan.signature if isinstance(executor, type) else getattr(executor, "signature", plan.signature)
-        on_device = None if signature.device == "cpu" else plan
-        return Call(
-            plan.signature.op, operation, limit, signature, key, shape, result, unwrap, 0, known, arrays, on_device
-        )
-
-    # -- any other call
-
-    def begin(self, call: Call) -> Work[Any]:
-        """Start a call, or pass it to an interceptor."""
-        self.check()
-        if self._diverts and (interceptor := self.interceptor_here()) is not None:
-            return interceptor.take(call)
+    def _start(self, call: PreparedCall) -> Work[Any]:
+        """Start a call that no interceptor takes."""
         # Not for a message: its operation has its own id.
         identity, seq = (P2P, None) if call.signature is None else self.numbered(call.key)
         completion = Completion(self.endpoint, call.op, seq, call.key, self)
         call.expect(completion)
         work: Work[Any] = Work(completion)
-        self._enter(call.make(identity, completion))
+        operation = call.operation(self.comm, identity, completion)
+        if isinstance(call, PlannedCall):
+            self._run_quietly(self._enter, operation)
+        else:
+            self._enter(operation)
         return work
-
-    def begin_again(self, call: Call) -> Work[Any]:
-        """Start a message as before."""
-        return self.begin(call)
 
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight."""
@@ -365,6 +314,12 @@ class Dispatcher:
     def block_here(self) -> Interceptor | None:
         """Return the interceptor of calls here, if it is that of a block."""
         return interceptor_in_scope(self) if self._scopes else None
+
+    def check_block(self, kind: str) -> None:
+        """Refuse a kind of call that the block here would record, but cannot."""
+        block = self.block_here()
+        if block is not None and block.records and not spec_of(kind).recordable:
+            raise RuntimeError(f"{kind}() takes several steps, which a coalescing block cannot record: call it outside")
 
     def close(self) -> None:
         """Accept no more calls."""
@@ -436,35 +391,32 @@ class Dispatcher:
         self._device_calls, self.device_state = calls, calls.state
         return calls
 
-    def _on_device(self, plan: Plan, arrays: list[Any]) -> Executor:
-        """Return what carries out `plan` on CUDA arrays."""
+    def _on_device(self, call: PlannedCall) -> PreparedCall:
+        """Return a call that is on CUDA arrays as what carries it out there."""
         if self.dry:
-            return plan.executor
+            plan, arrays = call.plan, call.arrays
+
+            def make(identity: int, completion: Completion) -> Operation:
+                return plan.executor(self.comm, identity, plan, arrays, completion)
+
+            return FactoryCall(plan.signature, make, call.limit, call.key, call.shape, call.result)
         calls = self._device_calls
         is_current = False
         if calls is None:
-            calls = self.on_device(arrays)
-        else:  # the group is checked as the call is launched
-            is_current = calls.check(arrays)
-        return calls.executor(plan, arrays, is_current and not self._diverts)
+            calls = self.on_device(call.arrays)
+        else:  # the group is checked as the call is started
+            is_current = calls.check(call.arrays)
+        return calls.call(call, is_current and not self._diverts)
 
-    def as_one(self, calls: Sequence[Call], ordered: bool) -> Make:
+    def as_one(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
         """Return what makes one operation of several collectives on CUDA arrays, which have been checked.
 
         Args:
             calls: the collectives.
             ordered: it starts at its place in the order of the program.
         """
-        from aiocoll.group.cuda.batched import Member
-
-        made = self._device_calls
-        assert made is not None
-        members = [
-            Member(call.op, call.shape, call.result, made.executor(call.on_device, call.arrays or (), False))
-            for call in calls
-            if call.on_device is not None
-        ]
-        return made.batched(members, ordered)
+        assert self._device_calls is not None
+        return self._device_calls.batched(calls, ordered)
 
     def batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
         """Let messages of these CUDA arrays, which start in the block, be one group of NCCL calls."""

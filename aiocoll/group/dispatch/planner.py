@@ -1,8 +1,8 @@
-"""How a call becomes a plan: its algorithm, its program, and its executor; made once for equal calls."""
+"""How a call becomes a plan: its algorithm, its program, and its executor."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.scale import scaled
@@ -18,11 +18,7 @@ from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.slot_program import SlotProgram
 
-__all__ = ["Known", "Planner", "keep"]
-
-#: A plan, and the op of its call, which must live as long as its id identifies the plan.
-Known = tuple[Plan, ReduceOp | None]
-K = TypeVar("K", bound=Known | None)
+__all__ = ["Planner"]
 
 #: Ranks up to which the ring of chunk queues, two steps per rank, pays for sizes just too large for one step.
 CIRCLE = 4
@@ -31,8 +27,6 @@ CIRCLE = 4
 EACH_REDUCES = 4
 #: Ranks up to which barriers go through slots; to tell one other rank takes a microsecond and a half.
 BARRIER_IN_SLOTS = 64
-#: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
-PLANS = 256
 
 _INT64 = by_name("int64")
 #: Collectives of large messages that processes read in each other's memory, and the algorithm for it: each rank reads
@@ -41,7 +35,7 @@ _IN_PLACE = {"allreduce": "ring", "reduce_scatter": "ring", "allgather": "direct
 
 
 class Planner:
-    """Makes the plans of one group.
+    """Makes the plans of one group; its `CallCache` keeps them.
 
     Args:
         comm: this rank's part in the group.
@@ -55,7 +49,6 @@ class Planner:
         self._dry = dry
         # The algorithm of small allreduces and barriers in shared memory.
         self._small = "oneshot" if self._size <= EACH_REDUCES else "central"
-        self._plans: dict[tuple[Any, ...], Known] = {}
 
     def plan(
         self,
@@ -67,7 +60,7 @@ class Planner:
         root: int | None = None,
         agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        """Return the plan of a call, made once for equal calls.
+        """Make the plan of a call.
 
         Args:
             kind: the collective, as `algorithms.select` calls it.
@@ -77,19 +70,14 @@ class Planner:
             root: its root.
             agreed: the counts that all ranks know to be equal; by default all of `sizes`.
         """
-        # By identity: hashing an op costs more than the rest of the look-up, and the entry keeps the op alive.
-        call = (kind, dtype, sizes, id(op), root)
-        found = self._plans.get(call)
-        if found is None:
-            # First, since it checks the op.
-            made = kernel(op, dtype, self._size) if spec_of(kind).reduces else None  # type: ignore[arg-type]
-            if made is not None and made.of_one is not None and kind == "exscan":
-                made = made._replace(prescale=made.of_one)  # rank 1 gets what rank 0 gave
-            name = None if op is None else op.wire_name
-            plan = self.compiled(kind, dtype, sizes, made, name, root, agreed)
-            plan.op = op
-            found = keep(self._plans, call, (plan, op))
-        return found[0]
+        # First, since it checks the op.
+        made = kernel(op, dtype, self._size) if spec_of(kind).reduces else None  # type: ignore[arg-type]
+        if made is not None and made.of_one is not None and kind == "exscan":
+            made = made._replace(prescale=made.of_one)  # rank 1 gets what rank 0 gave
+        name = None if op is None else op.wire_name
+        plan = self.compiled(kind, dtype, sizes, made, name, root, agreed)
+        plan.op = op
+        return plan
 
     def compiled(
         self,
@@ -155,14 +143,13 @@ class Planner:
         return plan
 
     def counting_plan(self, signature: Signature) -> Plan:
-        """Return the plan of the step in which all ranks exchange one number each, for a call with this signature."""
-        if (found := self._plans.get((signature,))) is None:
-            counts = (1,) * self._size
-            nbytes = _INT64.itemsize * self._size
-            algorithm = choose("allgather", nbytes, self._size, tuning=self._comm.tuning, hosts=self._comm.hosts)
-            program = self._program("allgather", algorithm, (counts,), None, None)
-            found = keep(self._plans, (signature,), (Plan(signature, program, _INT64, None, ProgramExecutor), None))
-        return found[0]
+        """Make the plan of the step in which all ranks exchange one number each, for a call with this signature."""
+        counts = (1,) * self._size
+        nbytes = _INT64.itemsize * self._size
+        algorithm = choose("allgather", nbytes, self._size, tuning=self._comm.tuning, hosts=self._comm.hosts)
+        return Plan(
+            signature, self._program("allgather", algorithm, (counts,), None, None), _INT64, None, ProgramExecutor
+        )
 
     def _program(
         self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None
@@ -229,14 +216,6 @@ class Planner:
         inputs = spec.inputs(rank, self._size, root)
         in_place = inputs == spec.outputs(rank, self._size, root)
         return scaled(program, {buffer: counts[buffer] or 0 for buffer in inputs}, len(counts), in_place)
-
-
-def keep(plans: dict[tuple[Any, ...], K], call: tuple[Any, ...], found: K) -> K:
-    """Remember the plan of a call, among at most `PLANS`."""
-    if len(plans) >= PLANS:
-        plans.clear()
-    plans[call] = found
-    return found
 
 
 def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:

@@ -10,23 +10,26 @@ from typing import Any, Self
 from aiocoll.completion import Completion
 from aiocoll.engine.control.causes import failure_by
 from aiocoll.engine.fusion.deferred_completion import DeferredCompletion, MemberCompletion
-from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.errors import GroupError
-from aiocoll.group.dispatch.call import Call, Interceptor, Recorder
 from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.dispatch.interceptor import Interceptor
 from aiocoll.group.interceptors.recording import Flusher, Recording
+from aiocoll.group.prepared_call import PlannedCall, PreparedCall
 from aiocoll.user_code import describe
 from aiocoll.work import Work
 
 __all__ = ["Batch", "Coalescer", "check_list", "pairs"]
 
 
-class Batch(Recorder):
+class Batch:
     """A block of ``async with`` whose calls travel together; `ProcessGroup.coalescing` makes it and says what it does.
 
     Attributes:
         seq: the number of the last flush, to look up in `completed_everywhere`; None before the first.
     """
+
+    moves_nothing = False
+    records = True
 
     def __init__(self, dispatcher: Dispatcher, flusher: Flusher, open_batches: dict[Batch, None]) -> None:
         self.seq: int | None = None
@@ -82,37 +85,24 @@ class Batch(Recorder):
 
     # -- recording
 
-    def record(
-        self,
-        plan: Plan,
-        arrays: list[Any],
-        shape: tuple[int, ...],
-        result: Any,
-        timeout: float,
-        key: str | None,
-        unwrap: Callable[[], Any] | None,
-        executor: Executor | None,
-    ) -> Work[Any]:
-        """Record a call on arrays."""
-        if key is not None or executor is not None:
-            return self.take(self._dispatcher.call(plan, arrays, shape, result, timeout, key, unwrap, executor))
+    def take(self, call: PreparedCall) -> Work[Any]:
+        """Record a call."""
+        if type(call) is not PlannedCall or call.key is not None:
+            if call.key is not None:
+                self._dispatcher.check_key(call.key)
+            return self.recording.keep(call)
         recording = self.recording
+        plan = call.plan
         completion = DeferredCompletion(recording, plan.signature.op, None, None, self._dispatcher)
         completion.plan = plan
-        completion.arrays = arrays
-        completion.value = result
-        if unwrap is not None:
-            completion.unwrap = unwrap
-        if timeout < recording.limit:
-            recording.limit = timeout
+        completion.arrays = call.arrays
+        completion.value = call.result
+        if call.unwrap is not None:
+            completion.unwrap = call.unwrap
+        if call.limit < recording.limit:
+            recording.limit = call.limit
         recording.members.append(completion)
         return Work(completion)
-
-    def take(self, call: Call) -> Work[Any]:
-        """Record any other call."""
-        if call.key is not None:
-            self._dispatcher.check_key(call.key)
-        return self.recording.keep(call)
 
     def recorded(self) -> list[Completion]:
         """Return the completions of calls that have not started."""
@@ -218,42 +208,33 @@ class Coalescer:
         return calls
 
 
-class _Collector(Recorder):
+class _Collector:
     """Records the calls on a list of tensors, which are parts of one call."""
+
+    moves_nothing = False
+    records = True
 
     def __init__(self, dispatcher: Dispatcher, recording: Recording) -> None:
         self._dispatcher = dispatcher
         self._recording = recording
 
-    def record(
-        self,
-        plan: Plan,
-        arrays: list[Any],
-        shape: tuple[int, ...],
-        result: Any,
-        timeout: float,
-        key: str | None,
-        unwrap: Callable[[], Any] | None,
-        executor: Executor | None,
-    ) -> Work[Any]:
+    def take(self, call: PreparedCall) -> Work[Any]:
         """Record a call on arrays."""
+        if not isinstance(call, PlannedCall):
+            raise TypeError("the tensors of a list must be dense arrays")
         recording = self._recording
-        completion = MemberCompletion(recording, plan.signature.op, None, None, None)
-        if executor is None:
-            completion.plan = plan
+        completion = MemberCompletion(recording, call.op, None, None, None)
+        if type(call) is PlannedCall:
+            completion.plan = call.plan
         else:  # on a device
             completion.plan = None
-            completion.call = self._dispatcher.call(plan, arrays, shape, result, timeout, key, None, executor)
-        completion.arrays = arrays
-        completion.value = result
-        completion.unwrap = unwrap
-        recording.limit = min(recording.limit, timeout)
+            completion.call = call
+        completion.arrays = call.arrays
+        completion.value = call.result
+        completion.unwrap, call.unwrap = call.unwrap, None  # once is enough
+        recording.limit = min(recording.limit, call.limit)
         recording.members.append(completion)
         return Work(completion)
-
-    def take(self, call: Call) -> Work[Any]:
-        """Refuse any other call."""
-        raise TypeError("the tensors of a list must be dense arrays")
 
 
 def _nothing() -> None:

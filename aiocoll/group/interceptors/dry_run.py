@@ -7,8 +7,8 @@ from typing import Any
 from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import P2P, Signature
-from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.prepared_call import MessageCall, PreparedCall
 from aiocoll.work import Work
 
 __all__ = ["DryRun"]
@@ -22,18 +22,19 @@ class DryRun:
     """
 
     moves_nothing = False
+    records = False
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    def take(self, call: Call) -> Work[Any]:
+    def take(self, call: PreparedCall) -> Work[Any]:
         """Number a call as usual, and complete it with this rank's own data in place of the others'."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         completion = Completion(d.endpoint, call.op, seq, call.key, d)
         call.expect(completion)
         work: Work[Any] = Work(completion)
-        if call.ends is not None and call.ends[0] == "src":
+        if isinstance(call, MessageCall) and call.ends[0] == "src":
             src = call.ends[1]
             completion.source = int(d.rank == 0 < d.size - 1) if src is None else src
         signature = Signature(call.op, None, (), None, None) if call.signature is None else call.signature

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 from aiocoll.algorithms.cost import predict
 from aiocoll.algorithms.load import Load, seconds_of
-from aiocoll.algorithms.spec import Participants, spec_of
+from aiocoll.algorithms.select import choose
+from aiocoll.algorithms.spec import Method, Participants
 from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.completion import Completion
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.signature import Signature
-from aiocoll.group.dispatch.call import Call
 from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.prepared_call import FactoryCall, MessageCall, PlannedCall, PreparedCall
 from aiocoll.work import Work
 
 __all__ = ["Estimate", "Estimator", "Predicted"]
@@ -55,12 +56,13 @@ class Estimator:
     """Takes the calls of one block, and adds their estimates."""
 
     moves_nothing = True
+    records = False
 
     def __init__(self, dispatcher: Dispatcher, estimate: Estimate) -> None:
         self._dispatcher = dispatcher
         self._estimate = estimate
 
-    def take(self, call: Call) -> Work[Any]:
+    def take(self, call: PreparedCall) -> Work[Any]:
         """Add the estimate of a call."""
         if call.signature is not None and call.signature.device != "cpu":
             raise TypeError(f"{call.op} is on CUDA arrays, of which nothing has been measured: pass host arrays")
@@ -74,27 +76,33 @@ class Estimator:
         return work
 
 
-def _prediction(comm: Communicator, call: Call) -> Predicted:
-    signature, machine, size = call.signature, comm.tuning.machine, len(comm.ranks)
-    if signature is None:
+def _prediction(comm: Communicator, call: PreparedCall) -> Predicted:
+    machine, size = comm.tuning.machine, len(comm.ranks)
+    if isinstance(call, MessageCall):
         return Predicted(call.op, call.nbytes, None, seconds_of(Load(1, 1, 1, call.nbytes, call.nbytes, 0), machine))
-    if call.plan is not None:
-        nbytes, algorithm = _whole(signature, comm) * call.plan.unit * call.plan.itemsize, call.plan.algorithm
-    elif call.op == "MONITORED_BARRIER":
-        nbytes, algorithm = 0, "linear"
-    else:
-        # Of objects, sparse arrays or counts yet unknown: messages go as those of the collective named first.
-        spec = spec_of(call.op.lower().partition("_")[0])
-        sends = 0 if spec.receivers is Participants.ROOT else size - 1
-        receives = 0 if spec.senders is Participants.ROOT else size - 1
-        load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
-        return Predicted(call.op, call.nbytes, None, seconds_of(load, machine))
-    kind, seconds = signature.op.lower(), 0.0
+    if isinstance(call, PlannedCall):
+        nbytes = _whole(call.signature, comm) * call.plan.unit * call.plan.itemsize
+        return _of_program(comm, call.op, nbytes, call.plan.algorithm)
+    assert isinstance(call, FactoryCall)
+    spec = call.signature.spec
+    if spec.method is Method.PROGRAM:
+        algorithm = choose(spec.kind, call.nbytes, size, tuning=comm.tuning, hosts=comm.hosts)
+        return _of_program(comm, call.op, call.nbytes, algorithm)
+    # Their messages go straight from rank to rank.
+    sends = 0 if spec.receivers is Participants.ROOT else size - 1
+    receives = 0 if spec.senders is Participants.ROOT else size - 1
+    load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
+    return Predicted(call.op, call.nbytes, None, seconds_of(load, machine))
+
+
+def _of_program(comm: Communicator, op: str, nbytes: int, algorithm: str) -> Predicted:
+    """Predict what an algorithm takes."""
+    kind, machine, size, seconds = op.lower(), comm.tuning.machine, len(comm.ranks), 0.0
     if (kind, algorithm) in two_level.ALGORITHMS:
         seconds = two_level.predict(algorithm, kind, nbytes, comm.hosts, machine)
     elif size > 1:
         seconds = predict(algorithm, kind, nbytes, size, machine)
-    return Predicted(call.op, nbytes, algorithm, seconds)
+    return Predicted(op, nbytes, algorithm, seconds)
 
 
 def _whole(signature: Signature, comm: Communicator) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
 from numpy.typing import NDArray
 
 from aiocoll.completion import Completion
+from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.fusion.deferred_completion import DeferredCompletion, FlushCompletion
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.fusion.overlap import Span, check_no_overlap, check_spans
@@ -18,9 +20,10 @@ from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Ended, Make
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
 from aiocoll.engine.operations.signature import P2P
-from aiocoll.group.dispatch.call import Call, Interceptor, Wrapper
 from aiocoll.group.dispatch.dispatcher import Dispatcher
+from aiocoll.group.dispatch.interceptor import Interceptor, Wrapper
 from aiocoll.group.interceptors.fuse import Fuser
+from aiocoll.group.prepared_call import FactoryCall, MessageCall, PlannedCall, PreparedCall
 from aiocoll.work import Work, completion_of
 
 __all__ = ["Flusher", "Recording"]
@@ -55,7 +58,7 @@ class Recording:
         self.failed = failed
         self._dispatcher = dispatcher
         self.members: list[DeferredCompletion] = []
-        self.loose: list[tuple[DeferredCompletion, Call]] = []
+        self.loose: list[tuple[DeferredCompletion, PreparedCall]] = []
         self.lists: list[tuple[DeferredCompletion, list[DeferredCompletion]]] = []
         self.limit = inf
         self.followed: list[Completion] = []
@@ -80,18 +83,18 @@ class Recording:
         """Let the block also wait for `completion`."""
         self.followed.append(completion)
 
-    def keep(self, call: Call) -> Work[Any]:
+    def keep(self, call: PreparedCall) -> Work[Any]:
         """Record a call that is not fused."""
         completion = DeferredCompletion(self, call.op, None, call.key, self._dispatcher)
         call.expect(completion)
         if call.signature is not None and call.key is None:
             completion.plan = None
             completion.call = call
-            self.limit = min(self.limit, call.timeout)
+            self.limit = min(self.limit, call.limit)
             self.members.append(completion)
         else:
             self.loose.append((completion, call))
-            if call.ends is not None and call.ends[0] == "src":
+            if isinstance(call, MessageCall) and call.ends[0] == "src":
                 completion.withdraw = lambda: self._withdraw(completion)
         return Work(completion)
 
@@ -182,7 +185,7 @@ class Flusher:
             return None
         if outer is not None and outer.moves_nothing:
             for bucket in layout.buckets:
-                outer.take(self._bucket_call(layout, bucket, [], members, recording.limit, False)._replace(key=key))
+                outer.take(self._bucket_call(layout, bucket, [], members, recording.limit, key))
             for member in members:
                 member.finish(member.value)
             recording.settle(None)
@@ -193,9 +196,9 @@ class Flusher:
 
         def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], ended: Ended) -> None:
             alone = len(layout.buckets) == 1 and outer is None and wrapper is None and key is None
-            call = self._bucket_call(layout, bucket, arrays, members, limit, alone)._replace(key=key)
+            call = self._bucket_call(layout, bucket, arrays, members, limit, key, alone)
             if outer is None:
-                make = _in_flush(call, layout, limit)
+                make = _in_flush(self._comm, call, layout, limit)
                 flush.children.start(flush, f"bucket {number} of {identity}", make, ended)
             else:
                 _at_end(completion_of(outer.take(call)), ended)
@@ -232,22 +235,27 @@ class Flusher:
         arrays: list[NDArray[Any] | None],
         members: Sequence[DeferredCompletion],
         limit: float,
-        alone: bool,
-    ) -> Call:
+        key: str | None,
+        alone: bool = False,
+    ) -> PreparedCall:
         """Return the call that a bucket is; one that is `alone` in its flush starts when that does."""
         if bucket.plan is not None:
-            return self._dispatcher.call(bucket.plan, arrays, (), None, limit, None, None, None)
-        own: list[Call] = [members[position].call for position in bucket.members]
+            return PlannedCall(bucket.plan, arrays, (), None, limit, key)
+        own: list[PreparedCall] = [members[position].call for position in bucket.members]
         if len(own) == 1:
+            own[0].key = key
             return own[0]
-        return Call(layout.signature.op, self._dispatcher.as_one(own, alone), limit, layout.signature)  # on a device
+        return FactoryCall(layout.signature, self._dispatcher.as_one(own, alone), limit, key)  # on a device
 
     def _start_all_loose(
-        self, calls: Sequence[tuple[DeferredCompletion, Call]], outer: Interceptor | None, wrapper: Wrapper | None
+        self,
+        calls: Sequence[tuple[DeferredCompletion, PreparedCall]],
+        outer: Interceptor | None,
+        wrapper: Wrapper | None,
     ) -> None:
         """Start messages, and collectives with a key; a call that cannot start fails alone."""
         d = self._dispatcher
-        with d.batched(array for _, call in calls if call.signature is None for array in call.arrays or ()):
+        with d.batched(array for _, call in calls if isinstance(call, MessageCall) for array in call.arrays or ()):
             for completion, call in calls:
                 if outer is not None:
                     completion.unwrap = None
@@ -259,23 +267,23 @@ class Flusher:
                 except Exception as error:
                     fail([completion], error)
 
-    def _loose(self, completion: DeferredCompletion, call: Call, wrapper: Wrapper | None) -> Operation:
+    def _loose(self, completion: DeferredCompletion, call: PreparedCall, wrapper: Wrapper | None) -> Operation:
         """Return the operation of a message, or of a collective with a key."""
         if call.signature is None:
-            return call.make(P2P, completion)
+            return call.operation(self._comm, P2P, completion)
         identity, completion.seq = self._dispatcher.keyed_id(call.key)
         if wrapper is None:
-            return call.make(identity, completion)
-        return wrapper.wrap(identity, call.signature, call.make, completion)
+            return call.operation(self._comm, identity, completion)
+        return wrapper.wrap(identity, call.signature, partial(call.operation, self._comm), completion)
 
 
-def _in_flush(call: Call, layout: Layout, limit: float) -> Make:
+def _in_flush(comm: Communicator, call: PreparedCall, layout: Layout, limit: float) -> Make:
     """Make the operation of a bucket: the flush is what the ranks talk about."""
 
     def make(identity: int, completion: Completion) -> Operation:
         # Of a monitored barrier its own: only that one knows better than the flush why it expires.
-        completion.expect(call.shape, call.timeout if call.op == MonitoredBarrier.OP else limit, call.result)
-        operation = call.make(identity, completion)
+        completion.expect(call.shape, call.limit if call.op == MonitoredBarrier.OP else limit, call.result)
+        operation = call.operation(comm, identity, completion)
         operation.signature, operation.fingerprint = layout.signature, layout.fingerprint
         return operation
 
@@ -286,8 +294,8 @@ def _device_spans(members: Sequence[DeferredCompletion], rank: int, size: int) -
     """Return where the CUDA arrays of members are."""
     for position, member in enumerate(members):
         call = None if member.plan is not None else member.call
-        if call is not None and call.on_device is not None:
-            signature = call.on_device.signature
+        if call is not None and call.is_on_device:
+            signature = call.signature
             writes = signature.spec.outputs(rank, size, signature.root)
             for buffer, array in enumerate(call.arrays):
                 if array is not None and array.size:

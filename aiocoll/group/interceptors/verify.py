@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from aiocoll.completion import Completion
@@ -9,8 +10,9 @@ from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.engine.operations.verify import Compared, WrongCall
-from aiocoll.group.dispatch.call import Call, Wrapper
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
+from aiocoll.group.dispatch.interceptor import Wrapper
+from aiocoll.group.prepared_call import PreparedCall
 from aiocoll.work import Work
 
 __all__ = ["Verifier"]
@@ -35,7 +37,7 @@ class Verifier(Wrapper):
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    def take(self, call: Call) -> Work[Any]:
+    def take(self, call: PreparedCall) -> Work[Any]:
         """Start a call: a message between two ranks at once, a collective when it has been compared."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
@@ -43,9 +45,9 @@ class Verifier(Wrapper):
         call.expect(completion)
         work: Work[Any] = Work(completion)
         d.enter(
-            call.make(identity, completion)
+            call.operation(d.comm, identity, completion)
             if call.signature is None
-            else self.wrap(identity, call.signature, call.make, completion)
+            else self.wrap(identity, call.signature, partial(call.operation, d.comm), completion)
         )
         return work
 

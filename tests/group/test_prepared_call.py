@@ -1,0 +1,238 @@
+"""The record of a call: what interceptors get, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupOptions, ProcessGroup, Recv, Send, new_group, testing
+from aiocoll.algorithms.load import Load, seconds_of
+from aiocoll.algorithms.spec import SPECS, Method
+from aiocoll.completion import Completion
+from aiocoll.group.prepared_call import FactoryCall, MessageCall, PlannedCall, PreparedCall
+from aiocoll.work import Work, completion_of
+
+from ..internals import comm_of, dispatcher_of
+
+
+class Keeping:
+    """Keeps the calls that it takes, and starts them later."""
+
+    moves_nothing = False
+    records = True
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        self.pg = pg
+        self.calls: list[tuple[PreparedCall, Work[Any]]] = []
+
+    def take(self, call: PreparedCall) -> Work[Any]:
+        completion = Completion(comm_of(self.pg).endpoint, call.op, None, call.key, dispatcher_of(self.pg))
+        call.expect(completion)
+        work: Work[Any] = Work(completion)
+        self.calls.append((call, work))
+        return work
+
+    def start(self) -> None:
+        """Start all calls as they are."""
+        d = dispatcher_of(self.pg)
+        for call, work in self.calls:
+            completion = completion_of(work)
+            identity, completion.seq = (2 << 62, None) if call.signature is None else d.numbered(call.key)
+            d.enter(call.operation(d.comm, identity, completion))
+
+
+def kept(pg: ProcessGroup, *calls: Callable[[], Any]) -> Keeping:
+    """Return what has taken some calls."""
+    keeping = Keeping(pg)
+    with dispatcher_of(pg).scoped(keeping):
+        for call in calls:
+            call()
+    return keeping
+
+
+@pytest.mark.ranks(2)
+async def test_a_call_on_arrays_is_its_plan_and_its_arrays(pg: ProcessGroup) -> None:
+    tensor = np.arange(6.0).reshape(2, 3)
+    keeping = kept(pg, lambda: pg.allreduce(tensor, timeout=7.0, key="k"))
+    ((call, work),) = keeping.calls
+    assert type(call) is PlannedCall
+    assert (call.op, call.signature, call.key, call.limit) == ("ALLREDUCE", call.plan.signature, "k", 7.0)
+    assert (call.shape, call.result is tensor, call.unwrap, call.is_on_device) == ((2, 3), True, None, False)
+    assert [array.shape for array in call.arrays] == [(6,)]
+    assert np.shares_memory(call.arrays[0], tensor)
+    keeping.start()
+    assert await work is tensor
+    assert tensor.ravel().tolist() == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.ranks(1)
+async def test_the_copy_of_the_constructor_agrees_with_it(pg: ProcessGroup) -> None:
+    """`Dispatcher.one` has a copy of `PlannedCall.__init__`."""
+    tensor = np.ones(3)
+    ((copy, _),) = kept(pg, lambda: pg.broadcast(tensor, 0)).calls
+    assert isinstance(copy, PlannedCall)
+    made = PlannedCall(copy.plan, copy.arrays, (3,), tensor, pg.timeout, None)
+    for name in ("plan", "arrays", "result", "unwrap", "key"):
+        assert getattr(copy, name) is getattr(made, name)
+    assert (copy.shape, copy.limit) == (made.shape, made.limit)
+
+
+@pytest.mark.ranks(2)
+async def test_a_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
+    keeping = kept(pg, lambda: pg.allreduce(2.5), lambda: pg.allreduce(np.ones(4)[::2]))
+    assert all(call.unwrap is not None for call, _ in keeping.calls)
+    keeping.start()
+    assert await keeping.calls[0][1] == 5.0
+    assert (await keeping.calls[1][1]).tolist() == [2, 2]
+
+
+@pytest.mark.ranks(2)
+async def test_objects_are_made_by_a_factory(pg: ProcessGroup) -> None:
+    keeping = kept(pg, lambda: pg.allgather_object(pg.rank()), lambda: pg.allgather(None, np.ones(pg.rank() + 1)))
+    objects, unsized = (call for call, _ in keeping.calls)
+    assert isinstance(objects, FactoryCall)
+    assert isinstance(unsized, FactoryCall)
+    assert [objects.op, unsized.op] == ["ALLGATHER_OBJECT", "ALLGATHER_ALLOCATED"]
+    assert objects.nbytes > 0 < unsized.nbytes == 8 * (pg.rank() + 1)
+    keeping.start()
+    assert await keeping.calls[0][1] == [0, 1]
+    assert [each.tolist() for each in await keeping.calls[1][1]] == [[1], [1, 1]]
+
+
+@pytest.mark.ranks(2)
+async def test_a_message_has_ends_and_no_signature(pg: ProcessGroup) -> None:
+    other, tensor = 1 - pg.rank(), np.zeros(3)
+    keeping = kept(pg, lambda: pg.batch([Send(np.full(3, float(pg.rank())), other, 5), Recv(tensor, None, 5)]))
+    send, receive = (call for call, _ in keeping.calls)
+    assert isinstance(send, MessageCall)
+    assert isinstance(receive, MessageCall)
+    assert (send.signature, send.key, receive.signature, receive.key) == (None,) * 4
+    assert (send.ends, receive.ends) == (("dst", other, 5), ("src", None, 5))
+    assert (send.nbytes, receive.nbytes, receive.result is tensor) == (24, 24, True)
+    keeping.start()
+    await keeping.calls[1][1]
+    assert tensor.tolist() == [other] * 3
+
+
+@pytest.mark.ranks(1)
+async def test_a_call_that_starts_again_has_a_list_of_its_own(pg: ProcessGroup) -> None:
+    """An operation may add to the list that it is given."""
+    planned = PlannedCall(dispatcher_of(pg).plans.plan("barrier", None, ()), [], (3,), "result", 2.0, "key", list)
+    again = planned.again()
+    assert again.arrays == []
+    assert again.arrays is not planned.arrays
+    for name in ("plan", "shape", "result", "limit", "key", "unwrap"):
+        assert getattr(again, name) == getattr(planned, name)
+    (message, _), *_ = kept(pg, lambda: pg.send(np.ones(1), 0)).calls
+    assert message.again() is message
+
+
+@pytest.mark.ranks(2)
+async def test_the_copy_of_the_start_agrees_with_it(pg: ProcessGroup) -> None:
+    """`Dispatcher.start` has a copy of `_start` for calls on arrays."""
+    works: list[Work[Any]] = []
+    d = dispatcher_of(pg)
+    for key, start in ((None, d.start), (None, d._start), ("k", d.start), ("k", d._start)):
+        tensor = np.ones(3)
+        plan = d.plans.one("broadcast", tensor, None, 0)
+        assert plan is not None
+        works.append(start(PlannedCall(plan, [tensor], (3,), tensor, 5.0, key, tensor.tolist)))
+    assert [await work for work in works] == [[1, 1, 1]] * 4
+    assert [(work.op, work.seq, work.key) for work in works] == [
+        ("BROADCAST", 1, None), ("BROADCAST", 2, None), ("BROADCAST", 1, "k"), ("BROADCAST", 2, "k")
+    ]  # fmt: skip
+    assert len({(completion_of(work).shape, completion_of(work).timeout) for work in works}) == 1
+
+
+# -- calls that no program carries out, by their rows
+
+
+def sparse(pg: ProcessGroup) -> Any:
+    return pytest.importorskip("scipy.sparse").coo_array(np.eye(4))
+
+
+#: Starts each call that no program carries out, apart from messages and what is no call on a group.
+COMPOSITE: dict[str, Callable[[ProcessGroup], Any]] = {
+    "allreduce_sparse": lambda pg: pg.allreduce(sparse(pg)),
+    "reduce_sparse": lambda pg: pg.reduce(sparse(pg), 0),
+    "broadcast_sparse": lambda pg: pg.broadcast(sparse(pg), 0),
+    "allgather_sparse": lambda pg: pg.allgather(None, sparse(pg)),
+    "gather_sparse": lambda pg: pg.gather(None, sparse(pg), 0),
+    "allgather_allocated": lambda pg: pg.allgather(None, np.ones(2 + pg.rank())),
+    "broadcast_object": lambda pg: pg.broadcast_object("x", 0),
+    "allgather_object": lambda pg: pg.allgather_object("x"),
+    "gather_object": lambda pg: pg.gather_object("x", 0),
+    "scatter_object": lambda pg: pg.scatter_object(["x"] * pg.size() if pg.rank() == 0 else None, 0),
+    "alltoall_object": lambda pg: pg.alltoall_object(["x"] * pg.size()),
+}
+TO_ROOT = {"reduce_sparse", "gather_sparse", "gather_object"}
+FROM_ROOT = {"broadcast_sparse", "broadcast_object", "scatter_object"}
+rows = pytest.mark.parametrize("kind", COMPOSITE)
+
+
+def test_each_row_has_a_call_here() -> None:
+    others = {kind for kind, spec in SPECS.items() if spec.method in (Method.STEPS, Method.PARCELS)}
+    assert others == set(COMPOSITE)
+    rest = {kind for kind, spec in SPECS.items() if spec.method in (Method.MESSAGES, Method.LOCAL)}
+    assert rest == {"send_sparse", "recv_sparse", "halo", "split_group"}
+
+
+@rows
+@pytest.mark.ranks(2)
+async def test_the_signature_of_a_call_finds_its_row(pg: ProcessGroup, kind: str) -> None:
+    ((call, work),) = kept(pg, lambda: COMPOSITE[kind](pg)).calls
+    assert call.signature is not None
+    assert call.signature.spec is SPECS[kind]
+    completion_of(work).finish(None)
+
+
+@rows
+@pytest.mark.ranks(2)
+async def test_an_estimate_takes_the_participants_of_the_row(pg: ProcessGroup, kind: str) -> None:
+    with pg.time_estimator() as estimate:
+        async with pg.coalescing():  # without which an allgather of any counts is one of equal counts
+            COMPOSITE[kind](pg)
+    (one,) = estimate.calls
+    assert (one.op, one.algorithm) == (kind.upper(), None)
+    load = Load(1, int(kind not in TO_ROOT), int(kind not in FROM_ROOT), one.nbytes, 0, 0)
+    assert one.seconds == seconds_of(load, comm_of(pg).tuning.machine)
+
+
+@rows
+@pytest.mark.ranks(2)
+async def test_a_block_records_what_its_row_allows(pg: ProcessGroup, kind: str) -> None:
+    assert SPECS[kind].recordable
+    async with pg.coalescing():
+        work = COMPOSITE[kind](pg)
+        assert not work.done()
+        assert work in pg.pending()
+    assert work.done()
+    assert pg.stats().operations[0].op == "COALESCED"
+
+
+@rows
+@pytest.mark.ranks(2)
+async def test_statistics_count_bytes_of_what_is_sized(pg: ProcessGroup, kind: str) -> None:
+    await COMPOSITE[kind](pg)
+    (row,) = [each for each in pg.stats().operations if each.op == kind.upper()]
+    assert (row.calls, row.nbytes > 0) == (1, SPECS[kind].sized)
+
+
+@rows
+async def test_a_call_is_compared_as_any_other(kind: str) -> None:
+    async def rank(pg: ProcessGroup) -> Any:
+        await COMPOSITE[kind](pg)
+        return [each.op for each in pg.stats().operations]
+
+    assert await testing.run_ranks(2, rank, options=GroupOptions(debug="detail")) == [[kind.upper()]] * 2
+
+
+@rows
+async def test_a_dry_run_ends_it_at_once(kind: str) -> None:
+    async with new_group("fake", rank=0, world_size=3) as pg:
+        work = COMPOSITE[kind](pg)
+        assert work.done()
+        await work
