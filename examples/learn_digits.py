@@ -3,7 +3,7 @@
 The ranks train a classifier of handwritten digits together; each one holds its share of the images. Half-way, the last
 rank kills its own process. The other ranks report which rank they lost. The launcher starts a process in its place,
 which receives the weights, and training goes on. At the end all ranks have the same weights, to the last bit. Three
-sizes of `allreduce` are then measured, and printed next to the load of the machine.
+sizes of `allreduce` are then measured, and printed with the load of the machine.
 
 The images are those of the UCI Machine Learning Repository's "Optical Recognition of Handwritten Digits" (E. Alpaydin
 and C. Kaynak, 1998, CC BY 4.0).
@@ -20,12 +20,13 @@ import numpy as np
 import uvloop
 
 import aiocoll
+from aiocoll.machine_load import LoadMeter, usable_cores
 
 CLASSES = 10
 STEPS = 300
 KILL_AT = 150  # the step before which the last rank kills itself
 RATE = 0.5
-SIZES = {8: 1000, 64 << 10: 300, 16 << 20: 20}  # bytes: calls
+SIZES = {8: 10_000, 64 << 10: 3_000, 16 << 20: 100}  # bytes: calls
 
 
 async def main() -> None:
@@ -72,8 +73,8 @@ async def check_weights(pg: aiocoll.ProcessGroup, weights: np.ndarray) -> None:
 
 
 async def measure(pg: aiocoll.ProcessGroup) -> None:
-    cores = len(os.sched_getaffinity(0))
-    report(pg, f"allreduce of {pg.size()} ranks on {cores} cores, load {os.getloadavg()[0]:.1f}:")
+    report(pg, f"allreduce of {pg.size()} ranks on {len(usable_cores())} cores:")
+    meter = LoadMeter(pid=os.getppid())  # the ranks are children of the launcher
     for nbytes, calls in SIZES.items():
         x = np.zeros(nbytes // 8)
         times = np.empty(calls)
@@ -84,6 +85,8 @@ async def measure(pg: aiocoll.ProcessGroup) -> None:
             times[i] = 1e6 * (time.perf_counter() - start)
         median, fastest = np.median(times), np.quantile(times, 0.1)
         report(pg, f"{nbytes:>10,} B   median {median:>8,.1f} µs   fastest tenth {fastest:>8,.1f} µs")
+    load = meter.lap()
+    report(pg, f"load: {load}{'; do not trust the times' if load.is_high else ''}")
 
 
 def report(pg: aiocoll.ProcessGroup, text: str) -> None:

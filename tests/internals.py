@@ -201,6 +201,7 @@ PARTS = {
     "bench_processes": "aiocoll.cli.bench.run_processes",
     "doctor_answer": "aiocoll.cli.doctor_hosts._answer",
     "doctor_look": "aiocoll.cli.doctor.look",
+    "doctor_load": "aiocoll.cli.doctor.check_load",
     "doctor_meeting": "aiocoll.cli.doctor._meeting",
     "trace_collect": "aiocoll.cli.trace.collect",
     "tune_measure": "aiocoll.cli.tune.measure",

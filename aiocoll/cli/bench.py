@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import textwrap
 from contextlib import suppress
@@ -16,12 +15,13 @@ from contextlib import suppress
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli import tune
 from aiocoll.cli.arguments import add_command, positive
-from aiocoll.cli.bench_files import as_json, try_csv, write_csv
+from aiocoll.cli.bench_files import as_json, load_average, try_csv, write_csv
 from aiocoll.cli.measure import Effort
 from aiocoll.cli.sweep import HEADING, sweep
 from aiocoll.cli.terminal import complain, styled
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case
 from aiocoll.errors import AiocollError
+from aiocoll.machine_load import MAX_LOAD, LoadMeter, MachineLoad, usable_cores
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
@@ -100,9 +100,9 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             try_csv(args.csv)
     except ValueError as error:
         parser.error(str(error))
-    load = os.getloadavg()[0]
+    average, meter = load_average(), LoadMeter()
     if not args.json:
-        print(_title(args, load), styled(HEADING, "heading", sys.stdout), sep="\n", flush=True)
+        print(_title(args), styled(HEADING, "heading", sys.stdout), sep="\n", flush=True)
     try:
         timings = asyncio.run(
             run_processes(
@@ -121,17 +121,25 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except (AiocollError, ChildProcessError, TimeoutError, OSError) as error:
         complain("bench", error)
         return 1
-    if args.json:
-        print(as_json(args, load, cases, timings[0]))
+    load = meter.lap()
+    print(as_json(args, average, load, cases, timings[0]) if args.json else _footer(load))
     return int(any(timing.wrong for timing in timings[0]))
 
 
-def _title(args: argparse.Namespace, load: float) -> str:
+def _title(args: argparse.Namespace) -> str:
     op = f" {args.op}" if spec_of(args.collective).reduces else ""
-    cores = len(os.sched_getaffinity(0))
     kind = "compiled" if COMPILED else "pure Python"
-    where = f"{args.nproc} ranks on {cores} cores, load {load:.1f}, transport {args.transport}"
-    return textwrap.fill(f"# {args.collective}{op}, {args.dtype}, {where}, {kind}", 80, subsequent_indent="# ")
+    where = f"{args.nproc} ranks on {len(usable_cores())} cores, transport {args.transport}"
+    return _comment(f"{args.collective}{op}, {args.dtype}, {where}, {kind}")
+
+
+def _footer(load: MachineLoad) -> str:
+    warning = f"; do not trust the times: more than {MAX_LOAD:g} cores were not available" if load.is_high else ""
+    return _comment(f"load: {load}{warning}")
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(f"# {text}", 80, subsequent_indent="# ")
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:

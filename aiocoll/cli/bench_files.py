@@ -6,7 +6,14 @@ The object has these fields, and those of a later version will have them, too:
     aiocoll, compiled   the version of the package, and whether its hot modules are compiled
     python, numpy       their versions
     system, cores       the operating system with its release and the kind of processor; cores that this process may use
-    load                load average of the minute before the measurement: other processes, if nothing else was run
+    load                load average of the minute before the measurement; null where the system has none
+    machine_load        during the measurement; a value is null where the system does not report it:
+
+        others, steal           cores that other processes used, and that the hypervisor gave to others
+        pressure                share of the time in which a task waited for a core
+        quota                   cores that the control group may use; null without a limit, too
+        high                    whether the times cannot be trusted: others and steal took more than 0.3 cores
+
     collective, op      what was measured; op is null where nothing is reduced
     dtype, ranks        of the elements; how many processes
     transport           what --transport asked for
@@ -28,6 +35,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -36,16 +44,36 @@ import aiocoll
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli.measure import Figures, Timing
 from aiocoll.cli.workload import Case
+from aiocoll.machine_load import MachineLoad, usable_cores
 from aiocoll.work import COMPILED
 
-__all__ = ["as_json", "try_csv", "write_csv"]
+__all__ = ["as_json", "load_average", "try_csv", "write_csv"]
 
 FORMAT, VERSION = "aiocoll bench", 1
 
 
-def as_json(args: argparse.Namespace, load: float, cases: Sequence[Case], timings: Sequence[Timing]) -> str:
-    """Return the object that `aiocoll bench --json` prints."""
-    told = {
+def load_average() -> float | None:
+    """Return the load average of the last minute; None where the system has none."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def as_json(
+    args: argparse.Namespace,
+    average: float | None,
+    load: MachineLoad,
+    cases: Sequence[Case],
+    timings: Sequence[Timing],
+) -> str:
+    """Return the object that `aiocoll bench --json` prints.
+
+    Args:
+        args: of the command line.
+        average: the load average before the measurement.
+        load: the load of the machine during the measurement.
+        cases: the measured cases.
+        timings: one for each case.
+    """
+    report = {
         "format": FORMAT,
         "version": VERSION,
         "aiocoll": aiocoll.__version__,
@@ -53,8 +81,15 @@ def as_json(args: argparse.Namespace, load: float, cases: Sequence[Case], timing
         "python": platform.python_version(),
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(load, 2),
+        "cores": len(usable_cores()),
+        "load": _rounded(average),
+        "machine_load": {
+            "others": _rounded(load.others),
+            "steal": _rounded(load.steal),
+            "pressure": _rounded(load.pressure),
+            "quota": None if load.quota == inf else _rounded(load.quota),
+            "high": load.is_high,
+        },
         "collective": args.collective,
         "op": args.op if spec_of(args.collective).reduces else None,
         "dtype": args.dtype,
@@ -62,7 +97,11 @@ def as_json(args: argparse.Namespace, load: float, cases: Sequence[Case], timing
         "transport": args.transport,
         "results": [_result(case, args.nproc, timing) for case, timing in zip(cases, timings, strict=True)],
     }
-    return json.dumps(told, indent=1)
+    return json.dumps(report, indent=1)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
 
 
 def try_csv(path: str) -> None:

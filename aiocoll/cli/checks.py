@@ -18,6 +18,7 @@ from pathlib import Path
 import aiocoll
 from aiocoll.credentials import TlsFiles, tls_files
 from aiocoll.errors import AiocollError, RendezvousError
+from aiocoll.machine_load import MAX_LOAD, MachineLoad, show_cores, show_quota, show_share, usable_cores
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.launchers import EXPLICIT, LAUNCHERS, local_numbers, recognise
 from aiocoll.rendezvous.where import find_where
@@ -32,7 +33,7 @@ from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
 from aiocoll.users import peer_trouble
 from aiocoll.work import COMPILED
 
-__all__ = ["CheckResult", "look"]
+__all__ = ["CheckResult", "check_load", "look"]
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -92,6 +93,21 @@ def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
     yield from _addresses(master)
 
 
+def check_load(load: MachineLoad) -> Iterator[CheckResult]:
+    """Yield the load of this machine, with a warning where timings could not be trusted."""
+    advice = ""
+    if load.total is None:
+        advice = "timings cannot be checked for load: make /proc/stat and /proc/<pid>/stat readable"
+    elif load.is_high:
+        advice = f"timings cannot be trusted: more than {MAX_LOAD:g} cores are not available; end other work first"
+    yield CheckResult("load", "other processes", show_cores(load.others), advice)
+    yield CheckResult("load", "steal", show_cores(load.steal))
+    yield CheckResult("load", "CPU pressure", show_share(load.pressure))
+    low = load.quota is not None and load.quota < len(usable_cores())
+    advice = f"ranks are paused when they use more: allow {len(usable_cores())} cores (docker: --cpus)" if low else ""
+    yield CheckResult("load", "CPU quota", show_quota(load.quota), advice)
+
+
 def _versions() -> Iterator[CheckResult]:
     yield CheckResult("versions", "python", f"{platform.python_version()} ({platform.python_implementation()})")
     yield CheckResult("versions", "aiocoll", f"{aiocoll.__version__}, {'compiled' if COMPILED else 'pure Python'}")
@@ -108,15 +124,11 @@ def _host(ranks: int) -> Iterator[CheckResult]:
     linux = sys.platform.startswith("linux")
     advice = "" if linux else "speed is promised on Linux; here ranks use sockets"
     yield CheckResult("host", "platform", platform.platform(), advice)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cores())
     advice = (
         "" if ranks <= cores else f"{ranks} ranks take turns on {cores}: each operation takes several times as long"
     )
     yield CheckResult("host", "cores usable", str(cores), advice)
-    if hasattr(os, "getloadavg"):
-        load = os.getloadavg()[0]
-        advice = "other processes keep the cores busy: operations take several times as long" if load >= cores else ""
-        yield CheckResult("host", "load of the last minute", f"{load:.1f}", advice)
     loop = asyncio.new_event_loop()
     loop.close()
     kind = f"{type(loop).__module__}.{type(loop).__qualname__}"

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from aiocoll.cli.arguments import add_command, positive
-from aiocoll.cli.checks import CheckResult, look
+from aiocoll.cli.checks import CheckResult, check_load, look
 from aiocoll.cli.doctor_hosts import meet_hosts
 from aiocoll.cli.hosts import Hosts, add_host_arguments, read_hosts
 from aiocoll.cli.reach import HostsMet, findings
@@ -20,6 +20,7 @@ from aiocoll.cli.terminal import Progress, styled
 from aiocoll.errors import AiocollError
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.machine_load import LoadMeter
 from aiocoll.options import GroupOptions
 from aiocoll.testing.processes import run_processes
 from aiocoll.transport.stream.transport import StreamTransport
@@ -65,10 +66,11 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except ValueError as error:
         parser.error(str(error))
     say: Callable[[str], None] = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
+    meter = LoadMeter()
     with Progress() as progress:
         progress.show(f"{args.nproc} ranks meet on this host")
         pairs, met = _meeting(args.nproc)
-    found = [*look(args.nproc, args.master_addr), met]
+    found = [*look(args.nproc, args.master_addr), *check_load(meter.lap()), met]
     say("\n".join(_lines(found, pairs)))
     between: list[CheckResult] = []
     dialled: list[dict[str, Any]] = []

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import pytest
 
 import aiocoll
 from aiocoll.cli import checks, doctor
-from aiocoll.cli.checks import CheckResult, look
+from aiocoll.cli.checks import CheckResult, check_load, look
 from aiocoll.cli.main import main
+from aiocoll.machine_load import MachineLoad
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
 from aiocoll.work import COMPILED
@@ -108,6 +110,7 @@ def test_its_text_can_be_read() -> None:
         "limits",
         "means",
         "network",
+        "load",
         "ranks",
     ]
     assert "  0-1: shm, both are on this host" in lines
@@ -327,13 +330,25 @@ def test_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.advice.startswith("3 ranks take turns on 2")
 
 
-@pytest.mark.parametrize(("load", "busy"), [(0.0, False), (1.94, False), (2.0, True), (27.31, True)])
-def test_load_of_one_per_core_leads_to_a_hint(monkeypatch: pytest.MonkeyPatch, load: float, busy: bool) -> None:
+@pytest.mark.parametrize(
+    ("load", "values", "warned"),
+    [
+        (MachineLoad(0.1, 0.0, 0.25, inf), ["0.10 cores", "0.00 cores", "25 %", "none"], []),
+        (MachineLoad(0.31, 0.0, 0.25, 2.0), ["0.31 cores", "0.00 cores", "25 %", "2.00 cores"], ["other processes"]),
+        (MachineLoad(0.2, 0.2, 0.0, inf), ["0.20 cores", "0.20 cores", "0 %", "none"], ["other processes"]),
+        (MachineLoad(0.0, 0.0, 0.0, 1.5), ["0.00 cores", "0.00 cores", "0 %", "1.50 cores"], ["CPU quota"]),
+        (MachineLoad(None, None, None, None), ["unknown"] * 4, ["other processes"]),
+    ],
+)
+def test_load_that_spoils_timings_leads_to_a_hint(
+    load: MachineLoad, values: list[str], warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3}, raising=False)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 50.0))
-    finding = found("load of the last minute")
-    assert (finding.value, finding.fine) == (f"{load:.1f}", True)
-    assert finding.advice.startswith("other processes keep the cores busy") is busy
+    findings = list(check_load(load))
+    assert [finding.name for finding in findings] == ["other processes", "steal", "CPU pressure", "CPU quota"]
+    assert [finding.value for finding in findings] == values
+    assert [finding.name for finding in findings if finding.advice] == warned
+    assert all(finding.fine and finding.topic == "load" for finding in findings)
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from aiocoll.cli.output import OutputRelay
 from aiocoll.cli.sink import CommandOutput, OutputLostError, Sink, limit_waits, on_loss
 from aiocoll.cli.sweep import sweep
 from aiocoll.cli.workload import Case
+from aiocoll.machine_load import LoadMeter, MachineLoad
 from aiocoll.testing import run_ranks
 
 from ..internals import replaced
@@ -280,6 +281,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., End
     found = [CheckResult("host", f"check {number}", "fine") for number in range(1000)]
     replaced(monkeypatch, bench_processes=measured, doctor_look=lambda *_: found)
     replaced(monkeypatch, doctor_meeting=lambda ranks: ([], CheckResult("ranks", "meeting", "2 met")))
+    monkeypatch.setattr(LoadMeter, "lap", lambda _: MachineLoad(0.0, 0.0, 0.0, None))
     errors = tmp_path / "errors"
 
     def call(argv: list[str], stdout: int | None, *, stderr: int | None = -1) -> Ended:

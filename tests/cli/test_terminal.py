@@ -11,6 +11,7 @@ import pty
 import re
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from aiocoll.cli.measure import Timing
 from aiocoll.cli.sweep import row
 from aiocoll.cli.terminal import Progress, coloured, styled
 from aiocoll.cli.workload import KINDS, OPS, Case
+from aiocoll.machine_load import LoadMeter, MachineLoad
 from aiocoll.work import COMPILED
 
 from ..internals import Limits, replaced
@@ -115,9 +117,12 @@ def test_wrong_results_are_in_the_object_and_the_exit_code(
 ) -> None:
     async def measured(ranks: int, *_: object, **__: object) -> list[list[Timing]]:
         monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))  # the load of the benchmark itself
+        load[:] = [MachineLoad(0.254, 0.1, None, inf)]
         return [[Timing([4_000, 2_000, 3_000], 5e-6, wrong)]] * ranks
 
+    load = [MachineLoad(9.0, 9.0, 9.0, 9.0)]
     monkeypatch.setattr(os, "getloadavg", lambda: (1.375, 0.0, 0.0))
+    monkeypatch.setattr(LoadMeter, "lap", lambda _: load[0])
     replaced(monkeypatch, bench_processes=measured)
     argv = ["bench", "allreduce", "-n", "3", "--min", "4K", "--max", "4K", "--op", "max", "--dtype", "int16", "--json"]
     assert main(argv) == int(wrong > 0)
@@ -134,6 +139,7 @@ def test_wrong_results_are_in_the_object_and_the_exit_code(
         "python": platform.python_version(),
         "numpy": np.__version__,
         "load": 1.38,
+        "machine_load": {"others": 0.25, "steal": 0.1, "pressure": None, "quota": None, "high": True},
         "collective": "allreduce",
         "op": "max",
         "dtype": "int16",
@@ -238,7 +244,9 @@ def test_a_report_is_the_same_with_colours(
 ) -> None:
     found = [CheckResult("host", "disk", "full", "empty it", fine=False), CheckResult("host", "fan", "loud", "wait")]
     met = CheckResult("ranks", "meeting", "2 met")
-    replaced(monkeypatch, doctor_look=lambda *_: found, doctor_meeting=lambda ranks: ([], met))
+    replaced(
+        monkeypatch, doctor_look=lambda *_: found, doctor_meeting=lambda ranks: ([], met), doctor_load=lambda _: []
+    )
     monkeypatch.setenv("FORCE_COLOR", "1" if colours else "")
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
