@@ -27,6 +27,7 @@ from typing import Any
 
 from machine import machine
 
+from aiocoll.machine_load import LoadMeter
 from aiocoll.store.server import StoreServer
 
 HERE = Path(__file__).parent
@@ -54,6 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.n) < 2:
         parser.error("-n: at least 2 ranks")
+    meter = LoadMeter()
     print("# Footprint: import, start, memory, idle CPU\n", machine(), "", sep="\n", flush=True)
     took, cpu = imports()
     print(
@@ -66,7 +68,7 @@ def main() -> None:
     for world_size in args.n:
         print(row(world_size, [start(world_size, args.transport, args.idle) for _ in range(args.runs)]), flush=True)
     print(f"\nTargets: import ≤ {IMPORT} ms, 64 ranks ≤ {START:g} s, link ≤ {LINK // KIB} KiB, idle ≤ {IDLE:.1%}.")
-    print(f"Load at the end: {' '.join(Path('/proc/loadavg').read_text().split()[:3])}")
+    print(f"Load meanwhile: {meter.lap()}")
 
 
 def imports() -> tuple[list[float], list[float]]:

@@ -78,8 +78,8 @@ QUICK_ROWS = (Row(Link(1e9, 10e-3), 2, (MIB, 16 * MIB)), Row(Link(1e9, 50e-3), 4
 SYSTEMS = {
     "plain": replace(ours("auto"), name="aiocoll plain"),
     "tls": replace(ours("auto"), name="aiocoll"),
-    "gloo": PEERS["gloo"],
-    "mpich": PEERS["mpich"],
+    "gloo": PEERS["gloo-blocking"],
+    "mpich": PEERS["mpich-blocking"],
 }
 
 

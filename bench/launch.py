@@ -11,9 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,37 +21,48 @@ from inflight import Case
 from systems import System
 
 from aiocoll.cli.measure import Effort, Timing
+from aiocoll.machine_load import LoadMeter, MachineLoad
 
 RANK = str(Path(__file__).with_name("rank.py"))
 #: Seconds that ranks get to end after the first of them has failed.
 GRACE = 2.0
-#: Between two looks at the processes.
-LOOK = 0.05
-#: Open MPI refuses to run as root otherwise; in a container there may be nobody else.
+#: Seconds between two polls of the processes.
+POLL = 0.05
+#: Open MPI refuses to run as root otherwise, and a container may have no other user.
 MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What came of it: what was measured until it failed, if it did, and why."""
+    """The result of a launch.
+
+    Attributes:
+        timings: of the cases that were measured, until it failed.
+        failure: why it failed; None if it did not.
+        seconds: its duration.
+        load: of the machine meanwhile; None if it was not measured.
+        repeats: earlier launches that this one replaces, since the load was high.
+    """
 
     timings: Mapping[Case, Timing]
     failure: str | None
     seconds: float
+    load: MachineLoad | None = None
+    repeats: int = 0
 
 
 class Place(Protocol):
-    """Where the ranks of a launch run, and how they meet there."""
+    """The hosts of the ranks of a launch, and their rendezvous."""
 
     def config(self, system: System) -> dict[str, Any]:
-        """Return what the ranks are to know of it."""
+        """Return the entries of the configuration of the ranks."""
 
     def commands(self, system: System, python: str, folder: str, world_size: int) -> list[list[str]]:
-        """Return what starts them, each in `folder`."""
+        """Return the commands that start the ranks, each in `folder`."""
 
 
 class OneHost:
-    """This host, where they meet by a file."""
+    """This host; the ranks meet by a file."""
 
     def config(self, system: System) -> dict[str, Any]:
         return {"method": None, "interface": "lo", "encryption": "auto"}
@@ -80,8 +91,8 @@ def launch(
         world_size: number of ranks.
         cases: in this order.
         effort: for each case.
-        limit: seconds for all of it.
-        place: where they run; by default on this host.
+        limit: seconds for the whole launch.
+        place: where the ranks run; by default on this host.
     """
     place = place or OneHost()
     start = time.monotonic()
@@ -89,6 +100,7 @@ def launch(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         config = {
             "library": system.library,
+            "mode": system.mode,
             "transport": system.name.rpartition(" ")[2],
             "world_size": world_size,
             "job_key": secrets.token_hex(16),
@@ -98,11 +110,11 @@ def launch(
         } | place.config(system)
         (folder / "config.json").write_text(json.dumps(config))
         stack.callback(_end_strangers, folder)
-        # Debug mode would be what is measured.
+        # asyncio's debug mode would make aiocoll slower.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
         environment |= MPI_ENVIRONMENT
         processes = []
-        errors = []  # a file for each, or their lines would be mixed
+        errors = []  # one file per process, so that lines do not mix
         for command in place.commands(system, str(python or sys.executable), str(folder), world_size):
             errors.append(stack.enter_context(open(folder / f"errors.{len(errors)}", "w+")))
             process = subprocess.Popen(
@@ -127,8 +139,26 @@ def launch(
     return Launch(timings, failure, time.monotonic() - start)
 
 
+def launch_quietly(start: Callable[[], Launch], meter: LoadMeter, repeats: int) -> Launch:
+    """Launch until the load is not high, and return the launch with the least load.
+
+    Args:
+        start: launches once.
+        meter: measures the load during each launch.
+        repeats: the number of further launches, at most.
+    """
+    launches: list[Launch] = []
+    while len(launches) <= repeats:
+        meter.lap()
+        launches.append(replace(start(), load=(load := meter.lap())))
+        if launches[-1].failure is not None or not load.is_high:
+            break
+    best = min(launches, key=lambda each: (each.failure is not None, each.load.total or 0.0))
+    return replace(best, repeats=len(launches) - 1)
+
+
 def _failure(processes: Sequence[subprocess.Popen[bytes]], deadline: float, limit: int) -> str | None:
-    """Wait until all have ended well; return what went wrong otherwise."""
+    """Wait until all processes have ended; return the first failure."""
     failed: str | None = None
     while any(process.poll() is None for process in processes):
         codes = [process.returncode for process in processes]
@@ -136,7 +166,7 @@ def _failure(processes: Sequence[subprocess.Popen[bytes]], deadline: float, limi
             failed, deadline = _ending(codes), min(deadline, time.monotonic() + GRACE)
         if time.monotonic() > deadline:
             return failed or f"not done after {limit} s"
-        time.sleep(LOOK)
+        time.sleep(POLL)
     return failed or _ending([process.returncode for process in processes])
 
 
@@ -148,10 +178,11 @@ def _ending(codes: Sequence[int | None]) -> str | None:
 
 
 def _reason(failure: str, output: str) -> str:
-    """Return the failure in one line: with the last of a traceback where there is one, else with the first said."""
+    """Return the failure in one line: with the end of the first traceback, else with the first line of the output."""
     lines = [line.strip().replace("|", "/") for line in output.splitlines() if re.search("[A-Za-z]", line)]
-    said = next((line for line in lines if re.match(r"[\w.]*Error\b", line)), lines[0] if lines else "")
-    return f"{failure}: {said}" if said else failure
+    lines = [re.sub(r"^\[rank\d+\]: *", "", line) for line in lines]  # torch puts it before each line
+    reason = next((line for line in lines if re.match(r"[\w.]*Error\b", line)), lines[0] if lines else "")
+    return f"{failure}: {reason}" if reason else failure
 
 
 def _timings(path: Path, cases: Sequence[Case]) -> dict[Case, Timing]:
@@ -173,7 +204,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_strangers(folder: Path) -> None:
-    """End the ranks that are not our children: those of mpiexec, should it have left one."""
+    """End the ranks that are no children of this process: those that mpiexec has left."""
     for file in folder.glob("*.pid"):
         with suppress(OSError):
             command = Path(f"/proc/{file.stem}/cmdline").read_bytes().split(b"\0")

@@ -1,13 +1,15 @@
-"""How each library is called on one rank: the peers of aiocoll, on the same arrays."""
+"""Calls of each library on one rank: aiocoll and its peers, on the same arrays."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from time import perf_counter_ns
-from typing import Any, Literal
+from functools import partial
+from time import perf_counter, perf_counter_ns
+from typing import Any, Literal, NamedTuple
 
 from inflight import calls_of
 
@@ -18,7 +20,7 @@ from aiocoll.cli.workload import Workload
 
 @dataclass(frozen=True)
 class Library:
-    """What a rank needs to measure: its place, how calls are timed, how figures come together."""
+    """One rank of a library: its place, a timer of calls, and a reduction for figures."""
 
     rank: int
     world_size: int
@@ -26,12 +28,14 @@ class Library:
     combine: Combine
 
 
-#: What is done with a library once it is there.
+#: Seconds for which mode "spin" tests a request before it yields to the event loop.
+SPIN = 50e-6
+#: Called with a library after its initialization.
 Run = Callable[[Library], Awaitable[None]]
 
 
 def _method(config: dict[str, Any]) -> str:
-    """Return the address where ranks meet; they have been started in a folder that all of them see."""
+    """Return the address where ranks meet; the working directory of all of them is the same."""
     return config["method"] or f"file://{os.getcwd()}/store"
 
 
@@ -58,7 +62,7 @@ def aiocoll(config: dict[str, Any], rank: int, run: Run) -> None:
     uvloop.run(main())
 
 
-def gloo(config: dict[str, Any], rank: int, run: Run, awaited: bool = False) -> None:
+def gloo(config: dict[str, Any], rank: int, run: Run) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = config["interface"]
     import torch
     import torch.distributed as dist
@@ -70,35 +74,40 @@ def gloo(config: dict[str, Any], rank: int, run: Run, awaited: bool = False) -> 
 
     def times(loads: Sequence[Workload]) -> Times:
         starts = [_gloo_call(load) for load in loads]
-        if not awaited:
-            (start,) = starts
-            return _blocking(lambda: start(False))
-        loop = asyncio.get_running_loop()
+        match config["mode"]:
+            case "future":
+                return times_of(calls_of([lambda start=start: _future_of(start(True)) for start in starts]))
+            case "thread":
+                thread = Thread()
+                return times_of(calls_of([lambda start=start: thread.run(start(True).wait) for start in starts]))
+        (start,) = starts
+        return _blocking(lambda: start(False))
 
-        def begin(start: Callable[[bool], Any]) -> asyncio.Future[None]:
-            future = loop.create_future()
-            done = start(True).get_future()
-            done.add_done_callback(lambda _: loop.call_soon_threadsafe(future.set_result, None))
-            return future
-
-        return times_of(calls_of([lambda start=start: begin(start) for start in starts]))
-
-    library = Library(rank, config["world_size"], times, combine)
-    if awaited:
-        import uvloop
-
-        uvloop.run(run(library))
-    else:
-        asyncio.run(run(library))
+    _run_on_loop(run(Library(rank, config["world_size"], times, combine)))
     dist.destroy_process_group()
 
 
-def gloo_awaited(config: dict[str, Any], rank: int, run: Run) -> None:
-    gloo(config, rank, run, awaited=True)
+class Thread:
+    """A thread that makes one blocking call after the other for the running event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._executor = ThreadPoolExecutor(1)
+
+    def run(self, call: Callable[[], object]) -> Awaitable[object]:
+        return self._loop.run_in_executor(self._executor, call)
+
+
+def _future_of(work: Any) -> asyncio.Future[None]:
+    """Return a future of the running loop that a work of torch.distributed ends."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+    work.get_future().add_done_callback(lambda _: loop.call_soon_threadsafe(future.set_result, None))
+    return future
 
 
 def _gloo_call(load: Workload) -> Callable[[bool], Any]:
-    """Return a function that calls; its argument is `async_op`."""
+    """Return a function that makes the call; its argument is `async_op`."""
     import torch
     import torch.distributed as dist
 
@@ -112,18 +121,18 @@ def _gloo_call(load: Workload) -> Callable[[bool], Any]:
     match load.case.kind:
         case "gather":
             targets = tensors(load.outputs, load.inputs)
-            return lambda later: dist.gather(source, targets, dst=0, async_op=later)
+            return lambda async_op: dist.gather(source, targets, dst=0, async_op=async_op)
         case "scatter":
             sources = tensors(load.inputs, load.outputs)
-            return lambda later: dist.scatter(target, sources, src=0, async_op=later)
+            return lambda async_op: dist.scatter(target, sources, src=0, async_op=async_op)
     return {
-        "allreduce": lambda later: dist.all_reduce(x, async_op=later),
-        "broadcast": lambda later: dist.broadcast(x, 0, async_op=later),
-        "reduce": lambda later: dist.reduce(x, 0, async_op=later),
-        "barrier": lambda later: dist.barrier(async_op=later),
-        "allgather": lambda later: dist.all_gather_single(target, source, async_op=later),
-        "reduce_scatter": lambda later: dist.reduce_scatter_single(target, source, async_op=later),
-        "alltoall": lambda later: dist.all_to_all_single(target, source, async_op=later),
+        "allreduce": lambda async_op: dist.all_reduce(x, async_op=async_op),
+        "broadcast": lambda async_op: dist.broadcast(x, 0, async_op=async_op),
+        "reduce": lambda async_op: dist.reduce(x, 0, async_op=async_op),
+        "barrier": lambda async_op: dist.barrier(async_op=async_op),
+        "allgather": lambda async_op: dist.all_gather_single(target, source, async_op=async_op),
+        "reduce_scatter": lambda async_op: dist.reduce_scatter_single(target, source, async_op=async_op),
+        "alltoall": lambda async_op: dist.all_to_all_single(target, source, async_op=async_op),
     }[load.case.kind]
 
 
@@ -136,28 +145,62 @@ def mpi(config: dict[str, Any], run: Run) -> None:
         comm.Allreduce(MPI.IN_PLACE, values, MPI.SUM if how == "sum" else MPI.MAX)
 
     def times(loads: Sequence[Workload]) -> Times:
-        (load,) = loads
-        return _blocking(_mpi_call(comm, MPI, load))
+        calls = [_mpi_call(comm, MPI, load) for load in loads]
+        match config["mode"]:
+            case "test" | "spin":
+                spin = SPIN if config["mode"] == "spin" else 0.0
+                return times_of(calls_of([lambda call=call: _tested(call.start(), spin) for call in calls]))
+            case "thread":
+                thread = Thread()
+                return times_of(calls_of([lambda call=call: thread.run(call.block) for call in calls]))
+        (call,) = calls
+        return _blocking(call.block)
 
     assert comm.size == config["world_size"]
-    asyncio.run(run(Library(comm.rank, comm.size, times, combine)))
+    _run_on_loop(run(Library(comm.rank, comm.size, times, combine)))
 
 
-def _mpi_call(comm: Any, MPI: Any, load: Workload) -> Callable[[], object]:
+async def _tested(request: Any, spin: float) -> None:
+    """Wait for an MPI request: test it for `spin` seconds, then once per loop iteration."""
+    deadline = perf_counter() + spin
+    while not request.Test():
+        if perf_counter() >= deadline:
+            await asyncio.sleep(0)
+
+
+class MpiCall(NamedTuple):
+    """The two forms of an MPI call: `block` returns when it has ended, `start` returns its request."""
+
+    block: Callable[[], object]
+    start: Callable[[], Any]
+
+
+def _mpi_call(comm: Any, MPI: Any, load: Workload) -> MpiCall:
     x, source, target = load.inplace, load.inputs, load.outputs
-    root = comm.rank == 0
-    return {
-        "allreduce": lambda: comm.Allreduce(MPI.IN_PLACE, x),
-        "broadcast": lambda: comm.Bcast(x, 0),
-        "reduce": lambda: comm.Reduce(MPI.IN_PLACE if root else x, x if root else None, root=0),
-        "scan": lambda: comm.Scan(MPI.IN_PLACE, x),
-        "barrier": lambda: comm.Barrier(),
-        "allgather": lambda: comm.Allgather(source, target),
-        "reduce_scatter": lambda: comm.Reduce_scatter_block(source, target),
-        "alltoall": lambda: comm.Alltoall(source, target),
-        "gather": lambda: comm.Gather(source, target, 0),
-        "scatter": lambda: comm.Scatter(source, target, 0),
+    reduced = (MPI.IN_PLACE, x) if comm.rank == 0 else (x, None)
+    name, arguments = {
+        "allreduce": ("Allreduce", (MPI.IN_PLACE, x)),
+        "broadcast": ("Bcast", (x, 0)),
+        "reduce": ("Reduce", (*reduced, MPI.SUM, 0)),
+        "scan": ("Scan", (MPI.IN_PLACE, x)),
+        "barrier": ("Barrier", ()),
+        "allgather": ("Allgather", (source, target)),
+        "reduce_scatter": ("Reduce_scatter_block", (source, target)),
+        "alltoall": ("Alltoall", (source, target)),
+        "gather": ("Gather", (source, target, 0)),
+        "scatter": ("Scatter", (source, target, 0)),
     }[load.case.kind]
+    return MpiCall(partial(getattr(comm, name), *arguments), partial(getattr(comm, f"I{name.lower()}"), *arguments))
+
+
+def _run_on_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main` on uvloop where the environment has it, else on the loop of asyncio."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
 
 
 def _blocking(call: Callable[[], object]) -> Times:

@@ -1,17 +1,35 @@
-"""What the numbers of a benchmark depend on besides the code."""
+"""The machine, the versions and the load that the figures of a benchmark depend on."""
 
 from __future__ import annotations
 
-import os
 import platform
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from aiocoll.machine_load import LoadMeter, MachineLoad, usable_cores
 
-def machine(versions: Sequence[str] = ()) -> str:
-    """Return it in three lines of Markdown; `versions` are those of what is not in this environment."""
+#: Seconds for which the load is measured.
+INTERVAL = 1.0
+
+
+def measured_load() -> MachineLoad:
+    """Measure the load of the idle benchmark."""
+    meter = LoadMeter()
+    time.sleep(INTERVAL)
+    return meter.lap()
+
+
+def machine(versions: Sequence[str] = (), load: MachineLoad | None = None) -> str:
+    """Return three lines of Markdown: processor and system, versions, time and load.
+
+    Args:
+        versions: of packages in other environments.
+        load: of the machine before the benchmark; measured by default.
+    """
+    load = measured_load() if load is None else load
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -23,9 +41,9 @@ def machine(versions: Sequence[str] = ()) -> str:
     here = [f"{name} {version}" for name in ("aiocoll", "numpy", "uvloop") if (version := _version(name))]
     there = versions or [f"torch {version}" for version in [_version("torch")] if version]
     return (
-        f"{model}, {len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.release()}\\\n"
+        f"{model}, {len(usable_cores())} cores, {platform.system()} {platform.release()}\\\n"
         f"Python {platform.python_version()} · {' · '.join([*here, *there])}\\\n"
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, load {' '.join(f'{value:.2f}' for value in os.getloadavg())}"
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC; load: {load}"
     )
 
 

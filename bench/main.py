@@ -1,12 +1,14 @@
 """The benchmark against other libraries: `make bench`, or `make bench ARGS="--quick"`.
 
-What is compared: allreduce of float32 at all sizes, the other collectives at two, many calls in flight; with aiocoll
-over its transports, torch's Gloo (blocking, and awaited as asyncio programs do), MPICH and Open MPI through mpi4py.
+It compares all collectives of float32, and many calls in flight: aiocoll over its transports with torch's Gloo, MPICH
+and Open MPI (through mpi4py). *On the same work* are the modes of these that leave the event loop free, *against the
+limit* those that block it.
 
-How: a launch starts real processes, one per rank, and measures every case. One round launches every system once; rounds
-follow each other, each starting with another system, so that whatever else the machine does hits all alike. No barrier
-between iterations; the time of an iteration is that of its slowest rank. Every result is checked. The peers live in
-environments of their own under bench/.venvs, made on the first run; what cannot be installed is skipped, and said so.
+A launch starts one process per rank and measures every case. A round launches every system once, and begins with
+another system than the round before, so that a change of the machine affects all systems. A launch is repeated if other
+processes took too much of the cores meanwhile. The time of an iteration is that of its slowest rank, and every result
+is checked. The peers have environments under bench/.venvs, made by the first run; the report names those that cannot be
+installed.
 """
 
 from __future__ import annotations
@@ -15,42 +17,49 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from busy import busy
 from environments import Unavailable, prepare
 from inflight import Case
 from lag import SETTINGS, lag
-from launch import launch
+from launch import launch, launch_quietly
+from machine import measured_load
 from markdown import name_of, ranks_of
 from report import Report, write_csv
 from results import Results
 from roofline import roofline
-from systems import DEFAULT_TRANSPORTS, PEERS, TRANSPORTS, System, ours
+from systems import DEFAULT_TRANSPORTS, LIBRARIES, PEERS, TRANSPORTS, System, ours
 from tqdm import tqdm
 
 from aiocoll.cli.bench import size
 from aiocoll.cli.measure import Effort
 from aiocoll.cli.workload import KINDS
+from aiocoll.machine_load import LoadMeter
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = (4, 8, 64, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-QUICK_SIZES = (8, 64 * KIB, MIB, 16 * MIB)
-#: Of the other collectives: of a rank's array or block.
-OTHER_SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB)
+#: Sizes of allreduce, and of a rank's array or block in the other collectives.
+SIZES = (8, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+OTHER_SIZES = (8, 4 * KIB, 64 * KIB, MIB, 4 * MIB)
+QUICK_SIZES = (8, 64 * KIB, MIB)
+QUICK_OTHER_SIZES = (4 * KIB,)
 #: Calls in flight together, and the bytes of each.
 INFLIGHT, INFLIGHT_SIZE = 64, 4 * KIB
 PARTS = ("allreduce", "collectives", "inflight", "lag", "roofline")
 
-#: Launches of each system; the contract's numbers are medians over at least 5.
-LAUNCHES, QUICK_LAUNCHES = 5, 2
-#: Of a case in one launch: with these a run takes about 10 minutes on 2 cores, and 256 MiB are still seen 20 times.
-EFFORT, QUICK_EFFORT = Effort(0.12, 4, 1000), Effort(0.03, 3, 200)
+#: Launches of each system.
+LAUNCHES, QUICK_LAUNCHES = 15, 1
+#: Repetitions of a launch while the load is high, at most. A quick run only marks the figures.
+REPEATS, QUICK_REPEATS = 5, 0
+#: For a case in one launch. The seconds are the limit of slow calls: MPICH that is tested takes 16 ms per call with 4
+#: ranks on 2 cores.
+EFFORT, QUICK_EFFORT = Effort(0.05, 3, 1000), Effort(0.01, 2, 200)
 #: Iterations of loop lag at one setting, which fill a few thousand callbacks.
 LAG_ITERATIONS, QUICK_LAG_ITERATIONS = 8, 2
 #: Seconds for each figure of the roofline.
 ROOFLINE, QUICK_ROOFLINE = 0.5, 0.1
-#: Seconds of one launch: to start, and for each case; no launch that goes well takes a quarter of that.
+#: Seconds after which a launch has hung: to start, and for each case. The slowest takes a quarter of it.
 START, EACH = 30, 5
 
 
@@ -63,10 +72,17 @@ def arguments() -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     add("--sizes", type=size, nargs="+", metavar="SIZE", help="of allreduce, such as 8 64K 1M")
     add("--collectives", nargs="+", choices=KINDS[1:], default=list(KINDS[1:]), help="besides allreduce (default: all)")
-    add("--transports", nargs="+", choices=TRANSPORTS, default=list(DEFAULT_TRANSPORTS), help="of aiocoll")
-    add("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS), help="default: all; none if empty")
+    add("--transports", nargs="+", choices=TRANSPORTS, help="of aiocoll (default: auto unix tcp; --quick: auto)")
+    add(
+        "--peers",
+        nargs="*",
+        choices=(*LIBRARIES, *PEERS),
+        default=list(PEERS),
+        metavar="PEER",
+        help=f"{', '.join(PEERS)}, or {', '.join(LIBRARIES)} for all modes (default: all; none if empty)",
+    )
     add("--launches", type=int, metavar="N", help=f"of each system (default: {LAUNCHES})")
-    add("--busy", type=int, default=0, metavar="N", help="processes beside that keep a core busy each (default: 0)")
+    add("--busy", type=int, default=0, metavar="N", help="other processes that each keep a core busy (default: 0)")
     add("--quick", action="store_true", help="few sizes and launches, under 90 seconds")
     add("--markdown", type=Path, metavar="FILE", help="write the report there too")
     add("--csv", type=Path, metavar="FILE", help="write the figures there")
@@ -80,6 +96,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--busy: at least 0")
     args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
     args.launches = args.launches or (QUICK_LAUNCHES if args.quick else LAUNCHES)
+    args.transports = args.transports or (DEFAULT_TRANSPORTS[:1] if args.quick else DEFAULT_TRANSPORTS)
+    args.peers = list(dict.fromkeys(name for each in args.peers for name in LIBRARIES.get(each, [each])))
     return args
 
 
@@ -87,18 +105,18 @@ def main() -> None:
     start = time.monotonic()
     args = arguments()
     pythons, skipped = _environments(args.peers)
-    first, *others = args.transports  # the first stands for us where not all are shown
+    first, *others = args.transports  # the first one is measured at all collectives
     systems = [
         ours(first, KINDS),
         *map(ours, others),
         *(PEERS[name] for name in args.peers if PEERS[name].name not in skipped),
     ]
-    report = Report(systems, skipped, busy=args.busy)
+    report = Report(systems, skipped, measured_load(), busy=args.busy)
     try:
         with busy(args.busy):
             _measure(args, systems, pythons, report)
     except KeyboardInterrupt:
-        print("\nInterrupted: this is what there is so far.", file=sys.stderr)
+        print("\nInterrupted: the report has the results so far.", file=sys.stderr)
     report.seconds = time.monotonic() - start
     text = report.text()
     print(text)
@@ -132,11 +150,12 @@ def _environments(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    sizes = QUICK_OTHER_SIZES if args.quick else OTHER_SIZES
     if "allreduce" in args.parts:
         yield from (Case("allreduce", nbytes) for nbytes in args.sizes)
     if "collectives" in args.parts:
         for kind in args.collectives:
-            yield from (Case(kind, nbytes) for nbytes in ((0,) if kind == "barrier" else OTHER_SIZES))
+            yield from (Case(kind, nbytes) for nbytes in ((0,) if kind == "barrier" else sizes))
     if "inflight" in args.parts:
         yield Case("allreduce", INFLIGHT_SIZE, INFLIGHT)
 
@@ -173,7 +192,8 @@ def _rounds(
     results: Results,
     progress: tqdm[None],
 ) -> None:
-    effort = QUICK_EFFORT if args.quick else EFFORT
+    effort, repeats = (QUICK_EFFORT, QUICK_REPEATS) if args.quick else (EFFORT, REPEATS)
+    meter = LoadMeter()
     for number in range(args.launches):
         results.rounds.append({})
         first = number % len(systems)
@@ -183,7 +203,8 @@ def _rounds(
                 progress.set_description(f"{results.world_size} ranks, round {number + 1}, {system.name}")
                 python = None if system.environment is None else pythons[system.environment]
                 limit = START + EACH * len(taken)
-                done = launch(system, python, results.world_size, taken, effort, limit)
+                start = partial(launch, system, python, results.world_size, taken, effort, limit)
+                done = launch_quietly(start, meter, repeats)
                 results.rounds[-1][system.name] = done
                 if done.failure is not None:
                     what = name_of(taken[min(len(done.timings), len(taken) - 1)])

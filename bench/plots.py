@@ -9,11 +9,12 @@ import matplotlib as mpl
 from inflight import Case
 from markdown import ranks_of, size_of
 from results import Results
-from tables import THEM
+from systems import PEERS
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
+_PEERS = {system.name for system in PEERS.values()}
 #: Inches, and dots per inch.
 SIZE, DPI = (18, 5.5), 110
 
@@ -23,18 +24,18 @@ def plot(results: Results, ours: str, folder: Path) -> Path | None:
     cases = results.cases(lambda case: case.kind == "allreduce" and case.inflight == 1)
     if not cases:
         return None
-    panels = 3 if set(THEM) & set(results.systems) else 2
+    panels = 3 if _PEERS & set(results.systems) else 2
     figure, (times, bandwidths, *ratios) = plt.subplots(1, panels, figsize=SIZE, layout="constrained")
     for number, system in enumerate(results.systems):
         found = [(case, summary) for case in cases if (summary := results.summary(system, case)) is not None]
         sizes = [case.nbytes for case, _ in found]
-        style: dict[str, Any] = {"label": system, "marker": "s" if system in THEM else "o", "markersize": 4}
-        style |= {"linestyle": "--" if system in THEM else "-", "color": f"C{number}"}
+        style: dict[str, Any] = {"label": system, "marker": "s" if system in _PEERS else "o", "markersize": 4}
+        style |= {"linestyle": "--" if system in _PEERS else "-", "color": f"C{number}"}
         times.plot(sizes, [each.figures.p50 * 1e6 for _, each in found], **style)
         # A rank that is alone has no bus.
         speeds = [(each.figures.busbw if results.world_size > 1 else each.figures.algbw) / 1e9 for _, each in found]
         bandwidths.plot(sizes, speeds, **style)
-        if system in THEM:
+        if system in _PEERS:
             compared = [(case.nbytes, ratio.median) for case in cases if (ratio := results.ratio(case, ours, system))]
             ratios[0].plot(*zip(*compared, strict=True), **style) if compared else None
     _finish(times, "time, µs", cases)

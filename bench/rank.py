@@ -46,8 +46,6 @@ def measure_with(config: dict[str, Any], run: libraries.Run) -> None:
             libraries.mpi(config, run)
         case "gloo":
             libraries.gloo(config, int(sys.argv[2]), run)
-        case "gloo awaited":
-            libraries.gloo_awaited(config, int(sys.argv[2]), run)
         case "aiocoll":
             libraries.aiocoll(config, int(sys.argv[2]), run)
 

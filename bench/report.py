@@ -1,4 +1,4 @@
-"""The report of a run: everything in one text, and the figures as CSV."""
+"""The report of a run: one text in Markdown, and the figures as CSV."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from environments import REQUIREMENTS
 from lag import Found, lag_table, longest
@@ -17,10 +18,10 @@ from roofline import Roofline
 from systems import System
 from tables import (
     allreduce_details,
-    allreduce_ratios,
+    awaited_table,
+    blocking_table,
     bound_rows,
     bound_verdicts,
-    collective_table,
     failure_table,
     inflight_table,
     lag_verdict,
@@ -28,34 +29,61 @@ from tables import (
     verdict_table,
 )
 
-HEADING = """# aiocoll beside Gloo, MPICH and Open MPI
+from aiocoll.machine_load import MAX_LOAD, MachineLoad
 
-`make bench` writes this report. float32, SUM. A launch starts one process per rank; every round launches every system
-once, and starts with another one. The time of an iteration is that of its slowest rank; p50, p95 and p99 are taken of
-the iterations of a launch, and of these the median over the launches. "Times faster" is the median over the rounds of
-the ratio of the two p50 that stand side by side in a round; behind it the least and the most of the rounds. The size
-is that of one rank's array, or of one block of allgather, reduce_scatter, alltoall, gather and scatter. algbw is size /
-p50, of blocks all of them together; busbw is that times what a link carries per byte, as in nccl-tests: 2 (p-1)/p for
-allreduce, (p-1)/p for collectives of blocks, else 1. There is no barrier between iterations, so where data flows one
-way (broadcast, reduce, gather, scatter, scan) the time is that of a stream of calls. #wrong counts elements that are
-not what they should be. CPU is that of all ranks together."""
+HEADING = """# aiocoll and Gloo, MPICH, Open MPI
 
-SUMMED = """np.copyto and np.add count the bytes read plus those written, of all processes together, on arrays no cache
-holds. tcp and unix: one sender, one receiver. Last: round trips of a shared flag that both sides poll, and of one byte
-through a blocking socket."""
+`make bench` writes this report. Arrays are float32, and the reduction is SUM.
+
+- **Launches.** A launch starts one process per rank. Each round launches each system once, and begins with another
+  system. The load is measured before the first launch and between all launches. A launch during which others took more
+  than 0.3 cores is repeated, up to five times, and the launch with the least load counts. Others are processes that the
+  benchmark has not started, and other virtual machines (steal).
+- **Times.** The time of an iteration is that of its slowest rank. p50, p95 and p99 are percentiles of the iterations of
+  a launch; a table has the median over the launches. In parentheses, or as *fastest tenth*: the tenth percentile.
+- **Ratios.** "×" is the median over the rounds of the ratio of two p50 of the same round: how many times faster aiocoll
+  is. In parentheses: the least and the greatest ratio. With several peers, the fastest peer of each round counts.
+- **Sizes.** The size is that of one rank's array, or of one block of allgather, reduce_scatter, alltoall, gather and
+  scatter. algbw is size / p50, of all blocks together. busbw is algbw times the bytes that a link carries per byte, as
+  in nccl-tests: 2 (p-1)/p for allreduce, (p-1)/p for collectives of blocks, else 1.
+- **Calls.** There is no barrier between iterations. Where data flows one way (broadcast, reduce, gather, scatter, scan)
+  the time is that of a stream of calls. #wrong counts wrong elements. CPU is that of all ranks together."""
+
+AWAITED_WORK = (
+    """Calls inside an event loop that goes on meanwhile: aiocoll, and what a program could use in its place."""
+)
+
+BLOCKING_LIMIT = """Peers that block the thread, and so the event loop: what the machine allows without a loop."""
+
+SUMMED = """np.copyto and np.add count the bytes read plus those written, of all processes together, on arrays that
+fit in no cache. tcp and unix: one sender, one receiver. Last: round trips of a shared flag that both sides poll, and
+of one byte through a blocking socket."""
 
 COLUMNS = (
     *("ranks", "system", "collective", "bytes", "in_flight", "launches", "iterations", "p50_us", "p95_us", "p99_us"),
-    *("algbw_gbs", "busbw_gbs", "cpu_us", "wrong"),
+    *("algbw_gbs", "busbw_gbs", "cpu_us", "wrong", "tenth_us", "disturbed"),
 )
 
 
 @dataclass
 class Report:
-    """What was found so far; each part may be empty. `busy` processes kept a core busy beside."""
+    """The results of a run; each part may be empty.
+
+    Attributes:
+        systems: the compared systems, ours first.
+        skipped: systems that are not installed, and why.
+        before: the load before the first launch.
+        machine: a description of the machine.
+        results: of each world size.
+        rooflines: of each world size.
+        lags: of each world size.
+        seconds: duration of the run.
+        busy: processes that each kept a core busy during the run.
+    """
 
     systems: Sequence[System]
     skipped: dict[str, str]
+    before: MachineLoad
     machine: str = field(init=False)
     results: list[Results] = field(default_factory=list)
     rooflines: list[Roofline] = field(default_factory=list)
@@ -64,30 +92,46 @@ class Report:
     busy: int = 0
 
     def __post_init__(self) -> None:
-        self.machine = machine(self._versions())  # as it is before anything runs
+        self.machine = machine(self._versions(), self.before)
         if self.busy:
-            self.machine += f"\\\nwith {self.busy} processes beside that keep a core busy each"
+            self.machine += f"\\\nwith {self.busy} other processes that each keep a core busy"
 
     def text(self) -> str:
-        """Return all of it, in Markdown."""
+        """Return the report in Markdown."""
         ours = self.systems[0].name
         parts = [HEADING, self.machine, self._waits(), failure_table(self.skipped, self.results)]
         parts.append(verdict_table(self._verdicts()))
+        for title, text, make in (
+            ("On the same work", AWAITED_WORK, awaited_table),
+            ("Against the limit", BLOCKING_LIMIT, blocking_table),
+        ):
+            tables = [each for results in self.results if (each := make(results, ours)) is not None]
+            parts += [f"## {title}", text, *tables] if tables else []
         if self.results:
-            parts.append("## Allreduce")
-            parts += [allreduce_ratios(results, ours) for results in self.results]
-            parts += [allreduce_details(results) for results in self.results]
-        others = [part for results in self.results if (part := collective_table(results, ours)) is not None]
-        parts += ["## The other collectives", *others] if others else []
+            parts += ["## Allreduce, all systems", *map(allreduce_details, self.results)]
         many = inflight_table(self.results)
-        parts += ["## Many in flight", many] if many is not None else []
+        parts += ["## Many calls in flight", many] if many is not None else []
         if self.rooflines:
-            parts += ["## What the machine can do", SUMMED, roofline_table(self.rooflines), *self._bounds()]
+            parts += ["## Speed of the machine", SUMMED, roofline_table(self.rooflines), *self._bounds()]
         if self.lags:
-            parts += ["## What holds the event loop", *(lag_table(*each) for each in self.lags.items())]
+            parts += ["## Time in the event loop", *(lag_table(*each) for each in self.lags.items())]
             parts.append("Timers have a granularity of 1 ms, which alone makes a sleep up to 1 ms late.")
-        parts.append(f"Took {self.seconds / 60:.1f} minutes. At the end: {machine().splitlines()[-1]}")
+        parts.append(self._end())
         return "\n\n".join(part for part in parts if part is not None)
+
+    def _end(self) -> str:
+        """Return the duration, and the load during the launches."""
+        launches = [each for results in self.results for done in results.rounds for each in done.values()]
+        loads = [each.load for each in launches if each.load is not None]
+        totals = [load.total for load in loads if load.total is not None]
+        repeats, high = sum(each.repeats for each in launches), sum(load.is_high for load in loads)
+        text = f"Took {self.seconds / 60:.1f} minutes: {len(launches)} launches and {repeats} repetitions."
+        if not totals:
+            return f"{text} The load during the launches is unknown."
+        return (
+            f"{text} Others took {median(totals):.2f} cores during the median launch, {max(totals):.2f} at most, and "
+            f"more than {MAX_LOAD:g} during {high}."
+        )
 
     def _versions(self) -> list[str]:
         there = dict.fromkeys(each.environment for each in self.systems if each.environment is not None)
@@ -97,7 +141,7 @@ class Report:
     def _waits(self) -> str:
         named = {("aiocoll" if each.library == "aiocoll" else each.name): each.waits for each in self.systems}
         lines = [f"- {name}: {waits}." for name, waits in named.items()]
-        return "\n".join(["How a rank waits for another:\n", *lines])
+        return "\n".join(["A rank waits for another as follows:\n", *lines])
 
     def _verdicts(self) -> list[Verdict]:
         found = list(verdicts(self.results))
@@ -126,7 +170,7 @@ class Report:
 
 
 def write_csv(path: Path, all_results: Sequence[Results]) -> None:
-    """Write a row for every case of every system."""
+    """Write one row for each case of each system."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -142,6 +186,7 @@ def write_csv(path: Path, all_results: Sequence[Results]) -> None:
                                 *(summary.launches, summary.iterations),
                                 *(f"{value * 1e6:.3f}" for value in times),
                                 *(f"{value / 1e9:.6f}" for value in widths),
-                                *(f"{summary.cpu * 1e6:.3f}", summary.wrong),
+                                *(f"{summary.cpu * 1e6:.3f}", summary.wrong, f"{summary.tenth * 1e6:.3f}"),
+                                int(results.is_disturbed(case, [system])),
                             ]
                         )

@@ -1,7 +1,7 @@
-"""What all launches of a run have found, and the statistics of it.
+"""The results of all launches of a run, and their statistics.
 
-Of every launch the median over its iterations counts; of the launches the median. Systems are compared round by round,
-since the launches of one round stand side by side; of these ratios it is the median again.
+A time is the median over the launches of the medians over their iterations. A ratio of two systems is the median of
+the ratios of the rounds: the launches of one round follow each other.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
 from inflight import Case
 from launch import Launch
 
@@ -18,7 +19,7 @@ from aiocoll.cli.measure import Figures, Timing
 
 
 class Ratio(NamedTuple):
-    """How many times faster than another system: the median of the rounds, the least and the most."""
+    """The speed relative to another system: the median of the rounds, the least and the most."""
 
     median: float
     least: float
@@ -27,23 +28,33 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """One case on one system: medians over the launches, and the wrong elements of all of them."""
+    """One case on one system: medians over the launches, and sums.
+
+    Attributes:
+        launches: how many there were.
+        iterations: of all launches.
+        figures: times of one call.
+        tenth: seconds within which the fastest tenth of the calls ended.
+        cpu: CPU seconds of one call, of all ranks together.
+        wrong: wrong elements of all launches.
+    """
 
     launches: int
     iterations: int
     figures: Figures
+    tenth: float
     cpu: float
     wrong: int
 
 
 @dataclass
 class Results:
-    """The rounds of one world size: for each the launches by the name of the system.
+    """The rounds of one world size.
 
     Attributes:
         world_size: number of ranks.
         systems: names, in the order of the tables.
-        rounds: what was launched; a system that has failed is missing from then on.
+        rounds: the launches of each round, by system; a system that has failed is missing in later rounds.
     """
 
     world_size: int
@@ -51,11 +62,11 @@ class Results:
     rounds: list[dict[str, Launch]] = field(default_factory=list)
 
     def failure(self, system: str) -> str | None:
-        """Return why `system` did not measure everything."""
+        """Return the failure of `system`; None without one."""
         return next((done[system].failure for done in self.rounds if system in done and done[system].failure), None)
 
     def summary(self, system: str, case: Case) -> Summary | None:
-        """Return what is known of a case; None if it was never measured."""
+        """Return the statistics of a case; None if it was never measured."""
         timings = [timing for timing in self._timings(system, case) if timing is not None]
         if not timings:
             return None
@@ -66,6 +77,7 @@ class Results:
             Figures.at(
                 case.each(self.world_size), self.world_size, *(median(values) for values in zip(*each, strict=True))
             ),
+            median(float(np.percentile(timing.nanoseconds, 10)) for timing in timings) / 1e9 / case.inflight,
             median(timing.cpu for timing in timings) / case.inflight,
             sum(timing.wrong for timing in timings),
         )
@@ -80,8 +92,13 @@ class Results:
                 found.append(min(theirs) / ours)
         return Ratio(median(found), min(found), max(found)) if found else None
 
+    def is_disturbed(self, case: Case, systems: Sequence[str]) -> bool:
+        """Return whether the load was high during a launch that has measured `case` with one of `systems`."""
+        launches = (done[system] for done in self.rounds for system in systems if system in done)
+        return any(each.load is not None and each.load.is_high for each in launches if case in each.timings)
+
     def cases(self, wanted: Callable[[Case], bool]) -> list[Case]:
-        """Return the cases that any system has measured, in the order of the first launch that has them."""
+        """Return the wanted cases that any system has measured, in the order of the launches."""
         found: dict[Case, None] = {}
         for done in self.rounds:
             for each in done.values():
@@ -96,7 +113,7 @@ class Results:
         return None if timing is None else self._figures(case, timing).p50
 
     def _figures(self, case: Case, timing: Timing) -> Figures:
-        """Return those of one call's share."""
+        """Return the figures of one of the calls in flight."""
         return Figures.of(
             case.each(self.world_size), self.world_size, [each / case.inflight for each in timing.nanoseconds]
         )

@@ -1,4 +1,4 @@
-"""What is compared: this library over each transport, and the peers; how each is run and how it waits."""
+"""Compared systems: aiocoll over each transport, and the modes of Gloo and of two MPI libraries."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from inflight import Case
 
 from aiocoll.cli.workload import KINDS
 
-#: Of aiocoll, in the order of the tables.
+#: Transports of aiocoll, in the order of the tables.
 TRANSPORTS = ("auto", "shm", "unix", "tcp")
-#: What is asked for by default: `shm` is what `auto` takes on one host.
+#: The default: `shm` is what `auto` chooses on one host.
 DEFAULT_TRANSPORTS = ("auto", "unix", "tcp")
+
+#: How a program waits for a call. Only "blocking" stops the event loop.
+Mode = Literal["await", "future", "test", "spin", "thread", "blocking"]
 
 
 @dataclass(frozen=True)
@@ -21,26 +24,31 @@ class System:
     """One column of the comparison.
 
     Attributes:
-        name: in tables.
-        library: which part of `libraries.py` runs it.
-        environment: the virtual environment of `environments.py` that has it; None is the one of the benchmark.
-        waits: what a rank does while it waits for another.
-        kinds: the collectives it is measured at besides allreduce.
-        inflight: whether it can have many calls in flight.
-        mpiexec: options of `mpiexec`; None starts the ranks directly.
+        name: the name in tables.
+        library: the function of `libraries.py` that runs it.
+        mode: how a rank waits for a call.
+        environment: the virtual environment of `environments.py`; None is the one of the benchmark.
+        waits: `mode` in words.
+        kinds: the collectives besides allreduce.
+        mpiexec: the options of `mpiexec`; None starts the ranks directly.
     """
 
     name: str
-    library: Literal["aiocoll", "gloo", "gloo awaited", "mpi"]
+    library: Literal["aiocoll", "gloo", "mpi"]
+    mode: Mode
     environment: str | None
     waits: str
     kinds: frozenset[str] = frozenset()
-    inflight: bool = False
     mpiexec: tuple[str, ...] | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether other tasks of the event loop run during a call."""
+        return self.mode != "blocking"
 
     def takes(self, case: Case) -> bool:
         if case.inflight > 1:
-            return self.inflight
+            return self.is_awaited
         return case.kind == "allreduce" or case.kind in self.kinds
 
 
@@ -48,46 +56,50 @@ def ours(transport: str, kinds: Collection[str] = ()) -> System:
     return System(
         f"aiocoll {transport}",
         "aiocoll",
+        "await",
         None,
-        "`await` on uvloop: polls for up to 50 µs per turn of the loop, giving the core away between polls when there "
-        "are more ranks than cores; then sleeps in the loop until the kernel wakes it",
+        "`await` on uvloop polls for up to 50 µs per loop iteration, and yields the core between polls when there are "
+        "more ranks than cores; then the rank sleeps in the loop until the kernel wakes it",
         frozenset(kinds),
-        inflight=True,
     )
 
 
-PEERS = {
-    "gloo": System(
-        "gloo",
-        "gloo",
-        "torch",
-        "`dist.all_reduce(x)` blocks the thread on a condition variable, without spinning; two worker threads and one "
-        "of epoll do the work",
-        frozenset(KINDS) - {"scan"},
-    ),
-    "gloo-awaited": System(
-        "gloo awaited",
-        "gloo awaited",
-        "torch",
-        "as asyncio programs use it, on uvloop: `async_op=True`, whose future wakes the loop by `call_soon_threadsafe`",
-        inflight=True,
-    ),
-    "mpich": System(
-        "mpich",
-        "mpi",
-        "mpich",
-        "mpi4py's `Allreduce(MPI.IN_PLACE, x)` blocks and spins, so that waiting costs a core; its loop yields the "
-        "core now and then",
-        frozenset(KINDS),
-        mpiexec=(),
-    ),
-    "openmpi": System(
-        "open mpi",
-        "mpi",
-        "openmpi",
-        "mpi4py's `Allreduce(MPI.IN_PLACE, x)` blocks and spins, so that waiting costs a core; yields it when there "
-        "are more ranks than cores (it is told that there may be); ranks are not bound to cores, like all others here",
-        frozenset(KINDS),
-        mpiexec=("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
-    ),
+_GLOO = {
+    "future": "`async_op=True`; the future of the work wakes uvloop by `call_soon_threadsafe`",
+    "thread": "`async_op=True`; a thread waits for the work, awaited on uvloop by `run_in_executor`",
+    "blocking": "`dist.all_reduce(x)` blocks the thread on a condition variable, without spinning",
 }
+_MPI = {
+    "test": "`Iallreduce`, then `request.Test()` once per iteration of uvloop, with `asyncio.sleep(0)` in between",
+    "spin": "as *test*, but `Test()` is repeated for 50 µs before the first `asyncio.sleep(0)`",
+    "thread": "a thread calls `Allreduce`, awaited on uvloop by `run_in_executor`",
+    "blocking": "`Allreduce(MPI.IN_PLACE, x)` blocks the thread and spins, so that waiting takes a core",
+}
+#: Open MPI yields the core while it waits only if the ranks are allowed to be more than the cores. No rank of any
+#: system is bound to a core.
+_MPIEXEC = {"mpich": (), "openmpi": ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none")}
+_NAMES = {"gloo": "gloo", "mpich": "mpich", "openmpi": "open mpi"}
+
+
+def _peers() -> dict[str, System]:
+    """Return the peers by the names that the command line takes."""
+    peers = {}
+    for mode, waits in _GLOO.items():
+        # Gloo has no scan, and its work of a reduce_scatter has no future.
+        kinds = frozenset(KINDS) - {"scan"} - ({"reduce_scatter"} if mode == "future" else set())
+        peers[f"gloo-{mode}"] = System(f"gloo {mode}", "gloo", mode, "torch", waits, kinds)
+    for library, options in _MPIEXEC.items():
+        for mode, waits in _MPI.items():
+            name = f"{_NAMES[library]} {mode}"
+            peers[f"{library}-{mode}"] = System(name, "mpi", mode, library, waits, frozenset(KINDS), options)
+    return peers
+
+
+PEERS = _peers()
+#: The peers by their libraries: `--peers gloo` means all its modes.
+LIBRARIES = {library: [name for name in PEERS if name.startswith(f"{library}-")] for library in _NAMES}
+
+#: Names in tables. The awaited ones are what a program on an event loop can use.
+AWAITED = tuple(system.name for system in PEERS.values() if system.is_awaited)
+BLOCKING = tuple(system.name for system in PEERS.values() if not system.is_awaited)
+MPI_BLOCKING = tuple(system.name for system in PEERS.values() if system.library == "mpi" and not system.is_awaited)

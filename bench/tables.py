@@ -9,9 +9,12 @@ from limits import CALLBACK, LARGE, OF_BOUND, Verdict
 from markdown import micros, name_of, ranks_of, size_of, table
 from results import Results
 from roofline import Roofline
+from systems import AWAITED, BLOCKING, MPI_BLOCKING
 
-#: Whom we are compared with, by name; all others are ourselves.
-THEM = ("gloo", "gloo awaited", "mpich", "open mpi")
+from aiocoll.machine_load import MAX_LOAD
+
+#: Behind the first cell of a row whose figures are disturbed.
+MARK = " \\*"
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> str:
@@ -19,12 +22,15 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
     rows = [(each.what, each.limit, each.measured, words[each.met]) for each in verdicts]
     met = sum(each.met is True for each in verdicts)
     missed = sum(each.met is False for each in verdicts)
-    head = f"## What was promised\n\n{met} met, {missed} missed, {len(verdicts) - met - missed} not measured.\n\n"
+    head = (
+        f"## Limits\n\n{met} met, {missed} missed, {len(verdicts) - met - missed} not measured. The limits against "
+        "awaited peers and against blocking MPI are for the native accelerator.\n\n"
+    )
     return head + table(("what", "limit", "measured", "verdict"), rows)
 
 
 def failure_table(skipped: dict[str, str], all_results: Iterable[Results]) -> str | None:
-    """Return why something is missing, if anything is."""
+    """Return the systems that are missing and why; None if all were measured."""
     rows = [(name, "all", f"skipped: {reason}") for name, reason in skipped.items()]
     for results in all_results:
         rows += [
@@ -32,30 +38,61 @@ def failure_table(skipped: dict[str, str], all_results: Iterable[Results]) -> st
             for system in results.systems
             if (failure := results.failure(system)) is not None
         ]
-    return f"## What is missing\n\n{table(('system', 'ranks', 'why'), rows)}" if rows else None
+    return f"## Missing systems\n\n{table(('system', 'ranks', 'why'), rows)}" if rows else None
 
 
-def allreduce_ratios(results: Results, ours: str) -> str:
-    """Return how many times faster one of our transports is than each peer, by size."""
-    them = [name for name in THEM if name in results.systems]
+def awaited_table(results: Results, ours: str) -> str | None:
+    """Return the comparison with peers that leave the event loop free; None without any."""
+    return _comparison(results, ours, AWAITED, AWAITED, "× fastest awaited peer")
+
+
+def blocking_table(results: Results, ours: str) -> str | None:
+    """Return the comparison with peers that block the event loop; None without any."""
+    return _comparison(results, ours, BLOCKING, MPI_BLOCKING, "× faster MPI")
+
+
+def _comparison(results: Results, ours: str, columns: Sequence[str], rivals: Sequence[str], ratio: str) -> str | None:
+    """Return a row for each case: times of all systems, and how many times faster ours is than the fastest rival.
+
+    Args:
+        results: of one world size.
+        ours: the system of aiocoll.
+        columns: the other systems, as far as they were measured.
+        rivals: the systems that the ratio compares with.
+        ratio: the head of the column of ratios.
+    """
+    columns = [name for name in columns if name in results.systems]
+    cases = [case for case in results.cases(lambda case: case.inflight == 1) if results.summary(ours, case)]
+    if not columns or not cases:
+        return None
     rows = []
-    for case in results.cases(_allreduce):
-        summary = results.summary(ours, case)
-        cells = [_ratio(results, case, ours, other) for other in them]
-        rows.append((size_of(case.nbytes), "–" if summary is None else micros(summary.figures.p50), *cells))
-    head = ("size", "p50 µs", *(f"× {name}" for name in them))
-    return f"### {ours}: times faster, {ranks_of(results.world_size)}\n\n{table(head, rows)}"
+    for case in cases:
+        systems = [system for system in (ours, *columns) if results.summary(system, case)]
+        summaries = [results.summary(system, case) for system in (ours, *columns)]
+        times = ["–" if each is None else f"{micros(each.figures.p50)} ({micros(each.tenth)})" for each in summaries]
+        wrong = sum(each.wrong for each in summaries if each is not None)
+        size = "" if case.kind == "barrier" else size_of(case.nbytes)
+        mark = MARK if results.is_disturbed(case, systems) else ""
+        rows.append((f"{case.kind}{mark}", size, *times, _ratio(results, case, ours, *rivals), wrong))
+    head = ("collective", "size", *(f"{name} µs" for name in (ours, *columns)), ratio, "#wrong")
+    return f"### {ranks_of(results.world_size)}\n\n{marked(rows)}\n\n{table(head, rows)}"
+
+
+def marked(rows: Sequence[Sequence[object]]) -> str:
+    """Return how many rows are marked, for the line above a table."""
+    count = sum(str(row[0]).endswith(MARK) for row in rows)
+    return f"{count} of {len(rows)} rows are marked{MARK}: others took more than {MAX_LOAD:g} cores during a launch."
 
 
 def allreduce_details(results: Results) -> str:
     """Return one row for each size and system, with the columns of nccl-tests."""
-    rows: list[Sequence[object]] = []
-    for case in results.cases(_allreduce):
-        rows += [_details(results, case, system) for system in results.systems]
+    cases = results.cases(_is_allreduce)
+    rows = [_details(results, case, system) for case in cases for system in results.systems]
     head = (
         "size",
         "system",
         "p50 µs",
+        "fastest tenth",
         "p95",
         "p99",
         "algbw GB/s",
@@ -65,44 +102,25 @@ def allreduce_details(results: Results) -> str:
         "launches",
         "iterations",
     )
-    return f"### All systems, {ranks_of(results.world_size)}\n\n{table(head, rows)}"
-
-
-def collective_table(results: Results, ours: str) -> str | None:
-    """Return the other collectives: our time, and each peer's with how many times faster we are."""
-    them = [name for name in THEM if name in results.systems and name != "gloo awaited"]
-    rows = []
-    for case in results.cases(lambda case: case.kind != "allreduce"):
-        mine = results.summary(ours, case)
-        cells: list[object] = [case.kind, size_of(case.nbytes)]
-        cells += ["–"] * 4 if mine is None else [*map(micros, mine.figures[:3]), f"{mine.figures.busbw / 1e9:.3f}"]
-        for other in them:
-            theirs = results.summary(other, case)
-            cells += ["–" if theirs is None else micros(theirs.figures.p50), _ratio(results, case, ours, other)]
-        summaries = [results.summary(system, case) for system in (ours, *them)]
-        cells.append(sum(each.wrong for each in summaries if each is not None))
-        rows.append(cells)
-    if not rows:
-        return None
-    columns = [cell for name in them for cell in (f"{name} µs", "×")]
-    head = ("collective", "size", f"{ours} p50 µs", "p95", "p99", "busbw GB/s", *columns, "#wrong")
-    return f"### {ranks_of(results.world_size)}\n\n{table(head, rows)}"
+    return f"### {ranks_of(results.world_size)}\n\n{marked(rows)}\n\n{table(head, rows)}"
 
 
 def inflight_table(all_results: Iterable[Results]) -> str | None:
-    """Return the time of one call with many in flight."""
+    """Return the time of one call with many in flight; None if it was not measured."""
     rows = []
     for results in all_results:
         for case in results.cases(lambda case: case.inflight > 1):
             for system in results.systems:
                 summary = results.summary(system, case)
                 if summary is not None:
-                    ratio = "" if system in THEM else _ratio(results, case, system, "gloo awaited")
-                    times = map(micros, summary.figures[:3])
-                    place = (ranks_of(results.world_size), name_of(case), system)
-                    rows.append((*place, *times, micros(summary.cpu), summary.wrong, ratio))
-    head = ("ranks", "what", "system", "p50 µs per call", "p95", "p99", "CPU µs/op", "#wrong", "× gloo awaited")
-    return table(head, rows) if rows else None
+                    ratio = "" if system in AWAITED else _ratio(results, case, system, *AWAITED)
+                    times = map(micros, (summary.figures.p50, summary.tenth, *summary.figures[1:3], summary.cpu))
+                    mark = MARK if results.is_disturbed(case, [system]) else ""
+                    place = (ranks_of(results.world_size) + mark, name_of(case), system)
+                    rows.append((*place, *times, summary.wrong, ratio))
+    times = ("p50 µs per call", "fastest tenth", "p95", "p99", "CPU µs/op")
+    head = ("ranks", "what", "system", *times, "#wrong", "× fastest awaited peer")
+    return f"{marked(rows)}\n\n{table(head, rows)}" if rows else None
 
 
 def roofline_table(rooflines: Sequence[Roofline]) -> str:
@@ -119,9 +137,9 @@ def roofline_table(rooflines: Sequence[Roofline]) -> str:
 
 
 def bound_rows(results: Results, roofline: Roofline) -> list[tuple[str, str, str, str, float]]:
-    """Return large allreduces as multiples of the bound: size, system, time, bound, and how many times that is."""
+    """Return large allreduces and their bound: size, system, time, bound, ratio."""
     rows = []
-    for case in results.cases(lambda case: _allreduce(case) and case.nbytes >= LARGE):
+    for case in results.cases(lambda case: _is_allreduce(case) and case.nbytes >= LARGE):
         bound = roofline.bound(case.nbytes)
         for system in results.systems:
             summary = results.summary(system, case)
@@ -148,19 +166,19 @@ def lag_verdict(what: str, p99: float) -> Verdict:
     return Verdict(f"longest callback, {what}", f"p99 ≤ {CALLBACK:g} ms CPU", f"{p99:.3f} ms", p99 <= CALLBACK)
 
 
-def _allreduce(case: Case) -> bool:
+def _is_allreduce(case: Case) -> bool:
     return case.kind == "allreduce" and case.inflight == 1
 
 
 def _details(results: Results, case: Case, system: str) -> Sequence[object]:
     summary = results.summary(system, case)
     if summary is None:
-        return (size_of(case.nbytes), system, "failed" if results.failure(system) else "–", *[""] * 8)
+        return (size_of(case.nbytes), system, "failed" if results.failure(system) else "–", *[""] * 9)
     figures = summary.figures
     return (
-        size_of(case.nbytes),
+        size_of(case.nbytes) + (MARK if results.is_disturbed(case, [system]) else ""),
         system,
-        *map(micros, figures[:3]),
+        *map(micros, (figures.p50, summary.tenth, *figures[1:3])),
         *(f"{value / 1e9:.3f}" for value in figures[3:]),
         summary.wrong,
         micros(summary.cpu),
@@ -169,6 +187,6 @@ def _details(results: Results, case: Case, system: str) -> Sequence[object]:
     )
 
 
-def _ratio(results: Results, case: Case, ours: str, other: str) -> str:
-    ratio = results.ratio(case, ours, other)
+def _ratio(results: Results, case: Case, ours: str, *others: str) -> str:
+    ratio = results.ratio(case, ours, *others)
     return "–" if ratio is None else f"**{ratio.median:.2f}** ({ratio.least:.2f}–{ratio.most:.2f})"

@@ -144,6 +144,10 @@ def _enough(taken: Sequence[int], effort: Effort) -> bool:
 
 
 def _next(taken: Sequence[int], each: float, effort: Effort, most: int) -> int:
-    """Return the iterations of the next block: the rest of the time, or of the least number."""
+    """Return the iterations of the next block: the rest of the time, or of the least number.
+
+    After the least number, a block has at most twice the iterations before it: calls may become slower than the `each`
+    nanoseconds of the last block. 1 MiB reduced by a tested Open MPI took 0.5 s where the calls before took 1 ms.
+    """
     left = max(int((effort.seconds * 1e9 - sum(taken)) / max(each, 1)), effort.least - len(taken))
-    return max(1, min(left, most, effort.most - len(taken)))
+    return max(1, min(left, most, effort.most - len(taken), max(effort.least, 2 * len(taken))))

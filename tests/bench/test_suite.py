@@ -1,4 +1,4 @@
-"""The benchmark against other libraries: that its statistics are right, and that a peer that fails is told of."""
+"""The benchmark against other libraries: statistics, tables, failures, load and the calls of peers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,8 @@ import pytest
 from aiocoll import ProcessGroup
 from aiocoll.cli.calls import call_of, combine_of
 from aiocoll.cli.measure import Effort, Timing, measure, times_of
+from aiocoll.cli.workload import KINDS
+from aiocoll.machine_load import MachineLoad
 from bench.inflight import Case, Workloads, calls_of
 
 FOLDER = Path(__file__).parents[2] / "bench"
@@ -51,14 +55,18 @@ def bench() -> Iterator[Any]:
                 del sys.modules[name]
 
 
-def launched(bench: Any, case: Case, micros: float, failure: str | None = None, **timing: Any) -> Any:
-    found = {} if failure else {case: Timing([int(micros * 1000)] * 4, **({"cpu": 1e-6, "wrong": 0} | timing))}
-    return bench.launch.Launch(found, failure, 1.0)
+def load(others: float) -> MachineLoad:
+    return MachineLoad(others, 0.0, None, inf)
+
+
+def launched(bench: Any, case: Case, micros: float, failure: str | None = None, load: MachineLoad | None = None) -> Any:
+    found = {} if failure else {case: Timing([int(micros * 1000)] * 4, cpu=1e-6, wrong=0)}
+    return bench.launch.Launch(found, failure, 1.0, load)
 
 
 def rounds(bench: Any, case: Case, *times: Mapping[str, float]) -> Any:
     """Return results whose rounds have taken so many microseconds, by system."""
-    results = bench.results.Results(2, ["aiocoll auto", "gloo", "mpich", "open mpi"])
+    results = bench.results.Results(2, ["aiocoll auto", "gloo blocking", "mpich blocking", "open mpi blocking"])
     results.rounds += [{name: launched(bench, case, value) for name, value in each.items()} for each in times]
     return results
 
@@ -67,99 +75,201 @@ def test_a_ratio_is_the_median_of_those_of_the_rounds(bench: Any) -> None:
     results = rounds(
         bench,
         SMALL,
-        {"aiocoll auto": 1, "gloo": 10},
-        {"aiocoll auto": 2, "gloo": 60},
-        {"aiocoll auto": 10, "gloo": 20},
+        {"aiocoll auto": 1, "gloo blocking": 10},
+        {"aiocoll auto": 2, "gloo blocking": 60},
+        {"aiocoll auto": 10, "gloo blocking": 20},
     )
-    assert results.ratio(SMALL, "aiocoll auto", "gloo") == pytest.approx((10, 2, 30))
+    assert results.ratio(SMALL, "aiocoll auto", "gloo blocking") == pytest.approx((10, 2, 30))
 
 
 def test_the_faster_of_two_peers_may_be_another_in_each_round(bench: Any) -> None:
     results = rounds(
         bench,
         SMALL,
-        {"aiocoll auto": 1, "mpich": 4, "open mpi": 8},
-        {"aiocoll auto": 1, "mpich": 9, "open mpi": 2},
-        {"aiocoll auto": 1, "mpich": 3},
-        {"mpich": 3},
+        {"aiocoll auto": 1, "mpich blocking": 4, "open mpi blocking": 8},
+        {"aiocoll auto": 1, "mpich blocking": 9, "open mpi blocking": 2},
+        {"aiocoll auto": 1, "mpich blocking": 3},
+        {"mpich blocking": 3},
     )
-    assert results.ratio(SMALL, "aiocoll auto", "mpich", "open mpi") == pytest.approx((3, 2, 4))
-    assert results.ratio(SMALL, "aiocoll auto", "gloo") is None
+    assert results.ratio(SMALL, "aiocoll auto", "mpich blocking", "open mpi blocking") == pytest.approx((3, 2, 4))
+    assert results.ratio(SMALL, "aiocoll auto", "gloo blocking") is None
 
 
 def test_a_summary_is_of_the_launches(bench: Any) -> None:
-    results = rounds(bench, LARGE, *({"gloo": value} for value in (1000, 5000, 2000)))
-    summary = results.summary("gloo", LARGE)
+    results = rounds(bench, LARGE, *({"gloo blocking": value} for value in (1000, 5000, 2000)))
+    summary = results.summary("gloo blocking", LARGE)
     assert (summary.launches, summary.iterations, summary.wrong) == (3, 12, 0)
     assert summary.figures.p50 == pytest.approx(2e-3)
     assert summary.figures.algbw == pytest.approx((16 << 20) / 2e-3)
-    assert results.summary("mpich", LARGE) is None
+    assert results.summary("mpich blocking", LARGE) is None
 
 
 def test_of_many_in_flight_the_time_is_that_of_one(bench: Any) -> None:
     many = Case("allreduce", 4096, 64)
-    summary = rounds(bench, many, {"gloo": 6400}).summary("gloo", many)
+    summary = rounds(bench, many, {"gloo blocking": 6400}).summary("gloo blocking", many)
     assert summary.figures.p50 == pytest.approx(100e-6)
     assert summary.cpu == pytest.approx(1e-6 / 64)
 
 
-@pytest.mark.parametrize(("gloo", "met"), [(20.1, True), (19.9, False), (None, None)])
-def test_a_promise_is_kept_or_not_or_unknown(bench: Any, gloo: float | None, met: bool | None) -> None:
-    results = rounds(bench, SMALL, {"aiocoll auto": 1.0, **({} if gloo is None else {"gloo": gloo})})
-    (verdict,) = [each for each in bench.limits.verdicts([results]) if each.what.endswith("against gloo")]
+@pytest.mark.parametrize(("gloo", "met"), [(10.1, True), (9.9, False), (None, None)])
+def test_a_limit_is_met_or_missed_or_not_measured(bench: Any, gloo: float | None, met: bool | None) -> None:
+    results = rounds(bench, SMALL, {"aiocoll auto": 1.0, **({} if gloo is None else {"gloo blocking": gloo})})
+    (verdict,) = [each for each in bench.limits.verdicts([results]) if each.what.endswith("against blocking Gloo")]
     assert verdict.met is met
 
 
-def test_every_cell_of_the_contract_is_looked_at_once(bench: Any) -> None:
-    sizes = (8, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
+def test_every_cell_has_one_limit_for_each_kind_of_peer(bench: Any) -> None:
+    sizes = (8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
     all_results = []
     for world_size in (2, 4):
-        results = bench.results.Results(world_size, ["aiocoll auto", "aiocoll tcp"])
-        cases = [Case("allreduce", nbytes) for nbytes in sizes]
+        results = bench.results.Results(world_size, ["aiocoll auto"])
+        cases = [Case(kind, size) for kind in KINDS for size in (sizes if kind != "barrier" else (0,))]
         found = {case: Timing([1000], 0.0, 0) for case in cases}
-        results.rounds.append(dict.fromkeys(results.systems, bench.launch.Launch(found, None, 1.0)))
+        results.rounds.append({"aiocoll auto": bench.launch.Launch(found, None, 1.0)})
         all_results.append(results)
-    what = [verdict.what for verdict in bench.limits.verdicts(all_results)]
-    assert len(what) == len(set(what))
-    # Of 12 sizes all but 256 KiB and 4 MiB; against MPI 8 B, and from 16 KiB on, or with 4 ranks from 1 MiB on.
-    assert sum("auto" in each and each.endswith("against gloo") for each in what) == 20
-    assert sum("tcp" in each and "2 ranks" in each for each in what) == 10
-    large = ("1 MiB", "4 MiB", "16 MiB", "64 MiB", "256 MiB")
-    assert [each.partition(", ")[2] for each in what if "mpich" in each] == [
-        *(
-            f"allreduce {size}, 2 ranks, against mpich / open mpi"
-            for size in ("8 B", "16 KiB", "64 KiB", "256 KiB", *large)
-        ),
-        *(f"allreduce {size}, 4 ranks, against mpich / open mpi" for size in large),
+    verdicts = list(bench.limits.verdicts(all_results))
+    assert len({verdict.what for verdict in verdicts}) == len(verdicts)
+    count = 2 * (9 * len(sizes) + 1)
+    for against, missing in (("awaited peers", 0), ("blocking MPI", 0), ("blocking Gloo", 2 * len(sizes))):
+        assert sum(verdict.what.endswith(f"against {against}") for verdict in verdicts) == count - missing
+    limits = {verdict.what.removeprefix("aiocoll auto, "): verdict.limit for verdict in verdicts}
+    awaited = [limits[f"scan {size}, 4 ranks, against awaited peers"] for size in map(bench.markdown.size_of, sizes)]
+    assert awaited == ["≥ 5×", "≥ 4×", "≥ 2×", "≥ 2×", "≥ 1.5×", "≥ 1.2×"]
+    assert limits["barrier, 2 ranks, against awaited peers"] == "≥ 5×"
+    assert limits["allreduce 8 B, 2 ranks, against blocking MPI"] == "≥ 1.4×"
+    assert limits["allreduce 8 B, 4 ranks, against blocking MPI"] == "≥ 1×"
+    assert limits["gather 8 B, 2 ranks, against blocking MPI"] == "≥ 1×"
+    assert limits["allreduce 64 KiB, 2 ranks, against blocking Gloo"] == "≥ 10×"
+    assert limits["allreduce 256 KiB, 2 ranks, against blocking Gloo"] == "≥ 1×"
+
+
+def test_awaited_peers_and_blocking_peers_have_a_table_each(bench: Any) -> None:
+    names = ["aiocoll auto", "gloo future", "mpich test", "mpich blocking", "open mpi blocking", "gloo blocking"]
+    results = bench.results.Results(2, names)
+    times = (10, 400, 20, 2, 5, 1)
+    results.rounds.append({name: launched(bench, SMALL, each) for name, each in zip(names, times, strict=True)})
+    head, _, row = bench.tables.awaited_table(results, "aiocoll auto").splitlines()[-3:]
+    assert head == (
+        "| collective | size | aiocoll auto µs | gloo future µs | mpich test µs | × fastest awaited peer | #wrong |"
+    )
+    assert row == "| allreduce | 64 B | 10.0 (10.0) | 400.0 (400.0) | 20.0 (20.0) | **2.00** (2.00–2.00) | 0 |"
+    head, _, row = bench.tables.blocking_table(results, "aiocoll auto").splitlines()[-3:]
+    assert head == (
+        "| collective | size | aiocoll auto µs | gloo blocking µs | mpich blocking µs | open mpi blocking µs | "
+        "× faster MPI | #wrong |"
+    )
+    assert row == ("| allreduce | 64 B | 10.0 (10.0) | 1.0 (1.0) | 2.0 (2.0) | 5.0 (5.0) | **0.20** (0.20–0.20) | 0 |")
+
+
+def test_a_table_needs_a_peer(bench: Any) -> None:
+    results = bench.results.Results(2, ["aiocoll auto", "gloo blocking"])
+    results.rounds.append({name: launched(bench, SMALL, 1) for name in results.systems})
+    assert bench.tables.awaited_table(results, "aiocoll auto") is None
+    assert bench.tables.blocking_table(results, "aiocoll auto") is not None
+
+
+def test_rows_are_marked_by_the_load_of_their_launches(bench: Any) -> None:
+    other = Case("scan", 64)
+    results = bench.results.Results(2, ["aiocoll auto", "mpich blocking"])
+    quiet, loud = load(0.3), load(0.31)
+    results.rounds += [
+        {"aiocoll auto": launched(bench, SMALL, 1, load=quiet), "mpich blocking": launched(bench, SMALL, 1, load=loud)},
+        {
+            "aiocoll auto": launched(bench, other, 1, load=quiet),
+            "mpich blocking": launched(bench, other, 1, load=quiet),
+        },
     ]
+    assert results.is_disturbed(SMALL, ["aiocoll auto", "mpich blocking"])
+    assert not results.is_disturbed(SMALL, ["aiocoll auto"])
+    lines = bench.tables.blocking_table(results, "aiocoll auto").splitlines()
+    assert lines[2] == "1 of 2 rows are marked \\*: others took more than 0.3 cores during a launch."
+    assert [line.split(" | ")[0] for line in lines[-2:]] == ["| allreduce \\*", "| scan"]
+
+
+class Meter:
+    """A meter whose laps have the given loads; those between launches do not count."""
+
+    def __init__(self, *loads: float) -> None:
+        self.loads = [load(each) for each in loads]
+        self.laps = 0
+
+    def lap(self) -> MachineLoad:
+        self.laps += 1
+        return load(5.0) if self.laps % 2 else self.loads[self.laps // 2 - 1]
+
+
+@pytest.mark.parametrize(
+    ("loads", "launches", "kept"),
+    [
+        ((0.1, 9.0), 1, 0),
+        ((0.5, 0.1, 9.0), 2, 1),
+        ((0.5, 0.4, 0.6, 0.7, 0.8, 0.9, 0.0), 6, 1),
+    ],
+)
+def test_a_launch_is_repeated_while_the_load_is_high(
+    bench: Any, loads: tuple[float, ...], launches: int, kept: int
+) -> None:
+    meter, done = Meter(*loads), []
+
+    def start() -> Any:
+        done.append(launched(bench, SMALL, len(done) + 1))
+        return done[-1]
+
+    best = bench.launch.launch_quietly(start, meter, 5)
+    assert len(done) == launches
+    assert best.timings == done[kept].timings
+    assert (best.load, best.repeats) == (load(loads[kept]), launches - 1)
+
+
+def test_a_launch_that_fails_is_not_repeated(bench: Any) -> None:
+    results = iter([launched(bench, SMALL, 1), launched(bench, SMALL, 0, "exit code 1")])
+    best = bench.launch.launch_quietly(lambda: next(results), Meter(0.5, 0.4), 5)
+    assert (best.failure, best.load) == (None, load(0.5))
+
+
+def test_the_report_has_the_load_of_the_launches(bench: Any) -> None:
+    results = bench.results.Results(2, ["aiocoll auto"])
+    results.rounds += [{"aiocoll auto": launched(bench, SMALL, 1, load=load(each))} for each in (0.0, 0.1, 0.7)]
+    results.rounds[2]["aiocoll auto"] = replace(results.rounds[2]["aiocoll auto"], repeats=5)
+    report = bench.report.Report([bench.systems.ours("auto")], {}, load(0.02), [results], seconds=90)
+    lines = report.text().splitlines()
+    assert any(line.endswith("load: other processes 0.02 cores, steal 0.00 cores, CPU pressure unknown, CPU quota none")
+               for line in lines)  # fmt: skip
+    assert lines[-1] == (
+        "Took 1.5 minutes: 3 launches and 5 repetitions. Others took 0.10 cores during the median launch, 0.70 at "
+        "most, and more than 0.3 during 1."
+    )
 
 
 def test_the_report_says_what_is_missing_and_what_is_wrong(bench: Any, tmp_path: Path) -> None:
-    results = rounds(bench, SMALL, {"aiocoll auto": 1, "gloo": 30})
-    results.rounds[0]["mpich"] = launched(bench, SMALL, 0, "exit code 1: no fabric")
-    results.rounds[0]["gloo"].timings[SMALL] = Timing([30_000], 0.0, 17)
-    systems = [bench.systems.ours("auto"), bench.systems.PEERS["gloo"], bench.systems.PEERS["mpich"]]
-    report = bench.report.Report(systems, {"open mpi": "there is no such wheel"}, [results])
+    results = rounds(bench, SMALL, {"aiocoll auto": 1, "gloo blocking": 30})
+    results.rounds[0]["mpich blocking"] = launched(bench, SMALL, 0, "exit code 1: no fabric")
+    results.rounds[0]["gloo blocking"].timings[SMALL] = Timing([30_000], 0.0, 17)
+    systems = [bench.systems.ours("auto"), bench.systems.PEERS["gloo-blocking"], bench.systems.PEERS["mpich-blocking"]]
+    report = bench.report.Report(systems, {"open mpi blocking": "there is no such wheel"}, load(0.0), [results])
     lines = report.text().splitlines()
-    assert "| open mpi | all | skipped: there is no such wheel |" in lines
-    assert "| mpich | 2 ranks | failed: exit code 1: no fabric |" in lines
-    (row,) = [line for line in lines if line.startswith("| 64 B | gloo |")]
-    assert row.split(" | ")[7] == "17"
-    (row,) = [line for line in lines if line.startswith("| 64 B | mpich |")]
+    assert "| open mpi blocking | all | skipped: there is no such wheel |" in lines
+    assert "| mpich blocking | 2 ranks | failed: exit code 1: no fabric |" in lines
+    (row,) = [line for line in lines if line.startswith("| 64 B | gloo blocking |")]
+    assert row.split(" | ")[8] == "17"
+    (row,) = [line for line in lines if line.startswith("| 64 B | mpich blocking |")]
     assert "failed" in row
     bench.report.write_csv(tmp_path / "x.csv", [results])
     with open(tmp_path / "x.csv", newline="") as file:
         rows = {row["system"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {"aiocoll auto", "gloo"}
-    assert (rows["gloo"]["wrong"], rows["gloo"]["p50_us"], rows["gloo"]["bytes"]) == ("17", "30.000", "64")
+    assert set(rows) == {"aiocoll auto", "gloo blocking"}
+    assert (rows["gloo blocking"]["wrong"], rows["gloo blocking"]["p50_us"], rows["gloo blocking"]["bytes"]) == (
+        "17",
+        "30.000",
+        "64",
+    )
 
 
 def test_the_report_says_what_else_was_busy(bench: Any) -> None:
-    assert (
-        "3 processes beside that keep a core busy each"
-        in bench.report.Report([bench.systems.ours("tcp")], {}, busy=3).text()
-    )
-    assert "busy" not in bench.report.Report([bench.systems.ours("tcp")], {}).machine
+    systems = [bench.systems.ours("tcp")]
+    text = bench.report.Report(systems, {}, load(0.0), busy=3).text()
+    assert "3 other processes that each keep a core busy" in text
+    assert "busy" not in bench.report.Report(systems, {}, load(0.0)).machine
 
 
 def test_busy_processes_run_meanwhile_and_no_longer(bench: Any) -> None:

@@ -96,6 +96,23 @@ async def test_it_ends_when_the_time_is_spent_or_the_most_is_reached() -> None:
         assert len(timing.nanoseconds) == count
 
 
+async def test_calls_that_become_slow_end_soon() -> None:
+    """Blocks are as long as the calls before them let expect, but at most twice as many calls."""
+    blocks: list[int] = []
+
+    async def times(rounds: int) -> list[int]:
+        blocks.append(rounds)
+        return [1_000 if len(blocks) <= 3 else 1_000_000_000] * rounds
+
+    async def combine(*_: object) -> None:
+        """There is one rank."""
+
+    timing = await measure(Workload(Case("barrier", 0), 0, 2), times, combine, Effort(0.5, 5, 1000))
+    # One call on fresh arrays; to warm up; the least number; twice as many; another one on fresh arrays.
+    assert blocks == [1, 1 + 1, 1 + 5, 1 + 10, 1]
+    assert len(timing.nanoseconds) == 15
+
+
 @pytest.mark.parametrize(("dtype", "world_size"), [("float16", 7), ("float16", 64), ("float32", 3), ("float32", 1024)])
 def test_sums_stay_exact_as_long_as_a_block_lasts(dtype: str, world_size: int) -> None:
     rounds = Workload(Case("allreduce", 64, dtype=dtype), 0, world_size).rounds
