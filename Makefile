@@ -23,7 +23,7 @@ help:
 	@echo 'make docs          in build/docs/: the site, of the pages in docs/ and the docstrings'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
 	@echo 'make planted       faults planted in a copy of the tree, one at a time: which ones do the tests not notice?'
-	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them); ARGS=--quick: a glance'
+	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them), an hour; ARGS=--quick: a glance of a minute'
 	@echo 'make gpu           what needs a GPU, in under 8 minutes; PYTHON= one with CuPy or torch, pytest-asyncio; ARGS=--fake'
 	@echo 'make clean         remove the environments and caches'
 

@@ -30,7 +30,7 @@ from markdown import name_of, ranks_of
 from report import Report, write_csv
 from results import Results
 from roofline import roofline
-from systems import DEFAULT_TRANSPORTS, LIBRARIES, PEERS, TRANSPORTS, System, ours
+from systems import DEFAULT_TRANSPORTS, PEER_CHOICES, PEERS, TRANSPORTS, System, choose_peers, ours
 from tqdm import tqdm
 
 from aiocoll.cli.bench import size
@@ -76,10 +76,10 @@ def arguments() -> argparse.Namespace:
     add(
         "--peers",
         nargs="*",
-        choices=(*LIBRARIES, *PEERS),
+        choices=PEER_CHOICES,
         default=list(PEERS),
         metavar="PEER",
-        help=f"{', '.join(PEERS)}, or {', '.join(LIBRARIES)} for all modes (default: all; none if empty)",
+        help=f"{', '.join(PEER_CHOICES)}; a library means all its modes (default: all; none if empty)",
     )
     add("--launches", type=int, metavar="N", help=f"of each system (default: {LAUNCHES})")
     add("--busy", type=int, default=0, metavar="N", help="other processes that each keep a core busy (default: 0)")
@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
     args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
     args.launches = args.launches or (QUICK_LAUNCHES if args.quick else LAUNCHES)
     args.transports = args.transports or (DEFAULT_TRANSPORTS[:1] if args.quick else DEFAULT_TRANSPORTS)
-    args.peers = list(dict.fromkeys(name for each in args.peers for name in LIBRARIES.get(each, [each])))
+    args.peers = choose_peers(args.peers)
     return args
 
 

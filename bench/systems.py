@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,9 +95,14 @@ def _peers() -> dict[str, System]:
     return peers
 
 
+def choose_peers(names: Iterable[str]) -> list[str]:
+    """Return the keys of `PEERS` that `names` of `PEER_CHOICES` mean, each once."""
+    return [peer for peer in PEERS if any(name in (peer, peer.rpartition("-")[0]) for name in names)]
+
+
 PEERS = _peers()
-#: The peers by their libraries: `--peers gloo` means all its modes.
-LIBRARIES = {library: [name for name in PEERS if name.startswith(f"{library}-")] for library in _NAMES}
+#: Names of peers on the command line: a library means all its modes.
+PEER_CHOICES = (*_NAMES, *PEERS)
 
 #: Names in tables. The awaited ones are what a program on an event loop can use.
 AWAITED = tuple(system.name for system in PEERS.values() if system.is_awaited)

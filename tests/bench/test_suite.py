@@ -335,6 +335,104 @@ def test_a_reason_is_the_error_or_what_was_said_first(bench: Any) -> None:
     assert bench.launch._reason("killed by SIGKILL", "") == "killed by SIGKILL"
 
 
+def test_a_library_means_all_its_modes(bench: Any) -> None:
+    chosen = bench.systems.choose_peers(["mpich-spin", "gloo", "mpich-spin"])
+    assert chosen == ["gloo-future", "gloo-thread", "gloo-blocking", "mpich-spin"]
+    assert bench.systems.choose_peers([]) == []
+    assert bench.systems.choose_peers(bench.systems.PEER_CHOICES) == list(bench.systems.PEERS)
+
+
+def test_only_awaited_systems_have_calls_in_flight(bench: Any) -> None:
+    many = Case("allreduce", 64, inflight=4)
+    takers = {name for name, system in bench.systems.PEERS.items() if system.takes(many)}
+    assert takers == {name for name in bench.systems.PEERS if not name.endswith("blocking")}
+    assert {bench.systems.PEERS[name].name for name in takers} == set(bench.systems.AWAITED)
+
+
+class Request:
+    """An MPI request that is complete when it has been tested so many times."""
+
+    def __init__(self, tests: int) -> None:
+        self.left = tests
+
+    def Test(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+@pytest.mark.parametrize(("spin", "tests", "iterations"), [(0.0, 1, 0), (0.0, 4, 3), (1000.0, 1000, 0)])
+async def test_a_request_is_tested_once_per_loop_iteration_after_spinning(
+    bench: Any, spin: float, tests: int, iterations: int
+) -> None:
+    passed = 0
+
+    async def count() -> None:
+        nonlocal passed
+        while True:
+            await asyncio.sleep(0)
+            passed += 1
+
+    counting = asyncio.create_task(count())
+    await asyncio.sleep(0)  # it has begun
+    request = Request(tests)
+    await bench.libraries._tested(request, spin)
+    counting.cancel()
+    assert (request.left, passed) == (0, iterations)
+
+
+class Comm:
+    """An MPI communicator that records the calls."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append((name, arguments))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("allreduce", "Allreduce"),
+        ("broadcast", "Bcast"),
+        ("reduce", "Reduce"),
+        ("scan", "Scan"),
+        ("barrier", "Barrier"),
+        ("allgather", "Allgather"),
+        ("reduce_scatter", "Reduce_scatter_block"),
+        ("alltoall", "Alltoall"),
+        ("gather", "Gather"),
+        ("scatter", "Scatter"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_mpi_calls_that_block_and_that_return_a_request_have_the_same_arguments(
+    bench: Any, kind: str, name: str, rank: int
+) -> None:
+    comm = Comm(rank)
+    load = Workloads(Case(kind, 64 if kind != "barrier" else 0), rank, 2).all[0]
+    call = bench.libraries._mpi_call(comm, SimpleNamespace(IN_PLACE="in place", SUM="sum"), load)
+    call.block()
+    call.start()
+    (first, arguments), (second, same) = comm.calls
+    assert (first, second) == (name, f"I{name.lower()}")
+    assert all(one is other for one, other in zip(arguments, same, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["future", "thread", "blocking"])
+def test_gloo_in_all_modes(bench: Any, mode: str) -> None:
+    pytest.importorskip("torch")
+    gloo = bench.systems.PEERS[f"gloo-{mode}"]
+    cases = [Case(kind, 64) for kind in KINDS] + [Case("allreduce", 64, 4)]
+    taken = [case for case in cases if gloo.takes(case)]
+    done = bench.launch.launch(gloo, None, 2, taken, Effort(0, 3, 3), 60)
+    assert done.failure is None
+    assert list(done.timings) == taken
+    assert [(len(timing.nanoseconds), timing.wrong) for timing in done.timings.values()] == [(3, 0)] * len(taken)
+
+
 def test_what_cannot_be_installed_says_why(bench: Any) -> None:
     with pytest.raises(bench.environments.Unavailable, match=r"^ValueError: no such thing$"):
         bench.environments._run(sys.executable, "-c", "raise ValueError('no such thing')")
