@@ -27,7 +27,7 @@ from launch import RANK, OneHost, launch
 from machine import machine
 from markdown import size_of, table
 from results import Results
-from systems import PEERS, System, ours
+from systems import PEERS, System, make_aiocoll
 
 from aiocoll.cli.measure import Effort
 
@@ -76,8 +76,8 @@ ROWS = (
 QUICK_ROWS = (Row(Link(1e9, 10e-3), 2, (MIB, 16 * MIB)), Row(Link(1e9, 50e-3), 4, (64 * KIB,)))
 
 SYSTEMS = {
-    "plain": replace(ours("auto"), name="aiocoll plain"),
-    "tls": replace(ours("auto"), name="aiocoll"),
+    "plain": replace(make_aiocoll("auto"), name="aiocoll plain"),
+    "tls": replace(make_aiocoll("auto"), name="aiocoll"),
     "gloo": PEERS["gloo-blocking"],
     "mpich": PEERS["mpich-blocking"],
 }
@@ -196,7 +196,9 @@ def loopback(launches: int) -> str:
     case, effort = Case("allreduce", 64 * MIB), Effort(2.0, 5, 100)
     rows: list[Sequence[object]] = []
     for encryption in ("none", "tls"):
-        done = [launch(ours("tcp"), None, 2, [case], effort, LIMIT, Loopback(encryption)) for _ in range(launches)]
+        done = [
+            launch(make_aiocoll("tcp"), None, 2, [case], effort, LIMIT, Loopback(encryption)) for _ in range(launches)
+        ]
         assert not any(each.failure for each in done), done
         timings = [each.timings[case] for each in done]
         seconds = median(median(timing.nanoseconds) for timing in timings) / 1e9

@@ -139,7 +139,7 @@ def launch(
     return Launch(timings, failure, time.monotonic() - start)
 
 
-def launch_quietly(start: Callable[[], Launch], meter: LoadMeter, repeats: int) -> Launch:
+def launch_until_quiet(start: Callable[[], Launch], meter: LoadMeter, repeats: int) -> Launch:
     """Launch until the load is not high, and return the launch with the least load.
 
     Args:

@@ -24,13 +24,13 @@ from busy import busy
 from environments import Unavailable, prepare
 from inflight import Case
 from lag import SETTINGS, lag
-from launch import launch, launch_quietly
+from launch import launch, launch_until_quiet
 from machine import measured_load
 from markdown import name_of, ranks_of
 from report import Report, write_csv
 from results import Results
 from roofline import roofline
-from systems import DEFAULT_TRANSPORTS, PEER_CHOICES, PEERS, TRANSPORTS, System, choose_peers, ours
+from systems import DEFAULT_TRANSPORTS, PEER_CHOICES, PEERS, TRANSPORTS, System, choose_peers, make_aiocoll
 from tqdm import tqdm
 
 from aiocoll.cli.bench import size
@@ -107,8 +107,8 @@ def main() -> None:
     pythons, skipped = _environments(args.peers)
     first, *others = args.transports  # the first one is measured at all collectives
     systems = [
-        ours(first, KINDS),
-        *map(ours, others),
+        make_aiocoll(first, KINDS),
+        *map(make_aiocoll, others),
         *(PEERS[name] for name in args.peers if PEERS[name].name not in skipped),
     ]
     report = Report(systems, skipped, measured_load(), busy=args.busy)
@@ -198,16 +198,16 @@ def _rounds(
         results.rounds.append({})
         first = number % len(systems)
         for system in (*systems[first:], *systems[:first]):
-            taken = [case for case in cases if system.takes(case)]
-            if taken and results.failure(system.name) is None:
+            measured = [case for case in cases if system.can_run(case)]
+            if measured and results.failure(system.name) is None:
                 progress.set_description(f"{results.world_size} ranks, round {number + 1}, {system.name}")
                 python = None if system.environment is None else pythons[system.environment]
-                limit = START + EACH * len(taken)
-                start = partial(launch, system, python, results.world_size, taken, effort, limit)
-                done = launch_quietly(start, meter, repeats)
+                limit = START + EACH * len(measured)
+                start = partial(launch, system, python, results.world_size, measured, effort, limit)
+                done = launch_until_quiet(start, meter, repeats)
                 results.rounds[-1][system.name] = done
                 if done.failure is not None:
-                    what = name_of(taken[min(len(done.timings), len(taken) - 1)])
+                    what = name_of(measured[min(len(done.timings), len(measured) - 1)])
                     progress.write(f"{system.name} failed at {what}: {done.failure}", file=sys.stderr)
             progress.update()
 

@@ -19,7 +19,7 @@ _PEERS = {system.name for system in PEERS.values()}
 SIZE, DPI = (18, 5.5), 110
 
 
-def plot(results: Results, ours: str, folder: Path) -> Path | None:
+def plot(results: Results, compared_system: str, folder: Path) -> Path | None:
     """Write one picture; return its path, None if there is nothing to show."""
     cases = results.cases(lambda case: case.kind == "allreduce" and case.inflight == 1)
     if not cases:
@@ -36,13 +36,15 @@ def plot(results: Results, ours: str, folder: Path) -> Path | None:
         speeds = [(each.figures.busbw if results.world_size > 1 else each.figures.algbw) / 1e9 for _, each in found]
         bandwidths.plot(sizes, speeds, **style)
         if system in _PEERS:
-            compared = [(case.nbytes, ratio.median) for case in cases if (ratio := results.ratio(case, ours, system))]
+            compared = [
+                (case.nbytes, ratio.median) for case in cases if (ratio := results.ratio(case, compared_system, system))
+            ]
             ratios[0].plot(*zip(*compared, strict=True), **style) if compared else None
     _finish(times, "time, µs", cases)
     _finish(bandwidths, f"{'bus ' if results.world_size > 1 else ''}bandwidth, GB/s", cases)
     for axes in ratios:
         axes.axhline(1, color="black", linewidth=0.8)
-        _finish(axes, f"times faster: {ours} than each", cases)
+        _finish(axes, f"times faster: {compared_system} than each peer", cases)
     figure.suptitle(f"allreduce of float32, {ranks_of(results.world_size)}")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"allreduce-{results.world_size}-ranks.png"

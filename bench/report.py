@@ -70,7 +70,7 @@ class Report:
     """The results of a run; each part may be empty.
 
     Attributes:
-        systems: the compared systems, ours first.
+        systems: the compared systems, the one of aiocoll that tables compare first.
         skipped: systems that are not installed, and why.
         before: the load before the first launch.
         machine: a description of the machine.
@@ -98,14 +98,14 @@ class Report:
 
     def text(self) -> str:
         """Return the report in Markdown."""
-        ours = self.systems[0].name
+        compared = self.systems[0].name
         parts = [HEADING, self.machine, self._waits(), failure_table(self.skipped, self.results)]
         parts.append(verdict_table(self._verdicts()))
         for title, text, make in (
             ("On the same work", AWAITED_WORK, awaited_table),
             ("Against the limit", BLOCKING_LIMIT, blocking_table),
         ):
-            tables = [each for results in self.results if (each := make(results, ours)) is not None]
+            tables = [each for results in self.results if (each := make(results, compared)) is not None]
             parts += [f"## {title}", text, *tables] if tables else []
         if self.results:
             parts += ["## Allreduce, all systems", *map(allreduce_details, self.results)]

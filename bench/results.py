@@ -86,10 +86,10 @@ class Results:
         """Return how many times faster `system` is than the fastest of `others`; None without a common round."""
         found = []
         for number in range(len(self.rounds)):
-            ours = self._p50(number, system, case)
-            theirs = [time for other in others if (time := self._p50(number, other, case)) is not None]
-            if ours is not None and theirs:
-                found.append(min(theirs) / ours)
+            own = self._p50(number, system, case)
+            rivals = [time for other in others if (time := self._p50(number, other, case)) is not None]
+            if own is not None and rivals:
+                found.append(min(rivals) / own)
         return Ratio(median(found), min(found), max(found)) if found else None
 
     def is_disturbed(self, case: Case, systems: Sequence[str]) -> bool:

@@ -46,13 +46,20 @@ class System:
         """Whether other tasks of the event loop run during a call."""
         return self.mode != "blocking"
 
-    def takes(self, case: Case) -> bool:
+    def can_run(self, case: Case) -> bool:
+        """Return whether the system is measured at `case`."""
         if case.inflight > 1:
             return self.is_awaited
         return case.kind == "allreduce" or case.kind in self.kinds
 
 
-def ours(transport: str, kinds: Collection[str] = ()) -> System:
+def make_aiocoll(transport: str, kinds: Collection[str] = ()) -> System:
+    """Return aiocoll over one transport.
+
+    Args:
+        transport: one of `TRANSPORTS`.
+        kinds: the collectives besides allreduce.
+    """
     return System(
         f"aiocoll {transport}",
         "aiocoll",

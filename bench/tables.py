@@ -41,44 +41,44 @@ def failure_table(skipped: dict[str, str], all_results: Iterable[Results]) -> st
     return f"## Missing systems\n\n{table(('system', 'ranks', 'why'), rows)}" if rows else None
 
 
-def awaited_table(results: Results, ours: str) -> str | None:
+def awaited_table(results: Results, system: str) -> str | None:
     """Return the comparison with peers that leave the event loop free; None without any."""
-    return _comparison(results, ours, AWAITED, AWAITED, "× fastest awaited peer")
+    return _comparison(results, system, AWAITED, AWAITED, "× fastest awaited peer")
 
 
-def blocking_table(results: Results, ours: str) -> str | None:
+def blocking_table(results: Results, system: str) -> str | None:
     """Return the comparison with peers that block the event loop; None without any."""
-    return _comparison(results, ours, BLOCKING, MPI_BLOCKING, "× faster MPI")
+    return _comparison(results, system, BLOCKING, MPI_BLOCKING, "× faster MPI")
 
 
-def _comparison(results: Results, ours: str, columns: Sequence[str], rivals: Sequence[str], ratio: str) -> str | None:
-    """Return a row for each case: times of all systems, and how many times faster ours is than the fastest rival.
+def _comparison(results: Results, system: str, columns: Sequence[str], rivals: Sequence[str], ratio: str) -> str | None:
+    """Return a row for each case: the times of all systems, and the speed relative to the fastest rival.
 
     Args:
         results: of one world size.
-        ours: the system of aiocoll.
+        system: the system of aiocoll.
         columns: the other systems, as far as they were measured.
         rivals: the systems that the ratio compares with.
         ratio: the head of the column of ratios.
     """
     columns = [name for name in columns if name in results.systems]
-    cases = [case for case in results.cases(lambda case: case.inflight == 1) if results.summary(ours, case)]
+    cases = [case for case in results.cases(lambda case: case.inflight == 1) if results.summary(system, case)]
     if not columns or not cases:
         return None
+    names = (system, *columns)
     rows = []
     for case in cases:
-        systems = [system for system in (ours, *columns) if results.summary(system, case)]
-        summaries = [results.summary(system, case) for system in (ours, *columns)]
+        summaries = [results.summary(name, case) for name in names]
         times = ["–" if each is None else f"{micros(each.figures.p50)} ({micros(each.tenth)})" for each in summaries]
         wrong = sum(each.wrong for each in summaries if each is not None)
         size = "" if case.kind == "barrier" else size_of(case.nbytes)
-        mark = MARK if results.is_disturbed(case, systems) else ""
-        rows.append((f"{case.kind}{mark}", size, *times, _ratio(results, case, ours, *rivals), wrong))
-    head = ("collective", "size", *(f"{name} µs" for name in (ours, *columns)), ratio, "#wrong")
-    return f"### {ranks_of(results.world_size)}\n\n{marked(rows)}\n\n{table(head, rows)}"
+        mark = MARK if results.is_disturbed(case, names) else ""
+        rows.append((f"{case.kind}{mark}", size, *times, _ratio(results, case, system, *rivals), wrong))
+    head = ("collective", "size", *(f"{name} µs" for name in names), ratio, "#wrong")
+    return f"### {ranks_of(results.world_size)}\n\n{describe_marks(rows)}\n\n{table(head, rows)}"
 
 
-def marked(rows: Sequence[Sequence[object]]) -> str:
+def describe_marks(rows: Sequence[Sequence[object]]) -> str:
     """Return how many rows are marked, for the line above a table."""
     count = sum(str(row[0]).endswith(MARK) for row in rows)
     return f"{count} of {len(rows)} rows are marked{MARK}: others took more than {MAX_LOAD:g} cores during a launch."
@@ -102,7 +102,7 @@ def allreduce_details(results: Results) -> str:
         "launches",
         "iterations",
     )
-    return f"### {ranks_of(results.world_size)}\n\n{marked(rows)}\n\n{table(head, rows)}"
+    return f"### {ranks_of(results.world_size)}\n\n{describe_marks(rows)}\n\n{table(head, rows)}"
 
 
 def inflight_table(all_results: Iterable[Results]) -> str | None:
@@ -120,7 +120,7 @@ def inflight_table(all_results: Iterable[Results]) -> str | None:
                     rows.append((*place, *times, summary.wrong, ratio))
     times = ("p50 µs per call", "fastest tenth", "p95", "p99", "CPU µs/op")
     head = ("ranks", "what", "system", *times, "#wrong", "× fastest awaited peer")
-    return f"{marked(rows)}\n\n{table(head, rows)}" if rows else None
+    return f"{describe_marks(rows)}\n\n{table(head, rows)}" if rows else None
 
 
 def roofline_table(rooflines: Sequence[Roofline]) -> str:
@@ -187,6 +187,6 @@ def _details(results: Results, case: Case, system: str) -> Sequence[object]:
     )
 
 
-def _ratio(results: Results, case: Case, ours: str, *others: str) -> str:
-    ratio = results.ratio(case, ours, *others)
+def _ratio(results: Results, case: Case, system: str, *others: str) -> str:
+    ratio = results.ratio(case, system, *others)
     return "–" if ratio is None else f"**{ratio.median:.2f}** ({ratio.least:.2f}–{ratio.most:.2f})"

@@ -215,7 +215,7 @@ def test_a_launch_is_repeated_while_the_load_is_high(
         done.append(launched(bench, SMALL, len(done) + 1))
         return done[-1]
 
-    best = bench.launch.launch_quietly(start, meter, 5)
+    best = bench.launch.launch_until_quiet(start, meter, 5)
     assert len(done) == launches
     assert best.timings == done[kept].timings
     assert (best.load, best.repeats) == (load(loads[kept]), launches - 1)
@@ -223,7 +223,7 @@ def test_a_launch_is_repeated_while_the_load_is_high(
 
 def test_a_launch_that_fails_is_not_repeated(bench: Any) -> None:
     results = iter([launched(bench, SMALL, 1), launched(bench, SMALL, 0, "exit code 1")])
-    best = bench.launch.launch_quietly(lambda: next(results), Meter(0.5, 0.4), 5)
+    best = bench.launch.launch_until_quiet(lambda: next(results), Meter(0.5, 0.4), 5)
     assert (best.failure, best.load) == (None, load(0.5))
 
 
@@ -231,7 +231,7 @@ def test_the_report_has_the_load_of_the_launches(bench: Any) -> None:
     results = bench.results.Results(2, ["aiocoll auto"])
     results.rounds += [{"aiocoll auto": launched(bench, SMALL, 1, load=load(each))} for each in (0.0, 0.1, 0.7)]
     results.rounds[2]["aiocoll auto"] = replace(results.rounds[2]["aiocoll auto"], repeats=5)
-    report = bench.report.Report([bench.systems.ours("auto")], {}, load(0.02), [results], seconds=90)
+    report = bench.report.Report([bench.systems.make_aiocoll("auto")], {}, load(0.02), [results], seconds=90)
     lines = report.text().splitlines()
     assert any(line.endswith("load: other processes 0.02 cores, steal 0.00 cores, CPU pressure unknown, CPU quota none")
                for line in lines)  # fmt: skip
@@ -245,7 +245,11 @@ def test_the_report_says_what_is_missing_and_what_is_wrong(bench: Any, tmp_path:
     results = rounds(bench, SMALL, {"aiocoll auto": 1, "gloo blocking": 30})
     results.rounds[0]["mpich blocking"] = launched(bench, SMALL, 0, "exit code 1: no fabric")
     results.rounds[0]["gloo blocking"].timings[SMALL] = Timing([30_000], 0.0, 17)
-    systems = [bench.systems.ours("auto"), bench.systems.PEERS["gloo-blocking"], bench.systems.PEERS["mpich-blocking"]]
+    systems = [
+        bench.systems.make_aiocoll("auto"),
+        bench.systems.PEERS["gloo-blocking"],
+        bench.systems.PEERS["mpich-blocking"],
+    ]
     report = bench.report.Report(systems, {"open mpi blocking": "there is no such wheel"}, load(0.0), [results])
     lines = report.text().splitlines()
     assert "| open mpi blocking | all | skipped: there is no such wheel |" in lines
@@ -266,7 +270,7 @@ def test_the_report_says_what_is_missing_and_what_is_wrong(bench: Any, tmp_path:
 
 
 def test_the_report_says_what_else_was_busy(bench: Any) -> None:
-    systems = [bench.systems.ours("tcp")]
+    systems = [bench.systems.make_aiocoll("tcp")]
     text = bench.report.Report(systems, {}, load(0.0), busy=3).text()
     assert "3 other processes that each keep a core busy" in text
     assert "busy" not in bench.report.Report(systems, {}, load(0.0)).machine
@@ -288,7 +292,9 @@ async def test_a_busy_process_ends_with_the_one_that_has_started_it() -> None:
 
 def test_a_launch_measures_all_cases(bench: Any) -> None:
     cases = [SMALL, Case("gather", 4096), Case("allreduce", 4096, 4), Case("barrier", 0)]
-    done = bench.launch.launch(bench.systems.ours("tcp", ["gather", "barrier"]), None, 3, cases, Effort(0, 3, 3), 60)
+    done = bench.launch.launch(
+        bench.systems.make_aiocoll("tcp", ["gather", "barrier"]), None, 3, cases, Effort(0, 3, 3), 60
+    )
     assert done.failure is None
     assert list(done.timings) == cases
     assert [(len(timing.nanoseconds), timing.wrong) for timing in done.timings.values()] == [(3, 0)] * 4
@@ -312,7 +318,7 @@ def test_what_is_wrong_in_any_of_many_in_flight_is_found() -> None:
 
 def test_a_launch_that_fails_says_why_and_keeps_what_it_has(bench: Any) -> None:
     cases = [SMALL, Case("allsum", 64)]
-    done = bench.launch.launch(bench.systems.ours("tcp"), None, 2, cases, Effort(0, 3, 3), 60)
+    done = bench.launch.launch(bench.systems.make_aiocoll("tcp"), None, 2, cases, Effort(0, 3, 3), 60)
     assert list(done.timings) == [SMALL]
     assert "ValueError: kind='allsum' is not a collective; use one of allreduce, reduce," in done.failure
 
@@ -321,7 +327,7 @@ def test_a_launch_that_hangs_is_ended(bench: Any, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o700)
-    done = bench.launch.launch(bench.systems.ours("tcp"), python, 2, [SMALL], Effort(0, 3, 3), 1)
+    done = bench.launch.launch(bench.systems.make_aiocoll("tcp"), python, 2, [SMALL], Effort(0, 3, 3), 1)
     assert done.timings == {}
     assert done.failure == "not done after 1 s"
 
@@ -344,9 +350,9 @@ def test_a_library_means_all_its_modes(bench: Any) -> None:
 
 def test_only_awaited_systems_have_calls_in_flight(bench: Any) -> None:
     many = Case("allreduce", 64, inflight=4)
-    takers = {name for name, system in bench.systems.PEERS.items() if system.takes(many)}
-    assert takers == {name for name in bench.systems.PEERS if not name.endswith("blocking")}
-    assert {bench.systems.PEERS[name].name for name in takers} == set(bench.systems.AWAITED)
+    able = {name for name, system in bench.systems.PEERS.items() if system.can_run(many)}
+    assert able == {name for name in bench.systems.PEERS if not name.endswith("blocking")}
+    assert {bench.systems.PEERS[name].name for name in able} == set(bench.systems.AWAITED)
 
 
 class Request:
@@ -426,7 +432,7 @@ def test_gloo_in_all_modes(bench: Any, mode: str) -> None:
     pytest.importorskip("torch")
     gloo = bench.systems.PEERS[f"gloo-{mode}"]
     cases = [Case(kind, 64) for kind in KINDS] + [Case("allreduce", 64, 4)]
-    taken = [case for case in cases if gloo.takes(case)]
+    taken = [case for case in cases if gloo.can_run(case)]
     done = bench.launch.launch(gloo, None, 2, taken, Effort(0, 3, 3), 60)
     assert done.failure is None
     assert list(done.timings) == taken
