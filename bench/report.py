@@ -107,8 +107,8 @@ class Report:
         ):
             tables = [each for results in self.results if (each := make(results, compared)) is not None]
             parts += [f"## {title}", text, *tables] if tables else []
-        if self.results:
-            parts += ["## Allreduce, all systems", *map(allreduce_details, self.results)]
+        details = [each for results in self.results if (each := allreduce_details(results)) is not None]
+        parts += ["## Allreduce, all systems", *details] if details else []
         many = inflight_table(self.results)
         parts += ["## Many calls in flight", many] if many is not None else []
         if self.rooflines:

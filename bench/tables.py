@@ -84,9 +84,11 @@ def describe_marks(rows: Sequence[Sequence[object]]) -> str:
     return f"{count} of {len(rows)} rows are marked{MARK}: others took more than {MAX_LOAD:g} cores during a launch."
 
 
-def allreduce_details(results: Results) -> str:
-    """Return one row for each size and system, with the columns of nccl-tests."""
+def allreduce_details(results: Results) -> str | None:
+    """Return one row for each size and system, with the columns of nccl-tests; None without any."""
     cases = results.cases(_is_allreduce)
+    if not cases:
+        return None
     rows = [_details(results, case, system) for case in cases for system in results.systems]
     head = (
         "size",
