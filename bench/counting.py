@@ -1,8 +1,8 @@
 """What counting costs a call: ``python bench/counting.py``.
 
-A group of one rank awaits allreduces of one number, in many short rounds that take turns: without counters, with
-them, and as if each call had waited for another rank. The CPU time of the thread counts; the least of all rounds is
-what other work on the machine has not disturbed.
+Two ranks in one thread await allreduces of one number, each of which one of them waits for, in many short rounds that
+take turns: without counters, and with them. The CPU time of the thread counts, half of it for each rank; the least of
+all rounds is what other work on the machine has not disturbed.
 """
 
 from __future__ import annotations
@@ -23,33 +23,30 @@ from aiocoll.work import COMPILED
 #: The contract: nanoseconds of a call.
 MOST = 500
 CALLS = 150
-OFF, ON, WAITED = "not counted", "counted", "counted, with a wait"
+OFF, ON = "not counted", "counted"
 
 
 async def rounds(pg: ProcessGroup, number: int) -> dict[str, list[float]]:
     """Return nanoseconds of a call in each round, by way."""
-    comm, tensor = parts_of(pg).comm, np.ones(1)
-    counters = comm.counters
-    found: dict[str, list[float]] = {OFF: [], ON: [], WAITED: []}
+    journal, tensor = parts_of(pg).comm.journal, np.ones(1)
+    found: dict[str, list[float]] = {OFF: [], ON: []}
     for turn in range(number):
         for way in list(found)[:: 1 if turn % 2 else -1]:
-            comm.counters = None if way == OFF else counters
-            comm.context.heard = 0 if way == WAITED else -1
+            journal.counts = way == ON
             for _ in range(CALLS // 10):
                 await pg.allreduce(tensor)
             began = time.thread_time_ns()
             for _ in range(CALLS):
                 await pg.allreduce(tensor)
-            found[way].append((time.thread_time_ns() - began) / CALLS)
-    comm.context.heard = -1
-    comm.counters = counters
+            found[way].append((time.thread_time_ns() - began) / CALLS / pg.size())
+    journal.counts = True
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What counting costs a call.")
     parser.add_argument("--rounds", type=int, default=1500, help="of each way (default: 1500)")
-    (found,) = asyncio.run(run_ranks(1, rounds, parser.parse_args().rounds, timeout=None))
+    found, _ = asyncio.run(run_ranks(2, rounds, parser.parse_args().rounds, timeout=None))
     print("# What counting costs a call\n", machine(), "", "Compiled." if COMPILED else "Pure Python.", "", sep="\n")
     print("| ns of CPU | least | more | median | more |\n|---|--:|--:|--:|--:|")
     least, middle = min(found[OFF]), median(found[OFF])

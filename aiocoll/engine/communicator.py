@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
-from math import frexp, nan
+from functools import partial
+from math import nan
 from typing import Any, Final
 
 from aiocoll.algorithms.machine import Tuning
@@ -12,7 +13,6 @@ from aiocoll.algorithms.two_level.hosts import host_numbers
 from aiocoll.engine.control.causes import failure_by, revocation
 from aiocoll.engine.control.device_inbox import DeviceInbox
 from aiocoll.engine.control.unmade_groups import Kept
-from aiocoll.engine.counters import SHIFT, TRIFLE, Counters
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.failure.failures import crashed, left, lost, raised, revoked, torn
@@ -21,10 +21,10 @@ from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.engine.job.ids import StrangerError, hash62
+from aiocoll.engine.journal import HISTORY, Journal, Record
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.operation_log import ENDED, ENTERED, ERROR, HISTORY, SIGNATURE, OperationLog, Record
 from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.engine.operations.slots import Slots
 from aiocoll.engine.operations.told import told
@@ -93,7 +93,7 @@ class Communicator:
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self.operations: dict[int, Operation] = {}
         self.pending: dict[Operation, None] = {}
-        self.operation_log = OperationLog()
+        self.journal = Journal(self.channels, self.pending, endpoint.runtime.stamp(), spec.options.stats)
         self.cause: GroupError | None = None
         #: The group has failed, or a hook is running: calls take the slow checks.
         self.barred = False
@@ -121,17 +121,13 @@ class Communicator:
         self.sender = Sender(identity, self.ranks, self.channels, endpoint.control, endpoint.direct)
         self.mismatches = MismatchReports(self, self.sender)
         self.stalls = StallInspector(
-            self, self.operation_log, self.mismatches, self.sender, endpoint.runtime, endpoint.failure_detector
+            self, self.journal, self.mismatches, self.sender, endpoint.runtime, endpoint.failure_detector
         )
         self.runtime = endpoint.runtime
         self.scratch = endpoint.scratch
         self.polling = endpoint.polling
         self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
-        #: None: nothing is counted.
-        self.counters = Counters(self.channels, self.stamp()) if spec.options.stats else None
-        self._collectives = self.operation_log.collectives
-        self._messages = self.operation_log.messages
         self._watch = endpoint.watch
         self._early: dict[int, list[Kept]] = {}
         # Keyed operations and children that have ended, with the call each belonged to; ordered ones need no entry.
@@ -165,26 +161,11 @@ class Communicator:
 
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight: from now on its id and fingerprint are matched against frames and questions."""
-        operation.entered = now = self.stamp()
+        operation.entered = self.stamp()
         self.pending[operation] = None
         identity = operation.id
-        call = operation.completion
-        if operation.parent is not None:
+        if identity < P2P:
             self.operations[identity] = operation
-            operation.entry = self.operation_log.started(operation.parent.entry, now)
-        elif identity < P2P:
-            self.operations[identity] = operation
-            # The fields of a `Record`, written out: a call per operation would cost more than everything else here.
-            code, instruction = call.code, call.instruction
-            entry = [identity, now, operation.signature, call.shape, call.key, call.seq, code, instruction, None, None]
-            self._collectives.append(entry)
-            operation.entry = entry
-        else:
-            code, instruction = call.code, call.instruction
-            signature, peer = operation.signature, operation.peer
-            entry = [identity, now, signature, call.shape, None, None, code, instruction, None, None, peer, None]
-            self._messages.append(entry)
-            operation.entry = entry
         watch = self._watch
         if watch.timer is None or operation.timeout != self.default_timeout:
             watch.entered(self, operation)
@@ -194,73 +175,44 @@ class Communicator:
             # Deferred: what they sent before they left may be enough.
             self.call_soon(self._missed, operation)
         if self.hooks.active and operation.parent is None:
-            self._call_hooks(self.hooks.start, operation, None)
+            self._call_hooks(self.hooks.start, operation, None, None)
         try:
             operation.enter()
         except Exception as error:
             self.crashed(error)
         if self._early and (frames := self._early.pop(identity, None)):
+            take = partial(self.deliver, is_early=True)
             for channel, header, payload in frames:
-                self.endpoint.attempt(channel.peer, channel.redeliver, self.deliver, header, payload)
+                self.endpoint.attempt(channel.peer, channel.redeliver, take, header, payload)
 
     def ended(self, operation: Operation, error: BaseException | None) -> None:
         """An operation has ended; every operation ends exactly once, here."""
+        now = self.stamp()
+        self.journal.ended(operation, error, now)
         del self.pending[operation]
-        identity = operation.id
-        if operation.parent is None:
-            entry = operation.entry
-            entry[ENDED] = now = self.stamp()
-            if error is not None:
-                entry[ERROR] = type(error).__name__
-            counters = self.counters
-            if counters is None:
-                pass
-            elif error is not None:
-                counters.count_failure(operation, error)
-            elif identity >= P2P:
-                counters.count_message(operation, entry, now)
-            else:
-                # Written out, since a call takes as long as a third of this; and `get` takes longer than a subscript.
-                try:
-                    kind = counters.kinds[id(entry[SIGNATURE])]
-                except KeyError:
-                    kind = counters.learn(operation)
-                seconds = now - entry[ENTERED]
-                row = kind.row
-                row.nbytes += kind.nbytes
-                row.seconds += seconds
-                row.buckets[frexp(seconds + TRIFLE)[1] + SHIFT] += 1
-                heard = self.context.heard
-                if heard >= 0:
-                    try:
-                        waits = counters.waits[heard]
-                    except KeyError:
-                        waits = counters.wait(heard)
-                    if now >= waits.due:
-                        waits.mark(now)
-                    waits.times += 1
-                    waits.seconds += seconds
         if operation.timeout != self.default_timeout:
             self._watch.ended(operation)
+        identity = operation.id
         if identity < P2P:
             del self.operations[identity]
             if identity >= KEYED:
                 if len(self._ended) >= HISTORY:
                     del self._ended[next(iter(self._ended))]
-                self._ended[identity] = operation.entry[0]
+                self._ended[identity] = operation.root.id
         if self.hooks.started:
-            self._call_hooks(self.hooks.end, operation, error)
+            self._call_hooks(self.hooks.end, operation, error, now - operation.entered)
 
     def _call_hooks(
         self,
         call: Callable[[Operation, Callable[[], OperationInfo]], None],
         operation: Operation,
         error: BaseException | None,
+        seconds: float | None,
     ) -> None:
         """Call the hooks for an operation; they may not call this group meanwhile."""
         self.barred = True
         try:
-            call(operation, lambda: told(operation, error))
+            call(operation, lambda: told(operation, error, seconds))
         finally:
             self.barred = self.cause is not None
 
@@ -271,7 +223,9 @@ class Communicator:
     def record(self, op: int) -> Record | None:
         """Return the record of a collective, or of a send; for a child operation, the record of its parent."""
         operation = self.operations.get(op)
-        return self.operation_log.find(self._ended.get(op, op)) if operation is None else Record(*operation.entry)
+        if operation is not None:
+            return Record.of(operation.root)
+        return self.journal.find(self._ended.get(op, op))
 
     # -- frames
 
@@ -285,13 +239,15 @@ class Communicator:
             return None, None
         return operation, operation.route(self.position[peer], step, offset, total, length)
 
-    def deliver(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
+    def deliver(self, channel: Channel, header: Header, payload: memoryview | None, is_early: bool = False) -> bool:
         """Deliver a frame to this group; False if it has to wait here and counts against its sender's window."""
         kind, _, step, _, op, fingerprint, _, length, total = header
         peer = self.position[channel.peer]
         operation = self.operations.get(op)
         if operation is None:
             return self._deliver_unentered(channel, peer, header, payload)
+        if not is_early:  # else it was here before the operation
+            operation.waited_for = peer
         if kind == _DATA:
             if operation.fingerprint != fingerprint or not operation.deliver(peer, step, total, payload, length):
                 self.mismatches.disagree(peer, op, operation.describe())
@@ -301,6 +257,7 @@ class Communicator:
             self.mismatches.disagree(peer, op, operation.describe())
         else:
             operation.promise(peer)
+        operation.waited_for = -1
         return True
 
     def _deliver_unentered(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:
@@ -355,7 +312,7 @@ class Communicator:
             self.name,
             self.rank,
             cause,
-            self.operation_log.hint,
+            self.journal.hint,
             extra=self.log_extra,
         )
         if tell:
@@ -437,8 +394,7 @@ class Communicator:
 
     def linked(self) -> None:
         """A link has been opened."""
-        if self.counters is not None:
-            self.counters.linked()
+        self.journal.linked()
 
     def close(self) -> None:
         """Leave the group: nothing is received for it any more."""

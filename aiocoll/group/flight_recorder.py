@@ -1,6 +1,6 @@
 """`ProcessGroup.recorder`: the last operations of this rank in the group, as data, files and traces.
 
-It costs some 50 to 100 ns per call and is always on; see `aiocoll.engine.operations.operation_log` for what is kept.
+It costs some 250 ns per call and is always on; see `aiocoll.engine.journal` for what is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aiocoll.dump.timeline import chrome_trace
 from aiocoll.dump.words import in_words
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.causes import cause_of
-from aiocoll.engine.operations.operation_log import Record
+from aiocoll.engine.journal import Record
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import logger
 from aiocoll.unretrieved import line_of
@@ -52,7 +52,7 @@ class FlightRecorder:
         if directory is None:
             return
         self._path = os.path.join(directory, file_name(comm.name, comm.rank))
-        comm.operation_log.hint = f"what was called last goes to {self._path}"
+        comm.journal.hint = f"what was called last goes to {self._path}"
         comm.on_revoked.append(self._revoked)
         if comm.cause is not None:
             self._revoked()
@@ -86,7 +86,7 @@ class FlightRecorder:
             "cause": None if comm.cause is None else cause_of(comm.cause),
             "entered": comm.entered,
             "keys": comm.counts(KEYS),
-            "entries": _entries(comm, comm.operation_log.snapshot()),
+            "entries": _entries(comm, comm.journal.snapshot()),
         }
 
     def dump_json(self, path: str | os.PathLike[str]) -> None:

@@ -116,7 +116,7 @@ def _slow(comm: Communicator, pending: list[Operation], now: float) -> list[tupl
 def _counted(comm: Communicator) -> dict[str, Any]:
     from aiocoll.group.stats import stats_of  # not every rank is watched
 
-    if comm.counters is None:
+    if not comm.journal.counts:
         return {"counted": False, "operations": [], "peers": []}
     stats = stats_of(comm)
     operations = sorted(stats.operations, key=lambda each: -each.seconds)[:ROWS]

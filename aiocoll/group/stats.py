@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.counters import SHIFT, Counters, Row, Waits
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
+from aiocoll.engine.journal import SHIFT, Counted, Waited
 from aiocoll.engine.operations.base import Operation
 
 __all__ = ["GroupStats", "OperationStats", "PeerStats", "add_stats", "stats_of"]
@@ -183,28 +183,25 @@ def stats_of(comm: Communicator) -> GroupStats:
     Raises:
         RuntimeError: the group does not count.
     """
-    counters = comm.counters
-    if counters is None:
+    if not comm.journal.counts:
         raise RuntimeError(
             f"group {comm.name!r} does not count its operations: it was made with GroupOptions(stats=False), or "
             "AIOCOLL_STATS=0"
         )
-    # Copies, made by one call into C each: the loop may go on meanwhile.
-    rows = list(counters.rows.items())
-    pending = list(comm.pending)
+    counted = comm.journal.counted()
+    pending = list(comm.pending)  # a copy, made by one call into C: the loop may go on meanwhile
     in_flight = [each for each in pending if each.parent is None]
     now = comm.stamp()
-    operations = [_operation(kind, row) for kind, row in rows]
     return GroupStats(
         comm.name,
         comm.rank,
         len(comm.ranks),
         now,
-        counters.since,
+        comm.journal.since,
         len(in_flight),
         now - in_flight[0].entered if in_flight else 0.0,
-        tuple(sorted(operations, key=_order)),
-        tuple(_peers(comm, counters, pending, now)),
+        tuple(sorted(map(_operation, counted), key=_order)),
+        tuple(_peers(comm, pending, now)),
     )
 
 
@@ -212,13 +209,13 @@ def _order(each: OperationStats) -> tuple[str, str, str]:
     return each.op, each.algorithm or "", each.transport
 
 
-def _operation(kind: tuple[str, str | None, str], row: Row) -> OperationStats:
-    histogram = tuple((2.0 ** (number - SHIFT), calls) for number, calls in enumerate(list(row.buckets)) if calls)
+def _operation(row: Counted) -> OperationStats:
+    histogram = tuple((2.0 ** (number - SHIFT), calls) for number, calls in enumerate(row.buckets) if calls)
     completed = sum(calls for _, calls in histogram)
-    return OperationStats(*kind, completed, row.failures, row.nbytes, row.seconds, histogram)
+    return OperationStats(*row.kind, completed, row.failures, row.nbytes, row.seconds, histogram)
 
 
-def _peers(comm: Communicator, counters: Counters, pending: list[Operation], now: float) -> Iterable[PeerStats]:
+def _peers(comm: Communicator, pending: list[Operation], now: float) -> Iterable[PeerStats]:
     missing: dict[int, int] = {}
     for operation in pending:
         if operation.peer is not None or now - operation.entered < REPORT_AFTER:
@@ -226,11 +223,9 @@ def _peers(comm: Communicator, counters: Counters, pending: list[Operation], now
         finding = comm.stalls.finding(operation.id)
         for rank in () if finding is None else finding.ranks(now):
             missing[rank] = missing.get(rank, 0) + 1
-    waits = {comm.position[rank]: each for rank, each in list(counters.waits.items())}
-    for rank in sorted({*waits, *missing}):
-        each = waits.get(rank, Waits())
-        recent_times, recent_seconds = each.recent(now)
-        yield PeerStats(rank, each.times, each.seconds, recent_times, recent_seconds, missing.get(rank, 0))
+    waited = comm.journal.waited(now)
+    for rank in sorted({*waited, *missing}):
+        yield PeerStats(rank, *waited.get(rank, Waited(0, 0.0, 0, 0.0)), missing.get(rank, 0))
 
 
 def add_stats(first: GroupStats, second: GroupStats) -> GroupStats:

@@ -125,7 +125,7 @@ class WatchedGroups(open_groups.Observer):
                 before = [name for each, name in self._open.items() if strip_generation(each.group_name) == first]
             if before:
                 name = next((each for each in reversed(before) if each is not None), None)
-        if name is None or parts_of(pg).comm.counters is None:
+        if name is None or not parts_of(pg).comm.journal.counts:
             with self._lock:
                 self._open[pg] = None
         elif self._has_room(name):

@@ -17,7 +17,7 @@ from aiocoll.cli.divergence import lateness
 from aiocoll.cli.main import main
 from aiocoll.cli.merge import Unusable, collect
 from aiocoll.dump.files import FORMAT, file_name
-from aiocoll.engine.operations.operation_log import HISTORY
+from aiocoll.engine.journal import HISTORY
 from aiocoll.testing import run_processes
 from aiocoll.testing.virtual import run_virtual
 from tests.cli import recorded

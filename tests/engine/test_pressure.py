@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from aiocoll import HashStore, ProcessGroup, ReduceOp, new_group
+from aiocoll.engine.journal import HISTORY
 from aiocoll.engine.links.flow_control import LINK_WINDOW
-from aiocoll.engine.operations.operation_log import HISTORY
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.testing import run_processes
 

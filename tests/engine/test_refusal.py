@@ -389,7 +389,7 @@ async def test_more_than_a_message_is_refused(transport: str, what: str) -> None
             await until(lambda: waiting)
             work = pg.recv(np.zeros(1), 0)
             pg.broadcast(np.zeros(100), 1, key="alike").add_done_callback(lambda _: None)
-            signature = comm_of(pg).operation_log.last().signature  # type: ignore[union-attr]
+            signature = comm_of(pg).journal.last().signature  # type: ignore[union-attr]
             at = 0
             for length in lengths:
                 header = HEADER.pack(

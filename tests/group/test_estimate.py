@@ -176,7 +176,7 @@ async def test_the_fake_backend_predicts(world_size: int) -> None:
 @over(*LINKS)
 @pytest.mark.ranks(2, 3)
 async def test_nothing_is_sent_and_nothing_is_touched(pg: ProcessGroup) -> None:
-    history = len(comm_of(pg).operation_log.collectives)
+    history = len(comm_of(pg).journal.collectives)
     with pg.time_estimator() as estimate:
         for name, call in ARRAYS.items():
             x = np.arange(6.0)
@@ -190,7 +190,7 @@ async def test_nothing_is_sent_and_nothing_is_touched(pg: ProcessGroup) -> None:
         assert all(work.done() for work in works)
         assert await pg.allreduce(2.5, ReduceOp.MAX) == 2.5
     assert len(estimate.calls) == len(ARRAYS) + len(works) + 1
-    assert (len(comm_of(pg).operation_log.collectives), pg.pending()) == (history, [])
+    assert (len(comm_of(pg).journal.collectives), pg.pending()) == (history, [])
     # No number was taken, not of a key either.
     assert (pg.barrier().seq, pg.allreduce(1, key="a").seq) == (1, 1)
     await pg.drain()

@@ -64,9 +64,12 @@ async def test_frames_of_an_older_group_do_not_reach_a_newer_one_of_the_same_nam
                 x = np.full(3, 1.0 - number)
                 await again.broadcast(x, 0)
                 assert (x == 1).all()
-                op, _, signature, *_ = comm_of(again).operation_log.collectives[-1]
+                last = comm_of(again).journal.last()
+                assert last is not None
                 older.append(
-                    HEADER.pack(FrameKind.DATA, 0, 0, comm_of(again).id, op, signature.fingerprint(), 0, 24, 24)
+                    HEADER.pack(
+                        FrameKind.DATA, 0, 0, comm_of(again).id, last.op, last.signature.fingerprint(), 0, 24, 24
+                    )
                 )
                 if number == 1:
                     await again.shutdown()

@@ -22,7 +22,7 @@ from aiocoll import (
     Send,
     new_group,
 )
-from aiocoll.engine.counters import KNOWN, MINUTE, Waits
+from aiocoll.engine.journal import KNOWN
 from aiocoll.group.stats import GroupStats, OperationStats, PeerStats
 from aiocoll.store import HashStore
 from aiocoll.testing import run_ranks, run_virtual
@@ -281,6 +281,46 @@ async def test_who_needs_nobody_has_waited_for_nobody(pg: ProcessGroup) -> None:
         assert pg.stats().peers == ()
 
 
+def test_nobody_waits_for_what_came_early() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        if not pg.rank():
+            await asyncio.sleep(2)  # what rank 1 has sent is here
+        await pg.broadcast(np.ones(3), 1)
+        assert pg.rank() or pg.stats().peers == ()
+
+    run_virtual(2, rank)
+
+
+def test_a_rank_whose_data_did_not_complete_a_call_is_not_waited_for() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await asyncio.sleep(2.0 * pg.rank())
+        work = pg.allreduce(np.ones(2))
+        if not pg.rank():
+            await asyncio.sleep(3)  # rank 1 has sent something, rank 2 has not
+            (operation,) = comm_of(pg).pending
+            assert (operation.awaited(), operation.waited_for) == ([2], -1)
+        await work
+
+    run_virtual(3, rank)
+
+
+@pytest.mark.parametrize("debug", ["off", "detail"])
+def test_who_waits_for_a_part_of_a_call_waits_once(debug: Any) -> None:
+    """A block, and a compared call, consist of several operations."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        if pg.rank():
+            await asyncio.sleep(2)
+        async with pg.coalescing():
+            pg.allreduce(np.ones(2))
+            pg.allreduce(np.ones(2, np.float32))
+        if not pg.rank():
+            (each,) = pg.stats().peers
+            assert (each.rank, each.times, each.seconds) == (1, 1, pytest.approx(2))
+
+    run_virtual(2, rank, options=GroupOptions(debug=debug))
+
+
 def test_the_last_minute_passes_on_a_clock_of_its_own() -> None:
     async def rank(pg: ProcessGroup) -> list[tuple[int, float, int, float]]:
         found = []
@@ -296,21 +336,6 @@ def test_the_last_minute_passes_on_a_clock_of_its_own() -> None:
 
     found, _ = run_virtual(2, rank)
     assert found == [(1, 2, 1, 2), (2, 4, 2, 4), (3, 6, 3, 6), (4, 8, 2, 4), (5, 10, 1, 2)]
-
-
-def test_the_marks_of_a_minute() -> None:
-    waits, seconds = Waits(), 0.25
-    for now in range(1000):
-        for part in (0.0, 0.5):
-            if now + part >= waits.due:
-                waits.mark(now + part)
-            waits.times += 1
-            waits.seconds += seconds
-        expected = 2 * min(now + 1, MINUTE)
-        assert waits.recent(now + 0.9) == (expected, expected * seconds)
-    assert waits.recent(999 + MINUTE - 0.1) == (2, 0.5)
-    assert waits.recent(999 + MINUTE) == (0, 0.0)
-    assert Waits().recent(5.0) == (0, 0.0)
 
 
 def test_who_is_missing_now() -> None:
@@ -338,9 +363,7 @@ def test_who_is_missing_now() -> None:
 async def test_tables_are_bounded(pg: ProcessGroup) -> None:
     for count in range(2 * KNOWN + 3):
         await pg.allreduce(np.ones(count))
-    counters = comm_of(pg).counters
-    assert counters is not None
-    assert len(counters.kinds) <= KNOWN
+    assert len(comm_of(pg).journal._calls) <= KNOWN
     (row,) = pg.stats().operations
     assert (row.calls, row.nbytes) == (2 * KNOWN + 3, 8 * (2 * KNOWN + 2) * (2 * KNOWN + 3) // 2)
 

@@ -267,10 +267,10 @@ async def test_a_rank_that_does_not_come_is_named(pg: ProcessGroup, kind: str) -
 @pytest.mark.ranks(3)
 async def test_given_outputs_take_no_step_more(pg: ProcessGroup) -> None:
     """Their operations are those of before: one each."""
-    before = len(comm_of(pg).operation_log.collectives)
+    before = len(comm_of(pg).journal.collectives)
     await pg.allgather([np.empty(3) for _ in range(3)], given(pg.rank(), 3))
     await pg.gather([np.empty(3) for _ in range(3)] if pg.rank() == 0 else None, given(pg.rank(), 3), 0)
-    assert len(comm_of(pg).operation_log.collectives) == before + 2
+    assert len(comm_of(pg).journal.collectives) == before + 2
 
 
 @pytest.mark.ranks(3)

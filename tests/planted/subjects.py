@@ -235,6 +235,10 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("to_int",), (("test_numpy_arguments.py", "elements/test_buffers.py"), ("group/test_asyncio.py",))
         ),
         "user code": Subject(("contain",), (("test_user_code.py",), ("test_blocking.py",))),
+        "journal": Subject(
+            ("Journal.ended", "Communicator.ended", "Children.start"),
+            (("engine/test_journal.py", "engine/test_recorder.py"), ("group/test_stats.py",)),
+        ),
         "unclosed groups": Subject(("LoopEnd.add",), (("test_unclosed.py",), ("test_user_code.py", "-k", "exit"))),
     }
 )
@@ -267,6 +271,7 @@ BY_HAND = (
     "users",
     "codec keys",
     "user code",
+    "journal",
     "unclosed groups",
     "nans",
     "arguments",

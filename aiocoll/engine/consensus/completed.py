@@ -64,9 +64,9 @@ def report(group: Communicator) -> Report:
     upto = group.entered
     unfinished = group.unfinished
     entered = [
-        (key, count)
-        for _, _, _, _, key, count, *_ in reversed(group.operation_log.collectives)
-        if key is not None and count is not None
+        (record.key, record.seq)
+        for record in reversed(group.journal.collectives.records())
+        if record.key is not None and record.seq is not None
     ]
     # Each once: some ran as several operations.
     keyed = [each for each in dict.fromkeys(entered) if each not in unfinished]

@@ -19,13 +19,13 @@ from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.differences import called, opposed
-from aiocoll.engine.operations.operation_log import OperationLog
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.log import Repeats, logger
 from aiocoll.runtime import Runtime
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
+    from aiocoll.engine.journal import Journal
 
 __all__ = ["StallInspector"]
 
@@ -48,7 +48,7 @@ class StallInspector:
 
     Args:
         group: the group.
-        log: what this rank has called.
+        journal: what this rank has called.
         mismatches: is told of calls that do not match.
         sender: sends to the other ranks.
         runtime: the clock.
@@ -58,14 +58,14 @@ class StallInspector:
     def __init__(
         self,
         group: Communicator,
-        log: OperationLog,
+        journal: Journal,
         mismatches: MismatchReports,
         sender: Sender,
         runtime: Runtime,
         failure_detector: FailureDetector,
     ) -> None:
         self._group = group
-        self._log = log
+        self._journal = journal
         self._mismatches = mismatches
         self._sender = sender
         self._now = runtime.time
@@ -327,7 +327,7 @@ class StallInspector:
             self._tell(rank, {"t": "status", "op": op, "missing": missing, "known": known})
 
     def _last(self) -> dict[str, Any]:
-        record = self._log.last()
+        record = self._journal.last()
         if record is None:
             return {"last": f"{self._waiting()}in no operation yet", "age": None}
         last = f"{self._waiting()}last in {called(record.describe(self._group.rank))}"

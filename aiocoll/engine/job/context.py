@@ -30,10 +30,9 @@ class Context:
         cards: by rank, its addresses; empty until the ranks have met.
         quiet: context of all engine code, in which NumPy does not warn about the caller's numbers.
         closed: this rank has ended, or could not join: nothing new is started.
-        heard: the rank whose data is being taken just now: what completes meanwhile has waited for it; -1 for none.
     """
 
-    __slots__ = ("_tasks", "cards", "closed", "heard", "loop", "quiet", "rank", "runtime", "transport", "world_size")
+    __slots__ = ("_tasks", "cards", "closed", "loop", "quiet", "rank", "runtime", "transport", "world_size")
 
     def __init__(self, runtime: Runtime, transport: Transport, rank: int, world_size: int) -> None:
         self.runtime = runtime
@@ -45,7 +44,6 @@ class Context:
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
         self.closed = False
-        self.heard = -1
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:

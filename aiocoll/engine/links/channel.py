@@ -329,7 +329,6 @@ class Channel:
                 return
             group = self._groups.get(header[3])
             deliver = self._owner.keep_frame if group is None else group.deliver
-            self._context.heard = self.peer
             try:
                 taken = deliver(self, header, payload)
             except StrangerError:
@@ -341,8 +340,6 @@ class Channel:
             raise
         except Exception as error:
             raise self._untaken(header, error) from error
-        finally:
-            self._context.heard = -1
 
     def withdrawn(self, link: Link, header: Header) -> None:
         """The sender's operation has failed: what it has sent unasked need not be counted any more."""

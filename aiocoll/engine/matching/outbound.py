@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from math import isnan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import by_code
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.incremental import Steps
-from aiocoll.engine.operations.operation_log import STARTED
 from aiocoll.engine.operations.signature import P2P, Signature
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ class OutboundMessage(Operation):
 
 def begun(operation: Operation) -> None:
     """Record that a message has moved some, but not all, of its bytes."""
-    if operation.entry[STARTED] is None and not operation.done:
-        operation.entry[STARTED] = operation.comm.stamp()
+    if isnan(operation.started) and not operation.done:
+        operation.started = operation.comm.stamp()
 
 
 def is_sparse(code: int) -> bool:

@@ -10,7 +10,6 @@ from aiocoll.completion import Completion
 from aiocoll.engine.matching.inbound import InboundMessage, Receive
 from aiocoll.engine.matching.outbound import OBJECT, Content, begun, is_opaque, message_signature
 from aiocoll.engine.operations.incremental import Steps, carry_on
-from aiocoll.engine.operations.operation_log import PEER
 from aiocoll.engine.operations.signature import P2P, description
 from aiocoll.errors import CollectiveTimeoutError, SerializationError
 
@@ -118,8 +117,7 @@ class PostedReceive(Receive):
         """All bytes have arrived."""
         assert self.arrival is not None
         self.completion.source = self.arrival.peer
-        if self.peer is None:
-            self.entry[PEER] = self.arrival.peer
+        self.set_waited_for(self.arrival.peer)
         self._receives.forget(self.arrival)
         self.finish()
 

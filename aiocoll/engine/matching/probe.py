@@ -13,7 +13,6 @@ from aiocoll.elements.records import record_by_code
 from aiocoll.engine.matching.inbound import InboundMessage
 from aiocoll.engine.matching.outbound import OBJECT, Content, is_opaque, is_sparse
 from aiocoll.engine.matching.posted import PostedReceive
-from aiocoll.engine.operations.operation_log import PEER
 from aiocoll.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -83,8 +82,7 @@ class PostedProbe(PostedReceive):
     def found(self, arrival: InboundMessage) -> None:
         """This is the message."""
         self.completion.source = arrival.peer
-        if self.peer is None:
-            self.entry[PEER] = arrival.peer
+        self.set_waited_for(arrival.peer)
         try:
             envelope = envelope_of(arrival)
         except BackendUnavailableError as error:  # NumPy alone lacks the dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, nan
 from typing import TYPE_CHECKING, Any, Final
 
 from aiocoll.compiling import mypyc_attr
@@ -77,7 +77,9 @@ class Operation:
         comm, id, signature, fingerprint, completion: as given.
         parent: the operation that it is a child of; None if a call has started it.
         entered: when it was entered, on the runtime's clock.
-        entry: its record in the log; see `aiocoll.engine.operations.operation_log`.
+        started: when the first part of a message had moved, or the last child was started; NaN if it has no parts.
+        waited_for: while it takes what a peer has sent or read, that peer: if it ends now, it has waited for it. -1 for
+            none.
         peer: for a message, the other rank; None for a receive from any rank.
         timeout: seconds until `expire`; initially the completion's.
         reported: when its next stall report is due; 0 before the first.
@@ -85,15 +87,12 @@ class Operation:
         promised: peers that this rank has granted.
     """
 
-    entry: list[Any]
-
     __slots__ = (
         "_put_off",
         "comm",
         "completion",
         "done",
         "entered",
-        "entry",
         "fingerprint",
         "granted",
         "id",
@@ -102,7 +101,9 @@ class Operation:
         "promised",
         "reported",
         "signature",
+        "started",
         "timeout",
+        "waited_for",
         "warned",
     )
 
@@ -123,12 +124,22 @@ class Operation:
         self.peer: int | None = None
         self.timeout = completion.timeout
         self.entered = 0.0
+        self.started = nan
+        self.waited_for = -1
         self.done = False
         self.warned = False
         self.reported = 0.0
         self.granted = NOBODY
         self.promised = NOBODY
         self._put_off = False
+
+    @property
+    def root(self) -> Operation:
+        """The operation that a call has started: itself, or the one that it is a part of."""
+        operation = self
+        while operation.parent is not None:
+            operation = operation.parent
+        return operation
 
     @property
     def reduces(self) -> bool:
@@ -144,6 +155,10 @@ class Operation:
     def be_with(self, peer: int | None) -> None:
         """Set the other rank of a message."""
         self.peer = peer
+
+    def set_waited_for(self, peer: int) -> None:
+        """Set the rank whose data completes it."""
+        self.waited_for = peer
 
     def enter(self) -> None:
         """Start: send what can be sent, use what has arrived early."""

@@ -68,7 +68,10 @@ class Children:
             if reported:
                 parent.warned, parent.reported = child.warned, child.reported
             if not parent.done:
+                if child.waited_for >= 0:
+                    parent.waited_for = child.waited_for
                 ended(result, error)
+                parent.waited_for = -1
 
         child = make(KEYED | hash62(name), ChildCompletion(parent.completion, report))
         running.append(child)
@@ -79,6 +82,7 @@ class Children:
         silent.silence()
         self._running[child] = None
         parent.comm.enter(child)
+        parent.root.started = child.entered
         if reported:
             child.entered = parent.entered
 

@@ -140,9 +140,8 @@ class ShmRing(Operation):
                 return True
             if self._put == self._taken == len(chunks) and not self._unsent and self._is_read():
                 self._end()
-                self.comm.context.heard = self.comm.ranks[self._right if self._pointed else self._left]
+                self.set_waited_for(self._right if self._pointed else self._left)
                 self.succeed(self.completion.value)
-                self.comm.context.heard = -1
                 return True
             if not going:
                 return moved

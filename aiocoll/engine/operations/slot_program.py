@@ -150,14 +150,10 @@ class SlotProgram(Operation):
         return True
 
     def _complete(self) -> None:
-        comm = self.comm
-        comm.polling.readers.pop(self, None)
-        if self._missing < 0:
-            self.succeed(self.completion.value)
-        else:
-            comm.context.heard = comm.ranks[self._missing]
-            self.succeed(self.completion.value)
-            comm.context.heard = -1
+        self.comm.polling.readers.pop(self, None)
+        if self._missing >= 0:
+            self.set_waited_for(self._missing)
+        self.succeed(self.completion.value)
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Store a contribution that comes in frames."""

@@ -120,9 +120,9 @@ class Slots:
                 return False
             if length > most:
                 raise ProtocolError(f"rank {peer} posted {length} bytes to a slot of {most}")
-            comm.context.heard = comm.ranks[peer]
+            operation.waited_for = peer
             operation.deliver(peer, step, length, byte_view(reader.view(slot, _BYTES, length)), length)
-            comm.context.heard = -1
+            operation.waited_for = -1
             reader.free(slot)
             return True
         return False

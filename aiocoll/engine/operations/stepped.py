@@ -24,7 +24,6 @@ from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Children
 from aiocoll.engine.operations.offload import run_in_thread
-from aiocoll.engine.operations.operation_log import SIGNATURE
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 
@@ -127,7 +126,7 @@ class Stepped(ProgramExecutor):
     def _carry_out(self, name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> None:
         def make(identity: int, completion: Completion) -> Operation:
             operation = plan.executor(self.comm, identity, plan, arrays, completion)
-            operation.signature = self.entry[SIGNATURE]  # messages refer to the call, as other ranks are told it
+            operation.signature = self.root.signature  # messages refer to the call, as other ranks are told it
             return operation
 
         def ended(result: Any, error: BaseException | None) -> None:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from aiocoll.engine.operations.base import Operation
-from aiocoll.engine.operations.operation_log import ENDED, ENTERED
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.hooks import OperationInfo
 
 __all__ = ["told"]
 
 
-def told(operation: Operation, error: BaseException | None) -> OperationInfo:
-    """Return what hooks are told of an operation that starts, or has ended."""
-    comm, signature, completion, ended = (
-        operation.comm,
-        operation.signature,
-        operation.completion,
-        operation.entry[ENDED],
-    )
+def told(operation: Operation, error: BaseException | None, seconds: float | None) -> OperationInfo:
+    """Return what hooks are told of an operation that starts, or that has ended after so many seconds."""
+    comm, signature, completion = operation.comm, operation.signature, operation.completion
     return OperationInfo(
         comm.name,
         comm.rank,
@@ -27,7 +21,7 @@ def told(operation: Operation, error: BaseException | None) -> OperationInfo:
         completion.seq,
         signature.nbytes(completion.shape),
         signature.dtype,
-        None if ended is None else ended - operation.entry[ENTERED],
+        seconds,
         operation.algorithm(),
         operation.carriers(),
         error,
