@@ -47,11 +47,6 @@ PUBLIC_SIGNATURES = {
 }
 #: The façade, which has every call of a group, and the composition root, which makes the parts of a rank.
 LARGE_CLASSES = {"group.process_group.ProcessGroup", "engine.endpoint.Endpoint"}
-# Until the arguments of a call are one record: delete these lines then.
-LARGE_CLASSES |= {"group.dispatch.dispatcher.Dispatcher"}
-LONG_SIGNATURES = {f"group.dispatch.dispatcher.Dispatcher.{name}" for name in ("start", "launch", "call")}
-LONG_SIGNATURES |= {"group.dispatch.call.Recorder.record", "group.plans._Capture.record"}
-LONG_SIGNATURES |= {f"group.interceptors.coalesce.{name}.record" for name in ("Batch", "_Collector")}
 
 #: Loaded on demand or not at all.
 HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redis", "prometheus_client",
@@ -241,9 +236,7 @@ def test_functions_have_few_parameters() -> None:
         for name, node in qualified(tree(each), each)
         if not isinstance(node, ast.ClassDef) and parameters(node) > MAX_PARAMETERS
     }
-    assert PUBLIC_SIGNATURES.keys() <= many, "delete those that have few"
-    many -= PUBLIC_SIGNATURES.keys() | LONG_SIGNATURES
-    assert not many
+    assert many == PUBLIC_SIGNATURES.keys()
 
 
 def public_methods(node: ast.ClassDef) -> set[str]:
