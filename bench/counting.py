@@ -20,8 +20,6 @@ from aiocoll.group.parts import parts_of
 from aiocoll.testing import run_ranks
 from aiocoll.work import COMPILED
 
-#: The contract: nanoseconds of a call.
-MOST = 500
 CALLS = 150
 OFF, ON = "not counted", "counted"
 
@@ -54,7 +52,6 @@ def main() -> None:
         print(
             f"| {way} | {min(each):.0f} | {min(each) - least:.0f} | {median(each):.0f} | {median(each) - middle:.0f} |"
         )
-    print(f"\nThe contract: at most {MOST} ns more.")
 
 
 if __name__ == "__main__":

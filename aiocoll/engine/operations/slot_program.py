@@ -64,7 +64,7 @@ class SlotProgram(Operation):
         """Post what this rank has."""
         step = self._round
         for target, source in step.copies:
-            np.copyto(region_of(self._arrays, target), region_of(self._arrays, source))
+            region_of(self._arrays, target)[...] = region_of(self._arrays, source)
         if step.first:
             self._post(step.first)
         if not self.done and not self.look():
@@ -134,7 +134,7 @@ class SlotProgram(Operation):
         elif inputs:
             for take, given in zip(step.takes, inputs, strict=True):
                 if take.nbytes:
-                    np.copyto(region_of(self._arrays, take.region), given)
+                    region_of(self._arrays, take.region)[...] = given
         self.comm.slots.free(posted, self.id)
         return True
 

@@ -103,7 +103,7 @@ class SlotWriter(_SlotEnd):
         line = self._lines[slot]
         # Until the post is complete, it must not be taken for the last one: this process may be stopped meanwhile.
         words[line] = NO_OPERATION
-        view[:] = array
+        view[...] = array
         words[line + 3] = fingerprint
         # Groups number their operations alike: the id may be there already, and then the group alone tells.
         if self._order is not None:
