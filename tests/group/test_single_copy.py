@@ -194,6 +194,24 @@ async def test_a_message_that_nobody_has_asked_for_waits_where_it_is(options: Gr
     await run_ranks(2, rank, options=options)
 
 
+async def test_large_message_is_read_in_one_frame(options: GroupOptions, references: list[tuple[int, int]]) -> None:
+    """Although the receiver is late: it would have to copy what came before its call."""
+    messages = 3
+
+    async def rank(pg: ProcessGroup) -> None:
+        for _ in range(messages):
+            if pg.rank() == 0:
+                sending = pg.send(np.arange(LARGE), 1)
+                await pg.send(np.zeros(1), 1, tag=1)
+                await sending
+            else:
+                await pg.recv(np.zeros(1), 0, tag=1)
+                await pg.recv(np.empty(LARGE, np.int64), 0)
+
+    await run_ranks(2, rank, options=options)
+    assert len(references) == messages
+
+
 async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(options: GroupOptions) -> None:
     """An operation that has failed gives its memory back at once: whoever reads it has failed too, or has all of it."""
     pattern = -7.0

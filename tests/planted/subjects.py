@@ -137,6 +137,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_shm_references.py",),
                 ("test_shm_process_memory.py", "-k", "not privileges"),
                 ("test_in_place.py", "-k", "not 7"),
+                ("test_single_copy.py", "-k", "one_frame"),
             ),
         ),
         "plans by arrays": Subject(

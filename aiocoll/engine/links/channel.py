@@ -214,7 +214,8 @@ class Channel:
         if self.peer not in operation.granted:
             flags = EAGER
             room = LINK_WINDOW - self._unasked
-            allowed = min(EAGER_WINDOW - moved, room)
+            # A payload that is read in place goes in one frame, since the receiver would copy what it cannot use yet.
+            allowed = 0 if place is not None and message.total > EAGER_WINDOW else min(EAGER_WINDOW - moved, room)
             if allowed < nbytes or room < LEAST:
                 cut = True
                 nbytes = max(0, allowed) // ALIGN * ALIGN
