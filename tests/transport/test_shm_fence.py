@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import sys
 import threading
 
 import pytest
 
-from aiocoll.transport.shm.fence import fences
+from aiocoll.transport.shm.fence import fences, stores_words
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
@@ -19,7 +20,7 @@ def test_x86_keeps_data_before_its_flag_by_itself(machine: str) -> None:
     known.full()
 
 
-@pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le", "riscv64", "s390x", "i686"])
+@pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le", "riscv64", "s390x"])
 def test_other_machines_ask_libatomic(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, asked)})())
@@ -29,6 +30,20 @@ def test_other_machines_ask_libatomic(machine: str, monkeypatch: pytest.MonkeyPa
     known.order()
     known.full()
     assert asked == [5, 5]
+
+
+@pytest.mark.parametrize("machine", ["i386", "i686", "armv7l", "armv8l", "mips", "ppc", "riscv32", "unknown"])
+def test_machine_whose_words_may_tear_is_refused(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: type("", (), {"atomic_thread_fence": Fence(name, [])})())
+    assert not stores_words(machine)
+    assert fences(machine) is None
+
+
+def test_32_bit_process_on_a_64_bit_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stores_words("x86_64")
+    monkeypatch.setattr(sys, "maxsize", 2**31 - 1)
+    assert not stores_words("x86_64")
+    assert fences("x86_64") is None
 
 
 class Fence:

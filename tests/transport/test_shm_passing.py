@@ -552,6 +552,15 @@ async def test_a_machine_without_fences(monkeypatch: pytest.MonkeyPatch, caplog:
         assert all("libatomic" in str(rank.trouble) for rank in ends.ranks)
 
 
+async def test_process_whose_words_may_tear_uses_sockets(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sharing, "stores_words", lambda: False)
+    async with meeting() as (ends, results):
+        assert results == [None, None]
+        assert all("in two steps" in str(rank.trouble) for rank in ends.ranks)
+
+
 async def test_a_python_built_without_memfd(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Built for old systems, it has no `os.memfd_create`."""
     monkeypatch.delattr(os, "memfd_create")

@@ -249,6 +249,18 @@ def test_what_tells_of_something_is_written_after_it() -> None:
     assert told == ["fence", "fence"]
 
 
+def test_reader_puts_fence_between_count_of_posts_and_what_was_posted() -> None:
+    """Without it, a machine may load the line first: the news is gone, and the post is never found."""
+    told: list[str] = []
+    slot_writer, slot_reader, *_ = both(Fences(lambda: told.append("fence"), lambda: None))
+    assert not slot_reader.has_news()
+    assert slot_writer.post(5, 5, NEW, PRINT, block_of(1))
+    del told[:]
+    assert slot_reader.has_news()
+    assert told == ["fence"]
+    assert not slot_reader.has_news()
+
+
 # -- chunk queues
 
 

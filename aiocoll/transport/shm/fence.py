@@ -9,11 +9,17 @@
 from __future__ import annotations
 
 import platform
+import sys
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Fences", "fences"]
+__all__ = ["Fences", "fences", "stores_words"]
+
+#: Processors that load and store an aligned word of 8 bytes in one step. Others may show half of it.
+_WHOLE_WORDS = frozenset(
+    {"x86_64", "amd64", "aarch64", "arm64", "ppc64", "ppc64le", "riscv64", "s390x", "loongarch64", "mips64", "sparc64"}
+)
 
 _SEQ_CST = 5
 """`memory_order_seq_cst` of C11, as compilers number it."""
@@ -26,8 +32,15 @@ class Fences(NamedTuple):
     full: Callable[[], object]
 
 
+def stores_words(machine: str | None = None) -> bool:
+    """Return whether this process stores words of 8 bytes whole, as all flags in shared memory need."""
+    return sys.maxsize > 2**32 and (machine or platform.machine()).lower() in _WHOLE_WORDS
+
+
 def fences(machine: str | None = None) -> Fences | None:
     """Return the fences of this machine; None where there are none, and only the kernel can be asked to pass flags."""
+    if not stores_words(machine):
+        return None
     if (machine or platform.machine()) in ("x86_64", "AMD64"):
         return Fences(None, _locked())
     import ctypes  # not on x86-64: it takes longer to import than the rest of the transport

@@ -12,7 +12,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Transport
 from aiocoll.transport.shm import passing
 from aiocoll.transport.shm.doorbell import Doorbell
-from aiocoll.transport.shm.fence import fences
+from aiocoll.transport.shm.fence import fences, stores_words
 from aiocoll.transport.shm.layout import LinkLayout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.passing import NotSharedError
@@ -59,6 +59,8 @@ class Sharing:
             self.trouble = "the options ask for another transport"
         elif sys.platform != "linux":
             self.trouble = "it needs memfd and eventfd, which only Linux has"
+        elif not stores_words():
+            self.trouble = "this process stores words of 8 bytes in two steps, so a peer could read half of one"
         elif self._fences is None:
             self.trouble = "this machine orders memory weakly, and libatomic is not installed"
 

@@ -142,6 +142,9 @@ class SlotReader(_SlotEnd):
         if posts == self._seen:
             return False
         self._seen = posts
+        # What was posted is looked for next: no load of it may come before that of the count.
+        if self._order is not None:
+            self._order()
         return True
 
     def look(self, slot: int, identity: int, group: int) -> int:
