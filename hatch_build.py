@@ -42,6 +42,7 @@ MODULES = (
     "aiocoll/transport/shm/fence.py",
     "aiocoll/transport/shm/layout.py",
     "aiocoll/transport/shm/link.py",
+    "aiocoll/transport/shm/outbox.py",
     "aiocoll/transport/shm/ring.py",
     "aiocoll/transport/shm/slots.py",
     "aiocoll/transport/stream/link.py",

@@ -154,7 +154,7 @@ PARTS = {
     "memory_written": "aiocoll.transport.memory.MemoryLink.write",
     "written_by_reference": "aiocoll.transport.shm.references.ReferenceWriter.write",
     "placed": "aiocoll.transport.shm.references.ReferenceWriter.find",
-    "slot_posted": "aiocoll.transport.shm.slots.SlotWriter.post",
+    "slot_posted": "aiocoll.transport.shm.slots.LaneWriter.post",
     "message_delivered": "aiocoll.engine.matching.matching.Matching.deliver",
     # operations
     "watching": "aiocoll.completion._watching",

@@ -23,7 +23,7 @@ from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.algorithms.two_level import select as two_level
 
-__all__ = ["ALGORITHMS", "IN_SLOTS", "RULES", "Algorithm", "Rule", "build", "choose", "find"]
+__all__ = ["ALGORITHMS", "IN_SLOTS", "RULES", "Algorithm", "Lanes", "Rule", "build", "choose", "find", "lanes"]
 
 
 class Rule(NamedTuple):
@@ -165,6 +165,18 @@ class Algorithm(NamedTuple):
     load: Formula
 
 
+class Lanes(NamedTuple):
+    """Whether the posts of a program for slots go through the common lane, which several ranks may read.
+
+    Attributes:
+        first: those that wait for nothing.
+        last: those of the result.
+    """
+
+    first: bool
+    last: bool
+
+
 ALGORITHMS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     {
         ("allreduce", "exchange"): Algorithm(direct.exchange, load.everybody_folds),
@@ -217,6 +229,17 @@ IN_SLOTS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
         ("exscan", "oneshot"): Algorithm(scan.exscan_fold, load.exscan_fold),
     }
 )
+
+_POSTED_TO_ALL = frozenset({"allreduce", "barrier", "allgather", "broadcast", "scan", "exscan"})
+"""Kinds whose contributions several ranks read, unless one rank reads all of them first (`central`)."""
+
+
+def lanes(kind: str, algorithm: str, world_size: int) -> Lanes:
+    """Return which posts of an algorithm several ranks may read, the same on all ranks; others have one reader each."""
+    if world_size == 2 or kind not in _POSTED_TO_ALL:
+        return Lanes(first=False, last=False)
+    return Lanes(first=algorithm != "central", last=True)
+
 
 _DEFAULT = Tuning()
 

@@ -19,7 +19,7 @@ from aiocoll.engine.polling import Polling
 from aiocoll.errors import AiocollError
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Link
-from aiocoll.transport.shared_memory import SlotReader
+from aiocoll.transport.shared_memory import PeerOutbox
 
 if TYPE_CHECKING:
     from aiocoll.engine.receiver import Receiver
@@ -152,6 +152,11 @@ class Channels:
         if (shared := self.to(peer).shared) is not None:
             shared.unmap()
 
+    def departed(self, rank: int, group: int) -> None:
+        """A rank has left a group: it reads nothing more of what this rank has posted there."""
+        if (channel := self._channels.get(rank)) is not None and channel.shared is not None:
+            channel.shared.departed(group)
+
     def release(self, rank: int, group: int) -> None:
         """A rank has left a group that is closed here: nothing more of it comes through shared memory."""
         if (channel := self._channels.get(rank)) is not None:
@@ -175,7 +180,7 @@ class Channels:
         """Release the shared memory of all peers; all links are closed."""
         for channel in self._channels.values():
             channel.give_back()
-        self._poll_slots(())
+        self._poll_outboxes(())
 
     def _made_anew(self, rank: int) -> Channel:
         self._channels.pop(rank).give_back()
@@ -184,13 +189,13 @@ class Channels:
     def _count_links(self) -> None:
         channels = self._channels.values()
         self._polling.links = tuple(channel.link for channel in channels if channel.link is not None)
-        self._poll_slots(
-            [(channel.peer, channel.shared.slot_reader) for channel in channels if channel.shared is not None]
+        self._poll_outboxes(
+            [(channel.peer, channel.shared.peer_outbox) for channel in channels if channel.shared is not None]
         )
 
-    def _poll_slots(self, readers: Sequence[tuple[int, SlotReader]]) -> None:
-        self._polling.slot_readers = tuple(reader for _, reader in readers)
-        self._polling.stray_posts.readers = tuple(readers)
+    def _poll_outboxes(self, outboxes: Sequence[tuple[int, PeerOutbox]]) -> None:
+        self._polling.outboxes = tuple(outbox for _, outbox in outboxes)
+        self._polling.stray_posts.outboxes = tuple(outboxes)
 
 
 class _Lazy(list[Channel]):

@@ -134,10 +134,13 @@ class Communicator:
         self._ended: dict[int, int] = {}
         self._counts: dict[str, int] = {}
 
-    @property
-    def all_read(self) -> bool:
-        """Whether its ranks read each other's memory, as far as each can tell alone."""
-        return all(self.endpoint.cards[rank].get("reads", False) for rank in self.ranks)
+    def is_on_all_cards(self, ability: str) -> bool:
+        """Return whether all ranks have an ability, as far as each can tell alone.
+
+        Args:
+            ability: "reads" (the ranks read each other's memory) or "native" (they run the native accelerator).
+        """
+        return all(self.endpoint.cards[rank].get(ability, False) for rank in self.ranks)
 
     def set_timeout(self, timeout: float) -> None:
         """Set the default timeout of later operations, in seconds."""
@@ -341,6 +344,7 @@ class Communicator:
         """A rank of the group (numbered as in the job) has closed it: operations that need that rank fail."""
         peer = self.position[rank]
         self.left.add(peer)
+        self.endpoint.channels.departed(rank, self.id)
         if self.cause is not None:
             self.endpoint.channels.release(rank, self.id)
         for callback in self.on_departed:

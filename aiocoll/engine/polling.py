@@ -19,7 +19,7 @@ from aiocoll.engine.job.context import Context
 from aiocoll.engine.stray_posts import StrayPosts
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import Link
-from aiocoll.transport.shared_memory import SlotReader
+from aiocoll.transport.shared_memory import PeerOutbox
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -47,7 +47,7 @@ class Polling:
     Attributes:
         links: the links to poll.
         lookers: operations that look into shared memory whenever there is time.
-        slot_readers: of the peers on this host.
+        outboxes: of the peers on this host.
         readers: operations that look when something was posted to a slot.
         stray_posts: finds what was posted for no operation of this rank.
     """
@@ -55,7 +55,7 @@ class Polling:
     def __init__(self, context: Context, groups: Mapping[int, Communicator], spin: float, crowded: bool) -> None:
         self.links: tuple[Link, ...] = ()
         self.lookers: dict[Looker, None] = {}
-        self.slot_readers: tuple[SlotReader, ...] = ()
+        self.outboxes: tuple[PeerOutbox, ...] = ()
         self.readers: dict[Looker, None] = {}
         self.stray_posts = StrayPosts(context.runtime, groups)
         # Readers that have not looked since something was posted, the next one last; and whether more was posted since.
@@ -151,8 +151,8 @@ class Polling:
         """Let operations look into shared memory, for about `BUDGET` seconds; whether anything moved, or is left."""
         moved = self._look_on() if self.lookers else False
         # All are asked: otherwise the same posts would be found twice.
-        for slot_reader in self.slot_readers:
-            if slot_reader.has_news():
+        for outbox in self.outboxes:
+            if outbox.has_news():
                 self._news = True
         if self._news:
             self.stray_posts.watch()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from aiocoll.runtime import Runtime
-from aiocoll.transport.shared_memory import SlotReader
+from aiocoll.transport.shared_memory import PeerOutbox
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 __all__ = ["StrayPosts"]
 
 #: Seconds until unread posts are compared: well below the second within which a mismatch has to be found, and so long
-#: that looking at all slots of all peers, some 20 µs for each, does not count.
+#: that looking at all slots of all peers, some 5 µs for each, does not count.
 AFTER = 0.1
 
 
 class StrayPosts:
-    """Watches the slots of one endpoint's peers.
+    """Watches the outboxes of one endpoint's peers.
 
     Args:
         runtime: clock and timers.
         groups: of the endpoint.
 
     Attributes:
-        readers: the slots, with the peer's rank in the job.
+        outboxes: of the peers, with their ranks in the job.
     """
 
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator]) -> None:
-        self.readers: tuple[tuple[int, SlotReader], ...] = ()
+        self.outboxes: tuple[tuple[int, PeerOutbox], ...] = ()
         self._runtime = runtime
         self._groups = groups
         self._waiting = False
@@ -49,8 +49,8 @@ class StrayPosts:
     def _look(self) -> None:
         self._waiting = False
         found = False
-        for rank, reader in self.readers:
-            for op, identity, fingerprint in reader.unread():
+        for rank, outbox in self.outboxes:
+            for op, identity, fingerprint in outbox.unread():
                 # It may be early: this rank is still to make its call.
                 found = True
                 if (group := self._groups.get(identity)) is not None and rank in group.position:

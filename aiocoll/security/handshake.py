@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 MAGIC = b"aioc"
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 _OPENING = struct.Struct("!4sB3x32s")
 _CLAIM = struct.Struct("!B?H16sQiI")

@@ -6,14 +6,22 @@ contract suite in `tests/transport`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from aiocoll.process import PidFd
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import Header
-from aiocoll.transport.shared_memory import Chunks, References, RegisteredMemory, SlotReader, SlotWriter
+from aiocoll.transport.shared_memory import (
+    Chunks,
+    CommonWriter,
+    LaneWriter,
+    PeerOutbox,
+    References,
+    RegisteredMemory,
+    SlotReader,
+)
 
 __all__ = ["Card", "Link", "SharedMemoryLink", "Sink", "Transport"]
 
@@ -94,12 +102,24 @@ class SharedMemoryLink(Link, Protocol):
     """A link through memory that both ends map; operations use it besides its frames."""
 
     @property
-    def slot_writer(self) -> SlotWriter:
-        """Where this rank posts."""
+    def common_writer(self) -> CommonWriter:
+        """Where this rank posts what several peers read; the same for all links."""
 
     @property
-    def slot_reader(self) -> SlotReader:
-        """Where the peer posts."""
+    def lane_writer(self) -> LaneWriter:
+        """Where this rank posts what only the peer reads."""
+
+    @property
+    def common_reader(self) -> SlotReader:
+        """Where the peer posts what several ranks read."""
+
+    @property
+    def lane_reader(self) -> SlotReader:
+        """Where the peer posts what only this rank reads."""
+
+    @property
+    def peer_outbox(self) -> PeerOutbox:
+        """All that the peer posts."""
 
     @property
     def chunks(self) -> Chunks:
@@ -112,6 +132,9 @@ class SharedMemoryLink(Link, Protocol):
     def announce(self) -> None:
         """Wake the peer, if it sleeps, after a slot or a chunk queue has changed; only while the link is open."""
 
+    def announce_to(self, links: Sequence[Any]) -> None:
+        """As `announce`, for several links, of which this may be one."""
+
     def is_beside(self) -> bool:
         """Whether the peer, when it last waited for long, was on the core on which this rank is now."""
 
@@ -122,6 +145,9 @@ class SharedMemoryLink(Link, Protocol):
             group: id of the group.
             has_left: the peer puts nothing more; else that is freed, too, when it comes.
         """
+
+    def departed(self, group: int) -> None:
+        """The peer has left a group: it reads nothing more that was posted there."""
 
     def unmap(self) -> None:
         """After `close`: unmap the segments of the peer; slots can still be read."""

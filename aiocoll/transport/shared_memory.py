@@ -1,8 +1,9 @@
 """What the engine asks of a link through memory that both of its ends map, and of memory that peers read in place.
 
-A link has in each direction **slots**, in which a rank posts its tensor of a small operation, and a **chunk queue**,
-which carries the chunks of one large operation at a time. Of an array in **registered memory** the chunk queue carries
-no bytes, but the place of each chunk in a segment that the peer has mapped, too.
+A rank has an **outbox**, whose **slots** get its contributions to small operations: in the **common lane** what several
+peers read, in the **lane** of a peer what only that one reads. A link has in each direction a **chunk queue**, which
+carries the chunks of one large operation at a time. Of an array in **registered memory** the chunk queue carries no
+bytes, but the place of each chunk in a segment that the peer has mapped, too.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ __all__ = [
     "SMALL_PER_CHUNK",
     "SMALL_SLOTS",
     "Chunks",
+    "CommonWriter",
+    "LaneWriter",
+    "PeerOutbox",
     "References",
     "RegisteredMemory",
     "Segment",
     "SlotReader",
-    "SlotWriter",
 ]
 
-#: Slots in each direction, the small ones first: operations in flight at once that need no frames, twice over, since a
+#: Slots of a lane, the small ones first: operations in flight at once that need no frames, twice over, since a
 #: rank may be through with all of them before a peer has read the first.
 SMALL_SLOTS: Final = 128
 MIDDLE_SLOTS: Final = 4
@@ -43,8 +46,8 @@ LEAST_BY_REFERENCE = 64 * 1024
 MOST_BY_REFERENCE = 16 * SEGMENT
 
 
-class SlotWriter(Protocol):
-    """The slots in which this rank posts."""
+class LaneWriter(Protocol):
+    """The slots in which this rank posts what only one peer reads."""
 
     def post(
         self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int = 0
@@ -61,29 +64,53 @@ class SlotWriter(Protocol):
         """
 
 
-class SlotReader(Protocol):
-    """The slots in which the peer posts: what `view` returns may be read after `look` and until `free`."""
+class CommonWriter(Protocol):
+    """The slots in which this rank posts what several peers read."""
 
-    def has_news(self) -> bool:
-        """Whether anything was posted since the last time this was asked."""
+    def post(
+        self,
+        slot: int,
+        identity: int,
+        group: int,
+        fingerprint: int,
+        array: NDArray[Any],
+        length: int,
+        readers: Sequence[Any],
+    ) -> bool:
+        """As `LaneWriter.post`, for all peers whose `LaneWriter` is one of `readers`."""
+
+
+class SlotReader(Protocol):
+    """The slots of a lane of a peer: what `view` returns may be read after `look` and until `free`."""
 
     def look(self, slot: int, identity: int, group: int) -> int:
         """Return the fingerprint of what was posted for an operation of a group in its slot; -1 if nothing was."""
 
     def length(self, slot: int) -> int:
-        """Return the bytes that whoever posted says are there."""
+        """Return the bytes that the peer says are there."""
 
     def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        """Return the first `count` elements in a slot, where they lie."""
+        """Return the first `count` elements in a slot, where they lie; they cannot be written."""
 
-    def free(self, slot: int) -> None:
-        """Give the slot back, once for each post."""
+    def free(self, slot: int, group: int) -> None:
+        """Be done with a post of a group.
+
+        Raises:
+            ProtocolError: it was overwritten meanwhile, since the peer has given this rank up.
+        """
+
+    def reclaim(self, slot: int) -> bool:
+        """Be done with what is in a slot if it was posted for a group that is over; return whether it was."""
+
+
+class PeerOutbox(Protocol):
+    """What a peer posts for this rank."""
+
+    def has_news(self) -> bool:
+        """Whether anything was posted since the last time this was asked."""
 
     def unread(self) -> list[tuple[int, int, int]]:
         """Return operation, group and fingerprint of all posts for groups that are not over that were not read yet."""
-
-    def reclaim(self, slot: int) -> None:
-        """Give the slot back if what is there was posted for a group that is over."""
 
 
 class Segment:

@@ -169,7 +169,8 @@ async def test_closed_groups_leave_no_record(options: GroupOptions | None) -> No
         assert not unmade_groups(pg)
         for channel in comm_of(pg).channels:
             if channel.shared is not None:
-                assert not channel.shared.slot_reader._over
+                assert not channel.shared.common_reader._over
+                assert not channel.shared.lane_reader._over
                 assert not channel.shared.chunks.reader._over
         await pg.barrier()
 

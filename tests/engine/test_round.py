@@ -5,36 +5,68 @@ from __future__ import annotations
 import pytest
 
 from aiocoll.algorithms.program import Region
-from aiocoll.algorithms.select import ALGORITHMS, IN_SLOTS, build
+from aiocoll.algorithms.select import ALGORITHMS, IN_SLOTS, build, lanes
 from aiocoll.engine.operations.round import Contribution, Round, Take
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 
 WORLD = 4
 SIZES = {"barrier": (), "allgather": ((3,) * WORLD,), "reduce_scatter": ((3,) * WORLD,)}
 
 
-def rounds(kind: str, algorithm: str) -> list[Round]:
-    sizes = SIZES.get(kind, (3,))
-    return [Round.of(build(kind, algorithm, rank, WORLD, *sizes, root=1), 8) for rank in range(WORLD)]
+#: Bytes of a small slot.
+SMALL = 64
 
 
+def rounds(kind: str, algorithm: str, world: int = WORLD, small: int = SMALL) -> list[Round]:
+    sizes = tuple(size[:world] if isinstance(size, tuple) else size for size in SIZES.get(kind, (3,)))
+    ways = lanes(kind, algorithm, world)
+    return [Round.of(build(kind, algorithm, rank, world, *sizes, root=1), 8, ways, small) for rank in range(world)]
+
+
+@pytest.mark.parametrize("small", [0, SMALL])
+@pytest.mark.parametrize("world", [2, 3, WORLD])
 @pytest.mark.parametrize(("kind", "algorithm"), IN_SLOTS)
-def test_round_of_every_slot_program_pairs_each_contribution_with_a_take(kind: str, algorithm: str) -> None:
-    made = rounds(kind, algorithm)
+def test_round_of_every_slot_program_pairs_each_contribution_with_a_take(
+    kind: str, algorithm: str, world: int, small: int
+) -> None:
+    """Both ends know the lane and the slots of it."""
+    made = rounds(kind, algorithm, world, small)
     posted = sorted(
-        (rank, reader, contribution.region.count * 8)
+        (rank, reader, contribution.region.count * 8, *contribution[2:])
         for rank, each in enumerate(made)
         for contribution in (*each.first, *each.last)
         for reader in contribution.readers
     )
-    taken = sorted((take.peer, rank, take.nbytes) for rank, each in enumerate(made) for take in each.takes)
+    taken = sorted((take.peer, rank, take.nbytes, *take[3:]) for rank, each in enumerate(made) for take in each.takes)
     assert posted == taken
     assert posted
+    several = [each for round_ in made for each in (*round_.first, *round_.last) if len(each.readers) > 1]
+    assert all(each.is_common for each in several)
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), IN_SLOTS)
+def test_two_ranks_use_the_lanes_for_one_reader(kind: str, algorithm: str) -> None:
+    """So two groups of two ranks each, which have a rank in common, never wait for each other's slots."""
+    for each in rounds(kind, algorithm, 2):
+        assert not any(part.is_common for part in (*each.first, *each.last, *each.takes))
+
+
+@pytest.mark.parametrize("kind", ["reduce", "reduce_scatter"])
+def test_blocks_for_one_reader_use_its_lane(kind: str) -> None:
+    for each in rounds(kind, "oneshot"):
+        assert not any(part.is_common for part in (*each.first, *each.takes))
+
+
+def test_contribution_longer_than_a_small_slot_uses_a_middle_one() -> None:
+    for small, slots in ((24, (0, SMALL_SLOTS)), (23, (SMALL_SLOTS, MIDDLE_SLOTS))):
+        for each in rounds("allreduce", "oneshot", small=small):
+            assert {(part.first_slot, part.slots) for part in (*each.first, *each.takes)} == {slots}
 
 
 def test_round_of_allreduce_posts_once_and_folds_in_rank_order() -> None:
     tensor = Region(0, 0, 3)
     each = rounds("allreduce", "oneshot")[2]
-    assert each.first == (Contribution(tensor, (3, 0, 1)),)
+    assert each.first == (Contribution(tensor, (3, 0, 1), True, 0, SMALL_SLOTS),)
     assert [take.peer for take in each.takes] == [0, 1, 3]
     assert (each.fold, each.sources, each.last) == (tensor, (0, 1, tensor, 2), ())
 
@@ -42,8 +74,9 @@ def test_round_of_allreduce_posts_once_and_folds_in_rank_order() -> None:
 def test_round_of_central_posts_the_result_at_the_end() -> None:
     tensor = Region(0, 0, 3)
     centre, other = rounds("allreduce", "central")[:2]
-    assert (centre.first, centre.last) == ((), (Contribution(tensor, (1, 2, 3)),))
-    assert (other.first, other.takes, other.fold) == ((Contribution(tensor, (0,)),), (Take(0, 24, tensor),), None)
+    assert (centre.first, centre.last) == ((), (Contribution(tensor, (1, 2, 3), True, 0, SMALL_SLOTS),))
+    assert other.first == (Contribution(tensor, (0,), False, 0, SMALL_SLOTS),)
+    assert (other.takes, other.fold) == ((Take(0, 24, tensor, True, 0, SMALL_SLOTS),), None)
 
 
 @pytest.mark.parametrize(

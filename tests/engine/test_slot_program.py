@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from aiocoll import GroupError, HashStore, ProcessGroup, new_group
+from aiocoll.engine.job.ids import hash62
 from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm.slots import SlotReader
@@ -34,7 +35,7 @@ async def link(pgs: list[ProcessGroup]) -> None:
 
 @asynccontextmanager
 async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[ProcessGroup]]]:
-    """Yield the ranks of a group for each of `names`, linked, whose calls have the same numbers."""
+    """Yield the ranks of a group for each of `names`, linked, whose calls have the same numbers and slots."""
     store = HashStore()
     pgs = [
         await asyncio.gather(
@@ -48,6 +49,8 @@ async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[Pro
     try:
         for group in pgs:
             await link(group)
+            for pg in group:
+                comm_of(pg).slots._shift = 0
         yield pgs
     finally:
         await asyncio.gather(*(pg.shutdown() for group in pgs for pg in group))
@@ -55,10 +58,10 @@ async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[Pro
 
 
 def posts(pg: ProcessGroup, peer: int) -> int:
-    """Return how often this rank has used the board of its link to `peer`."""
+    """Return how often this rank has posted something for `peer`."""
     shared = comm_of(pg).channels[peer].shared
     assert shared is not None
-    return sum(shared.slot_writer._posted)
+    return int(shared.lane_writer.total)
 
 
 def mine(pg: ProcessGroup, count: int = 3) -> np.ndarray:
@@ -92,14 +95,21 @@ async def until_revoked(*pgs: ProcessGroup) -> None:
 
 
 def overwrite_what_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have slots overwritten as soon as they are free, as by a peer that posts at once."""
-    free = SlotReader.free
+    """Have what a rank reads overwritten as soon as it has freed the slot, as by a peer that posts at once."""
+    view, free = SlotReader.view, SlotReader.free
+    read: dict[tuple[int, int], list[np.ndarray]] = {}
 
-    def overwriting(self: SlotReader, slot: int) -> None:
-        free(self, slot)
-        for nbytes in (8, 64):  # in its line, and in its memory
-            self.view(slot, np.dtype(np.uint8), nbytes)[:] = 0xAA
+    def viewing(self: SlotReader, slot: int, dtype: np.dtype, count: int) -> np.ndarray:
+        array = view(self, slot, dtype, count).copy()
+        read.setdefault((id(self), slot), []).append(array)
+        return array
 
+    def overwriting(self: SlotReader, slot: int, group: int) -> None:
+        free(self, slot, group)
+        for array in read.pop((id(self), slot), ()):
+            array.view(np.uint8)[:] = 0xAA
+
+    monkeypatch.setattr(SlotReader, "view", viewing)
     monkeypatch.setattr(SlotReader, "free", overwriting)
 
 
@@ -168,12 +178,11 @@ async def test_a_frame_frees_the_slot_of_a_group_that_is_over() -> None:
         shared, far = comm_of(b_zero).channels[1].shared, comm_of(b_one).channels[0].shared
         assert shared is not None
         assert far is not None
-        far.slot_reader.purge(comm_of(a_one).id)
+        far.lane_reader.purge(comm_of(a_one).id)
         late = call(a_zero)[1]
         calls = [call(b_zero), call(b_one)]
         await check(calls, 2)
-        writer = shared.slot_writer
-        assert [writer._words[writer._freed + slot] for slot in range(len(writer._posted))] == writer._posted
+        assert list(shared.lane_writer.consumed) == shared.lane_writer._posted
         a_zero.abort("a test")
         await fails(late)
 
@@ -281,12 +290,15 @@ async def test_a_barrier_received_in_frames_frees_no_slot() -> None:
     """Its slot is in use by a gather, which the root reads later."""
     async with jobs(2) as (pgs,):
         root, peer = pgs
-        works = [peer.gather(None, mine(peer), 0) for _ in range(SMALL_SLOTS)]
-        works.append(peer.barrier())
-        for _ in range(SMALL_SLOTS):
-            await root.gather(None, mine(root), 0)
-        await root.barrier()
-        await asyncio.gather(*works)
+        number = comm_of(root).entered + 1
+        key = next(key for key in map(str, range(10_000)) if (hash62(f"{key}\0{1}") - number) % SMALL_SLOTS == 0)
+        gather = peer.gather(None, mine(peer), 0, key=key)
+        await asyncio.gather(peer.barrier(), root.barrier())
+        blocks = [np.zeros(3), np.zeros(3)]
+        async with asyncio.timeout(20):
+            await root.gather(blocks, mine(root), 0, key=key)
+            await gather
+        assert [block.tolist() for block in blocks] == [[1] * 3, [2] * 3]
         shared = comm_of(root).channels[1].shared
         assert shared is not None
-        assert shared.slot_reader.unread() == []
+        assert shared.peer_outbox.unread() == []

@@ -1,4 +1,4 @@
-"""Posts that nobody reads, with a clock and slots that do what the test says."""
+"""Posts that nobody reads, with a clock and an outbox that do what the test says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP, OP = 7, 3
 
 
 class Job:
-    """The slots of one peer, a group, and a clock.
+    """The outbox of one peer, a group, and a clock.
 
     Attributes:
         timers: what is to be called.
@@ -33,8 +33,8 @@ class Job:
         )
         clock: Any = SimpleNamespace(call_later=lambda seconds, call: self.timers.append(call))
         self.strays = StrayPosts(clock, {GROUP: self.group})
-        reader: Any = SimpleNamespace(unread=lambda: self.posts)
-        self.strays.readers = ((4, reader),)
+        outbox: Any = SimpleNamespace(unread=lambda: self.posts)
+        self.strays.outboxes = ((4, outbox),)
 
     def look(self) -> None:
         (timer,) = self.timers

@@ -117,7 +117,7 @@ async def shm_ends(runtime: Runtime, single_copy: Sequence[bool] = (True, True))
     """Return both ends of a link through shared memory, each of a rank of its own, and of such options."""
     near, far = sockets("unix")
     ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True, single_copy=single_copy[rank]) for rank in range(2)]
-    pairs = await asyncio.gather(ranks[0].propose(near), ranks[1].accept(far))
+    pairs = await asyncio.gather(ranks[0].propose(near, 1), ranks[1].accept(far, 0))
     ends = []
     for rank, (sock, pair) in enumerate(zip((near, far), pairs, strict=True)):
         assert pair is not None

@@ -12,12 +12,15 @@ from aiocoll.runtime import Runtime
 from aiocoll.transport.shm.core import _ask, core
 from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.region import PAGE, open_region
+from aiocoll.transport.shm.layout import OutboxLayout
+from aiocoll.transport.shm.outbox import Outbox
+from aiocoll.transport.shm.region import open_readable
 
 from .doorbells import Case, explore, received
 
 #: With one entry the reader may do all it may do; with two, that the ring is full, and a second call, are in it.
 CASES = [Case(1), Case(2, lively=False)]
+LAYOUT = OutboxLayout(2)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,20 +86,20 @@ class Pair:
         runtime = Runtime.of(asyncio.get_running_loop())
         self.fences = 0
         fences = Fences(None, self.fence)
-        self.doorbell = Doorbell(runtime, fences, Watcher())
+        self.doorbell = Doorbell(runtime, fences, Watcher(), Outbox(LAYOUT, fences))
         self.doorbell.hold()
-        self.other = Doorbell(runtime, fences, Watcher())
+        self.other = Doorbell(runtime, fences, Watcher(), Outbox(LAYOUT, fences))
         self.other.hold()
         self.link = Link()
-        page = open_region(os.dup(self.doorbell.page), PAGE)
-        self.peer = PeerDoorbell(os.dup(self.doorbell.eventfd), page, self.other)
+        outbox = open_readable(os.dup(self.doorbell.outbox.fd), LAYOUT.nbytes)
+        self.peer = PeerDoorbell(os.dup(self.doorbell.eventfd), memoryview(outbox).cast("Q"), self.other)
 
     def fence(self) -> None:
         self.fences += 1
 
     @property
     def status(self) -> int:
-        return self.peer._status[0]
+        return self.peer.status[0]
 
     def calls(self) -> int:
         """Return how often the eventfd was written since the last time."""
@@ -233,7 +236,8 @@ def test_where_the_c_library_does_not_tell_the_core_is_unknown(monkeypatch: pyte
 
 
 async def test_a_closed_bell_is_silent(pair: Pair) -> None:
-    doorbell = Doorbell(Runtime.of(asyncio.get_running_loop()), Fences(None, pair.fence), Watcher())
+    fences = Fences(None, pair.fence)
+    doorbell = Doorbell(Runtime.of(asyncio.get_running_loop()), fences, Watcher(), Outbox(LAYOUT, fences))
     doorbell.hold()
     link = Link()
     doorbell.add(link)

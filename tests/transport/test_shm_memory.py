@@ -19,18 +19,19 @@ from aiocoll import ProcessGroup
 from aiocoll.errors import PeerLostError
 from aiocoll.runtime import Runtime
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
+from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences, fences
-from aiocoll.transport.shm.layout import CHUNKS, FIRST, SLOTS, Direction, LinkLayout
+from aiocoll.transport.shm.layout import CHUNKS, FIRST, LINE, SLOTS, Direction, LinkLayout, OutboxLayout
 from aiocoll.transport.shm.region import PAGE, SharedRegion, no_memory
 from aiocoll.transport.shm.ring import RingWriter
 from aiocoll.transport.shm.sharing import Sharing
-from aiocoll.transport.shm.slots import SlotReader, SlotWriter
+from aiocoll.transport.shm.slots import SlotReader
 
 from ..internals import replaced, wrapped
 from ..ranks import run_ranks
 from .links import Idle, frame, linked, shm_ends, sockets
+from .outboxes import Host
 from .test_contract import payload
 
 KIB = 1024
@@ -38,6 +39,7 @@ KIB = 1024
 IDLE = 64 * KIB
 #: Worlds on either side of where layouts become smaller.
 RANKS = (2, 8, 9, 1000)
+REGIONS = {LinkLayout(ranks).nbytes for ranks in RANKS}
 NO_MEMORY = "this host has no memory left to share"
 
 
@@ -45,7 +47,7 @@ class Kernel:
     """Populates, and keeps what; or has no memory, or does not know how."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int, int]] = []
         self.code = 0
         #: Calls that succeed before.
         self.left = 0
@@ -59,13 +61,15 @@ class Kernel:
             raise OSError(self.code, os.strerror(self.code))
         self.left -= 1
         populate(memory, start, nbytes)
-        self.spans.append((start, start + nbytes))
+        # Both ends map a region; only its owner writes an outbox.
+        which = 0 if len(memory) in REGIONS else id(memory)
+        self.spans.append((which, start, start + nbytes))
 
     def reserved(self) -> int:
-        """Return the bytes of the pages that were populated, of one region."""
-        pages: set[int] = set()
-        for start, end in self.spans:
-            pages.update(range(start // PAGE, -(-end // PAGE)))
+        """Return the bytes of the pages that were populated, of one region and of outboxes."""
+        pages: set[tuple[int, int]] = set()
+        for which, start, end in self.spans:
+            pages.update((which, page) for page in range(start // PAGE, -(-end // PAGE)))
         return len(pages) * PAGE
 
 
@@ -90,9 +94,6 @@ class Ends(NamedTuple):
 
     def outgoing(self) -> RingWriter:
         return RingWriter(self.writing, self.there, self.fences)
-
-    def slot_reader(self) -> tuple[SlotWriter, SlotReader]:
-        return SlotWriter(self.writing, self.there, self.fences), SlotReader(self.reading, self.there, self.fences)
 
     def chunk_queue(self) -> tuple[ChunkQueueWriter, ChunkQueueReader]:
         return ChunkQueueWriter(self.writing, self.there, self.fences), ChunkQueueReader(
@@ -124,6 +125,36 @@ def made() -> Iterator[Callable[[int, int], Ends]]:
 Made = Callable[..., Ends]
 
 
+@pytest.fixture
+def make_host() -> Iterator[Callable[..., Host]]:
+    """Make the outboxes of two ranks, of so many."""
+    known = fences()
+    assert known is not None
+    hosts: list[Host] = []
+
+    def make(ranks: int = 2) -> Host:
+        hosts.append(Host(ranks, known, linked=2))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.close()
+
+
+MakeHost = Callable[[int], Host]
+
+
+def posted(host: Host, common: bool, slot: int, identity: int, array: np.ndarray) -> bool:
+    """Post to a lane."""
+    if common:
+        return host.boxes[0].common.post(slot, identity, 7, 1, array, array.nbytes, [host.lanes[1]])
+    return host.lanes[1].post(slot, identity, 7, 1, array, array.nbytes)
+
+
+def reader_of(host: Host, common: bool) -> SlotReader:
+    return host.readers[1].common if common else host.readers[1].lane
+
+
 def whole(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
@@ -132,9 +163,10 @@ def whole(nbytes: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_an_idle_link_takes_little(ranks: int, made: Made) -> None:
-    ends = made(ranks)
-    assert ends.reserved() <= 2 * 40 * KIB
+def test_an_idle_link_takes_little(ranks: int, made: Made, make_host: MakeHost) -> None:
+    ends, host = made(ranks), make_host(ranks)
+    assert ends.reserved() <= 2 * 28 * KIB
+    assert host.reserved() <= 2 * (OutboxLayout(ranks).common.small + 2 * PAGE)
     out = ends.outgoing()
     idle = ends.reserved()
     for number in range(64):
@@ -199,26 +231,29 @@ def test_the_ring_grows_by_doubling(ranks: int, direction: int, made: Made) -> N
     assert ends.reserved() <= idle + ends.there.data_nbytes - FIRST
 
 
-@pytest.mark.parametrize("direction", [0, 1])
+@pytest.mark.parametrize("common", [True, False])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_blocks_of_the_board_are_reserved_one_by_one(ranks: int, direction: int, made: Made) -> None:
-    ends = made(ranks, direction)
-    idle, (slot_writer, slot_reader) = ends.reserved(), ends.slot_reader()
-    small, middle = ends.there.small_nbytes, ends.there.middle_nbytes
-    for block in range(SLOTS):
-        assert slot_writer.post(block, 1 + block, 7, 1, np.full(4, block, np.float64))
-        slot_reader.free(block)
-    assert ends.reserved() == idle, "what fits in a line needs no more"
-    for block in range(SLOTS):
-        nbytes = small if block < SMALL_SLOTS else middle
-        count = 41 if block % 2 else nbytes
+def test_slots_are_reserved_one_by_one(ranks: int, common: bool, make_host: MakeHost) -> None:
+    host = make_host(ranks)
+    idle, reader = host.reserved(), reader_of(host, common)
+    layout = host.layout.common if common else host.layout.lane
+    for slot in range(SLOTS):
+        assert posted(host, common, slot, 1 + slot, np.full(4, slot, np.float64))
+        assert reader.look(slot, 1 + slot, 7) == 1
+        reader.free(slot, 7)
+    lines = 0 if common else whole(layout.lines + SLOTS * LINE) - whole(layout.lines)
+    assert host.reserved() == idle + lines, "what fits in a line needs no more than the lines"
+    idle += lines
+    for slot in range(SLOTS):
+        _, nbytes = layout.slot(slot)
+        count = 41 if slot % 2 else nbytes
         for times in range(3):
-            assert slot_writer.post(block, 1000 * times + block, 7, 1, np.full(count, block, np.uint8))
-            assert slot_reader.view(block, np.dtype(np.uint8), count).tolist() == [block] * count
-            slot_reader.free(block)
-        blocks = whole(min(block + 1, SMALL_SLOTS) * small) + max(0, block + 1 - SMALL_SLOTS) * middle
-        assert ends.reserved() == idle + blocks
-    assert ends.reserved() == idle + SMALL_SLOTS * small + MIDDLE_SLOTS * middle
+            assert posted(host, common, slot, 1000 * times + slot, np.full(count, slot, np.uint8))
+            assert reader.view(slot, np.dtype(np.uint8), count).tolist() == [slot] * count
+            reader.free(slot, 7)
+        end = sum(layout.slot(slot))
+        assert host.reserved() == idle + whole(end - layout.small)
+    assert host.reserved() == idle + layout.end - layout.small
 
 
 @pytest.mark.parametrize("direction", [0, 1])
@@ -254,20 +289,23 @@ async def test_frames_arrive_whole_while_it_grows(nbytes: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("ranks", [8, 9])
-def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, kernel: Kernel) -> None:
+def test_nobody_touches_what_is_not_reserved(
+    ranks: int, seed: int, made: Made, make_host: MakeHost, kernel: Kernel
+) -> None:
     """Neither end: a page that was touched first takes memory too, which nobody has asked for."""
-    ends, chance = made(ranks, seed % 2), random.Random(seed)
-    out, (slot_writer, slot_reader), (writer, reader) = ends.outgoing(), ends.slot_reader(), ends.chunk_queue()
+    ends, host, chance = made(ranks, seed % 2), make_host(ranks), random.Random(seed)
+    out, (writer, reader) = ends.outgoing(), ends.chunk_queue()
     words = ends.reading.cast("Q")
     sent = 0
     for identity in range(1, 300):
         nbytes = chance.choice([0, 8, 9, 16, 32, 33, 500, 5_000, 50_000])
-        block = chance.randrange(SLOTS)
-        room = ends.there.small_nbytes if block < SMALL_SLOTS else ends.there.middle_nbytes
-        if nbytes <= room and slot_writer.post(block, identity, 7, 1, np.zeros(nbytes, np.uint8)):
-            assert slot_reader.look(block, identity, 7) == 1
-            slot_reader.view(block, np.dtype(np.uint8), nbytes).tolist()
-            slot_reader.free(block)
+        slot, common = chance.randrange(SLOTS), chance.random() < 0.5
+        box, (_, room) = reader_of(host, common), host.layout.lane.slot(slot)
+        assert box.look(slot, identity, 7) == -1
+        if nbytes <= room and posted(host, common, slot, identity, np.zeros(nbytes, np.uint8)):
+            assert box.look(slot, identity, 7) == 1
+            box.view(slot, np.dtype(np.uint8), nbytes).tolist()
+            box.free(slot, 7)
         sent += out.put(*frame(identity, bytes(nbytes)))
         if chance.random() < 0.1:
             words[ends.there.taken] = sent
@@ -276,24 +314,54 @@ def test_nobody_touches_what_is_not_reserved(ranks: int, seed: int, made: Made, 
             assert reader.look(identity, 7) == 1
             reader.free()
             writer.leave(failed=False)
-        slot_reader.purge(3)
+        host.readers[1].has_news()
+        host.readers[1].purge(3)
+        host.readers[1].unread()
         reader.end(3)
         reader.reclaim()
-        assert ends.reserved() == kernel.reserved()
+        assert ends.reserved() + host.reserved() == kernel.reserved()
 
 
 # -- a kernel that cannot
 
 
 @pytest.mark.parametrize("ranks", [8, 9])
-def test_an_old_kernel_reserves_all_at_once(ranks: int, made: Made, kernel: Kernel) -> None:
+def test_an_old_kernel_reserves_a_region_at_once(ranks: int, made: Made, kernel: Kernel) -> None:
     kernel.fails(errno.EINVAL)
     ends = made(ranks, 1)
     assert ends.reserved() == LinkLayout(ranks).nbytes
-    out, (slot_writer, _), (writer, _) = ends.outgoing(), ends.slot_reader(), ends.chunk_queue()
+    out, (writer, _) = ends.outgoing(), ends.chunk_queue()
     assert out.put(*frame(1, b"x" * 100_000))
-    assert all(slot_writer.post(block, 1, 7, 1, np.ones(ends.there.small_nbytes, np.uint8)) for block in range(SLOTS))
     assert writer.take("holder")
+
+
+@pytest.mark.parametrize("ranks", [8, 9])
+def test_an_old_kernel_reserves_an_outbox_bit_by_bit(ranks: int, make_host: MakeHost, kernel: Kernel) -> None:
+    kernel.fails(errno.EINVAL)
+    host = make_host(ranks)
+    idle, layout = host.reserved(), host.layout
+    assert idle <= 2 * (layout.common.small + 2 * PAGE)
+    for common in (True, False):
+        lane = layout.common if common else layout.lane
+        assert all(posted(host, common, slot, 1, np.ones(lane.small_nbytes, np.uint8)) for slot in range(SLOTS))
+    lanes = sum(lane.end - lane.small for lane in (layout.common, layout.lane)) - 3 * (
+        layout.lane.middle_nbytes - whole(layout.lane.small_nbytes)
+    )
+    assert idle < host.reserved() <= idle + 2 * lanes
+
+
+def test_an_old_kernel_without_memory_reserves_nothing(
+    make_host: MakeHost, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel.fails(errno.EINVAL)
+    host = make_host(2)
+
+    def fail(fd: int, start: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    assert not posted(host, True, 5, 1, np.ones(100, np.uint8))
+    assert posted(host, True, 5, 1, np.ones(32, np.uint8))
 
 
 async def test_an_old_kernel_carries_everything(kernel: Kernel) -> None:
@@ -315,38 +383,38 @@ CODES = pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
 
 
 @CODES
-@pytest.mark.parametrize("after", range(7))
+@pytest.mark.parametrize("after", range(11))
 async def test_links_that_cannot_be_made_use_the_socket(
     code: int, after: int, kernel: Kernel, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel.fails(code, after)
     runtime, socks = Runtime.of(asyncio.get_running_loop()), sockets("unix")
     ranks = [Sharing(runtime, rank, 2, Idle(), wanted=True, single_copy=True) for rank in range(2)]
-    assert await asyncio.gather(ranks[0].propose(socks[0]), ranks[1].accept(socks[1])) == [None, None]
-    # The dialler asks four times: whether the kernel can, and for its three parts.
-    assert [rank.trouble is not None and NO_MEMORY in rank.trouble for rank in ranks] == [after < 4, after >= 4]
-    assert len(caplog.records) == 1
+    assert await asyncio.gather(ranks[0].propose(socks[0], 1), ranks[1].accept(socks[1], 0)) == [None, None]
+    assert any(rank.trouble is not None and NO_MEMORY in rank.trouble for rank in ranks)
+    assert len(caplog.records) == len([rank for rank in ranks if rank.trouble is not None])
     for sock in socks:
         sock.close()
 
 
 @CODES
-def test_a_board_without_memory_says_no(code: int, made: Made, kernel: Kernel) -> None:
-    ends = made(2)
-    slot_writer, slot_reader = ends.slot_reader()
-    assert slot_writer.post(1, 1, 7, 1, np.arange(100.0))
-    slot_reader.free(1)
+@pytest.mark.parametrize("common", [True, False])
+def test_slots_without_memory_say_no(common: bool, code: int, make_host: MakeHost, kernel: Kernel) -> None:
+    host = make_host(2)
+    reader = reader_of(host, common)
+    assert posted(host, common, 1, 1, np.arange(100.0))
+    reader.free(1, 7)
     kernel.fails(code)
-    for block in 0, SMALL_SLOTS:
-        assert not slot_writer.post(block, 5, 7, 1, np.arange(6.0))
-        assert slot_reader.look(block, 5, 7) == -1
-        assert slot_writer.post(block, 6, 7, 1, np.arange(4.0)), "there is always a line"
-        slot_reader.free(block)
-    assert slot_writer.post(1, 7, 7, 1, np.arange(200.0)), "this block is there"
+    for slot in 0, SMALL_SLOTS:
+        assert not posted(host, common, slot, 5, np.arange(6.0))
+        assert reader.look(slot, 5, 7) == -1
+        assert posted(host, common, slot, 6, np.arange(4.0)), "there is always a line"
+        reader.free(slot, 7)
+    assert posted(host, common, 1, 7, np.arange(200.0)), "this slot is there"
     kernel.fails(0)
-    assert slot_writer.post(0, 8, 7, 1, np.arange(6.0))
-    assert slot_reader.look(0, 8, 7) == 1
-    assert slot_reader.view(0, np.dtype(float), 6).tolist() == [0, 1, 2, 3, 4, 5]
+    assert posted(host, common, 0, 8, np.arange(6.0))
+    assert reader.look(0, 8, 7) == 1
+    assert reader.view(0, np.dtype(float), 6).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @CODES

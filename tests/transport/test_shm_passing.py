@@ -24,15 +24,16 @@ from aiocoll.transport.shm import passing, sharing
 from aiocoll.transport.shm.descriptors import recv_fds
 from aiocoll.transport.shm.doorbell import Doorbell
 from aiocoll.transport.shm.fence import fences
-from aiocoll.transport.shm.layout import LinkLayout
+from aiocoll.transport.shm.layout import LinkLayout, OutboxLayout
 from aiocoll.transport.shm.link import Pair
-from aiocoll.transport.shm.region import PAGE, create
+from aiocoll.transport.shm.outbox import Outbox
+from aiocoll.transport.shm.region import PAGE, OwnRegion, create
 from aiocoll.transport.shm.sharing import Sharing
 
 from ..shared_memory import mapped
 from .links import sockets
 
-LAYOUT = LinkLayout(2)
+LAYOUT, OUTBOX = LinkLayout(2), OutboxLayout(2)
 WARNING = "uses unix sockets instead of shared memory"
 
 
@@ -71,10 +72,10 @@ class Ends:
         ]
 
     def propose(self) -> Awaitable[Pair | None]:
-        return self._closing(0, self.ranks[0].propose(self.socks[0]))
+        return self._closing(0, self.ranks[0].propose(self.socks[0], 1))
 
     def accept(self) -> Awaitable[Pair | None]:
-        return self._closing(1, self.ranks[1].accept(self.socks[1]))
+        return self._closing(1, self.ranks[1].accept(self.socks[1], 0))
 
     async def _closing(self, rank: int, sharing: Awaitable[Pair | None]) -> Pair | None:
         """As the transport does: whoever fails closes."""
@@ -131,7 +132,7 @@ def agree(results: list[Any]) -> bool:
 async def test_both_map_one_region() -> None:
     async with meeting() as (_, (near, far)):
         assert (near.direction, far.direction) == (0, 1)
-        assert near.layout.directions == far.layout.directions
+        assert near.own.layout.directions == far.own.layout.directions
         near.region.memory[PAGE : PAGE + 5] = b"hello"
         assert far.region.memory[PAGE : PAGE + 5] == b"hello"
 
@@ -157,7 +158,6 @@ def assert_the_socket_is_fresh(ends: Ends) -> None:
 FAILURES: dict[str, tuple[Any, str, int]] = {
     "no memfd in the kernel": (os, "memfd_create", errno.ENOSYS),
     "memfd forbidden": (os, "memfd_create", errno.EPERM),
-    "no memory left for shared memory": (os, "posix_fallocate", errno.ENOSPC),
     "file too large": (os, "ftruncate", errno.EFBIG),
     "no descriptor for the doorbell": (os, "eventfd", errno.EMFILE),
     "no address space": (mmap, "mmap", errno.ENOMEM),
@@ -349,8 +349,8 @@ class NoThreads(ThreadPoolExecutor):
 # -- garbage: from a peer that has the key, so a mistake, but no reason to leave anything open
 
 
-def message(offered: int = 1, ranks: int = 2) -> bytes:
-    return passing._MESSAGE.pack(offered, False, ranks, 0, 0)
+def message(offered: int = 1, ranks: int = 2, lane: int = 0) -> bytes:
+    return passing._MESSAGE.pack(offered, False, ranks, lane, 0, 0)
 
 
 def plain(_: int) -> int:
@@ -433,10 +433,20 @@ def readable_only(nbytes: int) -> int:
         os.close(fd)
 
 
+def own(nbytes: int) -> int:
+    """Make what only its owner can write."""
+    region = OwnRegion(nbytes, (0, PAGE))
+    fd = os.dup(region.fd)
+    region.close()
+    return fd
+
+
 #: What is no doorbell, or one that blocks who rings it.
 DOORBELLS = [blocking, pipe, regular, stream, poller, plain, sealed]
 #: What is no memory of the right size that both may write and nobody can take away.
 MEMORIES = [unsealed, smaller, larger, unwritable, readable_only, regular, plain, pipe, eventfd]
+#: What is no outbox: only its owner need be able to write it.
+OUTBOXES = [unsealed, smaller, larger, regular, plain, pipe, eventfd]
 
 
 OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | None]] = {
@@ -446,13 +456,14 @@ OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | Non
     "less than it says": (message(), [smaller, sealed, eventfd], ProtocolError),
     "more than it says": (message(), [larger, sealed, eventfd], ProtocolError),
     "memory for another host": (message(ranks=1000), [sealed, sealed, eventfd], ProtocolError),
-    "a page too small": (message(), [sealed, smaller, eventfd], ProtocolError),
+    "a lane that is not there": (message(lane=OUTBOX.lanes), [sealed, sealed, eventfd], ProtocolError),
+    "an outbox too small": (message(), [sealed, smaller, eventfd], ProtocolError),
     "unsealed memory": (message(), [unsealed, sealed, eventfd], ProtocolError),
-    "an unsealed page": (message(), [sealed, unsealed, eventfd], ProtocolError),
+    "an unsealed outbox": (message(), [sealed, unsealed, eventfd], ProtocolError),
     "no memory at all": (message(), [plain, sealed, eventfd], ProtocolError),
-    "no page at all": (message(), [sealed, plain, eventfd], ProtocolError),
+    "no outbox at all": (message(), [sealed, plain, eventfd], ProtocolError),
     **{f"{each.__name__} for memory": (message(), [each, sealed, eventfd], ProtocolError) for each in MEMORIES},
-    **{f"{each.__name__} for a page": (message(), [sealed, each, eventfd], ProtocolError) for each in MEMORIES},
+    **{f"{each.__name__} for an outbox": (message(), [sealed, each, eventfd], ProtocolError) for each in OUTBOXES},
     **{f"{each.__name__} for a doorbell": (message(), [sealed, sealed, each], ProtocolError) for each in DOORBELLS},
 }
 
@@ -461,7 +472,7 @@ OFFERS: dict[str, tuple[bytes, list[Callable[[int], int]], type[Exception] | Non
 async def test_garbage_offers(offer: str) -> None:
     data, makers, expected = OFFERS[offer]
     ends = Ends()
-    fds = [make(PAGE if number == 1 else LAYOUT.nbytes) for number, make in enumerate(makers)]
+    fds = [make(OUTBOX.nbytes if number == 1 else LAYOUT.nbytes) for number, make in enumerate(makers)]
     if data:
         socket.send_fds(ends.socks[0], [data], fds)
     for fd in fds:
@@ -479,23 +490,26 @@ async def test_garbage_offers(offer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("makers", "expected"),
+    ("data", "makers", "expected"),
     [
-        ([sealed, eventfd, eventfd], Pair),  # the third finds no room and is dropped
-        ([unsealed, eventfd], ProtocolError),
-        ([plain, eventfd], ProtocolError),
-        *(([each, eventfd], ProtocolError) for each in MEMORIES),
-        *(([sealed, each], ProtocolError) for each in DOORBELLS),
+        (message(ranks=3), [own, eventfd], ProtocolError),
+        (message(lane=OUTBOX.lanes), [own, eventfd], ProtocolError),
+        (message(), [own, eventfd, eventfd], Pair),  # the third finds no room and is dropped
+        (message(), [sealed, eventfd], Pair),  # of a kernel that does not keep others from writing
+        (message(), [unsealed, eventfd], ProtocolError),
+        (message(), [plain, eventfd], ProtocolError),
+        *((message(), [each, eventfd], ProtocolError) for each in OUTBOXES),
+        *((message(), [sealed, each], ProtocolError) for each in DOORBELLS),
     ],
 )
-async def test_garbage_answers(makers: list[Callable[[int], int]], expected: type) -> None:
+async def test_garbage_answers(data: bytes, makers: list[Callable[[int], int]], expected: type) -> None:
     ends = Ends()
     task = asyncio.ensure_future(ends.propose())
     await readable(ends.socks[1])
     _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
     passing._close(fds)
-    fds = [make(PAGE) for make in makers]
-    socket.send_fds(ends.socks[1], [message()], fds)
+    fds = [make(OUTBOX.nbytes) for make in makers]
+    socket.send_fds(ends.socks[1], [data], fds)
     passing._close(fds)
     (result,) = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(result, expected)
@@ -510,14 +524,14 @@ async def test_a_bell_that_is_full_holds_nobody_up() -> None:
     await readable(ends.socks[1])
     _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
     passing._close(fds)
-    page, memory = create(PAGE)
+    outbox, memory = create(OUTBOX.nbytes)
     memory[0] = 1
-    fds = [page, full(0)]
+    fds = [outbox, full(0)]
     socket.send_fds(ends.socks[1], [message()], fds)
     passing._close(fds)
     pair = await task
     assert isinstance(pair, Pair)
-    pair.peer_doorbell.ring()
+    pair.peer.doorbell.ring()
     await asyncio.sleep(0)
     memory.close()
     ends.end([pair, None])
@@ -574,11 +588,11 @@ async def test_a_python_built_without_memfd(monkeypatch: pytest.MonkeyPatch, cap
 async def test_the_bell_is_closed_with_the_last_link() -> None:
     ends = Ends()
     results = await ends.meet()
-    doorbell = results[0].doorbell
+    doorbell = results[0].own.doorbell
     again = sockets("unix")
-    second = await asyncio.gather(ends.ranks[0].propose(again[0]), ends.ranks[1].accept(again[1]))
+    second = await asyncio.gather(ends.ranks[0].propose(again[0], 1), ends.ranks[1].accept(again[1], 0))
     assert second[0] is not None
-    assert second[0].doorbell is doorbell
+    assert second[0].own.doorbell is doorbell
     for rank, pair in zip(ends.ranks, results, strict=True):
         rank.give_up(pair)
     assert not doorbell.closed
@@ -594,5 +608,5 @@ async def test_a_bell_that_cannot_listen_leaves_nothing_open(monkeypatch: pytest
     assert known is not None
     monkeypatch.setattr(os, "eventfd", Failing(os, "eventfd", errno.EMFILE, 0, 1))
     with pytest.raises(OSError, match="Too many open files") as raised:
-        Doorbell(Runtime.of(asyncio.get_running_loop()), known, rest)
+        Doorbell(Runtime.of(asyncio.get_running_loop()), known, rest, Outbox(OUTBOX, known))
     assert mapped() == [], raised

@@ -11,12 +11,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shm.region import PAGE, SharedRegion, create, create_mapped, open_region
+from aiocoll.transport.shm.region import (
+    PAGE,
+    OwnRegion,
+    SharedRegion,
+    create,
+    create_mapped,
+    open_readable,
+    open_region,
+)
 
 from ..internals import failing
 from ..shared_memory import mapped
@@ -247,3 +255,110 @@ def test_limits_are_errors_and_no_signals(limit: str, value: int, reason: str) -
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert ended.returncode not in (-signal.SIGBUS, -signal.SIGXFSZ, -signal.SIGSEGV)
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, reason, "")
+
+
+# -- memory that only its owner writes
+
+#: Tries to write memory whose descriptor is the argument, in every way; prints what could not be done.
+INTRUDER = """
+import ctypes, fcntl, mmap, os, sys
+fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
+whole = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = pointer = ctypes.c_void_p
+libc.mmap.argtypes = [pointer, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+address = libc.mmap(None, nbytes, 1, 1, fd, 0)
+def protect():
+    if libc.mprotect(pointer(address), ctypes.c_size_t(nbytes), 3):
+        raise OSError(ctypes.get_errno(), "mprotect")
+def reopen():
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    mmap.mmap(again, nbytes)
+ways = {
+    "mmap": lambda: mmap.mmap(fd, nbytes),
+    "pwrite": lambda: os.pwrite(fd, b"intruder", 0),
+    "write": lambda: os.write(fd, b"intruder"),
+    "mprotect": protect,
+    "reopen": reopen,
+    "truncate": lambda: os.ftruncate(fd, 0),
+    "grow": lambda: os.ftruncate(fd, 2 * nbytes),
+    "seal": lambda: fcntl.fcntl(fd, 1033, 8),
+}
+for name, way in ways.items():
+    try:
+        way()
+    except OSError:
+        print(name, end=" ")
+print(whole[:5].decode())
+"""
+
+
+def intruded(fd: int) -> list[str]:
+    """Return what another process could not do to memory, and what it has read there."""
+    command = [sys.executable, "-c", INTRUDER, str(fd), str(NBYTES)]
+    return subprocess.run(command, pass_fds=[fd], check=True, capture_output=True, text=True).stdout.split()
+
+
+@pytest.fixture
+def own() -> Iterator[OwnRegion]:
+    region = OwnRegion(NBYTES, (0, PAGE))
+    yield region
+    region.close()
+
+
+def test_peer_can_read_memory_of_its_owner_and_not_write_it(own: OwnRegion) -> None:
+    own.memory[:5] = b"hello"
+    refused = ["mmap", "pwrite", "write", "mprotect", "reopen", "truncate", "grow", "seal"]
+    assert intruded(own.fd) == [*refused, "hello"]
+    seen = open_readable(os.dup(own.fd), NBYTES)
+    own.memory[:5] = b"later"
+    assert seen[:5] == b"later"
+    assert own.reserve(PAGE, NBYTES)
+    own.memory[PAGE:] = b"x" * (NBYTES - PAGE)
+    assert seen[PAGE:] == b"x" * (NBYTES - PAGE)
+    with pytest.raises(TypeError, match="readonly"):
+        seen[:5] = b"never"
+    seen.close()
+
+
+def test_old_kernel_without_that_seal_shares_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = fcntl.fcntl
+
+    def old(fd: int, command: int, seals: int = 0) -> int:
+        if seals & 16:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return call(fd, command, seals)
+
+    monkeypatch.setattr(fcntl, "fcntl", old)
+    region = OwnRegion(NBYTES, (0, PAGE))
+    region.memory[:5] = b"hello"
+    seen = open_readable(os.dup(region.fd), NBYTES)
+    assert seen[:5] == b"hello"
+    with pytest.raises(TypeError, match="readonly"):
+        seen[:5] = b"never"
+    seen.close()
+    region.close()
+
+
+def test_kernel_that_forbids_seals_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(fcntl, "fcntl", forbid)
+    with pytest.raises(PermissionError) as raised:
+        OwnRegion(NBYTES, (0, PAGE))
+    assert mapped() == [], raised
+
+
+def test_own_memory_is_reserved_as_it_is_asked_for(own: OwnRegion) -> None:
+    assert os.fstat(own.fd).st_blocks * 512 == PAGE
+    assert own.reserve(PAGE + 10, PAGE + 20)
+    assert os.fstat(own.fd).st_blocks * 512 == 2 * PAGE
+
+
+def test_old_kernel_reserves_own_memory_without_mapping_it(old_kernel: None) -> None:
+    region = OwnRegion(NBYTES, (0, PAGE))
+    assert os.fstat(region.fd).st_blocks * 512 == PAGE
+    assert region.reserve(PAGE + 10, PAGE + 20)
+    assert os.fstat(region.fd).st_blocks * 512 == 2 * PAGE
+    region.close()

@@ -51,7 +51,7 @@ class Ring:
         place, *fields = ENTRY.unpack_from(self.memory, at + 8)
         header, payload = self.written.popleft()
         assert HEADER.pack(*fields) == header
-        assert self.direction.ring <= place <= self.direction.lines - len(payload)
+        assert self.direction.ring <= place <= self.direction.data_end - len(payload)
         assert self.memory[place : place + len(payload)] == payload
         self.read += 1
         self.words[self.direction.taken] = self.read

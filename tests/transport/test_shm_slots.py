@@ -1,264 +1,575 @@
-"""Slots and the chunk queue, in memory of this process, with the other side's steps between any two of one side's."""
+"""Outboxes and the chunk queue, in memory of this process, with the other side's steps between any two of one side's.
+
+What holds of slots holds of both lanes: tests get a `Box`, whose posts go through the common lane, to one reader or to
+several, or through the lane for one peer.
+"""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
+from aiocoll.errors import ProtocolError
+from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import CHUNKS, SLOTS, LinkLayout
-from aiocoll.transport.shm.region import SharedRegion
-from aiocoll.transport.shm.slots import SlotReader, SlotWriter
+from aiocoll.transport.shm.layout import CHUNKS, LINE, SLOTS, LinkLayout, OutboxLayout
+from aiocoll.transport.shm.outbox import Outbox, PeerOutbox
+from aiocoll.transport.shm.region import OwnRegion, SharedRegion, open_readable
+from aiocoll.transport.shm.slots import SlotReader
+
+from .outboxes import STRONG, Host
 
 OLD, NEW = 7, 7 | 1 << 61
 """Groups: one that is over, and one that goes on."""
 
 
-#: As of x86-64, in one thread.
-STRONG = Fences(None, lambda: None)
-
-
 class Stepwise:
-    """Words of a region; between any two accesses to them the other side may do something."""
+    """Words of memory; between any two accesses to those of one `Steps` the other side may do something."""
 
-    def __init__(self, words: memoryview) -> None:
+    def __init__(self, words: memoryview, steps: Steps) -> None:
         self.words = words
+        self.steps = steps
+
+    def __getitem__(self, index: int) -> int:
+        self.steps.step()
+        return self.words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.steps.step()
+        self.words[index] = value
+
+
+class Steps:
+    """Counts accesses to words, and lets something happen before one of them."""
+
+    def __init__(self) -> None:
         self.until = -1
         self.other: Callable[[], Any] = lambda: None
 
     def interrupt(self, steps: int, other: Callable[[], Any]) -> None:
         self.until, self.other = steps, other
 
-    def _step(self) -> None:
+    def step(self) -> None:
         self.until -= 1
         if self.until == -1:
             self.other()
 
-    def __getitem__(self, index: int) -> int:
-        self._step()
-        return self.words[index]
 
-    def __setitem__(self, index: int, value: int) -> None:
-        self._step()
-        self.words[index] = value
+#: Attributes of the parts of an outbox that are words which both sides see.
+WORDS = ("_words", "_lines", "_named", "_consumed", "common_named", "common_consumed", "consumed", "words")
 
 
-def step_by_step(end: Any) -> Stepwise:
-    """Let something happen between any two accesses of an end to the words that both share."""
-    end._words = words = Stepwise(end._words)
-    return words
+def step_by_step(*parts: Any) -> Steps:
+    """Let something happen between any two accesses of these parts to the words that both sides share."""
+    steps = Steps()
+    for part in parts:
+        for name in WORDS:
+            if isinstance(getattr(part, name, None), memoryview):
+                setattr(part, name, Stepwise(getattr(part, name), steps))
+    return steps
 
 
 #: The fingerprint of all posts and chunks.
 PRINT = 1 << 31 | 1
 
 
-def both(fences: Fences = STRONG, ranks: int = 2) -> tuple[SlotWriter, SlotReader, ChunkQueueWriter, ChunkQueueReader]:
+class Box:
+    """One lane of rank 0, and its reader at rank 1."""
+
+    def __init__(self, host: Host, is_common: bool) -> None:
+        self.host = host
+        host.used.append(self)
+        self.is_common = is_common
+        self.outbox = host.readers[1]
+        self.reader: SlotReader = self.outbox.common if is_common else self.outbox.lane
+        self.writer: Any = host.boxes[0].common if is_common else host.lanes[1]
+        #: Who reads what is posted to the common lane.
+        self.lanes = list(host.lanes.values())
+
+    def post(self, slot: int, identity: int, group: int, array: np.ndarray, length: int = 0) -> bool:
+        arguments = slot, identity, group, PRINT, array, length
+        return bool(self.writer.post(*arguments, *((self.lanes,) if self.is_common else ())))
+
+    def step_writer(self) -> Steps:
+        return step_by_step(self.writer, *(self.lanes if self.is_common else ()))
+
+    def step_reader(self) -> Steps:
+        return step_by_step(self.reader)
+
+
+@pytest.fixture(params=["common", "lane"])
+def make_box(request: pytest.FixtureRequest) -> Iterator[Callable[..., Box]]:
+    hosts: list[Host] = []
+
+    def make(fences: Fences = STRONG, ranks: int = 2) -> Box:
+        hosts.append(Host(ranks, fences))
+        return Box(hosts[-1], request.param == "common")
+
+    yield make
+    for host in hosts:
+        host.close()
+
+
+@pytest.fixture
+def box(make_box: Callable[..., Box]) -> Box:
+    return make_box()
+
+
+@pytest.fixture
+def make_host() -> Iterator[Callable[..., Host]]:
+    hosts: list[Host] = []
+
+    def make(ranks: int = 3, fences: Fences = STRONG) -> Host:
+        hosts.append(Host(ranks, fences))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.close()
+
+
+def both(fences: Fences = STRONG, ranks: int = 2) -> tuple[ChunkQueueWriter, ChunkQueueReader]:
     layout = LinkLayout(ranks)
     region, direction = SharedRegion(mmap.mmap(-1, layout.nbytes), [], whole=True), layout.directions[0]
-    memory = memoryview(region.memory)
-    found = [each(region, direction, fences) for each in (SlotWriter, ChunkQueueWriter)]
-    found[1:1] = [SlotReader(memory, direction, fences)]
-    found.append(ChunkQueueReader(memory, direction, fences))
-    return tuple(found)  # type: ignore[return-value]
+    return ChunkQueueWriter(region, direction, fences), ChunkQueueReader(memoryview(region.memory), direction, fences)
+
+
+@contextmanager
+def suppress_given_up() -> Iterator[None]:
+    try:
+        yield
+    except ProtocolError as error:
+        if "rank 0 has given this rank up" not in str(error):
+            raise
 
 
 def block_of(number: float) -> np.ndarray:
     return np.full(3, number, "f8")
 
 
-def take(slot_reader: SlotReader, block: int, identity: int, group: int) -> float | None:
+def take(reader: SlotReader, slot: int, identity: int, group: int) -> float | None:
     """Read and free what was posted for an operation, if it was."""
-    if slot_reader.look(block, identity, group) != PRINT:
+    if reader.look(slot, identity, group) != PRINT:
         return None
-    got = slot_reader.view(block, np.dtype("f8"), 3).copy()
+    got = reader.view(slot, np.dtype("f8"), 3).copy()
     assert (got == got[0]).all()
-    slot_reader.free(block)
+    reader.free(slot, group)
     return float(got[0])
 
 
-@pytest.mark.parametrize("block", [0, SMALL_SLOTS - 1, SMALL_SLOTS, SLOTS - 1])
-@pytest.mark.parametrize("count", [1, 5, 6, 16])
-def test_a_block_is_used_again_when_it_was_freed(block: int, count: int) -> None:
-    slot_writer, slot_reader, *_ = both()
+@pytest.mark.parametrize("slot", [0, SMALL_SLOTS - 1, SMALL_SLOTS, SLOTS - 1])
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 16])
+def test_slot_is_used_again_when_it_was_freed(slot: int, count: int, box: Box) -> None:
     for identity in range(1, 4):
         array = np.arange(count) + 0.5 * identity
-        assert slot_reader.look(block, identity, NEW) == -1
-        assert slot_writer.post(block, identity, NEW, PRINT, array)
-        assert not slot_writer.post(block, identity + 64, NEW, PRINT, array)
-        assert slot_reader.look(block, identity, NEW) == PRINT
-        assert slot_reader.look(block, identity, OLD) == -1
-        np.testing.assert_array_equal(slot_reader.view(block, array.dtype, count), array)
-        slot_reader.free(block)
+        assert box.reader.look(slot, identity, NEW) == -1
+        assert box.post(slot, identity, NEW, array, array.nbytes)
+        assert not box.post(slot, identity + 64, NEW, array)
+        assert box.reader.look(slot, identity, NEW) == PRINT
+        assert box.reader.look(slot, identity, OLD) == -1
+        assert box.reader.look(slot, identity + 1, NEW) == -1
+        assert box.reader.length(slot) == array.nbytes
+        np.testing.assert_array_equal(box.reader.view(slot, array.dtype, count), array)
+        box.reader.free(slot, NEW)
+        assert box.reader.look(slot, identity, NEW) == -1
+
+
+def test_lanes_do_not_share_slots(make_host: Callable[..., Host]) -> None:
+    host = make_host(3)
+    boxes = [Box(host, is_common) for is_common in (True, False)]
+    for slot in (0, SMALL_SLOTS):
+        for number, box in enumerate(boxes):
+            assert box.post(slot, 5, NEW, np.full(100, number))
+        assert host.lanes[2].post(slot, 5, NEW, PRINT, np.full(100, 2))
+        common, lane = host.readers[2].common, host.readers[2].lane
+        for reader, number in ((boxes[0].reader, 0), (boxes[1].reader, 1), (common, 0), (lane, 2)):
+            assert reader.look(slot, 5, NEW) == PRINT
+            assert set(reader.view(slot, np.dtype(int), 100)) == {number}
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 9, 64, 1000])
-def test_blocks_do_not_overlap(ranks: int) -> None:
-    layout = LinkLayout(ranks)
-    for direction in layout.directions:
-        small, middle = direction.small_nbytes, direction.middle_nbytes
-        assert direction.lines + (SLOTS + CHUNKS) * 64 <= direction.small
-        assert direction.small + SMALL_SLOTS * small <= direction.middle
-        assert direction.middle + MIDDLE_SLOTS * middle <= direction.chunks
-        assert direction.chunks + CHUNKS * direction.chunk_nbytes <= direction.end
-    assert layout.directions[0].end <= layout.directions[1].ring
+def test_parts_of_memory_do_not_overlap(ranks: int) -> None:
+    layout = OutboxLayout(ranks)
+    for lane in layout.common, layout.lane:
+        assert lane.lines % LINE == 0
+        assert lane.lines + SLOTS * LINE <= lane.small
+        spans = [lane.slot(slot) for slot in range(SLOTS)]
+        assert spans[0][0] == lane.small
+        assert all(start + size == following for (start, size), (following, _) in pairwise(spans))
+        assert sum(spans[-1]) == lane.end
+    lanes = [layout.lane_span(number) for number in range(layout.lanes)]
+    assert len(lanes) > ranks
+    assert lanes[0][0] == layout.common.end
+    assert all(end == start for (_, end), (start, _) in pairwise(lanes))
+    assert lanes[-1][1] == layout.nbytes
+    link = LinkLayout(ranks)
     words = [set(), set()]
-    for found, direction in zip(words, layout.directions, strict=True):
+    for found, direction in zip(words, link.directions, strict=True):
         found |= {direction.writer_waiting, direction.taken, direction.chunk_writer_waiting, direction.chunks_taken}
-        found |= set(range(direction.freed, direction.freed + SLOTS))
-        assert len(found) == 4 + SLOTS
+        found |= {direction.pieces, *range(direction.lines // 8, direction.lines // 8 + CHUNKS * 8)}
+        assert len({word // 8 for word in found}) == 5 + CHUNKS, "each has a cache line of its own"
         assert max(found) * 8 < direction.ring
+        assert direction.data_end <= direction.chunks
+        assert direction.chunks + CHUNKS * direction.chunk_nbytes <= direction.end
+    assert link.directions[0].end <= link.directions[1].ring
     assert not words[0] & words[1]
 
 
+def test_words_of_a_lane_do_not_overlap(box: Box) -> None:
+    """Each kind of word is written once, all of it, and the others are as they were."""
+    lane, reader = box.host.lanes[1], box.outbox
+    rows = [lane._named, lane.common_named]
+    for number, row in enumerate(rows, 1):
+        for slot in range(SLOTS):
+            row[slot] = number
+    lane.words[0] = 99
+    assert set(lane._named) == {1}
+    assert set(lane.common_named) == {2}
+    assert (set(reader.lane._named), set(reader.common._named), reader.words[0]) == ({1}, {2}, 99)
+    assert set(lane.consumed) == set(lane.common_consumed) == {0}
+    reader.lane._consumed[0], reader.common._consumed[0] = 3, 4
+    assert (lane.consumed[0], lane.common_consumed[0]) == (3, 4)
+
+
 @pytest.mark.parametrize("order", [None, lambda: None])
-@pytest.mark.parametrize("step", range(7))
-def test_a_group_ends_while_another_posts(step: int, order: Any) -> None:
-    """Its blocks are given back; not the one in which the other's tensor is just appearing."""
-    slot_writer, slot_reader, *_ = both(Fences(order, lambda: None))
-    assert slot_writer.post(5, 5, OLD, PRINT, block_of(1))
-    assert take(slot_reader, 5, 5, OLD) == 1
-    words = step_by_step(slot_writer)
-    words.interrupt(step, lambda: slot_reader.purge(OLD))
-    assert slot_writer.post(5, 5, NEW, PRINT, block_of(2))
-    slot_reader.purge(OLD)
-    assert not slot_writer.post(5, 69, NEW, PRINT, block_of(3)), "nobody has read it yet"
-    assert take(slot_reader, 5, 5, NEW) == 2
-    assert slot_writer.post(5, 69, NEW, PRINT, block_of(3))
-    assert take(slot_reader, 5, 69, NEW) == 3
+@pytest.mark.parametrize("step", range(10))
+def test_group_ends_while_another_posts(step: int, order: Any, make_box: Callable[..., Box]) -> None:
+    """Its slots are given back; not the one in which the other's tensor is just appearing."""
+    box = make_box(Fences(order, lambda: None))
+    assert box.post(5, 5, OLD, block_of(1))
+    assert take(box.reader, 5, 5, OLD) == 1
+    steps = box.step_writer()
+    steps.interrupt(step, lambda: box.reader.purge(OLD))
+    assert box.post(5, 5, NEW, block_of(2))
+    box.reader.purge(OLD)
+    assert not box.post(5, 69, NEW, block_of(3)), "it has not been read yet"
+    assert take(box.reader, 5, 5, NEW) == 2
+    assert box.post(5, 69, NEW, block_of(3))
+    assert take(box.reader, 5, 69, NEW) == 3
 
 
 @pytest.mark.parametrize("step", range(7))
-def test_another_group_posts_while_one_ends(step: int) -> None:
-    slot_writer, slot_reader, *_ = both()
-    assert slot_writer.post(0, 5, OLD, PRINT, block_of(1))
-    assert take(slot_reader, 0, 5, OLD) == 1
-    words = step_by_step(slot_reader)
-    words.interrupt(step, lambda: slot_writer.post(0, 5, NEW, PRINT, block_of(2)))
-    slot_reader.purge(OLD)
-    words.interrupt(-1, list)
-    assert not slot_writer.post(0, 69, NEW, PRINT, block_of(3))
-    assert take(slot_reader, 0, 5, NEW) == 2
-    assert slot_writer.post(0, 69, NEW, PRINT, block_of(3))
+def test_another_group_posts_while_one_ends(step: int, box: Box) -> None:
+    assert box.post(0, 5, OLD, block_of(1))
+    assert take(box.reader, 0, 5, OLD) == 1
+    steps = box.step_reader()
+    steps.interrupt(step, lambda: box.post(0, 5, NEW, block_of(2)))
+    box.reader.purge(OLD)
+    if steps.until >= 0:
+        steps.other()
+    steps.interrupt(-1, list)
+    assert not box.post(0, 69, NEW, block_of(3))
+    assert take(box.reader, 0, 5, NEW) == 2
+    assert box.post(0, 69, NEW, block_of(3))
 
 
-@pytest.mark.parametrize("step", range(7))
-def test_operations_of_two_groups_have_the_same_number(step: int) -> None:
-    """The id in the block is right before anything of the new tensor is there."""
-    slot_writer, slot_reader, *_ = both()
-    assert slot_writer.post(5, 5, OLD, PRINT, block_of(1))
-    assert take(slot_reader, 5, 5, OLD) == 1
+@pytest.mark.parametrize("step", range(10))
+def test_operations_of_two_groups_have_the_same_number(step: int, box: Box) -> None:
+    """The id in the line is right before anything of the new tensor is there."""
+    assert box.post(5, 5, OLD, block_of(1))
+    assert take(box.reader, 5, 5, OLD) == 1
     got: list[float | None] = []
-    words = step_by_step(slot_writer)
-    words.interrupt(step, lambda: got.append(take(slot_reader, 5, 5, NEW)))
-    assert slot_writer.post(5, 5, NEW, PRINT, block_of(2))
-    words.interrupt(-1, list)
+    steps = box.step_writer()
+    steps.interrupt(step, lambda: got.append(take(box.reader, 5, 5, NEW)))
+    assert box.post(5, 5, NEW, block_of(2))
+    steps.interrupt(-1, list)
     assert got in ([], [None], [2.0])
     if got != [2.0]:
-        assert take(slot_reader, 5, 5, NEW) == 2
-    slot_reader.purge(OLD)
-    assert slot_writer.post(5, 69, NEW, PRINT, block_of(3))
-    assert take(slot_reader, 5, 69, NEW) == 3
+        assert take(box.reader, 5, 5, NEW) == 2
+    box.reader.purge(OLD)
+    assert box.post(5, 69, NEW, block_of(3))
+    assert take(box.reader, 5, 69, NEW) == 3
 
 
-@pytest.mark.parametrize("step", range(8))
-def test_unfinished_post_is_not_reported_as_unread_operation_before(step: int) -> None:
+@pytest.mark.parametrize("step", range(10))
+def test_unfinished_post_is_not_reported_as_unread_operation_before(step: int, box: Box) -> None:
     """The writer may be preempted for long: the operation whose slot it was has ended, and matches no call."""
-    slot_writer, slot_reader, *_ = both()
-    assert slot_writer.post(5, 5, NEW, PRINT, block_of(1))
-    assert take(slot_reader, 5, 5, NEW) == 1
+    assert box.post(5, 5, NEW, block_of(1))
+    assert take(box.reader, 5, 5, NEW) == 1
     seen: list[list[tuple[int, int, int]]] = []
-    words = step_by_step(slot_writer)
-    words.interrupt(step, lambda: seen.append(slot_reader.unread()))
-    assert slot_writer.post(5, 133, NEW, PRINT, block_of(2))
-    words.interrupt(-1, list)
+    steps = box.step_writer()
+    steps.interrupt(step, lambda: seen.append(box.outbox.unread()))
+    assert box.post(5, 133, NEW, block_of(2))
+    steps.interrupt(-1, list)
     assert seen in ([], [[]], [[(133, NEW, PRINT)]])
-    assert slot_reader.unread() == [(133, NEW, PRINT)]
-    assert take(slot_reader, 5, 133, NEW) == 2
+    assert box.outbox.unread() == [(133, NEW, PRINT)]
+    assert take(box.reader, 5, 133, NEW) == 2
+    assert box.outbox.unread() == []
 
 
-@pytest.mark.parametrize("step", range(7))
-def test_the_block_is_looked_at_while_it_is_written(step: int) -> None:
-    slot_writer, slot_reader, *_ = both()
+@pytest.mark.parametrize("step", range(10))
+def test_slot_is_looked_at_while_it_is_written(step: int, box: Box) -> None:
     got: list[float | None] = []
-    words = step_by_step(slot_writer)
-    words.interrupt(step, lambda: got.append(take(slot_reader, 5, 6, NEW)))
-    assert slot_writer.post(5, 6, NEW, PRINT, block_of(2))
-    words.interrupt(-1, list)
+    steps = box.step_writer()
+    steps.interrupt(step, lambda: got.append(take(box.reader, 5, 6, NEW)))
+    assert box.post(5, 6, NEW, block_of(2))
+    steps.interrupt(-1, list)
     if got != [2.0]:
         assert got in ([], [None])
-        assert take(slot_reader, 5, 6, NEW) == 2
-    assert slot_writer.post(5, 70, NEW, PRINT, block_of(3))
+        assert take(box.reader, 5, 6, NEW) == 2
+    assert box.post(5, 70, NEW, block_of(3))
 
 
-def test_what_comes_for_a_group_that_is_over_is_given_back_when_it_is_in_the_way() -> None:
-    slot_writer, slot_reader, *_ = both()
-    slot_reader.purge(OLD)
-    assert slot_writer.post(5, 5, OLD, PRINT, block_of(1))
-    assert not slot_writer.post(5, 69, NEW, PRINT, block_of(2))
-    slot_reader.reclaim(5)
-    assert slot_writer.post(5, 69, NEW, PRINT, block_of(2))
-    slot_reader.reclaim(5)
-    assert take(slot_reader, 5, 69, NEW) == 2
+@pytest.mark.parametrize("step", range(10))
+def test_news_are_not_lost_while_a_post_is_made(step: int, box: Box) -> None:
+    """Whoever has seen the news finds the post, or there are news again."""
+    found: list[bool] = []
+    steps = box.step_writer()
+    steps.interrupt(step, lambda: found.append(box.outbox.has_news() and take(box.reader, 5, 6, NEW) == 2))
+    assert box.post(5, 6, NEW, block_of(2))
+    steps.interrupt(-1, list)
+    assert box.outbox.has_news() != (found == [True])
+    assert not box.outbox.has_news()
 
 
-def test_what_comes_for_a_group_that_is_over_is_not_unread() -> None:
-    slot_writer, slot_reader, *_ = both()
-    slot_reader.purge(OLD)
-    assert slot_writer.post(5, 5, OLD, PRINT, block_of(1))
-    assert slot_writer.post(6, 6, NEW, PRINT, block_of(2))
-    assert slot_reader.unread() == [(6, NEW, PRINT)]
-    assert slot_writer.post(5, 69, NEW, PRINT, block_of(3)), "it was given back"
+def test_post_for_a_group_that_is_over_is_given_back_when_it_is_in_the_way(box: Box) -> None:
+    box.reader.purge(OLD)
+    assert box.post(5, 5, OLD, block_of(1))
+    assert not box.post(5, 69, NEW, block_of(2))
+    assert box.reader.reclaim(5)
+    assert box.post(5, 69, NEW, block_of(2))
+    assert not box.reader.reclaim(5)
+    assert take(box.reader, 5, 69, NEW) == 2
 
 
-def test_a_slot_without_memory_takes_what_fits_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot_writer, slot_reader, *_ = both()
-    monkeypatch.setattr(SharedRegion, "reserve", lambda region, start, end: False)
+def test_post_for_a_group_that_is_over_is_not_unread(box: Box) -> None:
+    box.outbox.purge(OLD)
+    assert box.post(5, 5, OLD, block_of(1))
+    assert box.post(6, 6, NEW, block_of(2))
+    assert box.outbox.unread() == [(6, NEW, PRINT)]
+    assert box.post(5, 69, NEW, block_of(3)), "it was given back"
+    box.outbox.release(OLD)
+    assert not box.reader._over
+
+
+def test_slot_without_memory_takes_what_fits_in_its_line(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert box.post(0, 1, NEW, block_of(1)), "from here on there are lines"
+    monkeypatch.setattr(OwnRegion, "reserve", lambda region, start, end: False)
     for slot in (5, SMALL_SLOTS):
-        assert not slot_writer.post(slot, 5, NEW, PRINT, np.ones(6))
-        assert slot_reader.look(slot, 5, NEW) == -1
-        assert slot_writer.post(slot, 5, NEW, PRINT, block_of(1))
-        assert take(slot_reader, slot, 5, NEW) == 1
+        assert not box.post(slot, 5, NEW, np.ones(6))
+        assert box.reader.look(slot, 5, NEW) == -1
+        assert box.post(slot, 5, NEW, block_of(1))
+        assert take(box.reader, slot, 5, NEW) == 1
 
 
-def test_what_tells_of_something_is_written_after_it() -> None:
-    """On machines that keep no order, one fence is before the group is written, and one after it."""
+def test_lane_without_memory_for_its_lines_takes_nothing(
+    make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = make_host().lanes[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnRegion, "reserve", lambda region, start, end: False)
+        assert not lane.post(5, 5, NEW, PRINT, block_of(1))
+    assert lane.post(5, 5, NEW, PRINT, block_of(1))
+
+
+class Telling:
+    """Words that say which of them is written."""
+
+    def __init__(self, words: Any, told: list[str], name: str) -> None:
+        self.words, self.told, self.name = words, told, name
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.words[index])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.told.append(self.name if self.name != "line" else ["id", "group", "length", "fingerprint"][index % 8])
+        self.words[index] = value
+
+
+def test_fences_stand_between_data_and_what_tells_of_them(make_box: Callable[..., Box]) -> None:
     told: list[str] = []
-    slot_writer, slot_reader, *_ = both(Fences(lambda: told.append("fence"), lambda: None))
-    words, line, posts = slot_writer._words, slot_writer._lines[5], slot_writer._posts
+    box = make_box(Fences(lambda: told.append("fence"), lambda: None), ranks=3)
+    readers = 2 if box.is_common else 1
+    box.writer._lines = Telling(box.writer._lines, told, "line")
+    for lane in box.lanes:
+        lane.common_named = Telling(lane.common_named, told, "named")  # type: ignore[assignment]
+        lane._named = Telling(lane._named, told, "named")  # type: ignore[assignment]
+        lane.words = Telling(lane.words, told, "posts")  # type: ignore[assignment]
+    assert box.post(5, 5, NEW, block_of(1))
+    written = ["group", "fence", "id", "length", "fingerprint", "fence", *["named", "fence", "posts"] * readers]
+    assert told == written
+    del told[:]
+    assert box.outbox.has_news()
+    assert told == ["fence"], "a machine that loads the line first would find no post, and the news are gone"
+    assert box.reader.look(5, 5, NEW) == PRINT
+    assert told == ["fence"] * 2
+    box.reader.free(5, NEW)
+    assert told == ["fence"] * 3
+    assert not box.outbox.has_news()
+    assert box.reader.look(5, 5, NEW) == -1
+    assert told == ["fence"] * 3
 
-    class Telling:
-        def __getitem__(self, index: int) -> int:
-            return words[index]
 
-        def __setitem__(self, index: int, value: int) -> None:
-            told.append("posts" if index == posts else ["id", "group", "times", "fingerprint"][index - line])
+# -- several readers
+
+
+def test_common_slot_is_free_when_all_its_readers_have_read_it(make_host: Callable[..., Host]) -> None:
+    host = make_host(4)
+    common, lanes = host.boxes[0].common, [host.lanes[rank] for rank in (1, 3)]
+    assert common.post(5, 5, NEW, PRINT, block_of(1), 24, lanes)
+    for rank in (3, 1):
+        assert not common.post(5, 133, NEW, PRINT, block_of(2), 24, [host.lanes[2]])
+        assert take(host.readers[rank].common, 5, 5, NEW) == 1
+    assert not host.readers[2].has_news()
+    assert host.readers[2].unread() == []
+    assert common.post(5, 133, NEW, PRINT, block_of(2), 24, [host.lanes[2]])
+    assert take(host.readers[2].common, 5, 133, NEW) == 2
+    assert [host.readers[rank].common.look(5, 133, NEW) for rank in (1, 3)] == [-1, -1]
+
+
+def test_reader_without_a_link_keeps_no_slot(make_host: Callable[..., Host]) -> None:
+    host = make_host(4)
+    common, lanes = host.boxes[0].common, list(host.lanes.values())
+    assert common.post(5, 5, NEW, PRINT, block_of(1), 24, lanes)
+    assert take(host.readers[1].common, 5, 5, NEW) == 1
+    host.unlink(2)
+    assert not common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes[:1]), "rank 3 has not read it"
+    host.unlink(3)
+    assert host.readers[2].common.look(5, 5, NEW) == PRINT, "it is there as long as the slot is not needed"
+    assert common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes[:1])
+    assert take(host.readers[1].common, 5, 133, NEW) == 2
+    for rank in (2, 3):
+        assert host.readers[rank].common.look(5, 5, NEW) == -1
+        assert host.readers[rank].unread() == []
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_reader_that_was_given_up_finds_out_before_it_uses_what_it_read(
+    step: int, make_host: Callable[..., Host]
+) -> None:
+    """It may have been stopped at any moment, and go on when the slot has something else."""
+    host = make_host(3)
+    common, lanes = host.boxes[0].common, list(host.lanes.values())
+    reader = host.readers[2].common
+    assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
+    assert take(host.readers[1].common, 5, 5, OLD) == 1
+    steps = step_by_step(reader)
+
+    def overwrite() -> None:
+        host.unlink(2)
+        assert common.post(5, 5, NEW, PRINT, block_of(2), 24, lanes[:1])
+
+    steps.interrupt(step, overwrite)
+    got: list[float | None] = []
+    with suppress_given_up():
+        got.append(take(reader, 5, 5, OLD))
+    assert got in ([], [None], [1])
+
+
+def test_reader_that_has_left_the_group_keeps_no_slot(make_host: Callable[..., Host]) -> None:
+    host = make_host(3)
+    common, lanes = host.boxes[0].common, list(host.lanes.values())
+    assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
+    assert common.post(6, 6, NEW, PRINT, block_of(1), 24, lanes)
+    common.withdraw(host.lanes[2], OLD)
+    assert not common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes), "rank 1 is still to read it"
+    assert take(host.readers[1].common, 5, 5, OLD) == 1
+    assert take(host.readers[1].common, 6, 6, NEW) == 1
+    assert common.post(5, 133, NEW, PRINT, block_of(2), 24, lanes)
+    assert not common.post(6, 134, NEW, PRINT, block_of(2), 24, lanes), "it has not left this group"
+    assert take(host.readers[2].common, 5, 133, NEW) == 2
+    assert take(host.readers[2].common, 6, 6, NEW) == 1
+
+
+def test_new_link_to_a_rank_finds_nothing_of_the_one_before(make_host: Callable[..., Host]) -> None:
+    host = make_host(3)
+    common, lanes = host.boxes[0].common, list(host.lanes.values())
+    for slot in range(3):
+        assert common.post(slot, 5, NEW, PRINT, block_of(1), 24, lanes)
+        assert host.lanes[2].post(slot, 5, NEW, PRINT, block_of(1))
+    assert take(host.readers[2].lane, 0, 5, NEW) == 1
+    host.unlink(2)
+    host.boxes[2].close()
+    host.boxes[2] = Outbox(host.layout, STRONG)
+    host.link(2)
+    again = host.readers[2]
+    assert again.unread() == []
+    assert not again.has_news()
+    for slot in range(3):
+        assert host.lanes[2].post(slot, 5, NEW, PRINT, block_of(3))
+        assert take(again.lane, slot, 5, NEW) == 3
+        assert take(host.readers[1].common, slot, 5, NEW) == 1
+        assert common.post(slot, 133, NEW, PRINT, block_of(4), 24, list(host.lanes.values()))
+        assert take(again.common, slot, 133, NEW) == 4
+
+
+def test_link_that_is_opened_twice_at_once_keeps_what_was_posted(make_host: Callable[..., Host]) -> None:
+    """Both ends may dial, or a peer is back before its end was noticed: each has a lane of its own."""
+    host = make_host(2)
+    old, box = host.lanes[1], host.boxes[0]
+    assert old.post(5, 5, NEW, PRINT, block_of(1))
+    more = [box.open_lane(1) for _ in range(host.layout.lanes - 2)]
+    assert None not in more
+    assert len({lane.number for lane in more if lane is not None} | {0, old.number}) == host.layout.lanes
+    assert box.open_lane(1) is None, "there are no more"
+    for lane in more:
+        assert lane is not None
+        box.close_lane(lane)
+    assert old.is_linked
+    assert take(host.readers[1].lane, 5, 5, NEW) == 1
+    assert old.post(5, 6, NEW, PRINT, block_of(2))
+    assert take(host.readers[1].lane, 5, 6, NEW) == 2
+
+
+def test_reader_of_a_link_that_has_ended_leaves_the_lane_to_the_next_one(make_host: Callable[..., Host]) -> None:
+    """What it reads late, or gives back for a group that is over, is of that link, and of an outbox that is gone."""
+    host = make_host(2)
+    old = host.readers[1]
+    for slot in (5, 6):
+        assert host.lanes[1].post(slot, slot, OLD, PRINT, block_of(1))
+    old.detach()
+    host.boxes[1].close_lane(host.theirs[1])
+    host.unlink(1)
+    assert take(old.lane, 5, 5, OLD) == 1
+    host.boxes[0].close()
+    host.boxes[0] = Outbox(host.layout, STRONG)
+    host.link(1)
+    assert host.theirs[1].number == 0
+    old.purge(OLD)
+    again = host.readers[1]
+    assert host.lanes[1].post(6, 7, NEW, PRINT, block_of(2))
+    assert not host.lanes[1].post(6, 8, NEW, PRINT, block_of(3)), "it has not been read"
+    assert take(again.lane, 6, 7, NEW) == 2
+
+
+def test_lane_that_a_peer_does_not_have_is_refused(make_host: Callable[..., Host]) -> None:
+    host = make_host(2)
+    memory = open_readable(os.dup(host.boxes[0].fd), host.layout.nbytes)
+    with pytest.raises(ProtocolError, match="rank 0 offered lane 10 of an outbox of 10 lanes"):
+        PeerOutbox(memory, host.layout, host.layout.lanes, host.theirs[1], 0, STRONG)
+    memory.close()
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**63, 2**64 - 1])
+def test_nonsense_of_a_peer_does_no_harm(value: int, box: Box) -> None:
+    """Whatever a broken peer has written, slots are found, or not, and nothing else is read."""
+    for words in (*(lane._named for lane in box.lanes), *(lane.common_named for lane in box.lanes), box.writer._lines):
+        for index in range(len(words)):
             words[index] = value
+    box.host.lanes[1].words[0] = value
+    box.outbox.has_news()
+    for slot in (0, SMALL_SLOTS, SLOTS - 1):
+        found = box.reader.look(slot, 5, NEW)
+        assert found == -1
+        assert box.reader.length(slot) == value
+        assert len(box.reader.view(slot, np.dtype("u1"), 8)) == 8
+    box.outbox.purge(OLD)
+    assert len(box.outbox.unread()) in (0, SLOTS, 2 * SLOTS)
 
-    slot_writer._words = Telling()  # type: ignore[assignment]
-    assert slot_writer.post(5, 5, NEW, PRINT, block_of(1))
-    assert told == ["id", "fingerprint", "fence", "group", "fence", "times", "id", "fence", "posts"]
-    del told[:]
-    assert slot_reader.look(5, 5, NEW) == PRINT
-    assert told == ["fence", "fence"]
 
-
-def test_reader_puts_fence_between_count_of_posts_and_what_was_posted() -> None:
-    """Without it, a machine may load the line first: the news is gone, and the post is never found."""
-    told: list[str] = []
-    slot_writer, slot_reader, *_ = both(Fences(lambda: told.append("fence"), lambda: None))
-    assert not slot_reader.has_news()
-    assert slot_writer.post(5, 5, NEW, PRINT, block_of(1))
-    del told[:]
-    assert slot_reader.has_news()
-    assert told == ["fence"]
-    assert not slot_reader.has_news()
+@pytest.mark.parametrize("value", [0, 2, 2**63, 2**64 - 1])
+def test_slot_of_which_nonsense_was_consumed_is_not_free(value: int, box: Box) -> None:
+    assert box.post(5, 5, NEW, block_of(1))
+    box.reader._consumed[5] = value
+    assert not box.post(5, 133, NEW, block_of(1))
 
 
 # -- chunk queues
@@ -278,7 +589,7 @@ def got(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | 
 
 
 def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
-    *_, writer, reader = both()
+    writer, reader = both()
     assert writer.take("one")
     assert not writer.take("two")
     for start in range(0, 40, CHUNKS):
@@ -293,7 +604,7 @@ def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
 
 
 def test_a_reader_tells_a_writer_that_waits() -> None:
-    *_, writer, reader = both()
+    writer, reader = both()
     assert writer.take("one")
     for number in range(CHUNKS):
         assert put(writer, number)
@@ -308,18 +619,18 @@ def test_a_reader_tells_a_writer_that_waits() -> None:
 @pytest.mark.parametrize("step", range(8))
 def test_space_comes_while_the_writer_begins_to_wait(step: int) -> None:
     """It finds the space, or it is told."""
-    *_, writer, reader = both()
+    writer, reader = both()
     assert writer.take("one")
     for number in range(CHUNKS):
         assert put(writer, number)
     told: list[bool] = []
-    words = step_by_step(writer)
-    words.interrupt(step, lambda: told.append(reader.free()))
+    steps = step_by_step(writer)
+    steps.interrupt(step, lambda: told.append(reader.free()))
     assert put(writer, CHUNKS) or told in ([], [True])
 
 
 def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes() -> None:
-    *_, writer, reader = both()
+    writer, reader = both()
     assert writer.take("one")
     assert put(writer, 1, OLD)
     assert put(writer, 2, NEW)
@@ -336,7 +647,7 @@ def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes()
 
 
 def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:
-    *_, writer, reader = both()
+    writer, reader = both()
     assert writer.take("one")
     assert put(writer, 1, OLD)
     assert put(writer, 2, OLD)
@@ -352,7 +663,7 @@ def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:
 
 
 def test_pieces_for_a_group_that_is_over_are_given_back_when_they_are_in_the_way() -> None:
-    *_, writer, reader = both()
+    writer, reader = both()
     assert writer.take("one")
     reader.end(OLD)
     reader.reclaim()

@@ -834,6 +834,7 @@ async def test_cards() -> None:
             "piece": 0,
             "reads": False,
             "nans": nan_fingerprint(),
+            "native": False,
         }
         assert a.card["unix"].startswith("@aiocoll-")
         assert (b.card["unix"], b.card["tcp"][0]) == (None, "127.0.0.1")

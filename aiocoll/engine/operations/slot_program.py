@@ -2,9 +2,9 @@
 
 It carries out any program of one round (`round`): each rank posts what it has, reads at most one contribution of each
 peer, folds or copies them, and may post the result (`central`). A contribution that the program would receive into
-scratch is folded from its slot. Cost: one copy into each reader's slot, one reduction or copy out; no messages and no
-temporary memory. With a result that rank 0 posts to all it is the centralized barrier of Mellor-Crummey and Scott
-(Algorithms for scalable synchronization on shared-memory multiprocessors, 1991), with data.
+scratch is folded from its slot. Cost: one copy in, however many ranks read it, one reduction or copy out; no messages
+and no temporary memory. With a result that rank 0 posts to all it is the centralized barrier of Mellor-Crummey and
+Scott (Algorithms for scalable synchronization on shared-memory multiprocessors, 1991), with data.
 
 Peers whose slot is not available, since the link is still being opened or the slot is in use, get a frame instead.
 """
@@ -23,7 +23,7 @@ from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.round import Contribution, Round, Take
-from aiocoll.engine.operations.slots import region_of
+from aiocoll.engine.operations.slots import EMPTY, region_of
 from aiocoll.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ __all__ = ["SlotProgram"]
 class SlotProgram(Operation):
     """One rank's part in one collective; arguments as for `ProgramExecutor`."""
 
-    __slots__ = ("_arrays", "_framed", "_has_folded", "_missing", "_plan", "_round", "_seen", "_unsent")
+    __slots__ = ("_arrays", "_framed", "_has_folded", "_inputs", "_missing", "_plan", "_round", "_seen", "_unsent")
 
     def __init__(
         self,
@@ -54,6 +54,8 @@ class SlotProgram(Operation):
         # How many contributions have been seen, in their order; and the peer of the one that was missing last.
         self._seen = 0
         self._missing = -1
+        # Contributions that have been seen in slots, where they lie; whatever stands for those that came in frames.
+        self._inputs: list[NDArray[Any]] = []
         self._has_folded = False
         # Peers to which a frame is not sent completely.
         self._unsent: Collection[int] = ()
@@ -84,9 +86,12 @@ class SlotProgram(Operation):
         """Look for missing contributions; fold when none is missing. Return whether the operation has ended."""
         if self.done:
             return True  # it failed together with an operation that was looked at before
-        takes, seen = self._round.takes, self._seen
+        step, seen, inputs = self._round, self._seen, self._inputs
+        takes = step.takes
         while seen < len(takes):
-            found = self.comm.slots.look_at(takes, seen, self.id, self.fingerprint, self._round.private)
+            found = self.comm.slots.look_at(
+                takes, seen, self.id, self.fingerprint, step.private, self._plan.storage, inputs
+            )
             self._seen = seen = found if found >= 0 else -1 - found
             if seen == len(takes):
                 break
@@ -95,15 +100,16 @@ class SlotProgram(Operation):
             if found < 0 or not self._has_framed(takes[seen]):
                 self._missing = takes[seen].peer
                 return self.done
-            seen += 1
+            self._seen = seen = seen + 1
+            inputs.append(EMPTY)
         if self._unsent:
             return False
         if not self._has_folded:
             self._has_folded = True
-            if (takes or self._round.fold is not None) and not self._fold():
+            if (takes or step.fold is not None) and not self._fold():
                 return True
-            if self._round.last:
-                self._post(self._round.last)
+            if step.last:
+                self._post(step.last)
                 if self._unsent or self.done:  # a frame that left at once has brought this to its end
                     return self.done
         self._complete()
@@ -115,23 +121,18 @@ class SlotProgram(Operation):
 
     def _fold(self) -> bool:
         """Use all contributions where they lie, and free their slots; return whether that went well."""
-        step, storage, framed = self._round, self._plan.storage, self._framed
+        step, inputs, framed = self._round, self._inputs, self._framed
         posted: Sequence[Take] = step.takes
         if framed is not None:
             posted = [take for take in posted if take.peer not in framed]
-        if self._plan.dtype is None:  # a barrier
-            inputs = []
-        elif framed is None:
-            inputs = self.comm.slots.views(posted, self.id, storage)
-        else:
-            views = iter(self.comm.slots.views(posted, self.id, storage))
             inputs = [
-                np.frombuffer(framed[take.peer], storage) if take.peer in framed else next(views) for take in step.takes
+                np.frombuffer(framed[take.peer], self._plan.storage) if take.peer in framed else given
+                for take, given in zip(step.takes, inputs, strict=True)
             ]
         if step.fold is not None:
             if not self._reduce(step.fold, inputs):
                 return False
-        elif inputs:
+        elif self._plan.dtype is not None:
             for take, given in zip(step.takes, inputs, strict=True):
                 if take.nbytes:
                     region_of(self._arrays, take.region)[...] = given
@@ -162,7 +163,7 @@ class SlotProgram(Operation):
             return False
         if self._framed is None:
             self._framed = {}
-        self.comm.slots.reclaim(peer, self.id, total)  # its unread content may have been the reason for the frame
+        self.comm.slots.reclaim(take, self.id)  # its unread content may have been the reason for the frame
         framed = self._framed.get(peer)
         if framed is None and length == total:
             # If nothing else is missing, it is used where it lies.
@@ -199,7 +200,7 @@ class SlotProgram(Operation):
         return sorted(
             take.peer
             for take in self._round.takes[self._seen :]
-            if not self._has_framed(take) and not slots.look(take.peer, identity, fingerprint, take.nbytes)
+            if not self._has_framed(take) and not slots.look(take, identity, fingerprint)
         )
 
     def fail(self, error: BaseException) -> None:

@@ -1,7 +1,8 @@
 """Slots of the ranks of a host: small contributions, posted once and read where they lie.
 
-A slot is found by the id of the operation. Which slot a contribution takes follows from its own length, which only its
-two ends may know; the slot has that length, since the fingerprint may not.
+A slot is found by the id of the operation, and that of the group, so that two groups that take turns use different
+ones. Which lane it is in follows from the algorithm, and whether it is a small one from the length of the contribution,
+which only its two ends may know; the slot has that length, since the fingerprint may not.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from numpy.typing import NDArray
 
 from aiocoll.algorithms.program import Region
 from aiocoll.elements.buffers import byte_view
-from aiocoll.engine.operations.round import Contribution, Take
+from aiocoll.engine.operations.round import Contribution, Take, slots_of
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
 
 if TYPE_CHECKING:
     from aiocoll.engine.links.channel import Channel
 
-__all__ = ["Slots", "region_of"]
+__all__ = ["EMPTY", "Slots", "region_of"]
 
 _BYTES: Final = np.dtype(np.uint8)
-_EMPTY: Final = np.empty(0, _BYTES)
+EMPTY: Final = np.empty(0, _BYTES)
 
 
 def region_of(arrays: Sequence[NDArray[Any]], region: Region) -> NDArray[Any]:
     """Return the elements of a region; one without elements need not have an array."""
     start, stop = region.start, region.stop
     if start == stop:
-        return _EMPTY
+        return EMPTY
     array = arrays[region.buffer]
     return array if stop - start == len(array) else array[start:stop]
 
@@ -50,57 +51,78 @@ class Slots:
         small, largest: bytes of the longest contribution that fits into a small slot, and into any.
     """
 
-    __slots__ = ("_channels", "_group", "largest", "small")
+    __slots__ = ("_channels", "_group", "_shift", "largest", "small")
 
     def __init__(self, channels: Sequence[Channel], group: int, chunk_nbytes: int) -> None:
         self._channels = channels
         self._group = group
+        self._shift = group % SMALL_SLOTS
         self.small = chunk_nbytes // SMALL_PER_CHUNK
         self.largest = chunk_nbytes // MIDDLE_SLOTS if chunk_nbytes else -1
-
-    def slot(self, identity: int, nbytes: int) -> int:
-        """Return the number of the slot of a contribution of `nbytes` to the operation with this id."""
-        return identity % SMALL_SLOTS if nbytes <= self.small else SMALL_SLOTS + identity % MIDDLE_SLOTS
 
     def post(
         self, identity: int, fingerprint: int, contributions: Sequence[Contribution], arrays: Sequence[NDArray[Any]]
     ) -> list[tuple[int, NDArray[Any]]] | None:
         """Post regions of `arrays`; return the readers that have no free slot, with what they need in a frame."""
-        channels, group, small = self._channels, self._group, self.small
+        channels, group, place = self._channels, self._group, identity + self._shift
         left: list[tuple[int, NDArray[Any]]] | None = None
-        for region, readers in contributions:
+        for region, readers, is_common, first_slot, slots in contributions:
             array = region_of(arrays, region)
-            nbytes = array.nbytes
-            # hot path: inlined from slot
-            slot = identity % SMALL_SLOTS if nbytes <= small else SMALL_SLOTS + identity % MIDDLE_SLOTS
-            for rank in readers:
+            slot = first_slot + place % slots
+            if is_common:
+                missed: Sequence[int] = self._post_to_all(slot, identity, fingerprint, array, readers)
+            else:
+                (rank,) = readers
                 channel = channels[rank]
                 link = channel.shared
                 if (
                     link is not None
                     and link is channel.link
-                    and link.slot_writer.post(slot, identity, group, fingerprint, array, nbytes)
+                    and link.lane_writer.post(slot, identity, group, fingerprint, array, array.nbytes)
                 ):
                     link.announce()
-                elif left is None:
-                    left = [(rank, array)]
-                else:
-                    left.append((rank, array))
+                    continue
+                missed = readers
+            for rank in missed:
+                if left is None:
+                    left = []
+                left.append((rank, array))
         return left
 
-    def look(self, rank: int, identity: int, fingerprint: int, nbytes: int) -> bool:
-        """Return whether `rank` has posted `nbytes` to an operation, of a call that matches this rank's."""
-        link = self._channels[rank].shared
+    def _post_to_all(
+        self, slot: int, identity: int, fingerprint: int, array: NDArray[Any], readers: Sequence[int]
+    ) -> Sequence[int]:
+        """Post to the common lane; return the readers that do not find it there."""
+        links, missed = [], []
+        for rank in readers:
+            channel = self._channels[rank]
+            link = channel.shared
+            if link is not None and link is channel.link:
+                links.append(link)
+            else:
+                missed.append(rank)
+        if not links:
+            return readers
+        lanes = [link.lane_writer for link in links]
+        if not links[0].common_writer.post(slot, identity, self._group, fingerprint, array, array.nbytes, lanes):
+            return readers
+        links[0].announce_to(links)
+        return missed
+
+    def look(self, take: Take, identity: int, fingerprint: int) -> bool:
+        """Return whether a rank has posted its contribution to an operation, of a call that matches this rank's."""
+        link = self._channels[take.peer].shared
         if link is None:
             return False
-        slot, reader = self.slot(identity, nbytes), link.slot_reader
-        return reader.look(slot, identity, self._group) == fingerprint and reader.length(slot) == nbytes
+        reader = link.common_reader if take.is_common else link.lane_reader
+        slot = take.first_slot + (identity + self._shift) % take.slots
+        return reader.look(slot, identity, self._group) == fingerprint and reader.length(slot) == take.nbytes
 
     def deliver(self, operation: Any, peer: int, step: int, nbytes: int | None = None) -> bool:
         """Deliver what `peer` has posted to an operation, as if it came in a frame; return whether there was anything.
 
         Args:
-            operation: gets it.
+            operation: gets it. Only the two ends know the length of a message.
             peer: its sender.
             step: of the message.
             nbytes: its size; None if only its sender knows it.
@@ -108,9 +130,10 @@ class Slots:
         link = self._channels[peer].shared
         if link is None:
             return False
-        reader = link.slot_reader
+        reader = link.lane_reader
         for most in (self.small, self.largest) if nbytes is None else (nbytes,):
-            slot = self.slot(operation.id, most)
+            first_slot, slots = slots_of(most, self.small)
+            slot = first_slot + (operation.id + self._shift) % slots
             found = reader.look(slot, operation.id, self._group)
             if found < 0:
                 continue
@@ -123,54 +146,51 @@ class Slots:
             operation.waited_for = peer
             operation.deliver(peer, step, length, byte_view(reader.view(slot, _BYTES, length)), length)
             operation.waited_for = -1
-            reader.free(slot)
+            reader.free(slot, self._group)
             return True
         return False
 
-    def look_at(self, takes: Sequence[Take], first: int, identity: int, fingerprint: int, private: bool) -> int:
-        """Return the number of the first take from `first` on that is not here.
+    def look_at(
+        self,
+        takes: Sequence[Take],
+        first: int,
+        identity: int,
+        fingerprint: int,
+        private: bool,
+        dtype: np.dtype[Any],
+        found: list[NDArray[Any]],
+    ) -> int:
+        """Append contributions to `found`, where they lie: from take `first` on, up to one that is not here.
 
-        If a rank has posted something else, to a call that differs from this rank's, return -1 less that number.
+        They are valid until `free`. Return the number of the take that is not here. If its rank has posted something
+        else, to a call that differs from this rank's, return -1 less that number.
         """
-        channels, group = self._channels, self._group
+        channels, group, place = self._channels, self._group, identity + self._shift
         for number in range(first, len(takes)):
-            rank, nbytes, _ = takes[number]
+            rank, nbytes, region, is_common, first_slot, slots = takes[number]
             link = channels[rank].shared
             if link is None:
                 return number
-            # hot path: inlined from slot
-            slot = identity % SMALL_SLOTS if nbytes <= self.small else SMALL_SLOTS + identity % MIDDLE_SLOTS
-            found = link.slot_reader.look(slot, identity, group)
-            if found < 0:
-                return number
-            if found != fingerprint or (private and link.slot_reader.length(slot) != nbytes):
-                return -1 - number
+            reader = link.common_reader if is_common else link.lane_reader
+            slot = first_slot + place % slots
+            seen = reader.look(slot, identity, group)
+            if seen != fingerprint or (private and reader.length(slot) != nbytes):
+                return number if seen < 0 else -1 - number
+            found.append(reader.view(slot, dtype, region.stop - region.start) if nbytes else EMPTY)
         return len(takes)
-
-    def views(self, takes: Iterable[Take], identity: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-        """Return contributions that are here, where they lie; valid until `free`."""
-        channels, small = self._channels, self.small
-        found: list[NDArray[Any]] = []
-        for rank, nbytes, region in takes:
-            # hot path: inlined from slot
-            slot = identity % SMALL_SLOTS if nbytes <= small else SMALL_SLOTS + identity % MIDDLE_SLOTS
-            link = channels[rank].shared
-            assert link is not None
-            found.append(link.slot_reader.view(slot, dtype, region.stop - region.start))
-        return found
 
     def free(self, takes: Iterable[Take], identity: int) -> None:
         """Let the ranks reuse the slots of contributions that have been read."""
-        channels, small = self._channels, self.small
-        for rank, nbytes, _ in takes:
-            # hot path: inlined from slot
-            slot = identity % SMALL_SLOTS if nbytes <= small else SMALL_SLOTS + identity % MIDDLE_SLOTS
+        channels, group, place = self._channels, self._group, identity + self._shift
+        for rank, _, _, is_common, first_slot, slots in takes:
             link = channels[rank].shared
             assert link is not None
-            link.slot_reader.free(slot)
+            reader = link.common_reader if is_common else link.lane_reader
+            reader.free(first_slot + place % slots, group)
 
-    def reclaim(self, rank: int, identity: int, nbytes: int) -> None:
-        """Free the slot if it has a contribution to a group that has ended."""
-        link = self._channels[rank].shared
+    def reclaim(self, take: Take, identity: int) -> None:
+        """Free the slot of a contribution if it has one to a group that has ended."""
+        link = self._channels[take.peer].shared
         if link is not None:
-            link.slot_reader.reclaim(self.slot(identity, nbytes))
+            reader = link.common_reader if take.is_common else link.lane_reader
+            reader.reclaim(take.first_slot + (identity + self._shift) % take.slots)

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.scale import scaled
-from aiocoll.algorithms.select import IN_SLOTS, build, choose
+from aiocoll.algorithms.select import IN_SLOTS, build, choose, lanes
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.ops import Kernel, ReduceOp, kernel
@@ -133,7 +133,8 @@ class Planner:
             executor = SlotProgram
         plan = Plan(signature, program, dtype, made, executor)
         if executor is SlotProgram:
-            plan.round = Round.of(program, plan.itemsize, private=private)
+            ways = lanes(kind, program.algorithm, self._size)
+            plan.round = Round.of(program, plan.itemsize, ways, self._comm.slots.small, private=private)
         elif private:
             plan.from_slots = tuple(
                 index for index in plan.inbound.values() if plan.totals[index] <= self._comm.slots.largest
@@ -197,7 +198,7 @@ class Planner:
         elif kind != "broadcast":
             nbytes = nbytes // max(sum(sizes[0]), 1) * min(sizes[0])
         limit = comm.tuning.single_copy.limit(kind, self._size, reduces=made is not None)
-        return not self._fits(nbytes) and nbytes >= limit and comm.all_read
+        return not self._fits(nbytes) and nbytes >= limit and comm.is_on_all_cards("reads")
 
     def _is_small(self, program: Program, dtype: DType | None) -> bool:
         """Whether all messages of a program, of which only their two ends know the count, fit into slots."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from aiocoll.errors import ProtocolError
 from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import CHUNKS, LINE, SLOTS, Direction
+from aiocoll.transport.shm.layout import CHUNKS, LINE, Direction
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
@@ -43,7 +43,7 @@ class _QueueEnd:
         self._order, self._full = fences
         self._writer_waiting = direction.chunk_writer_waiting
         self._taken = direction.chunks_taken
-        self._lines = [(direction.lines >> 3) + (SLOTS + number) * LINE // 8 for number in range(CHUNKS)]
+        self._lines = [(direction.lines >> 3) + number * LINE // 8 for number in range(CHUNKS)]
         self._places = [direction.chunks + number * direction.chunk_nbytes for number in range(CHUNKS)]
 
 

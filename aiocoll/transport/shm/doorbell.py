@@ -1,6 +1,6 @@
 """The doorbell: how a rank that sleeps in its event loop is woken. A rank polls first, then parks.
 
-Every rank has a page that its peers can read and an eventfd that they can write to. A word in the page is even while
+Every rank has an outbox that its peers can read and an eventfd that they can write to. A word there is even while
 the rank will look at all its rings before it sleeps, and odd, another number each time, while it has to be woken:
 
     rank 0 parks                          rank 1 sends
@@ -11,26 +11,24 @@ the rank will look at all its rings before it sleeps, and odd, another number ea
 At least one of them sees what the other has done. A rank that is awake need not be woken: a sender that sends again in
 the same turn of the loop, or to a rank that polls, pays one load.
 
-Another word of the page says which core the rank ran on when it last waited for long: two ranks that the kernel has put
+Another word says which core the rank ran on when it last waited for long: two ranks that the kernel has put
 on one core must not poll for each other, but take turns.
 """
 
 from __future__ import annotations
 
 import contextvars
-import mmap
 import os
+from collections.abc import Sequence
 
 from aiocoll.runtime import Runtime
 from aiocoll.transport.base import Link, Transport
 from aiocoll.transport.shm.core import core
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.region import PAGE, create
+from aiocoll.transport.shm.layout import CORE, STATUS
+from aiocoll.transport.shm.outbox import Outbox
 
-__all__ = ["Doorbell", "PeerDoorbell"]
-
-#: Index of the word that says which core the rank ran on, in a cache line of its own.
-_CORE = 8
+__all__ = ["Doorbell", "PeerDoorbell", "ring_all"]
 
 
 class Doorbell:
@@ -40,26 +38,26 @@ class Doorbell:
         runtime: of the loop that is woken.
         fences: of this machine.
         watcher: the transport whose loop it is.
+        outbox: of this rank; it is closed with the doorbell.
 
     Raises:
-        OSError: no memory or descriptor left, or the kernel forbids it.
+        OSError: no descriptor left; the outbox is closed, too.
     """
 
-    def __init__(self, runtime: Runtime, fences: Fences, watcher: Transport) -> None:
+    def __init__(self, runtime: Runtime, fences: Fences, watcher: Transport, outbox: Outbox) -> None:
         self.fences = fences
         self._watcher = watcher
         self.awake = False
         self.closed = False
         self._runtime = runtime
-        self.page, memory = create(PAGE)
+        self.outbox = outbox
         try:
             self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except BaseException:
-            os.close(self.page)
-            memory.close()
+            outbox.close()
             raise
-        self._status = memoryview(memory).cast("Q")
-        self._status[0] = 1
+        self._status = outbox.status
+        self._status[STATUS] = 1
         self._links: list[Link] = []
         self._context: contextvars.Context | None = None
         self._holders = 0
@@ -77,8 +75,7 @@ class Doorbell:
         if self._context is not None:
             self._runtime.loop.remove_reader(self.eventfd)
         os.close(self.eventfd)
-        os.close(self.page)
-        self._status.release()
+        self.outbox.close()
 
     def add(self, link: Link) -> None:
         """Poll `link` when the doorbell is rung; called in the context in which that shall happen."""
@@ -98,14 +95,14 @@ class Doorbell:
         """Look at all links before this loop sleeps again: nobody has to wake it until then."""
         if not self.awake:
             self.awake = True
-            self._status[0] += 1
+            self._status[STATUS] += 1
             self._runtime.loop.call_soon(self._turned, context=self._context)
 
     def core(self) -> int:
         """Return the core that this rank runs on, as `core.core`, and let its peers know it."""
         number = core()
-        if self._status[_CORE] != number:
-            self._status[_CORE] = number
+        if self._status[CORE] != number:
+            self._status[CORE] = number
         return number
 
     def poll(self) -> bool:
@@ -136,7 +133,7 @@ class Doorbell:
     def _sleep(self) -> None:
         self.awake = False
         if not self.closed:
-            self._status[0] += 1
+            self._status[STATUS] += 1
             self.fences.full()
             if self.poll():
                 # What has come just now may not be all that there is to do.
@@ -144,37 +141,62 @@ class Doorbell:
 
 
 class PeerDoorbell:
-    """The doorbell of a peer, to be rung by the rank whose own is `doorbell`. Owns `eventfd`."""
+    """The doorbell of a peer, to be rung by the rank whose own is `doorbell`. Owns `eventfd`.
 
-    def __init__(self, eventfd: int, page: mmap.mmap, doorbell: Doorbell) -> None:
+    Args:
+        eventfd: of the peer.
+        status: words of its doorbell.
+        own: of this rank.
+
+    Attributes:
+        rung: the status for which it was rung last.
+    """
+
+    def __init__(self, eventfd: int, status: memoryview, own: Doorbell) -> None:
         self._eventfd = eventfd
-        self._doorbell = doorbell
-        self._status = memoryview(page).cast("Q")
-        self._full = doorbell.fences.full
-        self._rung = 0
+        self.own = own
+        self.status = status
+        self._full = own.fences.full
+        self.rung = 0
 
     def ring(self) -> None:
         """Wake the peer if it sleeps: it then sees what was stored before this call.
 
         This rank looks at its links in the next turn, too: the peer need not wake it to answer.
         """
-        if not self._doorbell.awake:
-            self._doorbell.attend()
+        if not self.own.awake:
+            self.own.attend()
         self._full()
-        status = self._status[0]
-        if status & 1 and status != self._rung:
-            self._rung = status
-            try:  # noqa: SIM105 - `suppress` costs two calls, on the way of every small collective
-                os.eventfd_write(self._eventfd, 1)
-            except BlockingIOError:
-                pass  # it is full: the peer will hear of that
+        status = self.status[STATUS]
+        if status & 1 and status != self.rung:
+            self.wake(status)
+
+    def wake(self, status: int) -> None:
+        """Wake the peer, which sleeps with this status."""
+        self.rung = status
+        try:  # noqa: SIM105 - `suppress` costs two calls, on the way of every small collective
+            os.eventfd_write(self._eventfd, 1)
+        except BlockingIOError:
+            pass  # it is full: the peer will hear of that
 
     def is_beside(self) -> bool:
         """Whether the peer was on the core of this rank when it last waited for long."""
-        number = self._doorbell.core()
-        return number != 0 and self._status[_CORE] == number
+        number = self.own.core()
+        return number != 0 and self.status[CORE] == number
 
     def close(self) -> None:
-        """Close the descriptor and give the page back."""
+        """Close the descriptor and let go of the words."""
         os.close(self._eventfd)
-        self._status.release()
+        self.status.release()
+
+
+def ring_all(doorbells: Sequence[PeerDoorbell]) -> None:
+    """Ring the doorbells of several peers, as `PeerDoorbell.ring` does, with one fence for all."""
+    own = doorbells[0].own
+    if not own.awake:
+        own.attend()
+    own.fences.full()
+    for doorbell in doorbells:
+        status = doorbell.status[STATUS]
+        if status & 1 and status != doorbell.rung:
+            doorbell.wake(status)

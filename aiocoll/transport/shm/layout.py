@@ -1,8 +1,15 @@
-"""Where things are in the memory of a link.
+"""Where things are in shared memory: the region of a link, and the outbox of a rank.
 
-    page of words | direction 0 | direction 1        direction 0 is from the rank that dialled
+    region of a link    page of words and lines of chunks | direction 0 | direction 1
 
-    a direction:    entries of the ring | data of the ring | lines of slots and chunks | bytes of slots and chunks
+    a direction:        entries of the ring | data of the ring | bytes of chunks
+                        direction 0 is from the rank that dialled
+
+    outbox of a rank    words of its doorbell | lines of the common lane | bytes of its slots | a lane for each rank
+
+    a lane              posts | named | consumed | lines | bytes of its slots
+
+Both ends write into the region of a link. Into its outbox only the rank itself writes; its peers map it read-only.
 
 Every word that one side writes and the other polls has a cache line of its own, or shares it with words like it.
 
@@ -18,19 +25,40 @@ from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
 from aiocoll.transport.shm.region import PAGE
 
-__all__ = ["CHUNKS", "ENTRIES", "FIRST", "LINE", "SLOTS", "Direction", "LinkLayout"]
+__all__ = [
+    "CHUNKS",
+    "COMMON_CONSUMED",
+    "COMMON_NAMED",
+    "CORE",
+    "ENTRIES",
+    "FIRST",
+    "LANE_CONSUMED",
+    "LANE_NAMED",
+    "LINE",
+    "POSTS",
+    "SLOTS",
+    "STATUS",
+    "Direction",
+    "LinkLayout",
+    "OutboxLayout",
+    "SlotsLayout",
+]
 
 LINE = 64
 #: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
 ENTRIES = 256
 #: Bytes of a ring's data that are reserved from the beginning: enough for some small frames.
 FIRST = 8 * 1024
+#: Slots of a lane.
 SLOTS = SMALL_SLOTS + MIDDLE_SLOTS
 #: Chunks that a queue holds: one is written while one is read, and as many again for when either is late.
 CHUNKS = 4
 
 _FEW = 8
-"""Ranks of a host up to which links are large: 4.6 MiB each, if all is used. In larger worlds a rank has many."""
+"""Ranks of a host up to which links are large: 3 MiB each, if all is used. In larger worlds a rank has many."""
+
+_MORE_LANES = 8
+"""For links that are opened while another one to the same rank is open, or is being opened: one of them is given up."""
 
 
 class Direction(NamedTuple):
@@ -44,28 +72,29 @@ class Direction(NamedTuple):
     """Word: the writer of the chunk queue waits for room."""
     chunks_taken: int
     """Word: chunks the reader of the queue is done with."""
-    posts: int
-    """Word: how often something was posted to the slots."""
-    freed: int
-    """Words, one per slot: posts its reader is done with."""
     pieces: int
     """Word: twice how many pieces its reader has read of what posts point to, and one while it reads another one."""
+    lines: int
+    """One line per chunk of the queue."""
     ring: int
     data: int
     data_nbytes: int
-    lines: int
-    """One line per slot, then one per chunk of the queue."""
-    small: int
-    small_nbytes: int
-    middle: int
-    middle_nbytes: int
     chunks: int
     chunk_nbytes: int
-    end: int
+
+    @property
+    def data_end(self) -> int:
+        """End of the ring's data."""
+        return self.data + self.data_nbytes
+
+    @property
+    def end(self) -> int:
+        """End of the direction."""
+        return self.chunks + CHUNKS * self.chunk_nbytes
 
     def first(self) -> tuple[tuple[int, int], ...]:
         """Start and end of what its writer reserves before either side looks, the words of both directions included."""
-        return (0, PAGE), (self.ring, self.data + FIRST), (self.lines, self.small)
+        return (0, PAGE), (self.ring, self.data + FIRST)
 
 
 class LinkLayout:
@@ -84,33 +113,93 @@ class LinkLayout:
         self.nbytes = second.end
 
     def _direction(self, number: int, start: int, ranks: int) -> Direction:
-        segments, chunk = (2, SEGMENT) if ranks <= _FEW else (1, SEGMENT // 4)
-        small, middle = chunk // SMALL_PER_CHUNK, chunk // MIDDLE_SLOTS
+        segments = 2 if ranks <= _FEW else 1
         word = number * PAGE // 16
         data = start + ENTRIES * LINE
-        lines = data + segments * SEGMENT
-        smalls = lines + (SLOTS + CHUNKS) * LINE
-        smalls += -smalls % PAGE
-        middles = smalls + SMALL_SLOTS * small
-        chunks = middles + MIDDLE_SLOTS * middle
-        end = chunks + CHUNKS * chunk
         return Direction(
             writer_waiting=word,
             taken=word + 16,
             chunk_writer_waiting=word + 32,
-            posts=word + 40,
             chunks_taken=word + 48,
-            freed=word + 64,
-            pieces=word + 224,
+            pieces=word + 64,
+            lines=(word + 80) * 8,
             ring=start,
             data=data,
             data_nbytes=segments * SEGMENT,
-            lines=lines,
-            small=smalls,
-            small_nbytes=small,
-            middle=middles,
-            middle_nbytes=middle,
-            chunks=chunks,
-            chunk_nbytes=chunk,
-            end=end,
+            chunks=data + segments * SEGMENT,
+            chunk_nbytes=_chunk_nbytes(ranks),
         )
+
+
+class SlotsLayout(NamedTuple):
+    """Slots of a lane, the same at both ends: offsets and sizes in bytes."""
+
+    lines: int
+    small: int
+    small_nbytes: int
+    middle: int
+    middle_nbytes: int
+    end: int
+
+    def slot(self, number: int) -> tuple[int, int]:
+        """Return where a slot is, and its size."""
+        if number < SMALL_SLOTS:
+            return self.small + number * self.small_nbytes, self.small_nbytes
+        return self.middle + (number - SMALL_SLOTS) * self.middle_nbytes, self.middle_nbytes
+
+
+# Words of an outbox.
+STATUS = 0
+"""Even while the rank will look at all its links before it sleeps, and odd while it has to be woken."""
+CORE = 8
+"""Which core the rank ran on when it last waited for long."""
+
+# Words of a lane; the slots that they are about have these numbers.
+_ROW = SLOTS + -SLOTS % 8
+POSTS = 0
+"""How often something was posted for its reader."""
+COMMON_NAMED = 8
+"""One word per slot of the common lane: number of the last post that its reader is to read; 0 if that was withdrawn."""
+LANE_NAMED = COMMON_NAMED + _ROW
+"""The same of this lane's slots."""
+COMMON_CONSUMED = LANE_NAMED + _ROW
+"""One word per slot of the reader's common lane: number of the last post that this rank has consumed."""
+LANE_CONSUMED = COMMON_CONSUMED + _ROW
+"""The same of the slots of the reader's lane for this rank."""
+_LANE_WORDS = LANE_CONSUMED + _ROW
+
+
+class OutboxLayout:
+    """The layout of the outbox of a rank that has at most `ranks` ranks on its host.
+
+    Attributes:
+        common: the common lane, at the beginning of the outbox.
+        lane: of each other lane; offsets are from its beginning.
+        lanes: how many others there are: one for each rank, and some more.
+        nbytes: of the whole.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.common = _slots((CORE + 8) * 8, ranks)
+        self.lane = _slots(_LANE_WORDS * 8, ranks)
+        self.lanes = ranks + _MORE_LANES
+        self.nbytes = self.common.end + self.lanes * self.lane.end
+
+    def lane_span(self, number: int) -> tuple[int, int]:
+        """Return where a lane begins and ends."""
+        start = self.common.end + number * self.lane.end
+        return start, start + self.lane.end
+
+
+def _slots(lines: int, ranks: int) -> SlotsLayout:
+    chunk = _chunk_nbytes(ranks)
+    small_nbytes, middle_nbytes = chunk // SMALL_PER_CHUNK, chunk // MIDDLE_SLOTS
+    small = lines + SLOTS * LINE
+    small += -small % PAGE
+    middle = small + SMALL_SLOTS * small_nbytes
+    return SlotsLayout(lines, small, small_nbytes, middle, middle_nbytes, middle + MIDDLE_SLOTS * middle_nbytes)
+
+
+def _chunk_nbytes(ranks: int) -> int:
+    return SEGMENT if ranks <= _FEW else SEGMENT // 4

@@ -11,6 +11,7 @@ order, and which segments of memory the other end may map (`segment_sharing`). T
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from aiocoll.errors import ProtocolError
@@ -22,16 +23,17 @@ from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import SEGMENT, FrameKind, Header
 from aiocoll.transport.shared_memory import MOST_BY_REFERENCE
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter, Chunks
-from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
+from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell, ring_all
 from aiocoll.transport.shm.layout import ENTRIES, LINE, LinkLayout
-from aiocoll.transport.shm.process_memory import PeerMemory
+from aiocoll.transport.shm.outbox import PeerOutbox
+from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory
 from aiocoll.transport.shm.references import InPlace, ReferenceReader, ReferenceWriter, UnreadableError
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.ring import ELSEWHERE, ENTRY, VOID, RingWriter
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
-from aiocoll.transport.shm.slots import SlotReader, SlotWriter
+from aiocoll.transport.shm.slots import LaneWriter
 
-__all__ = ["PIECE_TIME", "Pair", "ShmLink"]
+__all__ = ["PIECE_TIME", "Own", "Pair", "Peer", "ShmLink"]
 
 #: Seconds for which a peer is taken to read one piece, several times what that takes: it may have been stopped.
 PIECE_TIME = 500e-6
@@ -42,17 +44,59 @@ _SILENCE = memoryview(bytes(8)).cast("Q")
 _unpack = ENTRY.unpack_from
 
 
-class Pair(NamedTuple):
-    """What the two ends have agreed on: memory, its layout, which direction is ours to write, and both doorbells.
+class Own(NamedTuple):
+    """What a rank brings to a link: its doorbell with its outbox, and the lane for the peer.
 
-    And the memory of the peer's process, None if this one cannot read it, and whether the peer can read this one's.
+    Attributes:
+        layout: of the region that the link is to have.
+        doorbell: held until `drop`.
+        lane: open until `drop`.
+        rank: this rank.
+        peer: the rank at the other end.
+        memory: of this process; None if the ends shall not read each other's.
+    """
+
+    layout: LinkLayout
+    doorbell: Doorbell
+    lane: LaneWriter
+    rank: int
+    peer: int
+    memory: OwnMemory | None
+
+    def drop(self) -> None:
+        """Return the references."""
+        self.doorbell.outbox.close_lane(self.lane)
+        self.doorbell.drop()
+
+
+class Peer(NamedTuple):
+    """What the peer brings to a link."""
+
+    doorbell: PeerDoorbell
+    outbox: PeerOutbox
+
+    def close(self) -> None:
+        """Close and unmap all of it."""
+        self.doorbell.close()
+        self.outbox.close()
+
+
+class Pair(NamedTuple):
+    """What the two ends have agreed on.
+
+    Attributes:
+        region: the memory that both write.
+        direction: of its directions, the one that is this rank's to write.
+        own: what this rank brings.
+        peer: what the peer brings.
+        peer_memory: the memory of the peer's process; None if this one cannot read it.
+        is_read: whether the peer can read the memory of this process.
     """
 
     region: SharedRegion
-    layout: LinkLayout
     direction: int
-    doorbell: Doorbell
-    peer_doorbell: PeerDoorbell
+    own: Own
+    peer: Peer
     peer_memory: PeerMemory | None
     is_read: bool
 
@@ -75,6 +119,7 @@ class ShmLink:
         "_next",
         "_order",
         "_out",
+        "_own",
         "_peer_doorbell",
         "_pieces",
         "_pieces_since",
@@ -90,17 +135,30 @@ class ShmLink:
         "_writer_waiting",
         "announce",
         "chunks",
+        "common_reader",
+        "common_writer",
         "kind",
+        "lane_reader",
+        "lane_writer",
         "peer",
+        "peer_outbox",
         "reference_reader",
         "references",
         "segment_sharing",
         "sink",
-        "slot_reader",
-        "slot_writer",
     )
 
-    __deletable__ = ("_out", "chunks", "reference_reader", "slot_reader", "slot_writer")
+    __deletable__ = (
+        "_out",
+        "_own",
+        "chunks",
+        "common_reader",
+        "common_writer",
+        "lane_reader",
+        "lane_writer",
+        "peer_outbox",
+        "reference_reader",
+    )
 
     sink: Sink
     carrier = "shm"
@@ -112,17 +170,21 @@ class ShmLink:
         self.kind = kind
         self._runtime = runtime
         self._stream = stream
-        self._doorbell = pair.doorbell
-        self._peer_doorbell = pair.peer_doorbell
+        self._own = own = pair.own
+        self._doorbell = own.doorbell
+        self._peer_doorbell = pair.peer.doorbell
         #: Wakes the peer, if it sleeps; only while the link is open.
-        self.announce = pair.peer_doorbell.ring
-        fences = pair.doorbell.fences
-        ours, theirs = pair.layout.directions[pair.direction], pair.layout.directions[1 - pair.direction]
+        self.announce = pair.peer.doorbell.ring
+        fences = own.doorbell.fences
+        ours, theirs = own.layout.directions[pair.direction], own.layout.directions[1 - pair.direction]
         region = pair.region
         memory = self._memory = memoryview(region.memory)
         self._words = memory.cast("Q")
         self._out = RingWriter(region, ours, fences)
-        self.slot_writer, self.slot_reader = SlotWriter(region, ours, fences), SlotReader(memory, theirs, fences)
+        self.common_writer, self.lane_writer = own.doorbell.outbox.common, own.lane
+        outbox = self.peer_outbox = pair.peer.outbox
+        self.common_reader, self.lane_reader = outbox.common, outbox.lane
+        self.lane_writer.connect(outbox.words)
         self.segment_sharing = SegmentSharing(stream, peer)
         self.chunks = Chunks(
             ChunkQueueWriter(region, ours, fences),
@@ -137,10 +199,10 @@ class ShmLink:
         self._taken = theirs.taken
         self._read_by_peer = ours.pieces
         self._ring = theirs.ring
-        self._end = theirs.lines
+        self._end = theirs.data_end
         self._kept: deque[tuple[bytes, memoryview | None]] = deque()
         self.references = ReferenceWriter(
-            self._out, self._kept, self.segment_sharing, in_place, pair.peer_doorbell, attach=pair.is_read
+            self._out, self._kept, self.segment_sharing, in_place, pair.peer.doorbell, attach=pair.is_read
         )
         self.reference_reader = ReferenceReader(
             self.segment_sharing, pair.peer_memory, in_place, memory.cast("Q"), theirs.pieces
@@ -229,6 +291,10 @@ class ShmLink:
             self._pieces, self._pieces_since = pieces, now
         return now - self._pieces_since < PIECE_TIME
 
+    def announce_to(self, links: Sequence[ShmLink]) -> None:
+        """As `announce`, for several links."""
+        ring_all([link._peer_doorbell for link in links])
+
     def is_beside(self) -> bool:
         """Whether the peer waits on the core of this rank."""
         return not self._closed and self._peer_doorbell.is_beside()
@@ -254,7 +320,8 @@ class ShmLink:
         self.chunks.close()
         self.segment_sharing.close()
         self._doorbell.remove(self)
-        self._doorbell.drop()
+        self.peer_outbox.detach()
+        self._own.drop()
         self._peer_doorbell.close()
         self._kept.clear()
         self._stream.close()
@@ -265,11 +332,16 @@ class ShmLink:
 
     def purge(self, group: int, has_left: bool) -> None:
         """Free what the peer has put for a group that is over, and what it will put if it has not left the group."""
-        self.slot_reader.purge(group)
+        self.peer_outbox.purge(group)
         self.chunks.purge(group)
         if has_left:
-            self.slot_reader.release(group)
+            self.peer_outbox.release(group)
             self.chunks.release(group)
+
+    def departed(self, group: int) -> None:
+        """The peer has left a group: what was posted for it there is not read any more."""
+        if not self._closed:
+            self.common_writer.withdraw(self.lane_writer, group)
 
     def unmap(self) -> None:
         """After `close`: unmap the segments of the peer; slots can still be read."""
@@ -278,7 +350,9 @@ class ShmLink:
     def forget(self) -> None:
         """After `close`: let go of what can still be read, and so of the memory, whoever keeps this object."""
         self.segment_sharing.forget()
-        del self.slot_writer, self.slot_reader, self.chunks, self.reference_reader
+        self.peer_outbox.close()
+        del self.common_writer, self.lane_writer, self.common_reader, self.lane_reader, self.peer_outbox
+        del self.chunks, self.reference_reader, self._own
 
     def _receive(self) -> None:
         words, memory, order, deliver = self._words, self._memory, self._order, self.sink.deliver

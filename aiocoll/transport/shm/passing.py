@@ -2,10 +2,10 @@
 
     dialler                                          acceptor
     makes the region
-    offer, [region, page, eventfd]  --->             maps the region, reads the word
-                                    <---             answer, [page, eventfd]
-    reads the word
-    agreement                       --->
+    offer, [region, outbox, eventfd]  --->           maps both, reads the word
+                                      <---           answer, [outbox, eventfd]
+    maps it, reads the word
+    agreement                         --->
 
 Offer and answer say where in the process a secret word lies, and which one; answer and agreement, whether the other's
 could be read there (`process_memory`).
@@ -25,16 +25,17 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
+from aiocoll.errors import ProtocolError
 from aiocoll.transport.shm.descriptors import check_eventfd, recv_fds
-from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
-from aiocoll.transport.shm.layout import LinkLayout
-from aiocoll.transport.shm.link import Pair
+from aiocoll.transport.shm.doorbell import PeerDoorbell
+from aiocoll.transport.shm.link import Own, Pair, Peer
+from aiocoll.transport.shm.outbox import PeerOutbox
 from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, peer_memory
-from aiocoll.transport.shm.region import PAGE, SharedRegion, open_region
+from aiocoll.transport.shm.region import SharedRegion, open_readable
 
 __all__ = ["NotSharedError", "accept", "decline", "propose"]
 
-_MESSAGE = struct.Struct("<??2xIQQ")
+_MESSAGE = struct.Struct("<??2xIIQQ")
 _OFFERED_FDS = 3
 _ANSWERED_FDS = 2
 
@@ -45,7 +46,8 @@ class _Message(NamedTuple):
     Attributes:
         agreed: whether there is something.
         reads: whether the memory of the other process can be read.
-        ranks: number of ranks that the layout is made for.
+        ranks: number of ranks that the layouts are made for.
+        lane: number of the lane for the peer in the outbox.
         address: of the secret word; 0 if the memory shall not be read.
         word: which it is.
     """
@@ -53,6 +55,7 @@ class _Message(NamedTuple):
     agreed: bool
     reads: bool = False
     ranks: int = 0
+    lane: int = 0
     address: int = 0
     word: int = 0
 
@@ -66,36 +69,33 @@ def decline(sock: socket.socket) -> None:
     sock.send(_MESSAGE.pack(*_Message(agreed=False)))
 
 
-async def propose(sock: socket.socket, layout: LinkLayout, doorbell: Doorbell, memory: OwnMemory | None) -> Pair | None:
+async def propose(sock: socket.socket, own: Own) -> Pair | None:
     """Offer shared memory; None if the peer declines.
 
     Args:
         sock: connected to the peer.
-        layout: of the region.
-        doorbell: of this rank.
-        memory: of this process; None if the ends shall not read each other's.
+        own: what this rank brings.
 
     Raises:
-        NotSharedError: there is none to offer, or the peer's doorbell cannot be taken.
+        NotSharedError: there is none to offer, or what the peer passes cannot be taken.
         OSError: the peer closed the connection.
-        ProtocolError: what it passed is no doorbell.
+        ProtocolError: what it passed is no outbox or no doorbell.
     """
+    layout = own.layout
     with _declining(sock):
         fd, region = await SharedRegion.create(layout.nbytes, layout.directions[0].first())
     found = None
     try:
         with _declining(sock):
-            _offer(sock, fd, layout, doorbell, memory)
-        found = await _agree(sock, doorbell, memory)
+            _offer(sock, fd, own)
+        found = await _agree(sock, own)
     finally:
         if found is None:
             region.close()  # a traceback may keep the rest
-    return None if found is None else Pair(region, layout, 0, doorbell, *found)
+    return None if found is None else Pair(region, 0, own, *found)
 
 
-async def _agree(
-    sock: socket.socket, doorbell: Doorbell, memory: OwnMemory | None
-) -> tuple[PeerDoorbell, PeerMemory | None, bool] | None:
+async def _agree(sock: socket.socket, own: Own) -> tuple[Peer, PeerMemory | None, bool] | None:
     """Take the answer and send the last message; return the last three of a `Pair`."""
     answer, fds = await _receive(sock, _ANSWERED_FDS)
     if not answer.agreed:
@@ -103,14 +103,14 @@ async def _agree(
         decline(sock)
         return None
     with _declining(sock):
-        peer_doorbell = _peer_doorbell(fds, doorbell)
+        peer = _peer(fds, answer, own)
     try:
-        memory_there = _prove(sock, memory, answer)
+        memory_there = _prove(sock, own.memory, answer)
         sock.send(_MESSAGE.pack(*_Message(agreed=True, reads=memory_there is not None)))
     except BaseException:
-        peer_doorbell.close()
+        peer.close()
         raise
-    return peer_doorbell, memory_there, answer.reads
+    return peer, memory_there, answer.reads
 
 
 def _shown(memory: OwnMemory | None) -> tuple[int, int]:
@@ -123,11 +123,11 @@ def _prove(sock: socket.socket, memory: OwnMemory | None, said: _Message) -> Pee
     return peer_memory(sock, said.address, said.word) if memory is not None and said.address else None
 
 
-def _offer(sock: socket.socket, fd: int, layout: LinkLayout, doorbell: Doorbell, memory: OwnMemory | None) -> None:
+def _offer(sock: socket.socket, fd: int, own: Own) -> None:
     """Send the offer, and close the region's `fd`."""
     try:
-        offer = _Message(True, False, layout.ranks, *_shown(memory))
-        socket.send_fds(sock, [_MESSAGE.pack(*offer)], [fd, doorbell.page, doorbell.eventfd])
+        offer = _Message(True, False, own.layout.ranks, own.lane.number, *_shown(own.memory))
+        socket.send_fds(sock, [_MESSAGE.pack(*offer)], [fd, own.doorbell.outbox.fd, own.doorbell.eventfd])
     finally:
         os.close(fd)
 
@@ -144,13 +144,12 @@ def _declining(sock: socket.socket) -> Iterator[None]:
         raise NotSharedError(str(error)) from error
 
 
-async def accept(sock: socket.socket, doorbell: Doorbell | None, memory: OwnMemory | None) -> Pair | None:
-    """Take what the peer offers; None if it offers nothing, or (with `doorbell` None) this rank wants nothing.
+async def accept(sock: socket.socket, own: Own | None) -> Pair | None:
+    """Take what the peer offers; None if it offers nothing, or (with `own` None) this rank wants nothing.
 
     Args:
         sock: connected to the peer.
-        doorbell: of this rank.
-        memory: as for `propose`.
+        own: what this rank brings.
 
     Raises:
         NotSharedError: it cannot be taken.
@@ -161,26 +160,25 @@ async def accept(sock: socket.socket, doorbell: Doorbell | None, memory: OwnMemo
     if not offer.agreed:
         _close(fds)
         return None
-    if doorbell is None:
+    if own is None:
         _close(fds)
         decline(sock)
         await _receive_last(sock)
         return None
-    layout = LinkLayout(offer.ranks)
     async with _declining_offer(sock):
-        region, peer_doorbell = _map(fds, layout, doorbell)
+        region, peer = _map(fds, offer, own)
     last = _Message(agreed=False)
     try:
-        memory_there = _prove(sock, memory, offer)
-        answer = _Message(True, memory_there is not None, 0, *_shown(memory))
+        memory_there = _prove(sock, own.memory, offer)
+        answer = _Message(True, memory_there is not None, own.layout.ranks, own.lane.number, *_shown(own.memory))
         async with _declining_offer(sock):
-            socket.send_fds(sock, [_MESSAGE.pack(*answer)], [doorbell.page, doorbell.eventfd])
+            socket.send_fds(sock, [_MESSAGE.pack(*answer)], [own.doorbell.outbox.fd, own.doorbell.eventfd])
         last = await _receive_last(sock)
     finally:
         if not last.agreed:
-            peer_doorbell.close()
+            peer.close()
             region.close()
-    return Pair(region, layout, 1, doorbell, peer_doorbell, memory_there, last.reads) if last.agreed else None
+    return Pair(region, 1, own, peer, memory_there, last.reads) if last.agreed else None
 
 
 @asynccontextmanager
@@ -201,9 +199,10 @@ async def _receive_last(sock: socket.socket) -> _Message:
     return last
 
 
-def _map(fds: list[int], layout: LinkLayout, doorbell: Doorbell) -> tuple[SharedRegion, PeerDoorbell]:
+def _map(fds: list[int], offer: _Message, own: Own) -> tuple[SharedRegion, Peer]:
     if len(fds) != _OFFERED_FDS:
         raise _lost(fds)
+    layout = own.layout
     fd, *others = fds
     try:
         region = SharedRegion.open(fd, layout.nbytes, layout.directions[1].first())
@@ -211,27 +210,33 @@ def _map(fds: list[int], layout: LinkLayout, doorbell: Doorbell) -> tuple[Shared
         _close(others)
         raise
     try:
-        return region, _peer_doorbell(others, doorbell)
+        return region, _peer(others, offer, own)
     except BaseException:
         region.close()  # a traceback may keep the rest
         raise
 
 
-def _peer_doorbell(fds: Sequence[int], doorbell: Doorbell) -> PeerDoorbell:
+def _peer(fds: Sequence[int], said: _Message, own: Own) -> Peer:
     if len(fds) != _ANSWERED_FDS:
         raise _lost(fds)
-    page, eventfd = fds
+    fd, eventfd = fds
+    doorbell = own.doorbell
+    layout = doorbell.outbox.layout
     try:
-        memory = open_region(page, PAGE)
+        if said.ranks != layout.ranks:
+            os.close(fd)
+            raise ProtocolError(f"rank {own.peer} shares memory for {said.ranks} ranks, not for {layout.ranks}")
+        memory = open_readable(fd, layout.nbytes)
         try:
             check_eventfd(eventfd)
+            outbox = PeerOutbox(memory, layout, said.lane, own.lane, own.peer, doorbell.fences)
         except BaseException:
             memory.close()
             raise
     except BaseException:
         os.close(eventfd)
         raise
-    return PeerDoorbell(eventfd, memory, doorbell)
+    return Peer(PeerDoorbell(eventfd, outbox.status, doorbell), outbox)
 
 
 def _lost(fds: Sequence[int]) -> OSError:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 
 from aiocoll.errors import ProtocolError
 
-__all__ = ["PAGE", "SharedRegion", "create", "create_mapped", "no_memory", "open_region"]
+__all__ = ["PAGE", "OwnRegion", "SharedRegion", "create", "create_mapped", "no_memory", "open_readable", "open_region"]
 
 PAGE = mmap.PAGESIZE
 #: Bytes reserved in one turn of the loop; takes about 60 microseconds.
@@ -28,7 +28,9 @@ _LOT = 256 * 1024
 # Linux, <linux/fcntl.h>; `fcntl` has them too, but not where there is no memfd.
 _SEALS = 0x0001 | 0x0002 | 0x0004
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: nobody can take pages away, which would be SIGBUS to all who map them."""
-_WRITE_SEALS = 0x0008 | 0x0010
+_FUTURE_WRITE = 0x0010
+"""F_SEAL_FUTURE_WRITE, from Linux 5.1 on: nobody can write but through the mappings that exist."""
+_WRITE_SEALS = 0x0008 | _FUTURE_WRITE
 """F_SEAL_WRITE, F_SEAL_FUTURE_WRITE."""
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 # Linux, <linux/mman.h>, from 5.14 on.
@@ -114,6 +116,60 @@ class SharedRegion:
         self.memory.close()
 
 
+class OwnRegion:
+    """Memory that only this process writes, reserved bit by bit; others map it by `open_readable`.
+
+    Kernels before 5.1 do not keep others from writing: there, they map it read-only of their own accord.
+
+    Args:
+        nbytes: of the whole.
+        first: start and end of what is reserved at once.
+
+    Attributes:
+        fd: its descriptor; -1 once it is closed.
+        memory: all of it.
+
+    Raises:
+        OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
+    """
+
+    __slots__ = ("_is_old", "fd", "memory")
+
+    def __init__(self, nbytes: int, first: tuple[int, int]) -> None:
+        with ExitStack() as undo:
+            self.fd = fd = _open(nbytes, undo)
+            self.memory = _map(fd, nbytes)
+            undo.callback(self.memory.close)
+            try:
+                fcntl.fcntl(fd, _ADD_SEALS, _SEALS | _FUTURE_WRITE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+            self._is_old = not _can_populate(self.memory)
+            if not self.reserve(*first):
+                raise no_memory()
+            undo.pop_all()
+
+    def reserve(self, start: int, end: int) -> bool:
+        """Reserve the pages between two offsets; False if there is no memory left. What is reserved stays so."""
+        start -= start % PAGE
+        try:
+            if self._is_old:
+                os.posix_fallocate(self.fd, start, end - start)
+            else:
+                _populate(self.memory, start, end - start)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the descriptor; the memory goes with the last view of it."""
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+        del self.memory
+
+
 def no_memory() -> OSError:
     """Return the error of a region that cannot grow."""
     return OSError(errno.ENOMEM, "this host has no memory left to share")
@@ -150,6 +206,21 @@ def open_region(fd: int, nbytes: int) -> mmap.mmap:
         os.close(fd)
 
 
+def open_readable(fd: int, nbytes: int) -> mmap.mmap:
+    """Map for reading what another process has made as an `OwnRegion`, and close `fd`.
+
+    Raises:
+        ProtocolError: it has another size, or its size could change under us.
+        OSError: it cannot be mapped.
+    """
+    try:
+        if not (0 < nbytes == os.fstat(fd).st_size and _is_fixed(fd)):
+            raise ProtocolError(f"a peer passed an outbox that is not {nbytes} sealed bytes")
+        return _map(fd, nbytes, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
 def _open(nbytes: int, undo: ExitStack) -> int:
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this Python was built without memfd_create")
@@ -179,20 +250,27 @@ def _populate(memory: mmap.mmap, start: int, nbytes: int) -> None:
 
 
 def _is_sealed(fd: int) -> bool:
-    """Whether nobody can take pages away from memory that all may write, nor lacks the huge ones it was promised."""
+    """Whether nobody can take pages away from memory that all may write."""
+    if not _is_fixed(fd):
+        return False
+    seals = fcntl.fcntl(fd, _GET_SEALS)
+    return not seals & _WRITE_SEALS and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+
+
+def _is_fixed(fd: int) -> bool:
+    """Whether nobody can take pages away from memory, nor lacks the huge ones it was promised."""
     try:
         seals = fcntl.fcntl(fd, _GET_SEALS)
     except OSError:
         return False  # no memory at all
-    writable = not seals & _WRITE_SEALS and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-    return writable and seals & _SEALS == _SEALS and os.fstatvfs(fd).f_bsize == PAGE
+    return seals & _SEALS == _SEALS and os.fstatvfs(fd).f_bsize == PAGE
 
 
-def _map(fd: int, nbytes: int) -> mmap.mmap:
+def _map(fd: int, nbytes: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
     # Until Python 3.13 a mapping keeps a descriptor of its own.
     if sys.version_info >= (3, 13):
-        return mmap.mmap(fd, nbytes, trackfd=False)
-    return mmap.mmap(fd, nbytes)
+        return mmap.mmap(fd, nbytes, prot=access, trackfd=False)
+    return mmap.mmap(fd, nbytes, prot=access)
 
 
 async def create_mapped(nbytes: int) -> tuple[int, mmap.mmap]:

@@ -1,64 +1,65 @@
-"""Slots: a rank posts its contribution to a small operation, and its peer finds it by the operation's id.
+"""Slots: a rank posts its contribution to a small operation once, and its readers find it by the operation's id.
 
-Nothing is queued and nothing has to be removed in order: operation i has slot i modulo the number of slots, in
-each direction. A slot is free again once the peer has read it; if the previous operation of the slot is still unread,
-`post` returns False, and a frame is sent instead. So no operation ever waits for another one's slot. The memory of a
-slot is reserved by the first post that does not fit in its line.
+Nothing is queued and nothing has to be removed in order: operation i has slot i modulo the number of slots, in each
+lane. A slot is free again once all readers of its last post have read it; as long as one has not, `post` returns False,
+and frames are sent instead. So no operation ever waits for another one's slot. The memory of a slot is reserved by the
+first post that does not fit in its line.
 
-    word 0  id of the operation; `NO_OPERATION` while the others are written, and written last
-    word 1  id of the group; written after the fingerprint and the bytes
-    word 2  how often the slot has been used, and in the upper bits the length, if that is told; written after the group
+    word 0  id of the operation
+    word 1  id of the group
+    word 2  length in bytes
     word 3  fingerprint
     words 4 to 7  the bytes, if they are few
+
+The posts of a slot are numbered from 1. For each reader the writer has a word per slot, `named`: number of the last
+post that it is to read. It is written when all of the post is there. A reader answers in its own outbox by `consumed`:
+number of the last post that it is done with. It looks at a line only while `named` is larger, and the writer touches a
+line only when `consumed` of all readers is the number of the last post. A reader to which there is no link any more, or
+that has left the group, does not count: before the line is used again, what it was to read is withdrawn.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
+from aiocoll.errors import ProtocolError
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import LINE, SLOTS, Direction
-from aiocoll.transport.shm.region import SharedRegion
+from aiocoll.transport.shm.layout import (
+    COMMON_CONSUMED,
+    COMMON_NAMED,
+    LANE_CONSUMED,
+    LANE_NAMED,
+    LINE,
+    POSTS,
+    SLOTS,
+    SlotsLayout,
+)
+from aiocoll.transport.shm.region import OwnRegion
 
-__all__ = ["NO_OPERATION", "SlotReader", "SlotWriter"]
+__all__ = ["CommonWriter", "LaneWriter", "SlotReader"]
 
-_HEAD = 32
-#: Bits of word 2 that count how often the slot has been used.
-_TIMES = 40
-_USED = (1 << _TIMES) - 1
+_HEAD: Final = 32
 _INLINE_NBYTES = LINE - _HEAD
-#: In place of the id, while a slot is being written: operations are numbered from 1.
-NO_OPERATION = 0
 #: Views of slots that are kept: a program has few call sites.
 _VIEWS = 256
+_NO_WORDS: Final = memoryview(bytes(8 * SLOTS)).cast("Q")
 
 
-@functools.lru_cache(maxsize=8)
-def _places(direction: Direction) -> tuple[list[int], list[int]]:
-    """Return the first words of all lines and the offsets of all slots; links share these lists."""
-    first = direction.lines >> 3
-    slots = [direction.small + number * direction.small_nbytes for number in range(SMALL_SLOTS)]
-    slots += [direction.middle + number * direction.middle_nbytes for number in range(MIDDLE_SLOTS)]
-    return [first + number * LINE // 8 for number in range(SLOTS)], slots
+class _Slots:
+    """Slots of a lane, as both ends see them."""
 
+    __slots__ = ("_layout", "_lines", "_memory", "_order", "_views")
 
-class _SlotEnd:
-    """What both ends know: where the slots are."""
-
-    __slots__ = ("_freed", "_lines", "_memory", "_order", "_posts", "_starts", "_views", "_words")
-
-    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
+    def __init__(self, memory: memoryview, layout: SlotsLayout, fences: Fences) -> None:
         self._memory = memory
-        self._words = memory.cast("Q")
+        self._layout = layout
+        self._lines = memory[layout.lines : layout.lines + SLOTS * LINE].cast("Q")
         self._order = fences.order
-        self._lines, self._starts = _places(direction)
-        self._freed = direction.freed
-        self._posts = direction.posts
         self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
 
     def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -67,144 +68,324 @@ class _SlotEnd:
         view = self._views.get(key)
         if view is None:
             inline = count * dtype.itemsize <= _INLINE_NBYTES
-            place = (self._lines[slot] << 3) + _HEAD if inline else self._starts[slot]
+            place = self._layout.lines + slot * LINE + _HEAD if inline else self._layout.slot(slot)[0]
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             view = self._views[key] = np.frombuffer(self._memory, dtype, count, place)
         return view
 
 
-class SlotWriter(_SlotEnd):
-    """The writer's end."""
+class _Writer(_Slots):
+    """Slots of this rank.
 
-    __slots__ = ("_direction", "_posted", "_ready", "_region", "_total")
+    Args:
+        region: the outbox.
+        span: start and end of the lane in it.
+        layout: of the lane.
+        fences: of this machine.
+    """
 
-    def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
-        super().__init__(memoryview(region.memory), direction, fences)
+    __slots__ = ("_posted", "_ready", "_region", "_start")
+
+    def __init__(self, region: OwnRegion, span: tuple[int, int], layout: SlotsLayout, fences: Fences) -> None:
+        super().__init__(memoryview(region.memory)[span[0] : span[1]], layout, fences)
         self._region = region
-        self._direction = direction
-        # Whether the memory of a slot is there.
-        self._ready = [False] * SLOTS
+        self._start = span[0]
+        # Number of the last post of each slot, and whether its memory is there.
         self._posted = [0] * SLOTS
-        self._total = 0
+        self._ready = [False] * SLOTS
+
+    def _put(self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int) -> bool:
+        """Fill a slot that is free; False if there is no memory for it."""
+        view = self._views.get((slot, array.dtype, len(array)))
+        if view is None:
+            if not self._reserve(slot, array.nbytes):
+                return False
+            view = self.view(slot, array.dtype, len(array))
+        lines, line = self._lines, slot << 3
+        # First: a reader that was given up, and goes on, finds that this is not what it was reading.
+        lines[line + 1] = group
+        if self._order is not None:
+            self._order()
+        lines[line] = identity
+        lines[line + 2] = length
+        lines[line + 3] = fingerprint
+        view[...] = array
+        if self._order is not None:
+            self._order()
+        return True
+
+    def _reserve(self, slot: int, nbytes: int) -> bool:
+        if nbytes > _INLINE_NBYTES and not self._ready[slot]:
+            place, size = self._layout.slot(slot)
+            self._ready[slot] = self._reserve_part(place, place + size)
+            return self._ready[slot]
+        return True
+
+    def _reserve_part(self, start: int, end: int) -> bool:
+        return self._region.reserve(self._start + start, self._start + end)
+
+
+class LaneWriter(_Writer):
+    """What one peer reads: the slots of its lane, and words that say which posts it is to read.
+
+    Args:
+        region, span, layout, fences: as for `_Writer`.
+        number: of the lane in its outbox.
+
+    Attributes:
+        words: of the lane.
+        total: posts that the peer was to read, of this lane and of the common one.
+        is_linked: whether there is a link to the peer; set by `connect` and `disconnect`.
+        common_named, common_consumed: words of this rank and of the peer, one per slot of the common lane.
+        consumed: words of the peer, one per slot of the lane.
+    """
+
+    __slots__ = (
+        "_has_lines",
+        "_named",
+        "common_consumed",
+        "common_named",
+        "consumed",
+        "is_linked",
+        "number",
+        "total",
+        "words",
+    )
+
+    def __init__(
+        self, region: OwnRegion, number: int, span: tuple[int, int], layout: SlotsLayout, fences: Fences
+    ) -> None:
+        super().__init__(region, span, layout, fences)
+        self.number = number
+        words = self.words = self._memory[: layout.lines].cast("Q")
+        self._named = words[LANE_NAMED : LANE_NAMED + SLOTS]
+        self.common_named = words[COMMON_NAMED : COMMON_NAMED + SLOTS]
+        self.disconnect()
+        self._has_lines = False
+        self.total = 0
+
+    def reset(self) -> bool:
+        """Prepare for a new link: nothing is posted or consumed. Return False if there is no memory for it."""
+        if not self._reserve_part(0, self._layout.lines):
+            return False
+        self.words[:] = _zeros(len(self.words))
+        self._posted = [0] * SLOTS
+        self.total = 0
+        return True
+
+    def connect(self, theirs: memoryview) -> None:
+        """Use the words of the peer's lane for this rank: what it has consumed."""
+        self.is_linked = True
+        self.common_consumed = theirs[COMMON_CONSUMED : COMMON_CONSUMED + SLOTS]
+        self.consumed = theirs[LANE_CONSUMED : LANE_CONSUMED + SLOTS]
+
+    def disconnect(self) -> None:
+        """Let go of the peer's memory: the link has ended."""
+        self.is_linked = False
+        self.common_consumed = self.consumed = _NO_WORDS
+
+    def forget(self) -> None:
+        """Let go of the memory of this rank, too: the outbox is closed."""
+        self.words = self.common_named = self._named = self._lines = self._memory = _NO_WORDS
+        self._views.clear()
 
     def post(
         self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int = 0
     ) -> bool:
         """Post a flat array that fits in the slot; False if the slot is not free, or the host has no memory for it."""
-        words, times = self._words, self._posted[slot]
-        if words[self._freed + slot] != times:
+        number = self._posted[slot]
+        if self.consumed[slot] != number:
             return False
+        # hot path: inlined from _Writer._put
         view = self._views.get((slot, array.dtype, len(array)))
         if view is None:
-            if array.nbytes > _INLINE_NBYTES and not self._ready[slot] and not self._reserve(slot):
+            if not self._reserve(slot, array.nbytes):
                 return False
             view = self.view(slot, array.dtype, len(array))
-        line = self._lines[slot]
-        # Until the post is complete, it must not be taken for the last one: this process may be stopped meanwhile.
-        words[line] = NO_OPERATION
+        lines, line, order = self._lines, slot << 3, self._order
+        lines[line + 1] = group
+        if order is not None:
+            order()
+        lines[line] = identity
+        lines[line + 2] = length
+        lines[line + 3] = fingerprint
         view[...] = array
-        words[line + 3] = fingerprint
-        # Groups number their operations alike: the id may be there already, and then the group alone tells.
-        if self._order is not None:
-            self._order()
-        words[line + 1] = group
-        if self._order is not None:
-            self._order()
-        self._posted[slot] = times = times + 1
-        words[line + 2] = times | length << _TIMES
-        words[line] = identity
-        if self._order is not None:
-            self._order()
-        words[self._posts] = self._total = self._total + 1
+        if order is not None:
+            order()
+        self._posted[slot] = number = number + 1
+        self._named[slot] = number
+        if order is not None:
+            order()
+        self.words[POSTS] = self.total = self.total + 1
         return True
 
-    def _reserve(self, slot: int) -> bool:
-        start = self._starts[slot]
-        end = start + (self._direction.small_nbytes if slot < SMALL_SLOTS else self._direction.middle_nbytes)
-        self._ready[slot] = self._region.reserve(start, end)
-        return self._ready[slot]
+    def _reserve(self, slot: int, nbytes: int) -> bool:
+        if not self._has_lines:
+            lines = self._layout.lines
+            self._has_lines = self._reserve_part(lines, lines + SLOTS * LINE)
+        return self._has_lines and super()._reserve(slot, nbytes)
 
 
-class SlotReader(_SlotEnd):
-    """The reader's end: what `view` returns may be read after `look` and until `free`."""
+class CommonWriter(_Writer):
+    """The common lane: what several peers read, posted once."""
 
-    __slots__ = ("_over", "_seen")
+    __slots__ = ("_readers",)
 
-    def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
-        super().__init__(memory, direction, fences)
-        self._seen = 0
-        self._over: set[int] = set()
+    def __init__(self, region: OwnRegion, span: tuple[int, int], layout: SlotsLayout, fences: Fences) -> None:
+        super().__init__(region, span, layout, fences)
+        # Of the last post of each slot.
+        self._readers: list[Sequence[LaneWriter]] = [()] * SLOTS
 
-    def has_news(self) -> bool:
-        """Whether anything was posted since the last time this was asked."""
-        posts = self._words[self._posts]
-        if posts == self._seen:
+    def post(
+        self,
+        slot: int,
+        identity: int,
+        group: int,
+        fingerprint: int,
+        array: NDArray[Any],
+        length: int,
+        readers: Sequence[LaneWriter],
+    ) -> bool:
+        """Post a flat array for all `readers`; returns what `LaneWriter.post` does."""
+        number = self._posted[slot]
+        gone = False
+        for reader in self._readers[slot]:
+            if reader.common_consumed[slot] != number:
+                if reader.is_linked:
+                    return False
+                gone = True
+        if gone:
+            self._withdraw(slot)
+        if not self._put(slot, identity, group, fingerprint, array, length):
             return False
-        self._seen = posts
-        # What was posted is looked for next: no load of it may come before that of the count.
-        if self._order is not None:
-            self._order()
+        self._posted[slot] = number = number + 1
+        self._readers[slot] = readers
+        order = self._order
+        for reader in readers:
+            reader.common_named[slot] = number
+            if order is not None:
+                order()
+            reader.words[POSTS] = reader.total = reader.total + 1
         return True
+
+    def _withdraw(self, slot: int) -> None:
+        """Withdraw a post from readers to which there is no link any more."""
+        for reader in self._readers[slot]:
+            if not reader.is_linked:
+                reader.common_named[slot] = 0
+        self._readers[slot] = ()
+
+    def withdraw(self, reader: LaneWriter, group: int | None = None) -> None:
+        """Withdraw what was posted for a group that a reader has left, or (with None) for any group."""
+        for slot, readers in enumerate(self._readers):
+            if reader in readers and (group is None or self._lines[(slot << 3) + 1] == group):
+                if reader.common_consumed[slot] != self._posted[slot]:
+                    reader.common_named[slot] = 0
+                self._readers[slot] = [each for each in readers if each is not reader]
+
+
+class SlotReader(_Slots):
+    """Slots of a lane of a peer's: what `view` returns may be read after `look` and until `free`.
+
+    Args:
+        memory: the lane's part of the peer's outbox.
+        layout: of the lane.
+        named: words of the peer, one per slot.
+        consumed: words of this rank, one per slot.
+        fences: of this machine.
+        peer: rank of the peer, for errors.
+    """
+
+    __slots__ = ("_consumed", "_named", "_over", "_peer", "_rows")
+
+    def __init__(
+        self,
+        memory: memoryview,
+        layout: SlotsLayout,
+        named: memoryview,
+        consumed: memoryview,
+        fences: Fences,
+        peer: int,
+    ) -> None:
+        super().__init__(memory, layout, fences)
+        self._named = named
+        self._consumed = consumed
+        # Both as arrays, to find what is unread.
+        self._rows = np.frombuffer(named, np.uint64), np.frombuffer(consumed, np.uint64)
+        self._peer = peer
+        self._over: set[int] = set()
 
     def look(self, slot: int, identity: int, group: int) -> int:
         """Return the fingerprint of what was posted for an operation of a group in its slot; -1 if nothing was."""
-        words, line = self._words, self._lines[slot]
-        if words[line] != identity:
+        if self._named[slot] <= self._consumed[slot]:
             return -1
         if self._order is not None:
             self._order()
-        if words[line + 1] != group:
+        lines, line = self._lines, slot << 3
+        if lines[line] != identity or lines[line + 1] != group:
             return -1
-        if self._order is not None:
-            self._order()
-        return words[line + 3]
-
-    def is_unread(self, slot: int) -> bool:
-        """Whether something was posted there that was not read: what `look` finds may have been read before."""
-        unread = self._words[self._lines[slot] + 2] & _USED != self._words[self._freed + slot]
-        if self._order is not None:
-            self._order()
-        return unread
+        return lines[line + 3]
 
     def length(self, slot: int) -> int:
-        """Return the bytes that whoever posted says are there."""
-        return self._words[self._lines[slot] + 2] >> _TIMES
+        """Return the bytes that the peer says are there."""
+        return self._lines[(slot << 3) + 2]
 
-    def free(self, slot: int) -> None:
-        """Give the slot back, once for each post."""
+    def free(self, slot: int, group: int) -> None:
+        """Be done with a post of a group.
+
+        Raises:
+            ProtocolError: the peer has given this rank up and reused the slot, so what was read may be anything.
+        """
         if self._order is not None:
             self._order()
-        self._words[self._freed + slot] += 1
+        if self._lines[(slot << 3) + 1] != group:
+            raise ProtocolError(f"rank {self._peer} has given this rank up and overwritten what it was reading")
+        self._consumed[slot] = self._named[slot]
 
     def unread(self) -> list[tuple[int, int, int]]:
         """Return operation, group and fingerprint of all posts for groups that are not over that were not read yet."""
-        words, lines = self._words, self._lines
         found = []
-        for slot in range(SLOTS):
-            if self.is_unread(slot):
-                self.reclaim(slot)
-                line = lines[slot]
-                if self.is_unread(slot) and (operation := words[line]) != NO_OPERATION:
-                    found.append((operation, words[line + 1], words[line + 3]))
+        for slot in self._unread():
+            if not self.reclaim(slot):
+                line = slot << 3
+                found.append((self._lines[line], self._lines[line + 1], self._lines[line + 3]))
         return found
 
     def purge(self, group: int) -> None:
-        """Give back all that was posted for a group that is over: nobody will read it."""
+        """Consume all that was posted for a group that is over: nobody will read it."""
         self._over.add(group)
-        for slot in range(SLOTS):
+        for slot in self._unread():
             self.reclaim(slot)
 
     def release(self, group: int) -> None:
         """Forget that a group is over: nothing more is posted for it."""
         self._over.discard(group)
 
-    def reclaim(self, slot: int) -> None:
-        """Give the slot back if what is there was posted for a group that is over; it may come after `purge`."""
-        words, line = self._words, self._lines[slot]
-        # In this order: a post that is being made has its group before it counts.
-        unread = words[line + 2] & _USED > words[self._freed + slot]
+    def reclaim(self, slot: int) -> bool:
+        """Consume what is in a slot if it was posted for a group that is over; it may come after `purge`."""
+        number = self._named[slot]
+        if number <= self._consumed[slot]:
+            return False
         if self._order is not None:
             self._order()
-        if unread and words[line + 1] in self._over:
-            self.free(slot)
+        if self._lines[(slot << 3) + 1] not in self._over:
+            return False
+        self._consumed[slot] = number
+        return True
+
+    def detach(self) -> None:
+        """Keep to itself what is consumed from now on: the words are for another link."""
+        self._consumed = memoryview(bytearray(self._consumed)).cast("Q")
+        self._rows = self._rows[0], np.frombuffer(self._consumed, np.uint64)
+
+    def _unread(self) -> list[int]:
+        """Return the slots in which something is unread."""
+        named, consumed = self._rows
+        unread: list[int] = np.flatnonzero(named > consumed).tolist()
+        return unread
+
+
+@functools.cache
+def _zeros(count: int) -> memoryview:
+    return memoryview(bytes(8 * count)).cast("Q")

@@ -93,7 +93,7 @@ class LinkTable:
         pair = None
         if sock.family == _AF_UNIX and key[1] is ConnKind.DATA:
             share = self.sharing.propose if dialled else self.sharing.accept
-            pair = await share(sock)
+            pair = await share(sock, peer.rank)
         if self.has(key):
             if pair is not None:
                 self.sharing.give_up(pair)

@@ -138,6 +138,7 @@ class StreamTransport:
             "piece": self._links.sharing.chunk_nbytes,
             "reads": self._links.sharing.reads,
             "nans": nan_fingerprint(),
+            "native": False,
         }
 
     async def listen(self) -> Card:

@@ -1,0 +1,187 @@
+"""The outbox of a rank: what it posts for its peers, in memory that only it writes, and that they map read-only.
+
+    rank 0's outbox                                            rank 1's outbox
+    common lane: slots, posted once for all their readers      common lane
+    lane for 1:  posts, named, slots that rank 1 reads         lane for 0
+                 consumed: what rank 0 has read of rank 1's
+
+Its descriptor goes to a peer when the link to it opens (`passing`), so no rank waits for another one's memory. Which of
+the two lanes a contribution takes follows from the schedule, so both ends know (`aiocoll.algorithms.select`).
+"""
+
+from __future__ import annotations
+
+import mmap
+
+from aiocoll.errors import ProtocolError
+from aiocoll.transport.shm.fence import Fences
+from aiocoll.transport.shm.layout import (
+    COMMON_CONSUMED,
+    COMMON_NAMED,
+    LANE_CONSUMED,
+    LANE_NAMED,
+    POSTS,
+    SLOTS,
+    OutboxLayout,
+)
+from aiocoll.transport.shm.region import OwnRegion, no_memory
+from aiocoll.transport.shm.slots import CommonWriter, LaneWriter, SlotReader
+
+__all__ = ["Outbox", "PeerOutbox"]
+
+
+class Outbox:
+    """This rank's outbox.
+
+    Args:
+        layout: for the ranks of this job.
+        fences: of this machine.
+
+    Attributes:
+        status: words of the doorbell.
+        common: what several peers read.
+
+    Raises:
+        OSError: no memory or descriptor left, or the kernel forbids it.
+    """
+
+    __slots__ = ("_fences", "_lanes", "_open", "_region", "common", "layout", "status")
+
+    __deletable__ = ("common",)
+
+    def __init__(self, layout: OutboxLayout, fences: Fences) -> None:
+        self.layout = layout
+        self._fences = fences
+        self._region = region = OwnRegion(layout.nbytes, (0, layout.common.small))
+        self.status = memoryview(region.memory)[: layout.common.lines].cast("Q")
+        self.common = CommonWriter(region, (0, layout.common.end), layout.common, fences)
+        # All that were ever open, by number; and the numbers of those that are.
+        self._lanes: dict[int, LaneWriter] = {}
+        self._open: set[int] = set()
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the memory."""
+        return self._region.fd
+
+    def open_lane(self, peer: int) -> LaneWriter | None:
+        """Return a lane for a link to a peer; None if too many links are being opened at once. `close_lane` ends that.
+
+        Raises:
+            OSError: no memory is left.
+        """
+        layout = self.layout
+        # Its own lane, unless another link uses that.
+        number = next((each for each in (peer, *range(layout.ranks, layout.lanes)) if each not in self._open), None)
+        if number is None:
+            return None
+        lane = self._lanes.get(number)
+        if lane is None:
+            lane = LaneWriter(self._region, number, layout.lane_span(number), layout.lane, self._fences)
+            self._lanes[number] = lane
+        self.common.withdraw(lane)
+        if not lane.reset():
+            raise no_memory()
+        self._open.add(number)
+        return lane
+
+    def close_lane(self, lane: LaneWriter) -> None:
+        """The link of a lane has ended, or was not opened. What was posted there can still be read."""
+        lane.disconnect()
+        self._open.discard(lane.number)
+
+    def close(self) -> None:
+        """Close the descriptor, and let go of the memory: it goes with the last view of it."""
+        self.status.release()
+        for lane in self._lanes.values():
+            lane.forget()
+        self._lanes.clear()
+        self._region.close()
+        del self.common
+
+
+class PeerOutbox:
+    """The outbox of a peer, mapped read-only.
+
+    Args:
+        memory: all of it.
+        layout: of it.
+        number: of its lane for this rank.
+        lane: this rank's for the peer.
+        peer: rank of the peer.
+        fences: of this machine.
+
+    Raises:
+        ProtocolError: it has no lane of this number.
+
+    Attributes:
+        status: words of the peer's doorbell.
+        words: of the peer's lane for this rank.
+        common: the slots of the common lane.
+        lane: those of the lane for this rank.
+    """
+
+    __slots__ = ("_order", "_seen", "common", "lane", "status", "words")
+
+    __deletable__ = ("common", "lane", "status", "words")
+
+    def __init__(
+        self, memory: mmap.mmap, layout: OutboxLayout, number: int, lane: LaneWriter, peer: int, fences: Fences
+    ) -> None:
+        if number >= layout.lanes:
+            raise ProtocolError(f"rank {peer} offered lane {number} of an outbox of {layout.lanes} lanes")
+        whole, (start, end) = memoryview(memory), layout.lane_span(number)
+        self.status = whole[: layout.common.lines].cast("Q")
+        self.words = words = whole[start : start + layout.lane.lines].cast("Q")
+        self.common = SlotReader(
+            whole[: layout.common.end],
+            layout.common,
+            words[COMMON_NAMED : COMMON_NAMED + SLOTS],
+            lane.words[COMMON_CONSUMED : COMMON_CONSUMED + SLOTS],
+            fences,
+            peer,
+        )
+        self.lane = SlotReader(
+            whole[start:end],
+            layout.lane,
+            words[LANE_NAMED : LANE_NAMED + SLOTS],
+            lane.words[LANE_CONSUMED : LANE_CONSUMED + SLOTS],
+            fences,
+            peer,
+        )
+        self._order = fences.order
+        self._seen = 0
+
+    def has_news(self) -> bool:
+        """Whether anything was posted since the last time this was asked."""
+        posts = self.words[POSTS]
+        if posts == self._seen:
+            return False
+        self._seen = posts
+        # What was posted is looked for next: no load of it may come before that of the count.
+        if self._order is not None:
+            self._order()
+        return True
+
+    def unread(self) -> list[tuple[int, int, int]]:
+        """Return operation, group and fingerprint of all posts for groups that are not over that were not read yet."""
+        return self.common.unread() + self.lane.unread()
+
+    def purge(self, group: int) -> None:
+        """Consume all that was posted for a group that is over: nobody will read it."""
+        self.common.purge(group)
+        self.lane.purge(group)
+
+    def release(self, group: int) -> None:
+        """Forget that a group is over: nothing more is posted for it."""
+        self.common.release(group)
+        self.lane.release(group)
+
+    def detach(self) -> None:
+        """The link has ended: its lane may be used by another one. What the peer has posted can still be read."""
+        self.common.detach()
+        self.lane.detach()
+
+    def close(self) -> None:
+        """Let go of the memory: it goes with the last view of it."""
+        del self.common, self.lane, self.status, self.words

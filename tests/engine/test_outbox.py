@@ -1,0 +1,186 @@
+"""What ranks post once for several readers: whoever does not read costs the others frames, and never a wait."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.engine.operations.slots import Slots
+from aiocoll.transport.shared_memory import SMALL_SLOTS
+from aiocoll.transport.shm.slots import CommonWriter
+
+from ..internals import comm_of
+from ..ranks import until
+from .test_slot_program import call, check, fails, jobs, posts
+
+
+def common(pg: ProcessGroup) -> CommonWriter:
+    """Return the common lane of a rank."""
+    shared = next(channel.shared for channel in comm_of(pg).channels if channel.shared is not None)
+    writer = shared.common_writer
+    assert isinstance(writer, CommonWriter)
+    return writer
+
+
+def used(pg: ProcessGroup) -> int:
+    """Return how often a rank has used its common lane."""
+    return sum(common(pg)._posted)
+
+
+@pytest.mark.parametrize(("world_size", "uses"), [(2, 0), (3, 1), (4, 1)])
+async def test_contribution_for_several_readers_is_posted_once(world_size: int, uses: int) -> None:
+    """For one reader it is in that one's lane."""
+    async with jobs(world_size) as (pgs,):
+        before = [used(pg) for pg in pgs]
+        await check([call(pg) for pg in pgs], world_size)
+        assert [used(pg) - old for pg, old in zip(pgs, before, strict=True)] == [uses] * world_size
+
+
+async def test_rank_0_reads_alone_and_posts_the_result_once() -> None:
+    async with jobs(6) as (pgs,):
+        before = [used(pg) for pg in pgs]
+        await check([call(pg) for pg in pgs], 6)
+        assert [used(pg) - old for pg, old in zip(pgs, before, strict=True)] == [1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "alltoall", "reduce_scatter"])
+async def test_blocks_for_one_rank_each_use_no_common_lane(kind: str) -> None:
+    async with jobs(3) as (pgs,):
+        before = sum(used(pg) for pg in pgs)
+
+        async def rank(pg: ProcessGroup) -> None:
+            blocks = [np.full(2, float(pg.rank())) for _ in pgs]
+            mine = np.zeros(2)
+            if kind == "gather":
+                await pg.gather(blocks if pg.rank() == 0 else None, mine, 0)
+            elif kind == "scatter":
+                await pg.scatter(mine, blocks if pg.rank() == 0 else None, 0)
+            elif kind == "alltoall":
+                await pg.alltoall([np.zeros(2) for _ in pgs], blocks)
+            else:
+                await pg.reduce_scatter(mine, blocks)
+
+        await asyncio.gather(*(rank(pg) for pg in pgs))
+        assert sum(used(pg) for pg in pgs) == before
+
+
+@pytest.mark.parametrize("count", [1, 512])
+async def test_reader_that_does_not_read_costs_other_groups_frames_and_no_wait(count: int) -> None:
+    async with jobs(3, "ab") as (a, b):
+        late = [call(pg, count) for pg in a[:2] for _ in range(SMALL_SLOTS)]
+        before = used(a[0])
+        for _ in range(3):
+            await check([call(pg, count) for pg in b], 3)
+        assert used(a[0]) == before, "all slots have what rank 2 is still to read"
+        late += [call(a[2], count) for _ in range(SMALL_SLOTS)]
+        await check(late, 3)
+        await check([call(pg, count) for pg in b], 3)
+        assert used(a[0]) == before + 1
+
+
+async def test_two_jobs_of_one_process_have_outboxes_of_their_own() -> None:
+    async with jobs(3) as (a,), jobs(3) as (b,):
+        assert common(a[0]) is not common(b[0])
+        before = used(b[0])
+        late = [call(pg) for pg in a[:2] for _ in range(SMALL_SLOTS)]
+        await check([call(pg) for pg in b], 3)
+        assert used(b[0]) == before + 1, "what the other job has not read is no concern of this one"
+        await check([*late, *(call(a[2]) for _ in range(SMALL_SLOTS))], 3)
+
+
+async def test_some_readers_find_a_slot_and_others_get_a_frame() -> None:
+    """As long as a link is being opened."""
+    async with jobs(3) as (pgs,):
+        channel = comm_of(pgs[0]).channels[2]
+        shared, channel.shared = channel.shared, None
+        before = [posts(pgs[0], 1), used(pgs[0])]
+        calls = [call(pg) for pg in pgs[:2]]
+        channel.shared = shared
+        calls.append(call(pgs[2]))
+        await check(calls, 3)
+        assert [posts(pgs[0], 1), used(pgs[0])] == [each + 1 for each in before]
+
+
+async def test_rank_that_has_left_a_group_keeps_no_slot_of_others() -> None:
+    async with jobs(3, "ab") as (a, b):
+        array = np.ones(3)
+        works = [a[0].broadcast(array, 0) for _ in range(SMALL_SLOTS)]
+        await asyncio.gather(*works)
+        lane = comm_of(a[0]).channels[2].shared.lane_writer  # type: ignore[union-attr]
+        assert any(lane in readers for readers in common(a[0])._readers)
+        identity = comm_of(a[0]).id
+        await a[2].shutdown()
+        await until(lambda: comm_of(a[0]).left)
+        lines = common(a[0])._lines
+        assert not any(
+            lane in readers and lines[(slot << 3) + 1] == identity for slot, readers in enumerate(common(a[0])._readers)
+        )
+        for _ in range(SMALL_SLOTS):
+            await a[1].broadcast(array, 0)
+        before = used(a[0])
+        await check([call(pg) for pg in b], 3)
+        assert used(a[0]) == before + 1
+
+
+async def test_group_that_failed_keeps_no_slot_of_others() -> None:
+    async with jobs(3, "ab") as (a, b):
+        works = [call(pg)[1] for pg in a[:2] for _ in range(SMALL_SLOTS)]
+        a[0].abort("a test")
+        for work in works:
+            await fails(work)
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(pg.wait_revoked() for pg in a))
+        before = used(b[0])
+        await check([call(pg) for pg in b], 3)
+        assert used(b[0]) == before + 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_overlapping_groups_in_any_order(seed: int) -> None:
+    """Each rank makes the calls of its groups in an order of its own; small, middle and framed ones."""
+    chance = random.Random(seed)
+    members = [(0, 1, 2, 3), (0, 1, 2), (1, 2, 3), (0, 3), (0, 2, 3), (1, 2, 3)]
+    sizes = [chance.choice([1, 5, 100, 513, 2000]) for _ in range(12)]
+    async with jobs(4) as (pgs,):
+
+        async def rank(pg: ProcessGroup) -> None:
+            me, order = pg.rank(), random.Random(seed * 10 + pg.rank())
+            groups = [await pg.split_group(list(ranks)) for ranks in members]
+            mine = [number for number, ranks in enumerate(members) if me in ranks]
+            for number in mine:
+                comm_of(groups[number]).slots._shift = 0
+            calls = [(number, size) for number in mine for size in range(len(sizes))]
+            order.shuffle(calls)
+            works = []
+            for number, size in calls:
+                group = groups[number]
+                assert group is not None
+                array = np.full(sizes[size], 2.0**me)
+                works.append((array, group.allreduce(array, key=str(size)), members[number]))
+                if order.random() < 0.3:
+                    await asyncio.sleep(0)
+            async with asyncio.timeout(30):
+                for array, work, ranks in works:
+                    await work
+                    assert (array == sum(2.0**each for each in ranks)).all()
+            await asyncio.gather(*(group.shutdown() for group in groups if group is not None))
+
+        await asyncio.gather(*(rank(pg) for pg in pgs))
+
+
+async def test_two_groups_that_take_turns_use_different_slots() -> None:
+    """Their calls have the same numbers, and a rank begins the second before others have read the first."""
+    async with jobs(3, "abcd") as groups:
+        shifts = {comm_of(group[0]).id % SMALL_SLOTS: group for group in groups}
+        assert len(shifts) > 1, "four groups have the same by chance once in two million times"
+        one, other, *_ = shifts.values()
+        for pg in (*one, *other):
+            comm_of(pg).slots = Slots(comm_of(pg).channels, comm_of(pg).id, comm_of(pg).chunk_nbytes)
+        before = used(one[0])
+        calls = [call(pg) for group in (one, other) for pg in group[:2]]
+        assert used(one[0]) == before + 2
+        await check([*calls, *(call(group[2]) for group in (one, other))], 3)

@@ -1,0 +1,107 @@
+"""A rank whose last peer does not read what it has posted. Arguments: what happens to the last rank; the port.
+
+It is stopped for a while, killed, or leaves. All but the last rank print as JSON whether their calls were right, and
+how often their outboxes took a contribution for several readers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+
+import aiocoll
+from tests.internals import comm_of
+
+_, what, address, rank, world_size = sys.argv
+RANK, WORLD = int(rank), int(world_size)
+LAST = WORLD - 1
+#: Calls: more than there are slots.
+CALLS = 300
+#: Seconds for which a rank is stopped: less than those after which it is lost.
+STOPPED = 1.5
+
+
+def used(pg: Any) -> int:
+    shared = next(channel.shared for channel in comm_of(pg).channels if channel.shared is not None)
+    return sum(shared.common_writer._posted)
+
+
+async def reduce_all(pg: Any, times: int) -> bool:
+    """Whether all sums are right."""
+    right = True
+    for number in range(times):
+        tensor = np.full(1 + number % 1000, float(number))
+        await pg.allreduce(tensor)
+        right = right and bool((tensor == number * pg.size()).all())
+    return right
+
+
+async def stop(pg: Any) -> None:
+    """The last rank is stopped before it reads; the others fill all slots, and go on in a group of their own."""
+    some = await pg.split_group(list(range(LAST)))
+    pid = int(await pg.broadcast_object(os.getpid() if RANK == LAST else None, LAST))
+    await pg.barrier()
+    if RANK == 0:
+        os.kill(pid, signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(STOPPED, os.kill, pid, signal.SIGCONT)
+    if RANK == LAST:
+        return print(json.dumps(await reduce_all(pg, CALLS)))
+    works = []
+    for number in range(CALLS):
+        tensor = np.full(1 + number % 1000, float(number))
+        works.append((number, tensor, pg.allreduce(tensor)))
+    right = await reduce_all(some, CALLS)
+    early = not all(work.done() for _, _, work in works)
+    for number, tensor, work in works:
+        await work
+        right = right and bool((tensor == number * WORLD).all())
+    before = used(pg)
+    right = right and await reduce_all(some, CALLS)
+    print(json.dumps([right, early, used(pg) - before]))
+    await some.shutdown()
+
+
+async def die(pg: Any) -> None:
+    """The last rank is killed before it reads; the others make a new group, in which all goes by slots again."""
+    await pg.barrier()
+    if RANK == LAST:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        await reduce_all(pg, CALLS)
+    except aiocoll.PeerLostError as error:
+        lost = error.ranks
+    group = await pg.shrink()
+    before = used(group)
+    right = await reduce_all(group, CALLS)
+    print(json.dumps([right, list(lost) == [LAST], used(group) - before]))
+    await group.shutdown()
+
+
+async def leave(pg: Any) -> None:
+    """The last rank has posted, and leaves: what it has posted is read all the same."""
+    if RANK == LAST:
+        for number in range(CALLS):
+            await pg.broadcast(np.full(4, float(number)), LAST)
+        return print(json.dumps(True))
+    await asyncio.sleep(0.5)  # so that it has left
+    right = True
+    for number in range(CALLS):
+        tensor = np.zeros(4)
+        await pg.broadcast(tensor, LAST)
+        right = right and bool((tensor == number).all())
+    print(json.dumps([right, True, 0]))
+
+
+async def main() -> None:
+    options = aiocoll.GroupOptions(transport="shm")
+    async with aiocoll.new_group(init_method=address, rank=RANK, world_size=WORLD, options=options) as pg:
+        await {"stop": stop, "die": die, "leave": leave}[what](pg)
+
+
+asyncio.run(main())

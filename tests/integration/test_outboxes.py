@@ -1,0 +1,71 @@
+"""Ranks in processes of their own, one of which does not read what the others have posted for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.integration.conftest import LIMIT
+
+if TYPE_CHECKING:
+    from tests.integration.conftest import Ranks
+
+JOB = str(Path(__file__).with_name("outboxes_job.py"))
+WORLD = 4
+#: Calls of each rank, as in the job, of which a few go in frames while links are opened or a rank is late.
+CALLS = 300
+
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None or sys.platform != "linux",
+    reason="only root makes process namespaces, with unshare, on Linux",
+)
+
+
+def run(ranks: Ranks, port: int, what: str, *before: str) -> list[list[object]]:
+    """Return what each rank but the last has printed: whether all was right, the second answer, and used slots."""
+    command = [*before, JOB] if not before else [*before, sys.executable, JOB]
+    processes = [ranks.start(*command, what, f"tcp://127.0.0.1:{port}", str(rank), str(WORLD)) for rank in range(WORLD)]
+    told = []
+    for rank, process in enumerate(processes):
+        out, err = process.communicate(timeout=LIMIT)
+        killed = what == "die" and rank == WORLD - 1
+        assert process.returncode == (-9 if killed else 0), err
+        if rank < WORLD - 1:
+            told.append(json.loads(out))
+    return told
+
+
+@pytest.mark.slow
+def test_stopped_reader_costs_another_group_frames_and_no_wait(ranks: Ranks, port: int) -> None:
+    for right, early, used in run(ranks, port, "stop"):
+        assert right
+        assert early, "the other group did not wait for the rank that was stopped"
+        assert isinstance(used, int)
+        assert used > CALLS // 2, "the slots are free again"
+
+
+@pytest.mark.slow
+def test_killed_reader_keeps_no_slot(ranks: Ranks, port: int) -> None:
+    for right, named, used in run(ranks, port, "die"):
+        assert right
+        assert named
+        assert isinstance(used, int)
+        assert used > CALLS // 2
+
+
+@pytest.mark.slow
+def test_posts_of_a_rank_that_has_left_are_read(ranks: Ranks, port: int) -> None:
+    assert run(ranks, port, "leave") == [[True, True, 0]] * (WORLD - 1)
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_ranks_in_process_namespaces_of_their_own_share_outboxes(ranks: Ranks, port: int) -> None:
+    unshare = "import os, sys; os.execvp('unshare', ['unshare', '--pid', '--fork', '--kill-child', *sys.argv[1:]])"
+    assert run(ranks, port, "leave", "-c", unshare) == [[True, True, 0]] * (WORLD - 1)
