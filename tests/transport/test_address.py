@@ -8,16 +8,21 @@ import socket
 import stat
 import struct
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import uvloop
 
 from aiocoll.errors import RendezvousError
 from aiocoll.runtime import Runtime
 from aiocoll.transport.stream import addresses as address
 
 from ..ports import free_ports
+
+# libuv keeps a pipe for the life of the process.
+uvloop.new_event_loop().close()
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells these facts only")
 
@@ -245,4 +250,17 @@ async def test_closing_while_starved() -> None:
         listeners.close()
     assert real.fileno() == -1
     assert [handle.cancelled() for handle in runtime.handles] == [True]
+    address.remove_unix(name)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_listener_that_was_finalized_before_its_owner_is_closed(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Garbage collection finalizes the objects of a cycle in any order."""
+    running = loop()
+    listeners = address.Listeners(Runtime(running), socket.socket.close)
+    listener, name = address.open_unix(os.urandom)
+    listeners.add(listener)
+    running.close()
+    os.close(listener.detach())
+    listeners.close()
     address.remove_unix(name)

@@ -257,7 +257,8 @@ class Listeners:
     def close(self) -> None:
         """Close the listeners."""
         for listener, pause in self._open.items():
-            self._runtime.loop.remove_reader(listener)
+            if listener.fileno() >= 0:  # else garbage collection has finalized the socket before its owner
+                self._runtime.loop.remove_reader(listener)
             listener.close()
             if pause is not None:
                 pause.cancel()
