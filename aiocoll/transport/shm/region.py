@@ -14,7 +14,7 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 
 from aiocoll.errors import ProtocolError
@@ -198,12 +198,7 @@ def open_region(fd: int, nbytes: int) -> mmap.mmap:
         ProtocolError: it has another size, or its size could change under us.
         OSError: it cannot be mapped.
     """
-    try:
-        if not (0 < nbytes == os.fstat(fd).st_size and _is_sealed(fd)):
-            raise ProtocolError(f"a peer passed shared memory that is not {nbytes} sealed bytes")
-        return _map(fd, nbytes)
-    finally:
-        os.close(fd)
+    return _open_sealed(fd, nbytes, "shared memory", _is_sealed, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def open_readable(fd: int, nbytes: int) -> mmap.mmap:
@@ -213,10 +208,14 @@ def open_readable(fd: int, nbytes: int) -> mmap.mmap:
         ProtocolError: it has another size, or its size could change under us.
         OSError: it cannot be mapped.
     """
+    return _open_sealed(fd, nbytes, "an outbox", _is_fixed, mmap.PROT_READ)
+
+
+def _open_sealed(fd: int, nbytes: int, name: str, is_sealed: Callable[[int], bool], access: int) -> mmap.mmap:
     try:
-        if not (0 < nbytes == os.fstat(fd).st_size and _is_fixed(fd)):
-            raise ProtocolError(f"a peer passed an outbox that is not {nbytes} sealed bytes")
-        return _map(fd, nbytes, mmap.PROT_READ)
+        if not (0 < nbytes == os.fstat(fd).st_size and is_sealed(fd)):
+            raise ProtocolError(f"a peer passed {name} that is not {nbytes} sealed bytes")
+        return _map(fd, nbytes, access)
     finally:
         os.close(fd)
 
