@@ -603,6 +603,25 @@ async def test_the_bell_is_closed_with_the_last_link() -> None:
         sock.close()
 
 
+async def test_lane_of_a_link_that_was_given_up_serves_the_next_one() -> None:
+    """Another link keeps the outbox, so that lanes that stay open would run out."""
+    ends = Ends()
+    first = await ends.meet()
+    lanes = [first[0].own.lane.number]
+    for _ in range(OUTBOX.lanes):
+        pairs = await ends.meet()
+        lane = pairs[0].own.lane
+        lanes.append(lane.number)
+        lane.connect(pairs[0].peer.outbox.words)
+        for rank, pair in zip(ends.ranks, pairs, strict=True):
+            rank.give_up(pair)
+        assert not lane.is_linked
+    assert lanes == [1] + [2] * OUTBOX.lanes, "its own lane, and the first of those for links beside it"
+    pairs.clear()
+    del lane, pair
+    ends.end(first)
+
+
 async def test_a_bell_that_cannot_listen_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     known = fences()
     assert known is not None

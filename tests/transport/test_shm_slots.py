@@ -350,6 +350,32 @@ def test_post_for_a_group_that_is_over_is_not_unread(box: Box) -> None:
     assert not box.reader._over
 
 
+def test_slot_that_was_read_is_not_given_back_once_its_group_is_over(box: Box) -> None:
+    """The line is the writer's again: the reader neither looks at it nor changes what it has consumed."""
+    assert box.post(5, 5, OLD, block_of(1))
+    assert take(box.reader, 5, 5, OLD) == 1
+    box.reader.purge(OLD)
+    told: list[str] = []
+    box.reader._lines = Telling(box.reader._lines, told, "line")  # type: ignore[assignment]
+    box.reader._consumed = Telling(box.reader._consumed, told, "consumed")  # type: ignore[assignment]
+    assert not box.reader.reclaim(5)
+    assert told == []
+
+
+def test_post_that_was_withdrawn_is_not_given_back(make_host: Callable[..., Host]) -> None:
+    """What a reader has consumed before stays consumed."""
+    host = make_host(3)
+    common, lanes, reader = host.boxes[0].common, list(host.lanes.values()), host.readers[2].common
+    assert common.post(5, 5, OLD, PRINT, block_of(1), 24, lanes)
+    assert take(reader, 5, 5, OLD) == 1
+    assert take(host.readers[1].common, 5, 5, OLD) == 1
+    assert common.post(5, 133, OLD, PRINT, block_of(2), 24, lanes)
+    common.withdraw(host.lanes[2], OLD)
+    reader.purge(OLD)
+    assert not reader.reclaim(5)
+    assert reader._consumed[5] == 1
+
+
 def test_slot_without_memory_takes_what_fits_in_its_line(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     assert box.post(0, 1, NEW, block_of(1)), "from here on there are lines"
     monkeypatch.setattr(OwnRegion, "reserve", lambda region, start, end: False)
