@@ -27,7 +27,7 @@ from aiocoll.transport.shm.fence import fences
 from aiocoll.transport.shm.layout import LinkLayout, OutboxLayout
 from aiocoll.transport.shm.link import Pair
 from aiocoll.transport.shm.outbox import Outbox
-from aiocoll.transport.shm.region import PAGE, OwnRegion, create
+from aiocoll.transport.shm.region import PAGE, OwnRegion
 from aiocoll.transport.shm.sharing import Sharing
 
 from ..shared_memory import mapped
@@ -363,18 +363,6 @@ def unsealed(nbytes: int) -> int:
     return fd
 
 
-def sealed(nbytes: int) -> int:
-    return create(nbytes)[0]
-
-
-def smaller(nbytes: int) -> int:
-    return sealed(nbytes - 1)
-
-
-def larger(nbytes: int) -> int:
-    return sealed(nbytes + 1)
-
-
 def eventfd(_: int) -> int:
     return os.eventfd(0, os.EFD_NONBLOCK)
 
@@ -419,6 +407,20 @@ def with_seals(nbytes: int, seals: int, flags: int = 0) -> int:
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
+
+
+def sealed(nbytes: int) -> int:
+    fd = with_seals(nbytes, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    os.posix_fallocate(fd, 0, nbytes)
+    return fd
+
+
+def smaller(nbytes: int) -> int:
+    return sealed(nbytes - 1)
+
+
+def larger(nbytes: int) -> int:
+    return sealed(nbytes + 1)
 
 
 def unwritable(nbytes: int) -> int:
@@ -524,16 +526,16 @@ async def test_a_bell_that_is_full_holds_nobody_up() -> None:
     await readable(ends.socks[1])
     _, fds = recv_fds(ends.socks[1], passing._MESSAGE.size, 3)
     passing._close(fds)
-    outbox, memory = create(OUTBOX.nbytes)
-    memory[0] = 1
-    fds = [outbox, full(0)]
+    outbox = OwnRegion(OUTBOX.nbytes, (0, PAGE))
+    outbox.memory[0] = 1
+    fds = [os.dup(outbox.fd), full(0)]
     socket.send_fds(ends.socks[1], [message()], fds)
     passing._close(fds)
     pair = await task
     assert isinstance(pair, Pair)
     pair.peer.doorbell.ring()
     await asyncio.sleep(0)
-    memory.close()
+    outbox.close()
     ends.end([pair, None])
 
 

@@ -20,7 +20,6 @@ from aiocoll.transport.shm.region import (
     PAGE,
     OwnRegion,
     SharedRegion,
-    create,
     create_mapped,
     open_readable,
     open_region,
@@ -71,7 +70,7 @@ def _nothing_is_mapped_yet() -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit, with_pages])
+@pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
 @pytest.mark.parametrize("nbytes", [PAGE, NBYTES, LARGE])
 def test_it_is_zero_and_all_there(make: Make, nbytes: int) -> None:
     fd, memory = make(nbytes)
@@ -84,7 +83,7 @@ def test_it_is_zero_and_all_there(make: Make, nbytes: int) -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit, with_pages])
+@pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
 def test_nobody_can_change_its_size(make: Make) -> None:
     fd, memory = make(NBYTES)
     for nbytes in (0, NBYTES - 1, NBYTES + 1):
@@ -98,7 +97,7 @@ def test_nobody_can_change_its_size(make: Make) -> None:
 
 def test_pages_that_a_peer_gives_back_come_again_as_zeros() -> None:
     """A hole is no SIGBUS."""
-    fd, memory = create(NBYTES)
+    fd, memory = with_pages(NBYTES)
     memory[:] = b"x" * NBYTES
     punched = subprocess.run(["fallocate", "-p", "-o", "0", "-l", str(NBYTES), f"/proc/self/fd/{fd}"], pass_fds=[fd])
     assert punched.returncode == 0
@@ -109,7 +108,7 @@ def test_pages_that_a_peer_gives_back_come_again_as_zeros() -> None:
 
 
 def test_another_maps_the_same_memory() -> None:
-    fd, memory = create(NBYTES)
+    fd, memory = with_pages(NBYTES)
     other = open_region(os.dup(fd), NBYTES)
     memory[:3] = b"abc"
     assert other[:3] == b"abc"
@@ -139,7 +138,7 @@ def unsealable() -> int:
 
 
 def of_another_size(nbytes: int) -> Callable[[], int]:
-    return lambda: create(nbytes)[0]
+    return lambda: with_pages(nbytes)[0]
 
 
 STRANGE: dict[str, Callable[[], int]] = {
@@ -163,7 +162,7 @@ def test_strange_memory_is_refused_by_name_and_closed(what: str) -> None:
         os.fstat(fd)
 
 
-@pytest.mark.parametrize("make", [create, in_turns, with_pages])
+@pytest.mark.parametrize("make", [in_turns, with_pages])
 @pytest.mark.parametrize(
     ("name", "code"),
     [("memfd_create", errno.EPERM), ("ftruncate", errno.EFBIG), ("posix_fallocate", errno.ENOSPC)],
@@ -182,7 +181,7 @@ def test_what_cannot_be_made_leaves_nothing_open(
 
 def test_what_cannot_be_reserved_leaves_nothing_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where it is made nor where it is opened, even if the error is kept, and its frames with it."""
-    fd, memory = create(NBYTES)
+    fd, memory = with_pages(NBYTES)
     memory.close()
     monkeypatch.setattr(SharedRegion, "reserve", lambda region, start, end: False)
     with pytest.raises(OSError, match="no memory left to share") as making:
@@ -192,14 +191,14 @@ def test_what_cannot_be_reserved_leaves_nothing_mapped(monkeypatch: pytest.Monke
     assert mapped() == [], (making, opening)
 
 
-@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit, with_pages])
+@pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
 def test_a_python_that_was_built_without_memfd(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match="built without memfd_create"):
         make(NBYTES)
 
 
-@pytest.mark.parametrize("make", [create, in_turns, bit_by_bit, with_pages])
+@pytest.mark.parametrize("make", [in_turns, bit_by_bit, with_pages])
 def test_what_cannot_be_mapped_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -233,14 +232,14 @@ async def test_nothing_is_left_of_a_cancelled_one(old_kernel: None, turns: int) 
 
 LIMITED = """
 import resource, signal, sys
-from aiocoll.transport.shm.region import create
+from aiocoll.transport.shm.region import OwnRegion
 what, limit, nbytes = getattr(resource, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 if what == resource.RLIMIT_AS:
     with open("/proc/self/statm") as sizes:
         limit += int(sizes.read().split()[0]) * resource.getpagesize()
 resource.setrlimit(what, (limit, limit))
 try:
-    create(nbytes)
+    OwnRegion(nbytes, (0, nbytes))
 except OSError as error:
     print(error.strerror)
 """

@@ -16,7 +16,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm import segment_sharing
 from aiocoll.transport.shm.link import ShmLink
-from aiocoll.transport.shm.region import PAGE, create
+from aiocoll.transport.shm.region import PAGE, create_mapped
 from aiocoll.transport.shm.registered_memory import RegisteredMemory
 from aiocoll.transport.shm.segment_sharing import _ENDED, _MESSAGE, _OFFER, _TAKEN
 
@@ -168,7 +168,7 @@ NONSENSE = {
 @pytest.mark.parametrize("what", NONSENSE)
 async def test_nonsense_ends_the_link(ends: Ends, what: str) -> None:
     message, fds = NONSENSE[what]
-    fd, _memory = create(PAGE)
+    fd, _memory = await create_mapped(PAGE)
     try:
         socket.send_fds(sock_of(ends.near), [message], [fd] * fds)
     finally:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 
 from aiocoll.errors import ProtocolError
 
-__all__ = ["PAGE", "OwnRegion", "SharedRegion", "create", "create_mapped", "no_memory", "open_readable", "open_region"]
+__all__ = ["PAGE", "OwnRegion", "SharedRegion", "create_mapped", "no_memory", "open_readable", "open_region"]
 
 PAGE = mmap.PAGESIZE
 #: Bytes reserved in one turn of the loop; takes about 60 microseconds.
@@ -175,22 +175,6 @@ def no_memory() -> OSError:
     return OSError(errno.ENOMEM, "this host has no memory left to share")
 
 
-def create(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make `nbytes` of zeroed memory; return its descriptor, which the caller closes, and the mapping.
-
-    All pages are reserved here.
-
-    Raises:
-        OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
-    """
-    with ExitStack() as undo:
-        fd = _open(nbytes, undo)
-        os.posix_fallocate(fd, 0, nbytes)
-        memory = _seal(fd, nbytes, undo)
-        undo.pop_all()
-        return fd, memory
-
-
 def open_region(fd: int, nbytes: int) -> mmap.mmap:
     """Map what another process has made, and close `fd`.
 
@@ -273,9 +257,15 @@ def _map(fd: int, nbytes: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -
 
 
 async def create_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
-    """As `create`, in many turns of the loop, for memory that this process itself uses: its pages are mapped here too.
+    """Make `nbytes` of zeroed memory that this process uses itself, in many turns of the loop.
 
-    Takes about 0.3 milliseconds per MiB, of which the first use is spared as much.
+    Takes about 0.3 milliseconds per MiB, of which the first use is spared as much: all pages are reserved and mapped.
+
+    Returns:
+        Its descriptor, which the caller closes, and the mapping.
+
+    Raises:
+        OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
     """
     with ExitStack() as undo:
         fd = _open(nbytes, undo)
