@@ -7,21 +7,19 @@ contract suite in `tests/transport`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiocoll.process import PidFd
 from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.frame import Header
-from aiocoll.transport.shared_memory import (
-    Chunks,
-    CommonWriter,
-    LaneWriter,
-    PeerOutbox,
-    References,
-    RegisteredMemory,
-    SlotReader,
-)
+from aiocoll.transport.shared_memory import PeerOutbox
+
+if TYPE_CHECKING:
+    from aiocoll.transport.shm.chunk_queue import Chunks
+    from aiocoll.transport.shm.references import ReferenceWriter
+    from aiocoll.transport.shm.registered_memory import RegisteredMemory
+    from aiocoll.transport.shm.slots import CommonWriter, LaneWriter, SlotReader
 
 __all__ = ["Card", "Link", "SharedMemoryLink", "Sink", "Transport"]
 
@@ -99,7 +97,7 @@ class Link(Protocol):
 
 
 class SharedMemoryLink(Link, Protocol):
-    """A link through memory that both ends map; operations use it besides its frames."""
+    """A link through memory that both ends map; operations use its parts besides its frames."""
 
     @property
     def common_writer(self) -> CommonWriter:
@@ -126,7 +124,7 @@ class SharedMemoryLink(Link, Protocol):
         """The chunk queues, one in each direction."""
 
     @property
-    def references(self) -> References:
+    def references(self) -> ReferenceWriter:
         """Frames whose payload the peer reads where it lies."""
 
     def announce(self) -> None:

@@ -228,7 +228,10 @@ class ChunkQueueReader(_QueueEnd):
 
 
 class Chunks:
-    """The chunk queues of a link, see `aiocoll.transport.shared_memory.Chunks`, and the segments that they point to.
+    """The chunk queues of a link and the segments that they point to: this rank writes one queue, and reads the other.
+
+    To the peer go `take`, `put` or `point` for each chunk, and `leave`; from the peer come `look`, `read`, `is_void`
+    and `free` for each.
 
     Args:
         writer: the queue to the peer.
@@ -268,7 +271,7 @@ class Chunks:
         return self.writer.take(holder)
 
     def leave(self, *, failed: bool) -> None:
-        """Let others use the queue to the peer."""
+        """Let others use the queue to the peer; `failed`: chunks may be in it that are never read."""
         self.writer.leave(failed=failed)
 
     def can_map(self, segment: Segment) -> bool:
@@ -276,19 +279,19 @@ class Chunks:
         return self._sharing.can_map(segment)
 
     def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview) -> bool:
-        """Copy the next chunk into the queue; False if there is no room."""
+        """Copy the next chunk into the queue; False if there is no room, and the peer will then wake this rank."""
         return self.writer.put(identity, group, fingerprint, chunk)
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int) -> bool:
-        """Put the place of the next chunk into the queue; False if there is no room."""
+        """As `put`, of a chunk that is read in place: it has to stay as it is until it is taken, or `void`."""
         return self.writer.point(identity, group, fingerprint, segment, offset)
 
     def is_taken(self, number: int) -> bool:
-        """Return whether the peer is done with the first `number` chunks."""
+        """Return whether the peer is done with the first `number` chunks; if not, it will wake this rank."""
         return self.writer.is_taken(number)
 
     def void(self, identity: int, group: int) -> None:
-        """Report to the peer that what a failed operation points to may change."""
+        """Report to the peer that what a failed operation points to may change from now on."""
         self.writer.void(identity, group)
 
     def look(self, identity: int, group: int) -> int:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aiocoll.transport.frame import SEGMENT, Header
-from aiocoll.transport.shared_memory import RegisteredMemory
 from aiocoll.transport.shm.doorbell import PeerDoorbell
 from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, address_of, can_read
+from aiocoll.transport.shm.registered_memory import RegisteredMemory
 from aiocoll.transport.shm.ring import ADDRESS, PLACE, VOID, RingWriter
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
@@ -82,7 +82,7 @@ class Unread(NamedTuple):
 
 
 class ReferenceWriter:
-    """The writer's end.
+    """Frames whose payload stays where this rank has it, and is read there by the peer: the writer's end.
 
     Args:
         out: the ring.
@@ -123,11 +123,11 @@ class ReferenceWriter:
         return len(self.unread) >= _MOST_UNREAD
 
     def find(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
-        """Return the segment and the address at which the peer can read a payload; None if it cannot.
+        """Return where the peer can read a payload in place: number of the segment and offset; None if it cannot.
 
         Args:
             payload: with at least a byte.
-            attach: the memory of this process may be read, besides segments.
+            attach: it may also read the memory of this process: number 0 and the address.
         """
         segments = self._registered_memory.segments
         found = self._registered_memory.find(np.frombuffer(payload, np.uint8)) if segments else None
@@ -139,11 +139,11 @@ class ReferenceWriter:
         return (0, address) if _is_numpys(payload.obj) or self._memory.can_show(address) else None
 
     def write(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
-        """Write a frame whose payload is at `place`; False if there is no space.
+        """Send one frame whose payload the peer reads in place; False if there is no space.
 
         Args:
-            header: of the frame.
-            place: see `find`.
+            header: of the frame, with a payload of at most `MOST_BY_REFERENCE` bytes.
+            place: where it lies, see `find`; it has to stay as it is until `read` is called, or `void`.
             owner: whose payload it is.
             read: called once the peer has read it.
         """
@@ -171,7 +171,7 @@ class ReferenceWriter:
         del self._out  # the memory goes with the last view of it
 
     def void(self, owner: object) -> None:
-        """What `owner` has written may change from now on."""
+        """Report to the peer that what it has not read of `owner` may change from now on: the peer drops it."""
         for frame in self.unread:
             if frame.owner is owner:
                 self._out.void(frame.number)

@@ -51,7 +51,7 @@ class _MappedSegment(Segment):
 
 
 class RegisteredMemory:
-    """All segments of one rank.
+    """All segments of one rank: memory that its peers read in place.
 
     Args:
         loop: in which peers are told that a segment has ended, in whatever thread its last array was dropped.

@@ -193,7 +193,16 @@ class LaneWriter(_Writer):
     def post(
         self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int = 0
     ) -> bool:
-        """Post a flat array that fits in the slot; False if the slot is not free, or the host has no memory for it."""
+        """Post a flat array that fits in the slot; False if the slot is not free, or the host has no memory for it.
+
+        Args:
+            slot: its number.
+            identity: the operation's.
+            group: of the operation.
+            fingerprint: what the reader compares with its own.
+            array: what is posted.
+            length: its bytes, for a reader that has to compare them, too.
+        """
         number = self._posted[slot]
         if self.consumed[slot] != number:
             return False
@@ -247,7 +256,7 @@ class CommonWriter(_Writer):
         length: int,
         readers: Sequence[LaneWriter],
     ) -> bool:
-        """Post a flat array for all `readers`; returns what `LaneWriter.post` does."""
+        """As `LaneWriter.post`, for all peers whose lanes are `readers`."""
         number = self._posted[slot]
         gone = False
         for reader in self._readers[slot]:
