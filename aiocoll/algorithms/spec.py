@@ -59,7 +59,6 @@ class Method(Enum):
     STEPS = "operations in sequence, each chosen by the results of the steps before"
     PARCELS = "parcels of bytes, whose sizes only their senders know"
     MESSAGES = "messages between two ranks"
-    LOCAL = "each rank does its part alone"
 
 
 class Spec(NamedTuple):
@@ -227,8 +226,6 @@ _OTHERS: tuple[Spec, ...] = (
     Spec("alltoall_object", Part.BLOCKS, Part.BLOCKS, method=Method.PARCELS, sized=False),
     # of faces, axis by axis: messages of the next axis start at the end of those before
     Spec("halo", Part.TENSOR, Part.TENSOR, method=Method.MESSAGES, recordable=False),
-    # of the group itself
-    Spec("split_group", method=Method.LOCAL),
 )
 
 SPECS: Mapping[str, Spec] = MappingProxyType({spec.kind: spec for spec in (*PROGRAMS, *_OTHERS)})

@@ -154,7 +154,7 @@ def sparse(pg: ProcessGroup) -> Any:
     return pytest.importorskip("scipy.sparse").coo_array(np.eye(4))
 
 
-#: Starts each call that no program carries out, apart from messages and what is no call on a group.
+#: Starts each call that no program carries out, apart from messages.
 COMPOSITE: dict[str, Callable[[ProcessGroup], Any]] = {
     "allreduce_sparse": lambda pg: pg.allreduce(sparse(pg)),
     "reduce_sparse": lambda pg: pg.reduce(sparse(pg), 0),
@@ -176,8 +176,8 @@ rows = pytest.mark.parametrize("kind", COMPOSITE)
 def test_each_row_has_a_call_here() -> None:
     others = {kind for kind, spec in SPECS.items() if spec.method in (Method.STEPS, Method.PARCELS)}
     assert others == set(COMPOSITE)
-    rest = {kind for kind, spec in SPECS.items() if spec.method in (Method.MESSAGES, Method.LOCAL)}
-    assert rest == {"send_sparse", "recv_sparse", "halo", "split_group"}
+    rest = {kind for kind, spec in SPECS.items() if spec.method is Method.MESSAGES}
+    assert rest == {"send_sparse", "recv_sparse", "halo"}
 
 
 @rows
