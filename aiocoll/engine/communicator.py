@@ -250,7 +250,7 @@ class Communicator:
         if operation is None:
             return self._deliver_unentered(channel, peer, header, payload)
         if not is_early:  # else it was here before the operation
-            operation.waited_for = peer
+            operation.set_waited_for(peer)
         if kind == _DATA:
             if operation.fingerprint != fingerprint or not operation.deliver(peer, step, total, payload, length):
                 self.mismatches.disagree(peer, op, operation.describe())
@@ -260,7 +260,7 @@ class Communicator:
             self.mismatches.disagree(peer, op, operation.describe())
         else:
             operation.promise(peer)
-        operation.waited_for = -1
+        operation.set_waited_for(-1)
         return True
 
     def _deliver_unentered(self, channel: Channel, peer: int, header: Header, payload: memoryview | None) -> bool:

@@ -157,7 +157,7 @@ class Operation:
         self.peer = peer
 
     def set_waited_for(self, peer: int) -> None:
-        """Set the rank whose data completes it."""
+        """Set `waited_for`: the rank whose data is taken from now on, or has completed it; -1 for none."""
         self.waited_for = peer
 
     def enter(self) -> None:

@@ -69,9 +69,9 @@ class Children:
                 parent.warned, parent.reported = child.warned, child.reported
             if not parent.done:
                 if child.waited_for >= 0:
-                    parent.waited_for = child.waited_for
+                    parent.set_waited_for(child.waited_for)
                 ended(result, error)
-                parent.waited_for = -1
+                parent.set_waited_for(-1)
 
         child = make(KEYED | hash62(name), ChildCompletion(parent.completion, report))
         running.append(child)

@@ -143,9 +143,9 @@ class Slots:
                 return False
             if length > most:
                 raise ProtocolError(f"rank {peer} posted {length} bytes to a slot of {most}")
-            operation.waited_for = peer
+            operation.set_waited_for(peer)
             operation.deliver(peer, step, length, byte_view(reader.view(slot, _BYTES, length)), length)
-            operation.waited_for = -1
+            operation.set_waited_for(-1)
             reader.free(slot, self._group)
             return True
         return False
