@@ -67,6 +67,7 @@ LIMITS = {
     "blocked_after": ("aiocoll.engine.failure.watchdog.BLOCKED_AFTER",),
     "connect_again": ("aiocoll.engine.failure.failure_detector.CONNECT_AGAIN",),
     "control_parting": ("aiocoll.engine.control.departure.PARTING",),
+    "decoding_budget": ("aiocoll.engine.operations.incremental.BUDGET",),
     "dial_doubt": ("aiocoll.transport.stream.dialler._DOUBT",),
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),

@@ -28,7 +28,7 @@ from aiocoll.store import HashStore
 from aiocoll.testing import run_ranks, run_virtual
 
 from ..gpu.groups import WAYS, gpus
-from ..internals import comm_of
+from ..internals import comm_of, set_limits
 from ..ranks import over
 
 SIZES = (1, 2, 3, 4, 7)
@@ -261,6 +261,29 @@ async def test_of_two_the_other_was_waited_for(op: str, count: int, transport: A
             "reduce": lambda: pg.reduce(block, 0),
             "broadcast": lambda: pg.broadcast(block, 1),
         }[op]()
+        called.set()
+        await work
+        if not me:
+            assert {each.rank: each.times for each in pg.stats().peers}[1] == before + 1
+
+    await run_ranks(2, rank, options=GroupOptions(transport=transport))
+
+
+@pytest.mark.parametrize("op", ["gather", "gather_object"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_rank_was_waited_for_if_its_data_take_several_turns_to_unpack(
+    op: str, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, decoding_budget=0.0)
+    called = asyncio.Event()
+
+    async def rank(pg: ProcessGroup) -> None:
+        me = pg.rank()
+        await pg.barrier()
+        before = {each.rank: each.times for each in pg.stats().peers}.get(1, 0)
+        if me:
+            await called.wait()
+        work: Any = pg.gather(None, np.ones(70_000), 0) if op == "gather" else pg.gather_object([me] * 5000, 0)
         called.set()
         await work
         if not me:

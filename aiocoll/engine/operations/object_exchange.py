@@ -147,7 +147,7 @@ class ObjectExchange(Post):
         parcels: what travels.
     """
 
-    __slots__ = ("_parcels", "_steps")
+    __slots__ = ("_last", "_parcels", "_steps")
 
     def __init__(
         self,
@@ -160,6 +160,8 @@ class ObjectExchange(Post):
         super().__init__(comm, identity, signature, parcels.sources, completion)
         self._parcels = parcels
         self._steps: Steps | None = None
+        # The rank with whose parcel all had moved; -1 for none.
+        self._last = -1
         if parcels.are_arrays:
             self._limit = 2**32 - 1  # frames have the size modulo 2**32
 
@@ -188,7 +190,9 @@ class ObjectExchange(Post):
     def advance(self) -> None:
         """Continue to make the result."""
         if self._steps is not None:
+            self.set_waited_for(self._last)
             carry_on(self, self._steps)
+            self.set_waited_for(-1)
 
     def _settle(self) -> None:
         if self.done or self._missing or self._unsent or self._steps is not None:
@@ -197,5 +201,6 @@ class ObjectExchange(Post):
         if self._refusal is not None:
             self.fail(self._refusal)
             return
+        self._last = self.waited_for
         self._steps = self._parcels.unpack(self._incoming)
         carry_on(self, self._steps)
