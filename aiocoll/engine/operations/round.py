@@ -12,16 +12,18 @@ __all__ = ["Contribution", "Round", "Take", "slots_of"]
 
 
 class Contribution(NamedTuple):
-    """A region that this rank posts once.
+    """What this rank posts once.
 
     Attributes:
-        region: the elements.
+        buffer: number of the array.
+        nbytes: its length; one without elements need not be there.
         readers: the ranks that read it.
         is_common: it goes through the common lane; if not, through the lane of its one reader.
         first_slot, slots: the first of the slots that it may take, and how many there are.
     """
 
-    region: Region
+    buffer: int
+    nbytes: int
     readers: tuple[int, ...]
     is_common: bool
     first_slot: int
@@ -33,14 +35,13 @@ class Take(NamedTuple):
 
     Attributes:
         peer: the rank that posts it.
-        nbytes: its length.
-        region: the elements that it is copied to, unless it is folded.
+        nbytes, elements: its length.
         is_common, first_slot, slots: as of a `Contribution`.
     """
 
     peer: int
     nbytes: int
-    region: Region
+    elements: int
     is_common: bool
     first_slot: int
     slots: int
@@ -49,21 +50,26 @@ class Take(NamedTuple):
 class Round(NamedTuple):
     """A program in which each rank posts, reads at most one contribution of each peer, and perhaps posts the result.
 
+    It uses whole arrays, which have the numbers of the program's buffers.
+
     Attributes:
         copies: target and source of each local copy.
         first: contributions posted at the start.
         takes: contributions that this rank reads, by ascending rank.
-        fold: the region that is reduced into; None if contributions are copied.
-        sources: what is folded, in order: an index into `takes`, or a region of this rank.
+        fold: the array that is reduced into; None if nothing is.
+        own: what this rank adds to the contributions that are folded: its place among them, in rank order, and the
+            array.
+        moves: what is copied: index of the contribution in `takes`, and the target.
         last: contributions posted at the end.
         private: only the two ends of a contribution know its length, so that the fingerprint does not have it.
     """
 
-    copies: tuple[tuple[Region, Region], ...]
+    copies: tuple[tuple[int, int], ...]
     first: tuple[Contribution, ...]
     takes: tuple[Take, ...]
-    fold: Region | None
-    sources: tuple[int | Region, ...]
+    fold: int | None
+    own: tuple[tuple[int, int], ...]
+    moves: tuple[tuple[int, int], ...]
     last: tuple[Contribution, ...]
     private: bool
 
@@ -79,9 +85,9 @@ class Round(NamedTuple):
             private: see `Round`.
 
         Raises:
-            ValueError: the program has more than one round.
+            ValueError: the program has more than one round, or uses a part of an array.
         """
-        copies: list[tuple[Region, Region]] = []
+        copies: list[tuple[int, int]] = []
         first: list[Action] = []
         last: list[Action] = []
         received: list[Action] = []
@@ -95,23 +101,33 @@ class Round(NamedTuple):
             elif action.verb is Verb.FOLD and fold is None:
                 fold = action
             elif action.verb is Verb.COPY and not waits:
-                copies.append((action.region, action.sources[0]))
+                if action.region.count:
+                    copies.append((_array(action.region), _array(action.sources[0])))
             else:
                 raise ValueError(f"algorithm={program.algorithm!r} has more than one round: {action}")
         # A rank that posts no result may read that of another one.
         is_common = lanes.first if last else lanes.last
+        received.sort(key=lambda action: action.peer)  # a mismatch names the lowest rank that differs
         takes = []
-        for action in sorted(received, key=lambda action: action.peer):  # a mismatch names the lowest rank that differs
+        for action in received:
             nbytes = action.region.count * itemsize
-            takes.append(Take(action.peer, nbytes, action.region, is_common, *slots_of(nbytes, small)))
-        index = {take.region: number for number, take in enumerate(takes)}
-        sources = () if fold is None else tuple(index.get(source, source) for source in fold.sources)
-        region = None if fold is None else fold.region
+            takes.append(Take(action.peer, nbytes, action.region.count, is_common, *slots_of(nbytes, small)))
+        regions = [action.region for action in received]
+        own: tuple[tuple[int, int], ...] = ()
+        moves: tuple[tuple[int, int], ...] = ()
+        target: int | None = None
+        if fold is None:
+            moves = tuple((number, _array(region)) for number, region in enumerate(regions) if region.count)
+        elif fold.region.count:
+            target = _array(fold.region)
+            own = tuple((number, _array(source)) for number, source in enumerate(fold.sources) if source not in regions)
+            if [source for source in fold.sources if source in regions] != regions:
+                raise ValueError(f"algorithm={program.algorithm!r} does not fold in rank order: {fold}")
         first_posts, last_posts = (
             _posted(first, itemsize, lanes.first, small),
             _posted(last, itemsize, lanes.last, small),
         )
-        return cls(tuple(copies), first_posts, tuple(takes), region, sources, last_posts, private)
+        return cls(tuple(copies), first_posts, tuple(takes), target, own, moves, last_posts, private)
 
 
 def slots_of(nbytes: int, small: int) -> tuple[int, int]:
@@ -124,6 +140,14 @@ def _posted(sends: list[Action], itemsize: int, is_common: bool, small: int) -> 
     for action in sends:
         readers.setdefault(action.region, []).append(action.peer)
     return tuple(
-        Contribution(region, tuple(peers), is_common, *slots_of(region.count * itemsize, small))
+        Contribution(_array(region), nbytes, tuple(peers), is_common, *slots_of(nbytes, small))
         for region, peers in readers.items()
+        for nbytes in [region.count * itemsize]
     )
+
+
+def _array(region: Region) -> int:
+    """Return the number of the array that a region is."""
+    if region.start:
+        raise ValueError(f"a round uses whole arrays, not {region}")
+    return region.buffer

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.algorithms.program import Region
 from aiocoll.completion import Completion
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.round import Contribution, Round, Take
-from aiocoll.engine.operations.slots import EMPTY, region_of
+from aiocoll.engine.operations.slots import EMPTY
 from aiocoll.errors import ProtocolError
+from aiocoll.transport.shared_memory import SlotReader
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
@@ -51,11 +51,12 @@ class SlotProgram(Operation):
         self._plan = plan
         self._round: Round = plan.round
         self._arrays = arrays
-        # How many contributions have been seen, in their order; and the peer of the one that was missing last.
-        self._seen = 0
-        self._missing = -1
-        # Contributions that have been seen in slots, where they lie; whatever stands for those that came in frames.
+        # Contributions that are here, in their order: those in slots where they lie; whatever stands for those that
+        # came in frames. And the peer of the one that was missing last.
         self._inputs: list[NDArray[Any]] = []
+        self._missing = -1
+        # Slots that are to be freed.
+        self._seen: list[tuple[SlotReader, int]] = []
         self._has_folded = False
         # Peers to which a frame is not sent completely.
         self._unsent: Collection[int] = ()
@@ -64,9 +65,9 @@ class SlotProgram(Operation):
 
     def enter(self) -> None:
         """Post what this rank has."""
-        step = self._round
+        step, arrays = self._round, self._arrays
         for target, source in step.copies:
-            region_of(self._arrays, target)[...] = region_of(self._arrays, source)
+            arrays[target][...] = arrays[source]
         if step.first:
             self._post(step.first)
         if not self.done and not self.look():
@@ -86,33 +87,33 @@ class SlotProgram(Operation):
         """Look for missing contributions; fold when none is missing. Return whether the operation has ended."""
         if self.done:
             return True  # it failed together with an operation that was looked at before
-        step, seen, inputs = self._round, self._seen, self._inputs
-        takes = step.takes
-        while seen < len(takes):
-            found = self.comm.slots.look_at(
-                takes, seen, self.id, self.fingerprint, step.private, self._plan.storage, inputs
-            )
-            self._seen = seen = found if found >= 0 else -1 - found
-            if seen == len(takes):
+        step, inputs = self._round, self._inputs
+        count = len(step.takes)
+        while len(inputs) < count:
+            differs = self.comm.slots.look_at(step, self.id, self.fingerprint, self._plan.storage, inputs, self._seen)
+            if len(inputs) == count:
                 break
-            if found < 0:
-                self.comm.mismatches.disagree(takes[seen].peer, self.id, self.describe())
-            if found < 0 or not self._has_framed(takes[seen]):
-                self._missing = takes[seen].peer
+            take = step.takes[len(inputs)]
+            if differs:
+                self.comm.mismatches.disagree(take.peer, self.id, self.describe())
+            if differs or not self._has_framed(take):
+                self._missing = take.peer
                 return self.done
-            self._seen = seen = seen + 1
             inputs.append(EMPTY)
         if self._unsent:
             return False
         if not self._has_folded:
             self._has_folded = True
-            if (takes or step.fold is not None) and not self._fold():
+            if (count or step.fold is not None) and not self._fold():
                 return True
             if step.last:
                 self._post(step.last)
                 if self._unsent or self.done:  # a frame that left at once has brought this to its end
                     return self.done
-        self._complete()
+        self.comm.polling.readers.pop(self, None)
+        if self._missing >= 0:
+            self.waited_for = self._missing
+        self.succeed(self.completion.value)
         return True
 
     def _has_framed(self, take: Take) -> bool:
@@ -121,40 +122,25 @@ class SlotProgram(Operation):
 
     def _fold(self) -> bool:
         """Use all contributions where they lie, and free their slots; return whether that went well."""
-        step, inputs, framed = self._round, self._inputs, self._framed
-        posted: Sequence[Take] = step.takes
+        step, arrays, inputs, framed = self._round, self._arrays, self._inputs, self._framed
         if framed is not None:
-            posted = [take for take in posted if take.peer not in framed]
-            inputs = [
-                np.frombuffer(framed[take.peer], self._plan.storage) if take.peer in framed else given
-                for take, given in zip(step.takes, inputs, strict=True)
-            ]
+            for number, take in enumerate(step.takes):
+                if take.peer in framed:
+                    inputs[number] = np.frombuffer(framed[take.peer], self._plan.storage)
+        for number, target in step.moves:
+            arrays[target][...] = inputs[number]
         if step.fold is not None:
-            if not self._reduce(step.fold, inputs):
+            kernel = self._plan.kernel
+            assert kernel is not None
+            for number, source in step.own:
+                inputs.insert(number, arrays[source])
+            try:
+                kernel.fold(inputs, arrays[step.fold])
+            except Exception as error:  # of a function of the user's
+                self.comm.broke(self, error, "its reduce function raised ")
                 return False
-        elif self._plan.dtype is not None:
-            for take, given in zip(step.takes, inputs, strict=True):
-                if take.nbytes:
-                    region_of(self._arrays, take.region)[...] = given
-        self.comm.slots.free(posted, self.id)
+        self.comm.slots.free(self._seen)
         return True
-
-    def _reduce(self, target: Region, inputs: list[NDArray[Any]]) -> bool:
-        arrays, kernel = self._arrays, self._plan.kernel
-        assert kernel is not None
-        sources = [inputs[each] if isinstance(each, int) else region_of(arrays, each) for each in self._round.sources]
-        try:
-            kernel.fold(sources, region_of(arrays, target))
-        except Exception as error:  # of a function of the user's
-            self.comm.broke(self, error, "its reduce function raised ")
-            return False
-        return True
-
-    def _complete(self) -> None:
-        self.comm.polling.readers.pop(self, None)
-        if self._missing >= 0:
-            self.set_waited_for(self._missing)
-        self.succeed(self.completion.value)
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Store a contribution that comes in frames."""
@@ -199,7 +185,7 @@ class SlotProgram(Operation):
         slots, identity, fingerprint = self.comm.slots, self.id, self.fingerprint
         return sorted(
             take.peer
-            for take in self._round.takes[self._seen :]
+            for take in self._round.takes[len(self._inputs) :]
             if not self._has_framed(take) and not slots.look(take, identity, fingerprint)
         )
 

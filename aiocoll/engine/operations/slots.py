@@ -13,28 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.algorithms.program import Region
 from aiocoll.elements.buffers import byte_view
-from aiocoll.engine.operations.round import Contribution, Take, slots_of
+from aiocoll.engine.operations.round import Contribution, Round, Take, slots_of
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS, SlotReader
 
 if TYPE_CHECKING:
     from aiocoll.engine.links.channel import Channel
 
-__all__ = ["EMPTY", "Slots", "region_of"]
+__all__ = ["EMPTY", "Slots"]
 
 _BYTES: Final = np.dtype(np.uint8)
 EMPTY: Final = np.empty(0, _BYTES)
-
-
-def region_of(arrays: Sequence[NDArray[Any]], region: Region) -> NDArray[Any]:
-    """Return the elements of a region; one without elements need not have an array."""
-    start, stop = region.start, region.stop
-    if start == stop:
-        return EMPTY
-    array = arrays[region.buffer]
-    return array if stop - start == len(array) else array[start:stop]
 
 
 class Slots:
@@ -63,11 +53,11 @@ class Slots:
     def post(
         self, identity: int, fingerprint: int, contributions: Sequence[Contribution], arrays: Sequence[NDArray[Any]]
     ) -> list[tuple[int, NDArray[Any]]] | None:
-        """Post regions of `arrays`; return the readers that have no free slot, with what they need in a frame."""
+        """Post some of `arrays`; return the readers that have no free slot, with what they need in a frame."""
         channels, group, place = self._channels, self._group, identity + self._shift
         left: list[tuple[int, NDArray[Any]]] | None = None
-        for region, readers, is_common, first_slot, slots in contributions:
-            array = region_of(arrays, region)
+        for buffer, nbytes, readers, is_common, first_slot, slots in contributions:
+            array = arrays[buffer] if nbytes else EMPTY
             slot = first_slot + place % slots
             if is_common:
                 missed: Sequence[int] = self._post_to_all(slot, identity, fingerprint, array, readers)
@@ -78,7 +68,7 @@ class Slots:
                 if (
                     link is not None
                     and link is channel.link
-                    and link.lane_writer.post(slot, identity, group, fingerprint, array, array.nbytes)
+                    and link.lane_writer.post(slot, identity, group, fingerprint, array, nbytes)
                 ):
                     link.announce()
                     continue
@@ -152,41 +142,36 @@ class Slots:
 
     def look_at(
         self,
-        takes: Sequence[Take],
-        first: int,
+        step: Round,
         identity: int,
         fingerprint: int,
-        private: bool,
         dtype: np.dtype[Any],
-        found: list[NDArray[Any]],
-    ) -> int:
-        """Append contributions to `found`, where they lie: from take `first` on, up to one that is not here.
+        inputs: list[NDArray[Any]],
+        seen: list[tuple[SlotReader, int]],
+    ) -> bool:
+        """Append contributions to `inputs`, where they lie, and their slots to `seen`, up to one that is not here.
 
-        They are valid until `free`. Return the number of the take that is not here. If its rank has posted something
-        else, to a call that differs from this rank's, return -1 less that number.
+        As many as `inputs` has are skipped; what is appended is valid until `free`. Return whether the rank of the one
+        that is not here has posted something else, to a call that differs from this rank's.
         """
         channels, group, place = self._channels, self._group, identity + self._shift
-        for number in range(first, len(takes)):
-            rank, nbytes, region, is_common, first_slot, slots = takes[number]
+        for rank, nbytes, elements, is_common, first_slot, slots in step.takes[len(inputs) :]:
             link = channels[rank].shared
             if link is None:
-                return number
+                return False
             reader = link.common_reader if is_common else link.lane_reader
             slot = first_slot + place % slots
-            seen = reader.look(slot, identity, group)
-            if seen != fingerprint or (private and reader.length(slot) != nbytes):
-                return number if seen < 0 else -1 - number
-            found.append(reader.view(slot, dtype, region.stop - region.start) if nbytes else EMPTY)
-        return len(takes)
+            found = reader.look(slot, identity, group)
+            if found != fingerprint or (step.private and reader.length(slot) != nbytes):
+                return found >= 0
+            inputs.append(reader.view(slot, dtype, elements) if nbytes else EMPTY)
+            seen.append((reader, slot))
+        return False
 
-    def free(self, takes: Iterable[Take], identity: int) -> None:
+    def free(self, seen: Iterable[tuple[SlotReader, int]]) -> None:
         """Let the ranks reuse the slots of contributions that have been read."""
-        channels, group, place = self._channels, self._group, identity + self._shift
-        for rank, _, _, is_common, first_slot, slots in takes:
-            link = channels[rank].shared
-            assert link is not None
-            reader = link.common_reader if is_common else link.lane_reader
-            reader.free(first_slot + place % slots, group)
+        for reader, slot in seen:
+            reader.free(slot, self._group)
 
     def reclaim(self, take: Take, identity: int) -> None:
         """Free the slot of a contribution if it has one to a group that has ended."""
