@@ -16,7 +16,7 @@ from aiocoll.engine.operations.signature import Signature
 from aiocoll.group.dispatch.arguments import Arguments, slices
 from aiocoll.group.dispatch.call_cache import Found
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
-from aiocoll.group.prepared_call import FactoryCall, PlannedCall
+from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.group.unsized import allgather_unsized, gather_unsized
 from aiocoll.loading import loading
 from aiocoll.work import Work
@@ -88,7 +88,7 @@ class Collectives:
     def barrier(self, timeout: Timeout, key: str | None) -> Work[None]:
         """Start a barrier."""
         d = self._dispatcher
-        return d.start(PlannedCall(self._plans.plan("barrier", None, ()), [], (), None, d.limit(timeout), key))
+        return d.start_plan(self._plans.plan("barrier", None, ()), [], (), None, d.limit(timeout), key)
 
     def monitored_barrier(self, timeout: Timeout, wait_all_ranks: bool) -> Work[None]:
         """Start a monitored barrier."""
@@ -273,7 +273,7 @@ class Collectives:
     def _start(self, found: Found, shape: tuple[int, ...], result: Any, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start a call on plain arrays, whose plan the cache has found."""
         d = self._dispatcher
-        return d.start(PlannedCall(*found, shape, result, d.limit(timeout), key))
+        return d.start_plan(*found, shape, result, d.limit(timeout), key)
 
     def _may_differ(self, source: Buffer) -> bool:
         """Whether outputs are allocated by what the other ranks give, not by what this rank gives."""

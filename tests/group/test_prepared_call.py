@@ -68,18 +68,6 @@ async def test_a_call_on_arrays_is_its_plan_and_its_arrays(pg: ProcessGroup) -> 
     assert tensor.ravel().tolist() == [0, 2, 4, 6, 8, 10]
 
 
-@pytest.mark.ranks(1)
-async def test_the_copy_of_the_constructor_agrees_with_it(pg: ProcessGroup) -> None:
-    """`Dispatcher.one` has a copy of `PlannedCall.__init__`."""
-    tensor = np.ones(3)
-    ((copy, _),) = kept(pg, lambda: pg.broadcast(tensor, 0)).calls
-    assert isinstance(copy, PlannedCall)
-    made = PlannedCall(copy.plan, copy.arrays, (3,), tensor, pg.timeout, None)
-    for name in ("plan", "arrays", "result", "unwrap", "key"):
-        assert getattr(copy, name) is getattr(made, name)
-    assert (copy.shape, copy.limit) == (made.shape, made.limit)
-
-
 @pytest.mark.ranks(2)
 async def test_a_staged_array_is_unwrapped(pg: ProcessGroup) -> None:
     keeping = kept(pg, lambda: pg.allreduce(2.5), lambda: pg.allreduce(np.ones(4)[::2]))
@@ -131,15 +119,15 @@ async def test_a_call_that_starts_again_has_a_list_of_its_own(pg: ProcessGroup) 
 
 
 @pytest.mark.ranks(2)
-async def test_the_copy_of_the_start_agrees_with_it(pg: ProcessGroup) -> None:
-    """`Dispatcher.start` has a copy of `_start` for calls on arrays."""
+async def test_calls_of_a_plan_start_alike_from_a_record_and_from_its_arguments(pg: ProcessGroup) -> None:
     works: list[Work[Any]] = []
     d = dispatcher_of(pg)
-    for key, start in ((None, d.start), (None, d._start), ("k", d.start), ("k", d._start)):
+    for key, from_record in ((None, True), (None, False), ("k", True), ("k", False)):
         tensor = np.ones(3)
         plan = d.plans.one("broadcast", tensor, None, 0)
         assert plan is not None
-        works.append(start(PlannedCall(plan, [tensor], (3,), tensor, 5.0, key, tensor.tolist)))
+        arguments = plan, [tensor], (3,), tensor, 5.0, key, tensor.tolist
+        works.append(d.start(PlannedCall(*arguments)) if from_record else d.start_plan(*arguments))
     assert [await work for work in works] == [[1, 1, 1]] * 4
     assert [(work.op, work.seq, work.key) for work in works] == [
         ("BROADCAST", 1, None), ("BROADCAST", 2, None), ("BROADCAST", 1, "k"), ("BROADCAST", 2, "k")

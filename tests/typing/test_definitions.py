@@ -166,7 +166,7 @@ def test_definitions_lead_from_allreduce_to_the_link(server: Server) -> None:
     assert not lost, "\n".join(lost)
     way = {
         "Dispatcher.one",
-        "Dispatcher.start",
+        "Dispatcher.start_plan",
         "Communicator.enter",
         "Operation.enter",
         "Channel.pass_on",

@@ -112,7 +112,7 @@ class SlotProgram(Operation):
                     return self.done
         self.comm.polling.readers.pop(self, None)
         if self._missing >= 0:
-            self.waited_for = self._missing
+            self.set_waited_for(self._missing)
         self.succeed(self.completion.value)
         return True
 

@@ -32,7 +32,7 @@ from aiocoll.loading import loading
 from aiocoll.numerals import to_int
 from aiocoll.options import seconds
 from aiocoll.unretrieved import UnretrievedFailures
-from aiocoll.work import COMPILED, Work
+from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.group.cuda.device_state import DeviceState
@@ -49,7 +49,6 @@ Timeout = float | timedelta | None
 TellWrong = Callable[[ValueError, Signature, tuple[int, ...], Timeout, str | None], Work[Any]]
 _ndarray: Final = np.ndarray
 _thread: Final = threading.get_ident
-_new: Final = object.__new__
 
 
 class Dispatcher:
@@ -173,18 +172,7 @@ class Dispatcher:
             if plan is not None and plan.storage is dtype:
                 flat = tensor if len(shape) == 1 else tensor.reshape(-1)
                 limit = self.comm.timeout if timeout is None else seconds(timeout, "timeout")
-                if COMPILED:
-                    return self.start(PlannedCall(plan, [flat], shape, tensor, limit, key))
-                # hot path: inlined from `PlannedCall.__init__`, since passing the arguments takes half of its 200 ns
-                call = _new(PlannedCall)
-                call.plan = plan
-                call.arrays = [flat]
-                call.shape = shape
-                call.result = tensor
-                call.limit = limit
-                call.key = key
-                call.unwrap = None
-                return self.start(call)
+                return self.start_plan(plan, [flat], shape, tensor, limit, key)
         buffer = (
             view(tensor, writable=writable) if type(tensor) is _ndarray or not is_scalar(tensor) else scalar(tensor)
         )
@@ -230,34 +218,11 @@ class Dispatcher:
 
     def start(self, call: PreparedCall) -> Work[Any]:
         """Start a call, or pass it to an interceptor."""
-        comm = self.comm
-        # hot path: inlined from `check`, and from `interceptor_here` where no other block is inside that of this group
-        if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.barred:
-            self.check()
-        if self._diverts:
-            scope = scope_here()
-            interceptor = None if scope is None or scope.group is not self else scope.interceptor
-            if interceptor is not None or (interceptor := self.interceptor_here()) is not None:
-                return interceptor.take(call)
-        if type(call) is not PlannedCall:
-            return self._start(call)
-        # hot path: inlined from `_start`, and from `PlannedCall`
-        plan = call.plan
-        key = call.key
-        if key is None:
-            identity = seq = comm.entered = comm.entered + 1
-        else:
-            identity, seq = self.keyed_id(key)
-        completion = Completion(self.endpoint, plan.signature.op, seq, key, self)
-        completion.shape, completion.timeout, completion.value = call.shape, call.limit, call.result
-        if call.unwrap is not None:
-            completion.unwrap = call.unwrap
-        work: Work[Any] = Work(completion)
-        self._run_quietly(self._enter, plan.executor(comm, identity, plan, call.arrays, completion))
-        return work
-
-    def _start(self, call: PreparedCall) -> Work[Any]:
-        """Start a call that no interceptor takes."""
+        if type(call) is PlannedCall:
+            return self.start_plan(call.plan, call.arrays, call.shape, call.result, call.limit, call.key, call.unwrap)
+        self.check()
+        if (interceptor := self.interceptor_here()) is not None:
+            return interceptor.take(call)
         # Not for a message: its operation has its own id.
         identity, seq = (P2P, None) if call.signature is None else self.numbered(call.key)
         completion = Completion(self.endpoint, call.op, seq, call.key, self)
@@ -268,6 +233,35 @@ class Dispatcher:
             self._run_quietly(self._enter, operation)
         else:
             self._enter(operation)
+        return work
+
+    def start_plan(
+        self,
+        plan: Plan,
+        arrays: list[Any],
+        shape: tuple[int, ...],
+        result: Any,
+        limit: float,
+        key: Unchecked,
+        unwrap: Callable[[], Any] | None = None,
+    ) -> Work[Any]:
+        """Start the `PlannedCall` of these arguments, which is made only for an interceptor."""
+        comm = self.comm
+        # hot path: inlined from `check`, and from `interceptor_here` where no other block is inside that of this group
+        if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.barred:
+            self.check()
+        if self._diverts:
+            scope = scope_here()
+            interceptor = None if scope is None or scope.group is not self else scope.interceptor
+            if interceptor is not None or (interceptor := self.interceptor_here()) is not None:
+                return interceptor.take(PlannedCall(plan, arrays, shape, result, limit, key, unwrap))
+        identity, seq = self.numbered(key)
+        completion = Completion(self.endpoint, plan.signature.op, seq, key, self)
+        completion.shape, completion.timeout, completion.value = shape, limit, result
+        if unwrap is not None:
+            completion.unwrap = unwrap
+        work: Work[Any] = Work(completion)
+        self._run_quietly(self._enter, plan.executor(comm, identity, plan, arrays, completion))
         return work
 
     def enter(self, operation: Operation) -> None:
@@ -329,17 +323,14 @@ class Dispatcher:
 
     def numbered(self, key: Unchecked) -> tuple[int, int]:
         """Take the next number, or the next count of `key`; return the operation id and the number."""
+        comm = self.comm
         if key is None:
-            identity = self.comm.entered = self.comm.entered + 1
+            identity = comm.entered = comm.entered + 1
             return identity, identity
-        return self.keyed_id(key)
-
-    def keyed_id(self, key: Unchecked) -> tuple[int, int]:
-        """Take the next count of `key`; return the operation id and the count."""
         if not isinstance(key, str):
             self.check_key(key)
         try:
-            return self.comm.keyed_id(key)
+            return comm.keyed_id(key)
         except UnicodeEncodeError:
             self.check_key(key)
             raise

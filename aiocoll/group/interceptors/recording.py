@@ -271,7 +271,7 @@ class Flusher:
         """Return the operation of a message, or of a collective with a key."""
         if call.signature is None:
             return call.operation(self._comm, P2P, completion)
-        identity, completion.seq = self._dispatcher.keyed_id(call.key)
+        identity, completion.seq = self._dispatcher.numbered(call.key)
         if wrapper is None:
             return call.operation(self._comm, identity, completion)
         return wrapper.wrap(identity, call.signature, partial(call.operation, self._comm), completion)
