@@ -124,9 +124,10 @@ class SlotProgram(Operation):
         """Use all contributions where they lie, and free their slots; return whether that went well."""
         step, arrays, inputs, framed = self._round, self._arrays, self._inputs, self._framed
         if framed is not None:
-            for number, take in enumerate(step.takes):
-                if take.peer in framed:
-                    inputs[number] = np.frombuffer(framed[take.peer], self._plan.storage)
+            inputs = [
+                np.frombuffer(framed[take.peer], self._plan.storage) if take.peer in framed else given
+                for take, given in zip(step.takes, inputs, strict=True)
+            ]
         for number, target in step.moves:
             arrays[target][...] = inputs[number]
         if step.fold is not None:
