@@ -24,10 +24,10 @@ from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.round import Contribution, Round, Take
 from aiocoll.engine.operations.slots import EMPTY
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shared_memory import SlotReader
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
+    from aiocoll.transport.shm.slots import SlotReader
 
 __all__ = ["SlotProgram"]
 

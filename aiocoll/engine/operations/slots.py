@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.round import Contribution, Round, Take, slots_of
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS, SlotReader
+from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
 
 if TYPE_CHECKING:
     from aiocoll.engine.links.channel import Channel
+    from aiocoll.transport.shm.slots import SlotReader
 
 __all__ = ["EMPTY", "Slots"]
 
