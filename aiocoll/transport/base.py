@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from aiocoll.transport.shm.chunk_queue import Chunks
     from aiocoll.transport.shm.references import ReferenceWriter
     from aiocoll.transport.shm.registered_memory import RegisteredMemory
-    from aiocoll.transport.shm.slots import CommonWriter, LaneWriter, SlotReader
+    from aiocoll.transport.shm.slots import CommonWriter, LaneWriter
+    from aiocoll.transport.shm.slots import SlotReader as SlotReader
 
 __all__ = ["Card", "Link", "SharedMemoryLink", "Sink", "Transport"]
 

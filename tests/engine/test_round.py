@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aiocoll.algorithms.select import ALGORITHMS, IN_SLOTS, build, lanes
+from aiocoll.algorithms.program import Action, Program, Region, Verb
+from aiocoll.algorithms.select import ALGORITHMS, IN_SLOTS, Lanes, build, lanes
 from aiocoll.engine.operations.round import Contribution, Round, Take
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 
@@ -85,3 +86,17 @@ def test_round_of_a_program_of_several_rounds_is_refused(kind: str, algorithm: s
     assert (kind, algorithm) in ALGORITHMS
     with pytest.raises(ValueError, match=f"algorithm='{algorithm}' has more than one round|a round uses whole arrays"):
         rounds(kind, algorithm)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        Action(Verb.SEND, Region(0, 1, 3), 1),
+        Action(Verb.RECV, Region(0, 1, 3), 1),
+        Action(Verb.COPY, Region(1, 0, 2), sources=(Region(0, 1, 3),)),
+        Action(Verb.FOLD, Region(0, 1, 3), sources=(Region(1, 0, 2),)),
+    ],
+)
+def test_round_of_a_program_on_a_part_of_an_array_is_refused(action: Action) -> None:
+    with pytest.raises(ValueError, match="a round uses whole arrays"):
+        Round.of(Program((action,)), 8, Lanes(first=False, last=False), SMALL)

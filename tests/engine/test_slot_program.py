@@ -10,22 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import GroupError, HashStore, ProcessGroup, ReduceOp, new_group
-from aiocoll.algorithms.program import Action, Program, Region, Verb
-from aiocoll.algorithms.select import Lanes
-from aiocoll.elements.dtypes import by_name
-from aiocoll.elements.ops import kernel
+from aiocoll import GroupError, HashStore, ProcessGroup, new_group
 from aiocoll.engine.job.ids import hash62
-from aiocoll.engine.operations.plan import Plan
-from aiocoll.engine.operations.round import Round
-from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.slot_program import SlotProgram
-from aiocoll.group.prepared_call import PlannedCall
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm.slots import SlotReader
 from aiocoll.work import Work
 
-from ..internals import comm_of, dispatcher_of
+from ..internals import comm_of
 from ..ranks import options, over, until
 
 #: Elements of float64: in the line of a block, in a small one, in a middle one.
@@ -155,42 +147,6 @@ async def test_a_block_in_use_is_no_reason_to_wait(count: int, blocks: int) -> N
         calls += [call(one, count) for _ in range(3 * blocks)]
         await check(calls, 2)
         assert zero.pending() == one.pending() == []
-
-
-def moving(peer: int) -> Program:
-    """Copy a part of buffer 0 to buffer 1, send another one, and receive into a third."""
-    copy = Action(Verb.COPY, Region(1, 0, 1), sources=(Region(0, 4, 5),))
-    return Program((copy, Action(Verb.SEND, Region(0, 1, 3), peer), Action(Verb.RECV, Region(1, 2, 4), peer)))
-
-
-def folding(peer: int) -> Program:
-    """Send a part of buffer 0, and add what is received to another one, into a third; buffer 2 is scratch."""
-    received = Region(2, 0, 2)
-    fold = Action(Verb.FOLD, Region(1, 3, 5), sources=(Region(0, 3, 5), received), final=True, follow=(1,))
-    return Program((Action(Verb.SEND, Region(0, 1, 3), peer), Action(Verb.RECV, received, peer), fold), (2,))
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [(moving, ([4, 0, 11, 12, 0], [14, 0, 1, 2, 0])), (folding, ([0, 0, 0, 14, 16], [0, 0, 0, 14, 16]))],
-)
-async def test_program_on_parts_of_buffers(make: Callable[[int], Program], expected: tuple[list[int], ...]) -> None:
-    """Contributions, copies, sources and results may be any part of a buffer; the rest of it is as it was."""
-    int64 = by_name("int64")
-    signature = Signature("ALLREDUCE", "int64", (5,), None, "SUM")
-    async with jobs(2) as (pgs,):
-        inputs, outputs, works = [], [], []
-        for rank, pg in enumerate(pgs):
-            program = make(1 - rank)
-            plan = Plan(signature, program, int64, kernel(ReduceOp.SUM, int64, 2), SlotProgram)
-            plan.round = Round.of(program, 8, Lanes(first=False, last=False), comm_of(pg).slots.small)
-            inputs.append(np.arange(5) + 10 * rank)
-            outputs.append(np.zeros(5, np.int64))
-            arrays = [inputs[-1], outputs[-1]]
-            works.append(dispatcher_of(pg).start(PlannedCall(plan, arrays, (5,), outputs[-1], 20.0, None)))
-        found = [(await work).tolist() for work in works]
-        assert found == list(expected)
-        assert [array.tolist() for array in inputs] == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
 
 
 async def test_what_came_in_a_frame_outlasts_it() -> None:

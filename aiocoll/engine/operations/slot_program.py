@@ -27,7 +27,7 @@ from aiocoll.errors import ProtocolError
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
-    from aiocoll.transport.shm.slots import SlotReader
+    from aiocoll.transport.base import SlotReader
 
 __all__ = ["SlotProgram"]
 

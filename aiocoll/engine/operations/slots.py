@@ -20,7 +20,7 @@ from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL
 
 if TYPE_CHECKING:
     from aiocoll.engine.links.channel import Channel
-    from aiocoll.transport.shm.slots import SlotReader
+    from aiocoll.transport.base import SlotReader
 
 __all__ = ["EMPTY", "Slots"]
 
