@@ -102,7 +102,7 @@ class Round(NamedTuple):
                 fold = action
             elif action.verb is Verb.COPY and not waits:
                 if action.region.count:
-                    copies.append((_whole(action.region), _whole(action.sources[0])))
+                    copies.append((_buffer_of(action.region), _buffer_of(action.sources[0])))
             else:
                 raise ValueError(f"algorithm={program.algorithm!r} has more than one round: {action}")
         # A rank that posts no result may read that of another one.
@@ -117,10 +117,12 @@ class Round(NamedTuple):
         moves: tuple[tuple[int, int], ...] = ()
         target: int | None = None
         if fold is None:
-            moves = tuple((number, _whole(region)) for number, region in enumerate(regions) if region.count)
+            moves = tuple((number, _buffer_of(region)) for number, region in enumerate(regions) if region.count)
         elif fold.region.count:
-            target = _whole(fold.region)
-            own = tuple((number, _whole(source)) for number, source in enumerate(fold.sources) if source not in regions)
+            target = _buffer_of(fold.region)
+            own = tuple(
+                (number, _buffer_of(source)) for number, source in enumerate(fold.sources) if source not in regions
+            )
             if [source for source in fold.sources if source in regions] != regions:
                 raise ValueError(f"algorithm={program.algorithm!r} does not fold in rank order: {fold}")
         first_posts, last_posts = (
@@ -140,13 +142,13 @@ def _posted(sends: list[Action], itemsize: int, is_common: bool, small: int) -> 
     for action in sends:
         readers.setdefault(action.region, []).append(action.peer)
     return tuple(
-        Contribution(_whole(region), nbytes, tuple(peers), is_common, *slots_of(nbytes, small))
+        Contribution(_buffer_of(region), nbytes, tuple(peers), is_common, *slots_of(nbytes, small))
         for region, peers in readers.items()
         for nbytes in [region.count * itemsize]
     )
 
 
-def _whole(region: Region) -> int:
+def _buffer_of(region: Region) -> int:
     """Return the number of the array that a region is; `SlotProgram` uses no parts of arrays."""
     if region.start:
         raise ValueError(f"a round uses whole arrays, not {region}")
