@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from aiocoll import ProcessGroup
+from aiocoll import PeerProtocolError, ProcessGroup, ProtocolError
 from aiocoll.engine.operations.slots import Slots
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.transport.shm.slots import CommonWriter
@@ -137,6 +137,29 @@ async def test_group_that_failed_keeps_no_slot_of_others() -> None:
         before = used(b[0])
         await check([call(pg) for pg in b], 3)
         assert used(b[0]) == before + 1
+
+
+@pytest.mark.parametrize("nbytes", [1 << 15, 1 << 40, (1 << 64) - 1])
+async def test_length_that_a_slot_cannot_have_is_refused_by_name(nbytes: int) -> None:
+    async with jobs(2) as (pgs,):
+        posted = pgs[1].gather(None, np.ones(3), 0)
+        lines = comm_of(pgs[1]).channels[0].shared.lane_writer._lines  # type: ignore[union-attr]
+        for slot in range(SMALL_SLOTS):
+            lines[(slot << 3) + 2] = nbytes
+        with pytest.raises(PeerProtocolError, match=f"rank 1 posted {nbytes} bytes to a slot of 4096") as raised:
+            await pgs[0].gather(None, np.ones(3), 0)
+        assert raised.value.ranks == (1,)
+        await posted
+
+
+async def test_part_of_an_element_is_refused_by_name() -> None:
+    async with jobs(2) as (pgs,):
+        await pgs[1].gather(None, np.ones(3), 0)
+        lines = comm_of(pgs[1]).channels[0].shared.lane_writer._lines  # type: ignore[union-attr]
+        for slot in range(SMALL_SLOTS):
+            lines[(slot << 3) + 2] = 23
+        with pytest.raises(ProtocolError, match="rank 1 sent 23 bytes, which is no whole number of float64 elements"):
+            await pgs[0].gather(None, np.ones(3), 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
