@@ -40,6 +40,16 @@ async def test_contribution_for_several_readers_is_posted_once(world_size: int, 
         assert [used(pg) - old for pg, old in zip(pgs, before, strict=True)] == [uses] * world_size
 
 
+@pytest.mark.parametrize(("nbytes", "uses"), [(1 << 16, 1), ((1 << 16) + 8, 0)])
+async def test_largest_contribution_is_the_same_for_any_number_of_readers(nbytes: int, uses: int) -> None:
+    async with jobs(8) as (pgs,):
+        before = [used(pg) for pg in pgs]
+        works = [pg.broadcast(np.full(nbytes // 8, float(pg.rank())), 3) for pg in pgs]
+        for work in works:
+            assert (await work == 3).all()
+        assert sum(used(pg) for pg in pgs) - sum(before) == uses
+
+
 async def test_rank_0_reads_alone_and_posts_the_result_once() -> None:
     async with jobs(6) as (pgs,):
         before = [used(pg) for pg in pgs]
