@@ -17,6 +17,7 @@ from aiocoll.engine.operations.incremental import Steps
 from aiocoll.engine.operations.object_exchange import ObjectExchange, Parcels
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange
+from aiocoll.errors import ProtocolError
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.transport.frame import SEGMENT
@@ -73,6 +74,9 @@ def _gather(source: Buffer, own: NDArray[Any], dtype: np.dtype[Any], received: M
     for start in range(0, array.size, step):
         own[start : start + step] = array[start : start + step]
         yield
+    for rank, part in received.items():
+        if part.nbytes % dtype.itemsize:
+            raise ProtocolError(f"rank {rank} sent {part.nbytes} bytes, which is no whole number of {dtype} elements")
     parts = [np.frombuffer(received[rank], np.uint8) if rank in received else own for rank in range(len(received) + 1)]
     return [part.reshape(_shape(source, part.size)) for part in (part.view(dtype) for part in parts)]
 

@@ -137,6 +137,9 @@ class SharedMemoryLink(Link, Protocol):
     def is_beside(self) -> bool:
         """Whether the peer, when it last waited for long, was on the core on which this rank is now."""
 
+    def refuse(self, error: Exception) -> None:
+        """End the link in the next turn, since what the peer has put there cannot be taken."""
+
     def purge(self, group: int, has_left: bool) -> None:
         """Free what the peer has put, for a group that is over, into slots and the chunk queue.
 

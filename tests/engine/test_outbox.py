@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from aiocoll import ProcessGroup
+from aiocoll import PeerProtocolError, ProcessGroup, ProtocolError
 from aiocoll.engine.operations.slots import Slots
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.transport.shm.slots import CommonWriter
@@ -38,6 +38,16 @@ async def test_contribution_for_several_readers_is_posted_once(world_size: int, 
         before = [used(pg) for pg in pgs]
         await check([call(pg) for pg in pgs], world_size)
         assert [used(pg) - old for pg, old in zip(pgs, before, strict=True)] == [uses] * world_size
+
+
+@pytest.mark.parametrize(("nbytes", "uses"), [(1 << 16, 1), ((1 << 16) + 8, 0)])
+async def test_largest_contribution_is_the_same_for_any_number_of_readers(nbytes: int, uses: int) -> None:
+    async with jobs(8) as (pgs,):
+        before = [used(pg) for pg in pgs]
+        works = [pg.broadcast(np.full(nbytes // 8, float(pg.rank())), 3) for pg in pgs]
+        for work in works:
+            assert (await work == 3).all()
+        assert sum(used(pg) for pg in pgs) - sum(before) == uses
 
 
 async def test_rank_0_reads_alone_and_posts_the_result_once() -> None:
@@ -137,6 +147,29 @@ async def test_group_that_failed_keeps_no_slot_of_others() -> None:
         before = used(b[0])
         await check([call(pg) for pg in b], 3)
         assert used(b[0]) == before + 1
+
+
+@pytest.mark.parametrize("nbytes", [1 << 15, 1 << 40, (1 << 64) - 1])
+async def test_length_that_a_slot_cannot_have_is_refused_by_name(nbytes: int) -> None:
+    async with jobs(2) as (pgs,):
+        posted = pgs[1].gather(None, np.ones(3), 0)
+        lines = comm_of(pgs[1]).channels[0].shared.lane_writer._lines  # type: ignore[union-attr]
+        for slot in range(SMALL_SLOTS):
+            lines[(slot << 3) + 2] = nbytes
+        with pytest.raises(PeerProtocolError, match=f"rank 1 posted {nbytes} bytes to a slot of 4096") as raised:
+            await pgs[0].gather(None, np.ones(3), 0)
+        assert raised.value.ranks == (1,)
+        await posted
+
+
+async def test_part_of_an_element_is_refused_by_name() -> None:
+    async with jobs(2) as (pgs,):
+        await pgs[1].gather(None, np.ones(3), 0)
+        lines = comm_of(pgs[1]).channels[0].shared.lane_writer._lines  # type: ignore[union-attr]
+        for slot in range(SMALL_SLOTS):
+            lines[(slot << 3) + 2] = 23
+        with pytest.raises(ProtocolError, match="rank 1 sent 23 bytes, which is no whole number of float64 elements"):
+            await pgs[0].gather(None, np.ones(3), 0)
 
 
 @pytest.mark.parametrize("seed", range(4))

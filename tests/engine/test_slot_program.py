@@ -119,7 +119,7 @@ async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
     async with jobs(world_size) as (pgs,):
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]
-        fits = count * 8 * (world_size - 1) <= comm_of(pgs[0]).chunk_nbytes
+        fits = count * 8 <= comm_of(pgs[0]).slots.largest
         assert {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).pending} <= {fits}
         await check(calls, world_size)
         after = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]

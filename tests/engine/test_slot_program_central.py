@@ -19,7 +19,7 @@ WORLD_SIZES = [5, 7, 17]
 
 
 def fits(pg: ProcessGroup, count: int) -> bool:
-    return count * 8 * (pg.size() - 1) <= comm_of(pg).chunk_nbytes
+    return count * 8 <= comm_of(pg).slots.largest
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

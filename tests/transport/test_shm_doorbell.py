@@ -12,7 +12,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.transport.shm.core import _ask, core
 from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import OutboxLayout
+from aiocoll.transport.shm.layout import STATUS, OutboxLayout
 from aiocoll.transport.shm.outbox import Outbox
 from aiocoll.transport.shm.region import open_readable
 
@@ -137,6 +137,19 @@ async def test_it_sleeps_with_another_number_each_time(pair: Pair) -> None:
         pair.doorbell.attend()
     assert len(set(numbers)) == 5
     assert all(number % 2 for number in numbers)
+
+
+@pytest.mark.parametrize("value", [0, (1 << 64) - 1])
+async def test_status_does_not_depend_on_what_stands_in_the_memory(value: int, pair: Pair) -> None:
+    pair.doorbell.add(pair.link)
+    await turns()
+    before = pair.status
+    pair.doorbell.outbox.status[STATUS] = value
+    pair.doorbell.attend()
+    assert pair.status == before + 1
+    pair.doorbell.outbox.status[STATUS] = value
+    await turns()
+    assert pair.status == before + 2
 
 
 async def test_it_is_called_once_per_sleep_and_never_while_awake(pair: Pair) -> None:

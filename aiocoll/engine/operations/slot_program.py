@@ -193,4 +193,6 @@ class SlotProgram(Operation):
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
         self.comm.polling.readers.pop(self, None)
+        # They keep the memory of peers, and the error may keep this operation.
+        self._inputs = []
         super().fail(error)

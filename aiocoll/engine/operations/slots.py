@@ -132,11 +132,16 @@ class Slots:
             if found != operation.fingerprint or (nbytes is not None and length != nbytes):
                 comm.mismatches.disagree(peer, operation.id, operation.describe())
                 return False
-            if length > most:
-                raise ProtocolError(f"rank {peer} posted {length} bytes to a slot of {most}")
-            operation.set_waited_for(peer)
-            operation.deliver(peer, step, length, byte_view(reader.view(slot, _BYTES, length)), length)
-            operation.set_waited_for(-1)
+            try:
+                if length > most:
+                    raise ProtocolError(f"rank {link.peer} posted {length} bytes to a slot of {most}")
+                operation.set_waited_for(peer)
+                operation.deliver(peer, step, length, byte_view(reader.view(slot, _BYTES, length)), length)
+            except ProtocolError as error:
+                link.refuse(error)
+                return False
+            finally:
+                operation.set_waited_for(-1)
             reader.free(slot, self._group)
             return True
         return False

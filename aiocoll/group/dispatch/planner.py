@@ -17,6 +17,7 @@ from aiocoll.engine.operations.round import Round
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.slot_program import SlotProgram
+from aiocoll.transport.frame import SEGMENT
 
 __all__ = ["Planner"]
 
@@ -27,6 +28,8 @@ CIRCLE = 4
 EACH_REDUCES = 4
 #: Ranks up to which barriers go through slots; to tell one other rank takes a microsecond and a half.
 BARRIER_IN_SLOTS = 64
+#: Bytes of all contributions that a rank reads from slots, at most: to fold them takes some 150 microseconds.
+READ_AT_ONCE = 2 * SEGMENT
 
 _INT64 = by_name("int64")
 #: Collectives of large messages that processes read in each other's memory, and the algorithm for it: each rank reads
@@ -207,9 +210,8 @@ class Planner:
         return bool(blocks) and max(blocks) <= largest
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether every rank can post so many bytes to each other one."""
-        piece = self._comm.chunk_nbytes
-        return nbytes * (self._size - 1) <= piece and nbytes <= piece // 4
+        """Whether contributions of so many bytes fit into slots, and one rank can read all of them in a callback."""
+        return nbytes <= self._comm.slots.largest and nbytes * (self._size - 1) <= READ_AT_ONCE
 
     def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:
         spec, rank = spec_of(kind), self._rank

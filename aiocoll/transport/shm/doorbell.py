@@ -57,6 +57,8 @@ class Doorbell:
             outbox.close()
             raise
         self._status = outbox.status
+        # The status, of which peers have a copy: what stands in the memory decides nothing here.
+        self._number = 1
         self._status[STATUS] = 1
         self._links: list[Link] = []
         self._context: contextvars.Context | None = None
@@ -95,7 +97,7 @@ class Doorbell:
         """Look at all links before this loop sleeps again: nobody has to wake it until then."""
         if not self.awake:
             self.awake = True
-            self._status[STATUS] += 1
+            self._status[STATUS] = self._number = self._number + 1
             self._runtime.loop.call_soon(self._turned, context=self._context)
 
     def core(self) -> int:
@@ -133,7 +135,7 @@ class Doorbell:
     def _sleep(self) -> None:
         self.awake = False
         if not self.closed:
-            self._status[STATUS] += 1
+            self._status[STATUS] = self._number = self._number + 1
             self.fences.full()
             if self.poll():
                 # What has come just now may not be all that there is to do.

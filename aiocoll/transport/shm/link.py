@@ -192,7 +192,7 @@ class ShmLink:
             self.segment_sharing,
             peer,
             self.announce,
-            self._refuse_soon,
+            self.refuse,
         )
         self._order = fences.order
         self._writer_waiting = theirs.writer_waiting
@@ -311,6 +311,10 @@ class ShmLink:
     def fail(self, error: Exception) -> None:
         """Close the link and tell the sink why, as if reading had failed."""
         self._lost(error)
+
+    def refuse(self, error: Exception) -> None:
+        """Refuse what has come, but not while an operation is looking at it."""
+        self._runtime.call_soon(self._refuse_once, error)
 
     def close(self) -> None:
         """Close the stream and leave the memory to the peer."""
@@ -466,9 +470,9 @@ class ShmLink:
             if not self._refusing:
                 self.sink.lost(self, error)
 
-    def _refuse_soon(self, error: Exception) -> None:
-        """Refuse what has come, but not while an operation is looking at it."""
-        self._runtime.call_soon(self._refuse, error)
+    def _refuse_once(self, error: Exception) -> None:
+        if not self._refusing:
+            self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
         """Read nothing more, since what has come cannot be taken; at the second such error, close."""

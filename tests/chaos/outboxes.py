@@ -1,0 +1,221 @@
+"""Kills, stops and closes ranks between what they post and what they read, in groups that overlap.
+
+Reads scenarios, runs each on processes of its own, and writes what every rank found in every group. The victim acts
+just after it has started a call: it has posted its contribution, others may have read it, and it has read nothing. All
+calls go over outboxes: small ones, by slots that are in use or not, and some too large for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from aiocoll import AiocollError, GroupOptions, ProcessGroup, new_group
+from aiocoll.work import Work
+from tests.chaos.killing import LIMIT, held
+from tests.ports import free_port
+
+from ..internals import comm_of
+
+#: What happens to the victim; "long" is to be stopped until the others have given it up.
+WHAT = ("kill", "stop", "close", "long")
+WORLD_SIZES = (3, 4)
+#: Calls in each group: more than there are slots of the larger kind, and of the small ones in all groups together.
+CALLS = 48
+#: Elements of float64: in the line of a slot, in small and in larger slots, and in none.
+COUNTS = (1, 3, 6, 100, 513, 2000, 9000)
+#: Seconds after which a call has hung.
+TIMEOUT = 30
+
+Say = Callable[[dict[str, Any]], None]
+
+
+def scenarios() -> list[dict[str, Any]]:
+    """Return every victim in groups of each size, with everything that may happen to it, early and late."""
+    every = itertools.product(WHAT, WORLD_SIZES, range(max(WORLD_SIZES)), (2, 11, 40))
+    return [
+        {"what": what, "world": world, "victim": victim, "call": call, "seed": number}
+        for number, (what, world, victim, call) in enumerate(every)
+        # To give a rank up takes seconds.
+        if victim < world and (what != "long" or call == 11)
+    ]
+
+
+def members(world: int, victim: int) -> dict[str, list[int]]:
+    """Return the ranks of each group, by its name."""
+    other = (victim + 1) % world
+    return {
+        "all": list(range(world)),
+        "again": list(range(world)),
+        "without another": [rank for rank in range(world) if rank != other],
+        "without the victim": [rank for rank in range(world) if rank != victim],
+    }
+
+
+def slots_used(pg: ProcessGroup) -> int:
+    """Return how often this rank has posted to its common lane."""
+    shared = next(channel.shared for channel in comm_of(pg).channels if channel.shared is not None)
+    return sum(shared.common_writer._posted)  # type: ignore[attr-defined]
+
+
+class Rank:
+    """One rank's calls in all of its groups, and how they ended."""
+
+    def __init__(self, number: int, scenario: dict[str, Any], say: Say) -> None:
+        self.number = number
+        self.scenario = scenario
+        self.say = say
+        self.is_victim = number == scenario["victim"]
+        self.chance = random.Random(f"{scenario['seed']} {number}")
+        self.groups: dict[str, ProcessGroup] = {}
+        self.started: dict[str, list[tuple[np.ndarray, float, Work[Any]]]] = {}
+        #: Errors by group, each once, with when it was found.
+        self.found: dict[str, list[Any]] = {}
+
+    async def run(self, world: ProcessGroup) -> None:
+        """Make all calls, in an order of its own."""
+        victim = self.scenario["victim"]
+        self.groups["all"] = world
+        for name, ranks in members(world.size(), victim).items():
+            group = world if name == "all" else await world.split_group(ranks)
+            if group is not None:
+                self.groups[name] = group
+                await group.barrier()
+                self.started[name], self.found[name] = [], []
+        await world.barrier()
+        before = slots_used(world)
+        order = [name for name in self.started for _ in range(CALLS)]
+        self.chance.shuffle(order)
+        for number, name in enumerate(order):
+            if not self.found[name]:
+                self._start(name)
+            if self.is_victim and number == self.scenario["call"]:
+                self.say({"acts": time.monotonic()})
+                await self._act()
+                if self.scenario["what"] == "close":
+                    break
+            if self.chance.random() < 0.3:
+                await asyncio.sleep(0)
+        await self._end()
+        used = slots_used(world) - before if self.scenario["what"] == "stop" else None
+        self.say({"rank": self.number, "found": self.found, "used": used})
+
+    def _start(self, name: str) -> None:
+        group, calls = self.groups[name], self.started[name]
+        count = COUNTS[(len(calls) * 5 + len(name)) % len(COUNTS)]
+        array = np.full(count, 2.0 ** group.rank() + len(calls))
+        expected = 2.0 ** group.size() - 1 + group.size() * len(calls)
+        try:
+            calls.append((array, expected, group.allreduce(array)))
+        except AiocollError as error:
+            self._note(name, error)
+
+    async def _act(self) -> None:
+        what = self.scenario["what"]
+        if what == "close":
+            for group in self.groups.values():
+                await group.shutdown()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+
+    async def _end(self) -> None:
+        """Wait for all calls; those of the group without the victim first, which do not wait for it."""
+        for name in reversed(self.started):
+            for array, expected, work in self.started[name]:
+                try:
+                    await work
+                except AiocollError as error:
+                    self._note(name, error)
+                else:
+                    assert (array == expected).all(), (name, array, expected)
+            if name == "without the victim":
+                self.say({"free": self.number})
+
+    def _note(self, name: str, error: BaseException) -> None:
+        now = time.monotonic()
+        while error.__cause__ is not None:
+            error = error.__cause__
+        named: tuple[int, ...] = getattr(error, "ranks", ())
+        ranks = [members(self.scenario["world"], self.scenario["victim"])[name][rank] for rank in named]
+        found = [type(error).__name__, getattr(error, "how", None), ranks]
+        if found not in [each for *each, _ in self.found[name]]:
+            self.found[name].append([*found, now])
+
+
+async def rank(number: int, scenario: dict[str, Any], port: int, say: Say) -> None:
+    group = new_group(
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=number,
+        world_size=scenario["world"],
+        timeout=TIMEOUT,
+        options=GroupOptions(transport="shm", job_key=b"k" * 32),
+    )
+    async with group as pg:
+        await Rank(number, scenario, say).run(pg)
+
+
+def run(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Return the scenario with what its ranks said, and what their processes ended with."""
+    port = free_port()
+    reading, writing = os.pipe()
+    children = []
+    for number in range(scenario["world"]):
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            child(number, scenario, port, writing)
+        children.append(pid)
+    os.close(writing)
+    signal.alarm(LIMIT)  # ends this process; the ranks have timeouts of their own
+    said = []
+    with open(reading) as pipe:
+        for line in pipe:
+            said.append(json.loads(line))
+            if scenario["what"] in ("stop", "long"):
+                go_on(children[scenario["victim"]], scenario, said)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    signal.alarm(0)
+    return {**scenario, "said": said, "ends": ends}
+
+
+def go_on(victim: int, scenario: dict[str, Any], said: list[dict[str, Any]]) -> None:
+    """Let the victim go on as soon as all other ranks have ended their calls in the group without it, or all calls."""
+    key = "free" if scenario["what"] == "stop" else "rank"
+    done = sum(key in each for each in said) == scenario["world"] - 1
+    if done and key in said[-1] and any("acts" in each for each in said):
+        os.waitid(os.P_PID, victim, os.WSTOPPED | os.WNOWAIT)
+        os.kill(victim, signal.SIGCONT)
+
+
+def child(number: int, scenario: dict[str, Any], port: int, writing: int) -> None:
+    code = 1
+    try:
+        before = held()
+        # A line is short enough to be written in one piece.
+        asyncio.run(rank(number, scenario, port, lambda told: os.write(writing, (json.dumps(told) + "\n").encode())))
+        gc.collect()  # the errors of calls keep the frames that had them, and these the calls
+        assert (left := held()) == before, left
+        assert threading.enumerate() == [threading.current_thread()]
+        code = 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    everything = scenarios()
+    for index in json.loads(sys.argv[1]):
+        print(json.dumps(run(everything[index])), flush=True)

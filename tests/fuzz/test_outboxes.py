@@ -1,0 +1,13 @@
+"""Words of an outbox that a broken rank has changed: every call ends in time, with its result or an error."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from .budget import fuzz
+from .outboxes import Attack, attacks, play
+
+
+@fuzz(st.lists(attacks, min_size=8, max_size=8), examples=6)
+def test_whatever_is_in_an_outbox_every_call_ends(attacked: list[Attack]) -> None:
+    play(attacked)
