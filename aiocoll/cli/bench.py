@@ -25,7 +25,6 @@ from aiocoll.machine_load import MAX_LOAD, LoadMeter, MachineLoad, usable_cores
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
-from aiocoll.work import COMPILED
 
 __all__ = ["add_parser", "size"]
 
@@ -128,9 +127,8 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _title(args: argparse.Namespace) -> str:
     op = f" {args.op}" if spec_of(args.collective).reduces else ""
-    kind = "compiled" if COMPILED else "pure Python"
     where = f"{args.nproc} ranks on {len(usable_cores())} cores, transport {args.transport}"
-    return _comment(f"{args.collective}{op}, {args.dtype}, {where}, {kind}")
+    return _comment(f"{args.collective}{op}, {args.dtype}, {where}, pure Python")
 
 
 def _footer(load: MachineLoad) -> str:

@@ -31,7 +31,6 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
 from aiocoll.users import peer_trouble
-from aiocoll.work import COMPILED
 
 __all__ = ["CheckResult", "check_load", "look"]
 
@@ -110,7 +109,7 @@ def check_load(load: MachineLoad) -> Iterator[CheckResult]:
 
 def _versions() -> Iterator[CheckResult]:
     yield CheckResult("versions", "python", f"{platform.python_version()} ({platform.python_implementation()})")
-    yield CheckResult("versions", "aiocoll", f"{aiocoll.__version__}, {'compiled' if COMPILED else 'pure Python'}")
+    yield CheckResult("versions", "aiocoll", f"{aiocoll.__version__}, pure Python")
     for name in (*_NEEDED, *_USED_IF_THERE):
         try:
             yield CheckResult("versions", name, version(name))

@@ -27,12 +27,12 @@ from aiocoll.errors import GroupClosedError
 from aiocoll.group.dispatch.call_cache import CallCache
 from aiocoll.group.dispatch.interceptor import Interceptor, interceptor_in_scope, scope_here, scoped
 from aiocoll.group.dispatch.planner import Planner
-from aiocoll.group.prepared_call import FactoryCall, PlannedCall, PreparedCall, Unchecked
+from aiocoll.group.prepared_call import FactoryCall, PlannedCall, PreparedCall
 from aiocoll.loading import loading
 from aiocoll.numerals import to_int
 from aiocoll.options import seconds
 from aiocoll.unretrieved import UnretrievedFailures
-from aiocoll.work import COMPILED, Work
+from aiocoll.work import Work
 
 if TYPE_CHECKING:
     from aiocoll.group.cuda.device_state import DeviceState
@@ -54,6 +54,8 @@ _new: Final = object.__new__
 
 class Dispatcher:
     """Starts all calls of a group.
+
+    A `root`, `rank` or `key` that comes from the user is annotated `Any`: it may have any type until it is checked.
 
     Args:
         group: the `ProcessGroup`, to which completions refer.
@@ -160,10 +162,10 @@ class Dispatcher:
         kind: str,
         tensor: Any,
         op: ReduceOp | None,
-        root: Unchecked,
+        root: Any,
         writable: bool,
         timeout: Timeout,
-        key: Unchecked,
+        key: Any,
     ) -> Work[Any]:
         """Start a collective on one tensor or number, of the same count on all ranks."""
         # hot path: inlined from `CallCache.one`
@@ -173,8 +175,6 @@ class Dispatcher:
             if plan is not None and plan.storage is dtype:
                 flat = tensor if len(shape) == 1 else tensor.reshape(-1)
                 limit = self.comm.timeout if timeout is None else seconds(timeout, "timeout")
-                if COMPILED:
-                    return self.start(PlannedCall(plan, [flat], shape, tensor, limit, key))
                 # hot path: inlined from `PlannedCall.__init__`, since passing the arguments takes half of its 200 ns
                 call = _new(PlannedCall)
                 call.plan = plan
@@ -200,7 +200,7 @@ class Dispatcher:
         main: Buffer | None,
         result: Any,
         timeout: Timeout,
-        key: Unchecked,
+        key: Any,
         wholes: Sequence[Buffer] = (),
     ) -> PreparedCall:
         """Return the call of a plan on buffers that were checked.
@@ -288,7 +288,7 @@ class Dispatcher:
         self._diverts = True
 
     def refuse(
-        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Unchecked
+        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Any
     ) -> Work[Any]:
         """Raise the error of a call, or report it to all ranks."""
         if self._tell_wrong is None or self.block_here() is not None:
@@ -327,14 +327,14 @@ class Dispatcher:
 
     # -- numbers and keys
 
-    def numbered(self, key: Unchecked) -> tuple[int, int]:
+    def numbered(self, key: Any) -> tuple[int, int]:
         """Take the next number, or the next count of `key`; return the operation id and the number."""
         if key is None:
             identity = self.comm.entered = self.comm.entered + 1
             return identity, identity
         return self.keyed_id(key)
 
-    def keyed_id(self, key: Unchecked) -> tuple[int, int]:
+    def keyed_id(self, key: Any) -> tuple[int, int]:
         """Take the next count of `key`; return the operation id and the count."""
         if not isinstance(key, str):
             self.check_key(key)
@@ -344,7 +344,7 @@ class Dispatcher:
             self.check_key(key)
             raise
 
-    def check_key(self, key: Unchecked) -> None:
+    def check_key(self, key: Any) -> None:
         """Refuse an invalid key."""
         if not isinstance(key, str):
             raise TypeError(f"key must be a str or None, not {type(key).__name__}")
@@ -355,7 +355,7 @@ class Dispatcher:
 
     # -- ranks
 
-    def check_rank(self, rank: Unchecked, name: str, *, null: bool = False) -> int:
+    def check_rank(self, rank: Any, name: str, *, null: bool = False) -> int:
         """Return `rank` if it is one of this group's, or, with `null`, `PROC_NULL`."""
         if type(rank) is not int:  # in a plain number there is nothing to find out
             rank = to_int(rank, name, "a rank (int)")
