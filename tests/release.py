@@ -6,6 +6,7 @@ It needs nothing but the standard library, and never imports the tree that it is
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -32,8 +33,12 @@ LIMIT = 600
 
 
 def installable(folder: Path) -> Iterator[Path]:
-    """Yield the archives in a folder that this Python can install: source and wheel."""
-    yield from (path for path in sorted(folder.iterdir()) if path.name.endswith((".tar.gz", "-py3-none-any.whl")))
+    """Yield the archives in a folder that this Python can install: source, pure wheel, native wheel."""
+    machine = f"_{platform.machine()}.whl"
+    for path in sorted(folder.iterdir()):
+        is_native = "-abi3-" in path.name and path.name.endswith(machine)
+        if is_native or path.name.endswith((".tar.gz", "-py3-none-any.whl")):
+            yield path
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -77,7 +82,9 @@ def check(archive: Path) -> None:
         say("python", "-m", "pip", "check")
         say("python", "-W", "error", "-c", f"import {', '.join(MODULES)}")
         version = say("aiocoll", "--version")
-        assert f" (pure Python), Python {sys.version.split()[0]}, " in version, version
+        if not archive.name.endswith(".tar.gz"):  # which has what this machine can build
+            kind = "native" if "-abi3-" in archive.name else "pure Python"
+            assert f" ({kind}), Python {sys.version.split()[0]}, " in version, version
         program, expected = first_program()
         (folder / "work" / "hello.py").write_text(program)
         printed = sorted(say("aiocoll", "run", "-n", "2", "hello.py").splitlines())
