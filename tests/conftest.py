@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 import aiocoll
+from aiocoll.native import describe_implementation
 from aiocoll.testing.frames import keep_all_frames
 
 from .internals import Limits, replaced, set_limits
@@ -155,7 +156,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header() -> str:
     """Tell which package is tested."""
-    return f"aiocoll: {Path(aiocoll.__file__).parent}"
+    return f"aiocoll: {describe_implementation()}, {Path(aiocoll.__file__).parent}"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from aiocoll.native import core, layout
+from aiocoll.native import IMPLEMENTATION, core, layout
+
+from .pages import commands, shell
 
 ROOT = Path(__file__).parents[1]
 MODULE = "aiocoll/native/_core.abi3.so"
@@ -27,6 +29,16 @@ print(next(iter(WheelBuilder(".").build(directory=sys.argv[1], versions=[sys.arg
 """
 NEEDS = "from hatchling.build import get_requires_for_build_wheel as needs; print(*needs())"
 SHOW = "from aiocoll.native import describe_implementation as describe; print(describe())"
+#: Two ranks in one process, whose log is printed.
+LOGGED = """
+import asyncio, logging
+import aiocoll, aiocoll.testing
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+async def program(pg):
+    await pg.barrier()
+for _ in range(2):
+    asyncio.run(aiocoll.testing.run_ranks(2, program))
+"""
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -105,6 +117,7 @@ def test_built_wheel_runs_natively(source: Path, tmp_path: Path) -> None:
         assert platform.python_version() in said
     assert run(unpacked, "-c", SHOW, AIOCOLL_NATIVE="0").stdout == "pure Python (AIOCOLL_NATIVE=0)\n"
     assert run(unpacked, "-c", "import aiocoll", AIOCOLL_NATIVE="1").returncode == 0
+    assert " (native), Python " in run(unpacked, "-m", "aiocoll", "--version").stdout
 
 
 def test_no_compiler_builds_a_pure_wheel_and_needs_no_numpy(source: Path) -> None:
@@ -220,3 +233,14 @@ def test_unknown_value_fails_the_import() -> None:
         done.stderr.splitlines()[-1] == "ValueError: AIOCOLL_NATIVE='yes': "
         "must be 1 (require the accelerator in C) or 0 (run pure Python)"
     )
+
+
+def test_first_group_logs_the_implementation_once() -> None:
+    done = run(ROOT, "-c", LOGGED, AIOCOLL_NATIVE="0")
+    assert done.stderr.splitlines().count("INFO aiocoll runs pure Python (AIOCOLL_NATIVE=0)") == 1
+
+
+def test_commands_of_the_page_name_the_implementation(tmp_path: Path) -> None:
+    said = shell(commands("docs/native.md")[0], tmp_path)
+    assert f" ({IMPLEMENTATION}), Python " in said
+    assert f", {IMPLEMENTATION} (" in said

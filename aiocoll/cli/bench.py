@@ -22,6 +22,7 @@ from aiocoll.cli.terminal import complain, styled
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case
 from aiocoll.errors import AiocollError
 from aiocoll.machine_load import MAX_LOAD, LoadMeter, MachineLoad, usable_cores
+from aiocoll.native import IMPLEMENTATION
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
@@ -128,7 +129,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _title(args: argparse.Namespace) -> str:
     op = f" {args.op}" if spec_of(args.collective).reduces else ""
     where = f"{args.nproc} ranks on {len(usable_cores())} cores, transport {args.transport}"
-    return _comment(f"{args.collective}{op}, {args.dtype}, {where}, pure Python")
+    return _comment(f"{args.collective}{op}, {args.dtype}, {where}, {IMPLEMENTATION}")
 
 
 def _footer(load: MachineLoad) -> str:

@@ -13,6 +13,7 @@ from aiocoll.cli import bench, doctor, run, trace
 from aiocoll.cli.arguments import HelpFormatter
 from aiocoll.cli.sink import CommandOutput, OutputLostError
 from aiocoll.cli.top import command as top
+from aiocoll.native import IMPLEMENTATION
 
 __all__ = ["main"]
 
@@ -56,4 +57,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _version() -> str:
-    return f"aiocoll {aiocoll.__version__} (pure Python), Python {platform.python_version()}, NumPy {np.__version__}"
+    return (
+        f"aiocoll {aiocoll.__version__} ({IMPLEMENTATION}), Python {platform.python_version()}, NumPy {np.__version__}"
+    )
