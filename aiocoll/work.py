@@ -10,21 +10,17 @@ from collections.abc import Callable, Coroutine, Generator
 from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
 
-from aiocoll.compiling import mypyc_attr
 from aiocoll.completion import Completion, Owner, Progress, is_wait
 from aiocoll.elements.streams import stream_address
 from aiocoll.threads import wait_in_thread
 
-__all__ = ["COMPILED", "Work", "completion_of", "finished_work"]
+__all__ = ["Work", "completion_of", "finished_work"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-#: Whether the hot modules run compiled: this is one of them.
-COMPILED: Final = not __file__.endswith(".py")
 _thread: Final = threading.get_ident
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Work(Generic[T_co]):
     """One started operation: await it for its result, any number of times, from any task of the group's loop.
 

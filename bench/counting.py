@@ -17,8 +17,8 @@ from machine import machine
 
 from aiocoll import ProcessGroup
 from aiocoll.group.parts import parts_of
+from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_ranks
-from aiocoll.work import COMPILED
 
 CALLS = 150
 OFF, ON = "not counted", "counted"
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What counting costs a call.")
     parser.add_argument("--rounds", type=int, default=1500, help="of each way (default: 1500)")
     found, _ = asyncio.run(run_ranks(2, rounds, parser.parse_args().rounds, timeout=None))
-    print("# What counting costs a call\n", machine(), "", "Compiled." if COMPILED else "Pure Python.", "", sep="\n")
+    print("# What counting costs a call\n", machine(), "", f"{IMPLEMENTATION.capitalize()}.", "", sep="\n")
     print("| ns of CPU | least | more | median | more |\n|---|--:|--:|--:|--:|")
     least, middle = min(found[OFF]), median(found[OFF])
     for way, each in found.items():

@@ -27,8 +27,8 @@ import numpy as np
 from machine import machine
 
 from aiocoll import GroupOptions, ProcessGroup
+from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_processes
-from aiocoll.work import COMPILED
 
 NOBODY, TERMINAL, WEB = "nobody", "`aiocoll top --json`", "`aiocoll top --web`"
 #: Elements of float32 of an array.
@@ -121,7 +121,7 @@ def main() -> None:
         arguments = (folder, args.turns, args.seconds)
         ranks = asyncio.run(run_processes(args.nproc, job, *arguments, options=options, timeout=1000.0, loop="uvloop"))
     print(f"# What watching costs a job of {args.nproc} ranks\n", machine(), "", sep="\n")
-    print("Compiled." if COMPILED else "Pure Python.", "\n\n| | who watches | µs of a call | ratio | from | to |")
+    print(f"{IMPLEMENTATION.capitalize()}.", "\n\n| | who watches | µs of a call | ratio | from | to |")
     print("|---|---|--:|--:|--:|--:|")
     for size, times in ranks[0].items():
         for way, each in times.items():

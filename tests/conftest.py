@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 import aiocoll
+from aiocoll.native import describe_implementation
 from aiocoll.testing.frames import keep_all_frames
-from aiocoll.work import COMPILED
 
 from .internals import Limits, replaced, set_limits
 from .ports import free_port
@@ -53,9 +53,6 @@ _SECOND_LOOK = "reference"
 _ABOVE = ("engine", "group", "gpu", "meeting", "test_threads.py", "test_work.py")
 #: But in these, of what every transport must do, it takes all.
 _CONTRACT = ("test_collectives.py", "test_point_to_point.py")
-
-#: Why tests marked `pure` are skipped where the package is compiled; the summary counts them.
-_PURE = "pure: it replaces, or looks into, what is compiled"
 
 # What a shell runs in the background ignores SIGINT, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -144,8 +141,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: what starts processes belongs in one of the folders {_PROCESSES}")
         for mark in sorted(_marks(item.path)):
             item.add_marker(mark)
-        if COMPILED and item.get_closest_marker("pure") is not None:
-            item.add_marker(pytest.mark.skip(reason=_PURE))
         case = getattr(item, "callspec", None)
         if case is None or "transport" not in case.params:
             continue
@@ -161,14 +156,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header() -> str:
     """Tell which package is tested."""
-    return f"aiocoll: {'compiled' if COMPILED else 'pure Python'}, {Path(aiocoll.__file__).parent}"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count the tests that were skipped because the package is compiled."""
-    skipped = [each for each in terminalreporter.stats.get("skipped", ()) if _PURE in str(each.longrepr)]
-    if COMPILED:
-        terminalreporter.write_line(f"{len(skipped)} tests marked pure were skipped: aiocoll is compiled")
+    return f"aiocoll: {describe_implementation()}, {Path(aiocoll.__file__).parent}"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,6 +6,7 @@ It needs nothing but the standard library, and never imports the tree that it is
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -32,10 +33,11 @@ LIMIT = 600
 
 
 def installable(folder: Path) -> Iterator[Path]:
-    """Yield the archives in a folder that this Python can install: source, pure wheel, the compiled one made for it."""
-    tag = f"-cp{sys.version_info.major}{sys.version_info.minor}-"
+    """Yield the archives in a folder that this Python can install: source, pure wheel, native wheel."""
+    machine = f"_{platform.machine()}.whl"
     for path in sorted(folder.iterdir()):
-        if path.name.endswith((".tar.gz", "-py3-none-any.whl")) or (path.suffix == ".whl" and tag in path.name):
+        is_native = "-abi3-" in path.name and path.name.endswith(machine)
+        if is_native or path.name.endswith((".tar.gz", "-py3-none-any.whl")):
             yield path
 
 
@@ -79,9 +81,10 @@ def check(archive: Path) -> None:
         )
         say("python", "-m", "pip", "check")
         say("python", "-W", "error", "-c", f"import {', '.join(MODULES)}")
-        kind = "pure Python" if archive.name.endswith((".tar.gz", "-any.whl")) else "compiled"
         version = say("aiocoll", "--version")
-        assert f" ({kind}), Python {sys.version.split()[0]}, " in version, version
+        if not archive.name.endswith(".tar.gz"):  # which has what this machine can build
+            kind = "native" if "-abi3-" in archive.name else "pure Python"
+            assert f" ({kind}), Python {sys.version.split()[0]}, " in version, version
         program, expected = first_program()
         (folder / "work" / "hello.py").write_text(program)
         printed = sorted(say("aiocoll", "run", "-n", "2", "hello.py").splitlines())

@@ -76,7 +76,6 @@ class Profiler:
         return [line for tree in self.trees if mine & set(map(id, tree.objects)) for line in tree.lines]
 
 
-@pytest.mark.pure
 async def test_a_call_goes_the_way_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of two over TCP on loopback, in an allreduce like an earlier one, for which rank 1 lets it wait."""
     asyncio.get_running_loop().set_debug(False)  # which takes another way to watch works that are not awaited

@@ -270,7 +270,6 @@ async def test_what_is_no_hook(pg: ProcessGroup, wrong: Any) -> None:
         pg.add_hook(wrong)
 
 
-@pytest.mark.pure
 async def test_nothing_is_made_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(aiocoll.engine.operations.told, "OperationInfo", lambda *fields: made.append(fields))

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -35,10 +37,11 @@ print(next(iter({name}(sys.argv[1]).build(directory=sys.argv[2], versions=["stan
 
 
 def built(kind: str, source: Path, target: Path) -> Path:
-    """Build an archive the way `build` would, in an environment that has hatchling."""
+    """Build a pure archive the way `build` would, in an environment that has hatchling."""
     code = BUILD.format(kind=kind, name={"sdist": "SdistBuilder", "wheel": "WheelBuilder"}[kind])
     command = [sys.executable, "-c", code, str(source), str(target)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=60, check=False)
+    pure = {**os.environ, "AIOCOLL_NATIVE": "0"}
+    done = subprocess.run(command, cwd=source, env=pure, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
 
@@ -66,7 +69,6 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 @pytest.mark.slow
-@pytest.mark.pure
 def test_the_source_archive_has_all_of_the_source_and_builds_the_wheel_from_itself(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     with unpacked(tmp_path) as (archive, folder):
@@ -78,7 +80,7 @@ def test_the_source_archive_has_all_of_the_source_and_builds_the_wheel_from_itse
     with zipfile.ZipFile(wheel) as archived:
         info = f"aiocoll-{VERSION}.dist-info/"
         inside = set(archived.namelist())
-        modules = {name for name in names if name.startswith("aiocoll/")}
+        modules = {name for name in names if name.startswith("aiocoll/") and not name.endswith((".c", ".h"))}
         assert inside == modules | {
             info + name for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
         }
@@ -104,7 +106,7 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_the_classifiers_name_the_versions_that_are_tested() -> None:
     versions = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)}
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("matrix", "dist", "release-check"):
+    for target in ("matrix", "release-check"):
         assert set(re.findall(rf"\b{target}-(3\.\d+)", makefile)) == versions, target
     assert f">={min(versions, key=lambda each: int(each[2:]))}" == PROJECT["requires-python"]
     assert len(set(PROJECT["classifiers"])) == len(PROJECT["classifiers"])
@@ -130,10 +132,9 @@ def test_a_release_is_checked_with_every_public_module() -> None:
 
 
 def test_a_release_check_installs_what_this_python_can(tmp_path: Path) -> None:
-    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
     names = [
-        "aiocoll-9-cp27-cp27-manylinux_2_28_x86_64.whl",
-        f"aiocoll-9-{here}-{here}-manylinux_2_28_x86_64.whl",
+        "aiocoll-9-cp311-abi3-manylinux_2_28_mips.whl",
+        f"aiocoll-9-cp311-abi3-manylinux_2_28_{platform.machine()}.whl",
         "aiocoll-9-py3-none-any.whl",
         "aiocoll-9.tar.gz",
     ]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import difflib
 
-import pytest
-
 from .public_names import RECORD, public_names
 
 
-@pytest.mark.pure
 def test_the_public_names_are_those_on_record() -> None:
     recorded = RECORD.read_text().splitlines()
     difference = [line for line in difflib.ndiff(recorded, public_names()) if line[0] in "+-"]

@@ -117,7 +117,6 @@ def test_list_that_fails_is_not_reported() -> None:
     assert warned(rank) == []
 
 
-@pytest.mark.pure
 def test_debug_mode_may_begin_after_calls_from_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, watching=False)
     assert warned(forget_and_go_on, debug=False) == []

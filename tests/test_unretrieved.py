@@ -215,7 +215,6 @@ async def test_what_the_program_gave_up_itself_is_no_news(told: Callable[[], lis
     assert not told()
 
 
-@pytest.mark.pure
 async def test_neither_frames_nor_cycles_are_kept(told: Callable[[], list[logging.LogRecord]]) -> None:
     class Local:
         pass

@@ -22,10 +22,10 @@ from aiocoll.cli.terminal import complain, styled
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case
 from aiocoll.errors import AiocollError
 from aiocoll.machine_load import MAX_LOAD, LoadMeter, MachineLoad, usable_cores
+from aiocoll.native import IMPLEMENTATION
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
-from aiocoll.work import COMPILED
 
 __all__ = ["add_parser", "size"]
 
@@ -128,9 +128,8 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _title(args: argparse.Namespace) -> str:
     op = f" {args.op}" if spec_of(args.collective).reduces else ""
-    kind = "compiled" if COMPILED else "pure Python"
     where = f"{args.nproc} ranks on {len(usable_cores())} cores, transport {args.transport}"
-    return _comment(f"{args.collective}{op}, {args.dtype}, {where}, {kind}")
+    return _comment(f"{args.collective}{op}, {args.dtype}, {where}, {IMPLEMENTATION}")
 
 
 def _footer(load: MachineLoad) -> str:

@@ -3,7 +3,7 @@
 The object has these fields, and those of a later version will have them, too:
 
     format, version     "aiocoll bench", and 1: another number would mean that a field is gone or means something else
-    aiocoll, compiled   the version of the package, and whether its hot modules are compiled
+    aiocoll, compiled   the version of the package, and whether the accelerator in C runs
     python, numpy       their versions
     system, cores       the operating system with its release and the kind of processor; cores that this process may use
     load                load average of the minute before the measurement; null where the system has none
@@ -45,7 +45,7 @@ from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli.measure import Figures, Timing
 from aiocoll.cli.workload import Case
 from aiocoll.machine_load import MachineLoad, usable_cores
-from aiocoll.work import COMPILED
+from aiocoll.native import core
 
 __all__ = ["as_json", "load_average", "try_csv", "write_csv"]
 
@@ -77,7 +77,7 @@ def as_json(
         "format": FORMAT,
         "version": VERSION,
         "aiocoll": aiocoll.__version__,
-        "compiled": COMPILED,
+        "compiled": core is not None,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -19,6 +19,7 @@ import aiocoll
 from aiocoll.credentials import TlsFiles, tls_files
 from aiocoll.errors import AiocollError, RendezvousError
 from aiocoll.machine_load import MAX_LOAD, MachineLoad, show_cores, show_quota, show_share, usable_cores
+from aiocoll.native import describe_implementation
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.launchers import EXPLICIT, LAUNCHERS, local_numbers, recognise
 from aiocoll.rendezvous.where import find_where
@@ -31,7 +32,6 @@ from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
 from aiocoll.users import peer_trouble
-from aiocoll.work import COMPILED
 
 __all__ = ["CheckResult", "check_load", "look"]
 
@@ -110,7 +110,7 @@ def check_load(load: MachineLoad) -> Iterator[CheckResult]:
 
 def _versions() -> Iterator[CheckResult]:
     yield CheckResult("versions", "python", f"{platform.python_version()} ({platform.python_implementation()})")
-    yield CheckResult("versions", "aiocoll", f"{aiocoll.__version__}, {'compiled' if COMPILED else 'pure Python'}")
+    yield CheckResult("versions", "aiocoll", f"{aiocoll.__version__}, {describe_implementation()}")
     for name in (*_NEEDED, *_USED_IF_THERE):
         try:
             yield CheckResult("versions", name, version(name))

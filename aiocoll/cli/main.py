@@ -13,7 +13,7 @@ from aiocoll.cli import bench, doctor, run, trace
 from aiocoll.cli.arguments import HelpFormatter
 from aiocoll.cli.sink import CommandOutput, OutputLostError
 from aiocoll.cli.top import command as top
-from aiocoll.work import COMPILED
+from aiocoll.native import IMPLEMENTATION
 
 __all__ = ["main"]
 
@@ -57,5 +57,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _version() -> str:
-    kind = "compiled" if COMPILED else "pure Python"
-    return f"aiocoll {aiocoll.__version__} ({kind}), Python {platform.python_version()}, NumPy {np.__version__}"
+    return (
+        f"aiocoll {aiocoll.__version__} ({IMPLEMENTATION}), Python {platform.python_version()}, NumPy {np.__version__}"
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from aiocoll.compiling import mypyc_attr
 from aiocoll.completion import Completion
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.base import Operation
@@ -17,14 +16,9 @@ from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
 
-__all__ = ["FactoryCall", "MessageCall", "PlannedCall", "PreparedCall", "Unchecked"]
-
-#: An argument of the user's that may be anything: what is compiled would refuse another type before it is looked at.
-Unchecked = Any
+__all__ = ["FactoryCall", "MessageCall", "PlannedCall", "PreparedCall"]
 
 
-# No abstract base class: compiled ones share the cache that `isinstance` has for each.
-@mypyc_attr(allow_interpreted_subclasses=True)
 class PreparedCall:
     """A call on a group, with its arguments.
 
@@ -32,7 +26,7 @@ class PreparedCall:
         shape: of the caller's main array.
         result: result of the work.
         limit: seconds the operation may take.
-        key: of a keyed collective.
+        key: of a keyed collective; as the user gave it, so it may have any type until it is checked.
         unwrap: makes the result at the end, if it is not `result`.
     """
 
@@ -41,7 +35,7 @@ class PreparedCall:
     shape: tuple[int, ...]
     result: Any
     limit: float
-    key: Unchecked
+    key: Any
     unwrap: Callable[[], Any] | None
 
     @property
@@ -73,7 +67,6 @@ class PreparedCall:
         completion.unwrap = self.unwrap
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class PlannedCall(PreparedCall):
     """A collective on arrays, of which a plan says what to do.
 
@@ -91,7 +84,7 @@ class PlannedCall(PreparedCall):
         shape: tuple[int, ...],
         result: Any,
         limit: float,
-        key: Unchecked,
+        key: Any,
         unwrap: Callable[[], Any] | None = None,
     ) -> None:
         self.plan = plan
@@ -140,7 +133,7 @@ class FactoryCall(PreparedCall):
         signature: Signature,
         make: Make,
         limit: float,
-        key: Unchecked = None,
+        key: Any = None,
         shape: tuple[int, ...] = (),
         result: Any = None,
         nbytes: int = 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import weakref
 from collections import Counter
@@ -22,6 +23,7 @@ from aiocoll.meeting.claim import Claims, call_off_all
 from aiocoll.meeting.growth import Assignment, Invitation, await_newcomer, invite
 from aiocoll.meeting.holders import arrival, heed_deaths
 from aiocoll.meeting.store_handle import StoreHandle
+from aiocoll.native import describe_implementation
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.exchange import Exchange, await_end, run_unless
 from aiocoll.rendezvous.listening import listen_between_hosts
@@ -328,6 +330,7 @@ class Job:
     async def _join_ranks(self, endpoint: Endpoint, cards: Mapping[int, Card]) -> None:
         await endpoint.join(cards)
         self.endpoint = endpoint
+        _log_implementation()
 
     async def _tune(self) -> Tuning | None:
         """Read the tuning file, if any; a run on a virtual clock must not depend on the machine."""
@@ -408,3 +411,9 @@ class Job:
         """Return the seconds to poll: 0 if a peer is in this process, since polling would keep it from running."""
         alone = all(rank == self.rank or card["process"] != cards[self.rank]["process"] for rank, card in cards.items())
         return self._options.spin_us / 1e6 if alone else 0.0
+
+
+@functools.cache
+def _log_implementation() -> None:
+    """Log which implementation runs, once per process."""
+    logger.info("aiocoll runs %s", describe_implementation())

@@ -16,8 +16,8 @@ from types import TracebackType
 
 __all__ = ["begins_nowhere", "has_ours", "keep_all_frames", "keeps_all_frames", "raised", "readable", "trimmed"]
 
-#: The folder of this package; and what compiled modules have in its place.
-_OURS = (str(Path(__file__).parents[1]) + os.sep, "aiocoll" + os.sep)
+#: The folder of this package.
+_OURS = str(Path(__file__).parents[1]) + os.sep
 #: What calls the test, or what this package calls to end a task.
 _ON_THE_WAY = (str(Path(asyncio.__file__).parent) + os.sep, "uvloop")
 #: What calls this package for the user: ``asyncio.run``, ``async with``.

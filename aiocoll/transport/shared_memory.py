@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
+from aiocoll.native.layout import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.frame import SEGMENT
 
 __all__ = [
@@ -24,10 +25,6 @@ __all__ = [
     "Segment",
 ]
 
-#: Slots of a lane, the small ones first: operations in flight at once that need no frames, twice over, since a
-#: rank may be through with all of them before a peer has read the first.
-SMALL_SLOTS: Final = 128
-MIDDLE_SLOTS: Final = 4
 #: So many small slots hold what one chunk holds, as all middle slots together do.
 SMALL_PER_CHUNK = 64
 

@@ -19,8 +19,8 @@ from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli.calls import call_of, combine_of
 from aiocoll.cli.measure import Effort, Figures, Timing, measure, times_of
 from aiocoll.cli.workload import DTYPES, KINDS, OPS, Case, Workload, bus_factor
+from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_ranks
-from aiocoll.work import COMPILED
 
 #: Seconds after which a command that has not ended has failed; none takes a tenth of it.
 LIMIT = 60
@@ -159,8 +159,7 @@ def test_the_command_prints_and_writes_a_table(tmp_path: Path) -> None:
     *head, first, second, third, fourth = (line for line in table if not line.startswith("#"))
     title, _, load = title.partition(" load: ")
     assert max(map(len, [*head, first, second, third, fourth])) <= 80
-    kind = "compiled" if COMPILED else "pure Python"
-    assert re.fullmatch(rf"allgather, float32, 3 ranks on \d+ cores, transport unix, {kind}", title)
+    assert re.fullmatch(rf"allgather, float32, 3 ranks on \d+ cores, transport unix, {IMPLEMENTATION}", title)
     assert re.match(r"other processes \d+\.\d\d cores, steal \d+\.\d\d cores, CPU pressure ", load)
     assert " ".join(head).split()[:9] == ["size", "count", "time", "p50", "p95", "p99", "algbw", "busbw", "#wrong"]
     lines = [line.split() for line in (first, second, third, fourth)]

@@ -23,16 +23,16 @@ from aiocoll.cli import checks, doctor
 from aiocoll.cli.checks import CheckResult, check_load, look
 from aiocoll.cli.main import main
 from aiocoll.machine_load import MachineLoad
+from aiocoll.native import describe_implementation
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
-from aiocoll.work import COMPILED
 
 from ..certificates import Authority, as_variables
 from ..internals import Limits, replaced
 from ..rendezvous.test_launchers import SLURM as OF_SLURM
 
 LIMIT = 120
-VERSION = f"{aiocoll.__version__}, {'compiled' if COMPILED else 'pure Python'}"
+VERSION = f"{aiocoll.__version__}, {describe_implementation()}"
 #: What changes the outcome or, on a busy machine, the output, and may be set where the tests run.
 OURS = ("AIOCOLL_", "MASTER_", "RANK", "WORLD_SIZE", "PYTHONASYNCIODEBUG")
 

@@ -25,14 +25,13 @@ from aiocoll.cli.sweep import row
 from aiocoll.cli.terminal import Progress, coloured, styled
 from aiocoll.cli.workload import KINDS, OPS, Case
 from aiocoll.machine_load import LoadMeter, MachineLoad
-from aiocoll.work import COMPILED
+from aiocoll.native import IMPLEMENTATION, core
 
 from ..internals import Limits, replaced
 
 ROOT = Path(__file__).parents[2]
 VERSION = (
-    f"aiocoll {aiocoll.__version__} ({'compiled' if COMPILED else 'pure Python'}), "
-    f"Python {platform.python_version()}, NumPy {np.__version__}\n"
+    f"aiocoll {aiocoll.__version__} ({IMPLEMENTATION}), Python {platform.python_version()}, NumPy {np.__version__}\n"
 )
 CODES = {
     "run": {"0", "N", "128+N", "1", "2", "130"},
@@ -135,7 +134,7 @@ def test_wrong_results_are_in_the_object_and_the_exit_code(
         "format": "aiocoll bench",
         "version": 1,
         "aiocoll": aiocoll.__version__,
-        "compiled": COMPILED,
+        "compiled": core is not None,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "load": 1.38,

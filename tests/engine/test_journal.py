@@ -38,9 +38,6 @@ from aiocoll.engine.journal import (
 )
 from aiocoll.engine.operations.signature import KEYED, P2P, Signature
 
-#: Compiled code takes no stand-ins.
-pytestmark = pytest.mark.pure
-
 SIGNATURE = Signature("ALLREDUCE", "float64", (3,), None, "SUM")
 SENT = Signature("SEND", "float64", (2,), None, None)
 RECEIVED = Signature("RECV", "float64", (2,), None, None)

@@ -68,7 +68,6 @@ class Bench:
         return self.polls <= len(self.results) and self.results[self.polls - 1]
 
 
-@pytest.mark.pure
 def test_an_await_polls_until_its_work_is_done() -> None:
     bench = Bench([])
     bench.ends_at = 3
@@ -78,7 +77,6 @@ def test_an_await_polls_until_its_work_is_done() -> None:
     assert bench.polls == 4, "it may poll again in this turn"
 
 
-@pytest.mark.pure
 def test_without_result_it_polls_for_a_moment_once_in_a_turn() -> None:
     bench = Bench([])
     bench.polling.spin(bench.completion)
@@ -91,7 +89,6 @@ def test_without_result_it_polls_for_a_moment_once_in_a_turn() -> None:
     assert bench.polls == 2 * first
 
 
-@pytest.mark.pure
 def test_data_that_comes_makes_it_poll_on_but_no_longer_than_a_callback_may_take() -> None:
     bench = Bench([True] * 20)
     bench.polling.spin(bench.completion)
@@ -101,7 +98,6 @@ def test_data_that_comes_makes_it_poll_on_but_no_longer_than_a_callback_may_take
     assert bench.polls == pytest.approx(BUDGET / LOOK, abs=1)
 
 
-@pytest.mark.pure
 def test_time_on_a_core_that_it_yields_is_not_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Bench] = []
 
@@ -115,7 +111,6 @@ def test_time_on_a_core_that_it_yields_is_not_polling(monkeypatch: pytest.Monkey
     assert bench.polls == pytest.approx(BUDGET / SPIN, abs=1), "what bounds it is the time of a callback"
 
 
-@pytest.mark.pure
 def test_ranks_that_share_cores_yield_before_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who awaits has looked just now."""
     given: list[int] = []
@@ -127,7 +122,6 @@ def test_ranks_that_share_cores_yield_before_each_look(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("beside", [None, False, True])
-@pytest.mark.pure
 def test_a_peer_on_the_same_core_gets_it_after_a_moment(beside: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench([])
     bench.beside = beside
@@ -158,7 +152,6 @@ def test_a_peer_on_the_same_core_gets_it_after_a_moment(beside: bool | None, mon
 
 
 @pytest.mark.parametrize(("spin", "links"), [(0.0, True), (SPIN, False)])
-@pytest.mark.pure
 def test_without_links_or_time_it_does_not_poll(spin: float, links: bool) -> None:
     bench = Bench([True], spin=spin)
     if not links:
@@ -167,7 +160,6 @@ def test_without_links_or_time_it_does_not_poll(spin: float, links: bool) -> Non
     assert bench.polls == 0
 
 
-@pytest.mark.pure
 def test_a_turn_in_which_something_moved_polls_on_until_an_operation_ends() -> None:
     bench = Bench([True] * 1000)
     bench.pending += ["one"]
@@ -179,7 +171,6 @@ def test_a_turn_in_which_something_moved_polls_on_until_an_operation_ends() -> N
     assert bench.polls == 5
 
 
-@pytest.mark.pure
 def test_a_turn_in_which_nothing_comes_any_more_is_the_last_that_polls() -> None:
     bench = Bench([True] * 3)
     bench.pending += ["one"]
@@ -188,7 +179,6 @@ def test_a_turn_in_which_nothing_comes_any_more_is_the_last_that_polls() -> None
     assert not bench.polling.linger(False)
 
 
-@pytest.mark.pure
 def test_a_turn_that_was_too_short_for_what_comes_is_followed_by_another_one() -> None:
     bench = Bench([True] * 100_000)
     bench.pending += ["one"]
@@ -199,7 +189,6 @@ def test_a_turn_that_was_too_short_for_what_comes_is_followed_by_another_one() -
     assert bench.polls > first
 
 
-@pytest.mark.pure
 def test_an_await_yields_when_the_last_turn_is_long_ago() -> None:
     bench = Bench([])
     bench.clock.now = TURN

@@ -141,7 +141,6 @@ def test_an_entry_of_a_failure_names_its_class() -> None:
     run_virtual(2, rank)
 
 
-@pytest.mark.pure
 @pytest.mark.ranks(2)
 async def test_nothing_of_the_callers_lives_on_in_an_entry(pg: ProcessGroup) -> None:
     class Array(np.ndarray[Any, Any]):

@@ -264,7 +264,6 @@ async def test_what_is_put_after_the_peer_has_given_up_is_in_nobodys_way() -> No
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
-@pytest.mark.pure
 async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one loop find the free block by themselves; those of processes may be asleep."""
     async with jobs(2) as (pgs,):

@@ -211,7 +211,6 @@ async def test_groups_share_the_blocks(count: int) -> None:
         await check(calls, world_size)
 
 
-@pytest.mark.pure
 async def test_nothing_is_read_after_it_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(3) as (pgs,):

@@ -104,7 +104,6 @@ async def test_keyed_calls_in_opposite_orders(call: Call) -> None:
 
 
 @CALLS
-@pytest.mark.pure
 async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(3) as (pgs,):

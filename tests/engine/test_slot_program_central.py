@@ -94,7 +94,6 @@ async def test_a_result_that_has_no_room_yet_is_not_reduced_again() -> None:
         await check(later + [call(b[0], count, key) for key in keys], 5)
 
 
-@pytest.mark.pure
 async def test_nothing_is_read_after_it_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(5) as (pgs,):

@@ -131,7 +131,6 @@ async def test_a_root_that_knows_no_counts(world_size: int, late: bool) -> None:
                     _same(found, expected)
 
 
-@pytest.mark.pure
 async def test_a_root_that_knows_no_counts_reads_nothing_after_it_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(2) as ((zero, one),):
@@ -216,7 +215,6 @@ async def test_keyed_calls_in_opposite_orders(call: Call, root: int) -> None:
 
 
 @CALLS
-@pytest.mark.pure
 async def test_nothing_is_read_after_it_was_freed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     overwrite_what_is_freed(monkeypatch)
     async with jobs(3) as (pgs,):

@@ -142,7 +142,6 @@ async def test_messages_that_no_receive_has_asked_for() -> None:
         await run_ranks(2, body, gpu)
 
 
-@pytest.mark.pure
 async def test_an_announced_message_is_forgotten_when_it_has_left() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         if pg.rank() == 0:

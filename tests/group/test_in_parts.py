@@ -87,7 +87,6 @@ async def test_arrays_without_axes(pg: ProcessGroup) -> None:
             assert other.reshape(1)[0] == value
 
 
-@pytest.mark.pure
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
 @over("memory")

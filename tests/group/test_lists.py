@@ -116,7 +116,6 @@ async def test_ranks_with_longer_arrays(call: Call, pg: ProcessGroup) -> None:
                 check(call, pg, got, first, root)
 
 
-@pytest.mark.pure
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.ranks(1)
 @over("memory")

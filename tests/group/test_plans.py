@@ -314,7 +314,6 @@ async def test_where_calls_are_compared_and_in_a_dry_run() -> None:
         assert [(await plan.start()).tolist() for _ in range(2)] == [[1, 1]] * 2
 
 
-@pytest.mark.pure
 @pytest.mark.ranks(1)
 async def test_a_start_views_nothing(pg: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Any] = [pg.plan(pg.allgather_into_tensor, np.zeros(4), np.ones(4)), pg.plan(pg.send, np.ones(1), 0)]

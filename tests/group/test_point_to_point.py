@@ -364,7 +364,6 @@ async def test_an_object_above_the_limit_is_refused_and_its_bytes_are_let_go(lim
     await run_ranks(2, rank)
 
 
-@pytest.mark.pure
 async def test_an_empty_message_completes_its_receive_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     spied(monkeypatch, call_finished=lambda completion, *_: ended.append(completion))

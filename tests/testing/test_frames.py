@@ -112,7 +112,6 @@ def test_so_are_those_of_other_kinds(project: Project) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.pure
 def test_all_are_shown_if_asked_for(project: Project) -> None:
     result = project.run(SUITE + SLOW, "--full-trace")
     result.assert_outcomes(failed=11)

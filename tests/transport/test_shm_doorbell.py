@@ -240,7 +240,6 @@ def test_the_core_is_the_one_that_runs_this_thread() -> None:
         os.sched_setaffinity(0, allowed)
 
 
-@pytest.mark.pure
 def test_where_the_c_library_does_not_tell_the_core_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     _ask.cache_clear()
     monkeypatch.setattr("ctypes.PyDLL", lambda name: object())

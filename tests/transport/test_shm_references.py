@@ -157,7 +157,6 @@ async def test_not_more_than_two_are_unread(where: str) -> None:
         await until(lambda: both.read == [1, 2])
 
 
-@pytest.mark.pure
 async def test_what_is_read_at_once_is_told_of(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer may have read all before the writer goes on: it rings, since it was asked to before."""
     async with ends(where) as both:

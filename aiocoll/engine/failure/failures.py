@@ -60,7 +60,7 @@ def revoked(group: str, rank: int, cause: GroupError) -> GroupRevokedError:
         op=cause.op,
         seq=cause.seq,
     )
-    error.__cause__ = cause  # not by `raise`: mypyc drops what is said there
+    error.__cause__ = cause
     return error
 
 

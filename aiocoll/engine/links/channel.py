@@ -362,9 +362,7 @@ class Channel:
 
     def _untaken(self, header: Header, error: Exception) -> ProtocolError:
         what = f"rank {self._context.rank} could not take what rank {self.peer} sent"
-        untaken = ProtocolError(f"{what}, a {describe(header)}: {error!r}")
-        untaken.__cause__ = error  # compiled code drops what `raise` says
-        return untaken
+        return ProtocolError(f"{what}, a {describe(header)}: {error!r}")
 
     def _credited(self, nbytes: int) -> None:
         """The peer has consumed eager bytes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import inf, nan
 from typing import TYPE_CHECKING, Any, Final
 
-from aiocoll.compiling import mypyc_attr
 from aiocoll.completion import Completion
 from aiocoll.engine.operations.signature import Signature, description
 from aiocoll.transport.frame import FrameKind
@@ -62,7 +61,6 @@ class Announced(Message):
         self.batch = batch
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Operation:
     """Base of everything that a group has in flight.
 

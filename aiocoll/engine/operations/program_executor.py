@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.algorithms.program import Region, Verb
-from aiocoll.compiling import mypyc_attr
 from aiocoll.completion import Completion
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
@@ -42,7 +41,6 @@ _COMPLETE = -1
 Array = NDArray[Any]
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ProgramExecutor(Operation):
     """One rank's part in one collective.
 

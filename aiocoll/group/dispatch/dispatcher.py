@@ -27,7 +27,7 @@ from aiocoll.errors import GroupClosedError
 from aiocoll.group.dispatch.call_cache import CallCache
 from aiocoll.group.dispatch.interceptor import Interceptor, interceptor_in_scope, scope_here, scoped
 from aiocoll.group.dispatch.planner import Planner
-from aiocoll.group.prepared_call import FactoryCall, PlannedCall, PreparedCall, Unchecked
+from aiocoll.group.prepared_call import FactoryCall, PlannedCall, PreparedCall
 from aiocoll.loading import loading
 from aiocoll.numerals import to_int
 from aiocoll.options import seconds
@@ -53,6 +53,8 @@ _thread: Final = threading.get_ident
 
 class Dispatcher:
     """Starts all calls of a group.
+
+    A `root`, `rank` or `key` that comes from the user is annotated `Any`: it may have any type until it is checked.
 
     Args:
         group: the `ProcessGroup`, to which completions refer.
@@ -159,10 +161,10 @@ class Dispatcher:
         kind: str,
         tensor: Any,
         op: ReduceOp | None,
-        root: Unchecked,
+        root: Any,
         writable: bool,
         timeout: Timeout,
-        key: Unchecked,
+        key: Any,
     ) -> Work[Any]:
         """Start a collective on one tensor or number, of the same count on all ranks."""
         # hot path: inlined from `CallCache.one`
@@ -188,7 +190,7 @@ class Dispatcher:
         main: Buffer | None,
         result: Any,
         timeout: Timeout,
-        key: Unchecked,
+        key: Any,
         wholes: Sequence[Buffer] = (),
     ) -> PreparedCall:
         """Return the call of a plan on buffers that were checked.
@@ -242,7 +244,7 @@ class Dispatcher:
         shape: tuple[int, ...],
         result: Any,
         limit: float,
-        key: Unchecked,
+        key: Any,
         unwrap: Callable[[], Any] | None = None,
     ) -> Work[Any]:
         """Start the `PlannedCall` of these arguments, which is made only for an interceptor."""
@@ -282,7 +284,7 @@ class Dispatcher:
         self._diverts = True
 
     def refuse(
-        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Unchecked
+        self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Any
     ) -> Work[Any]:
         """Raise the error of a call, or report it to all ranks."""
         if self._tell_wrong is None or self.block_here() is not None:
@@ -321,7 +323,7 @@ class Dispatcher:
 
     # -- numbers and keys
 
-    def numbered(self, key: Unchecked) -> tuple[int, int]:
+    def numbered(self, key: Any) -> tuple[int, int]:
         """Take the next number, or the next count of `key`; return the operation id and the number."""
         comm = self.comm
         if key is None:
@@ -335,7 +337,7 @@ class Dispatcher:
             self.check_key(key)
             raise
 
-    def check_key(self, key: Unchecked) -> None:
+    def check_key(self, key: Any) -> None:
         """Refuse an invalid key."""
         if not isinstance(key, str):
             raise TypeError(f"key must be a str or None, not {type(key).__name__}")
@@ -346,7 +348,7 @@ class Dispatcher:
 
     # -- ranks
 
-    def check_rank(self, rank: Unchecked, name: str, *, null: bool = False) -> int:
+    def check_rank(self, rank: Any, name: str, *, null: bool = False) -> int:
         """Return `rank` if it is one of this group's, or, with `null`, `PROC_NULL`."""
         if type(rank) is not int:  # in a plain number there is nothing to find out
             rank = to_int(rank, name, "a rank (int)")

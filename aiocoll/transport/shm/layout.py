@@ -21,8 +21,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from aiocoll.native.layout import (
+    COMMON_CONSUMED,
+    COMMON_NAMED,
+    CORE,
+    LANE_CONSUMED,
+    LANE_NAMED,
+    LANE_WORDS,
+    LINE,
+    MIDDLE_SLOTS,
+    POSTS,
+    SLOTS,
+    SMALL_SLOTS,
+    STATUS,
+)
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
+from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
 from aiocoll.transport.shm.region import PAGE
 
 __all__ = [
@@ -44,13 +58,10 @@ __all__ = [
     "SlotsLayout",
 ]
 
-LINE = 64
 #: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
 ENTRIES = 256
 #: Bytes of a ring's data that are reserved from the beginning: enough for some small frames.
 FIRST = 8 * 1024
-#: Slots of a lane.
-SLOTS = SMALL_SLOTS + MIDDLE_SLOTS
 #: Chunks that a queue holds: one is written while one is read, and as many again for when either is late.
 CHUNKS = 4
 
@@ -148,27 +159,6 @@ class SlotsLayout(NamedTuple):
         return self.middle + (number - SMALL_SLOTS) * self.middle_nbytes, self.middle_nbytes
 
 
-# Words of an outbox.
-STATUS = 0
-"""Even while the rank will look at all its links before it sleeps, and odd while it has to be woken."""
-CORE = 8
-"""Which core the rank ran on when it last waited for long."""
-
-# Words of a lane; the slots that they are about have these numbers.
-_ROW = SLOTS + -SLOTS % 8
-POSTS = 0
-"""How often something was posted for its reader."""
-COMMON_NAMED = 8
-"""One word per slot of the common lane: number of the last post that its reader is to read; 0 if that was withdrawn."""
-LANE_NAMED = COMMON_NAMED + _ROW
-"""The same of this lane's slots."""
-COMMON_CONSUMED = LANE_NAMED + _ROW
-"""One word per slot of the reader's common lane: number of the last post that this rank has consumed."""
-LANE_CONSUMED = COMMON_CONSUMED + _ROW
-"""The same of the slots of the reader's lane for this rank."""
-_LANE_WORDS = LANE_CONSUMED + _ROW
-
-
 class OutboxLayout:
     """The layout of the outbox of a rank that has at most `ranks` ranks on its host.
 
@@ -182,7 +172,7 @@ class OutboxLayout:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.common = _slots((CORE + 8) * 8, ranks)
-        self.lane = _slots(_LANE_WORDS * 8, ranks)
+        self.lane = _slots(LANE_WORDS * 8, ranks)
         self.lanes = ranks + _MORE_LANES
         self.nbytes = self.common.end + self.lanes * self.lane.end
 

@@ -148,18 +148,6 @@ class ShmLink:
         "sink",
     )
 
-    __deletable__ = (
-        "_out",
-        "_own",
-        "chunks",
-        "common_reader",
-        "common_writer",
-        "lane_reader",
-        "lane_writer",
-        "peer_outbox",
-        "reference_reader",
-    )
-
     sink: Sink
     carrier = "shm"
 

@@ -47,8 +47,6 @@ class Outbox:
 
     __slots__ = ("_fences", "_lanes", "_open", "_region", "common", "layout", "status")
 
-    __deletable__ = ("common",)
-
     def __init__(self, layout: OutboxLayout, fences: Fences) -> None:
         self.layout = layout
         self._fences = fences
@@ -122,8 +120,6 @@ class PeerOutbox:
     """
 
     __slots__ = ("_order", "_seen", "common", "lane", "status", "words")
-
-    __deletable__ = ("common", "lane", "status", "words")
 
     def __init__(
         self, memory: mmap.mmap, layout: OutboxLayout, number: int, lane: LaneWriter, peer: int, fences: Fences

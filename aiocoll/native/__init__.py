@@ -1,0 +1,62 @@
+"""The accelerator in C, where it is built; `AIOCOLL_NATIVE` chooses whether it runs (`docs/native.md`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Final
+
+from aiocoll.native import layout
+
+__all__ = ["IMPLEMENTATION", "core", "describe_implementation"]
+
+_VARIABLE: Final = "AIOCOLL_NATIVE"
+#: Version of the interface between Python and C; a module of another one, left by an earlier build, is not used.
+_VERSION: Final = 1
+_BUILD: Final = "build it by `make native` in a clone, or by `AIOCOLL_NATIVE=1 pip install` (docs/native.md)"
+
+
+def _load() -> ModuleType:
+    """Import the extension module.
+
+    Raises:
+        ImportError: it is not there, or does not fit.
+    """
+    if "t" in sys.abiflags:
+        raise ImportError("free-threaded interpreters run pure Python")
+    module = import_module("aiocoll.native._core")
+    if module.VERSION != _VERSION or any(getattr(layout, name) != value for name, value in module.LAYOUT.items()):
+        raise ImportError(f"{module.__file__} was built for another version of aiocoll")
+    return module
+
+
+def _choose() -> tuple[ModuleType | None, str]:
+    """Return the extension module, or None and the reason."""
+    wanted = os.environ.get(_VARIABLE)
+    if wanted not in (None, "0", "1"):
+        raise ValueError(f"{_VARIABLE}={wanted!r}: must be 1 (require the accelerator in C) or 0 (run pure Python)")
+    if wanted == "0":
+        return None, f"{_VARIABLE}=0"
+    try:
+        return _load(), ""
+    except ImportError as error:
+        reason = "not built" if isinstance(error, ModuleNotFoundError) else str(error)
+        if wanted == "1":
+            raise ImportError(f"{_VARIABLE}=1, but there is no accelerator in C: {reason}; {_BUILD}") from error
+        return None, reason
+
+
+core: ModuleType | None
+"""The extension module; None: pure Python runs."""
+core, _reason = _choose()
+#: Which of both runs, in a word or two.
+IMPLEMENTATION: Final = "pure Python" if core is None else "native"
+
+
+def describe_implementation() -> str:
+    """Return in one line which implementation runs, and what it was built for or why it is not the native one."""
+    if core is None:
+        return f"{IMPLEMENTATION} ({_reason})"
+    return f"{IMPLEMENTATION} (for {core.BUILT_FOR}; built with {core.BUILT_WITH})"

@@ -1,0 +1,54 @@
+"""Numbers of the shared-memory layout that Python and C share; the build generates `layout.h` from them.
+
+It imports nothing of the package, since the build runs it alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "COMMON_CONSUMED",
+    "COMMON_NAMED",
+    "CORE",
+    "LANE_CONSUMED",
+    "LANE_NAMED",
+    "LANE_WORDS",
+    "LINE",
+    "MIDDLE_SLOTS",
+    "POSTS",
+    "SLOTS",
+    "SMALL_SLOTS",
+    "STATUS",
+]
+
+#: Bytes of a cache line.
+LINE: Final = 64
+
+#: Slots of a lane, the small ones first: operations in flight at once that need no frames, twice over, since a
+#: rank may be through with all of them before a peer has read the first.
+SMALL_SLOTS: Final = 128
+MIDDLE_SLOTS: Final = 4
+#: Slots of a lane.
+SLOTS: Final = SMALL_SLOTS + MIDDLE_SLOTS
+
+# Words of an outbox.
+STATUS: Final = 0
+"""Even while the rank will look at all its links before it sleeps, and odd while it has to be woken."""
+CORE: Final = 8
+"""Which core the rank ran on when it last waited for long."""
+
+# Words of a lane; the slots that they are about have these numbers.
+_ROW: Final = SLOTS + -SLOTS % 8
+POSTS: Final = 0
+"""How often something was posted for its reader."""
+COMMON_NAMED: Final = 8
+"""One word per slot of the common lane: number of the last post that its reader is to read; 0 if that was withdrawn."""
+LANE_NAMED: Final = COMMON_NAMED + _ROW
+"""The same of this lane's slots."""
+COMMON_CONSUMED: Final = LANE_NAMED + _ROW
+"""One word per slot of the reader's common lane: number of the last post that this rank has consumed."""
+LANE_CONSUMED: Final = COMMON_CONSUMED + _ROW
+"""The same of the slots of the reader's lane for this rank."""
+LANE_WORDS: Final = LANE_CONSUMED + _ROW
+"""How many words a lane has."""

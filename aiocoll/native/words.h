@@ -1,0 +1,39 @@
+/* Words of shared memory: atomic loads and stores, fences, the clock. */
+#ifndef AIOCOLL_WORDS_H
+#define AIOCOLL_WORDS_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+/* Peers map the same words, so a load or store of one must be a single instruction that no lock protects. */
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "8-byte words must be lock free");
+_Static_assert(sizeof(_Atomic uint64_t) == 8, "a word has 8 bytes");
+
+typedef _Atomic uint64_t Word;
+
+static inline uint64_t load(const Word *word) { return atomic_load_explicit((Word *)word, memory_order_relaxed); }
+static inline uint64_t load_acquire(const Word *word) { return atomic_load_explicit((Word *)word, memory_order_acquire); }
+static inline void store(Word *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_relaxed); }
+static inline void store_release(Word *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_release); }
+static inline void fence_release(void) { atomic_thread_fence(memory_order_release); }
+static inline void fence_acquire(void) { atomic_thread_fence(memory_order_acquire); }
+static inline void fence_full(void) { atomic_thread_fence(memory_order_seq_cst); }
+
+/* Give the other hyper-thread of a core room between two looks. */
+static inline void pause_core(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");
+#endif
+}
+
+/* Seconds on the clock of time.monotonic and time.perf_counter. */
+static inline double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+#endif
