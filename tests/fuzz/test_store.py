@@ -46,6 +46,9 @@ class Owner:
     def session_opened(self, session: Session) -> None:
         pass
 
+    def join_abandoned(self) -> None:
+        pass
+
     def session_proven(self, session: Session) -> None:
         pass
 
