@@ -14,7 +14,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.unretrieved import CallSite, Unawaited, Unretrieved, UnretrievedFailures
 from aiocoll.user_code import contain
 
-__all__ = ["AT_ONCE", "Callback", "Completion", "Owner", "Progress", "is_wait", "watch_works"]
+__all__ = ["AT_ONCE", "Callback", "Completion", "Owner", "Progress", "is_wait", "make_completion", "watch_works"]
 
 #: Files that start with this belong to the package: no call site of the user's.
 _HERE = os.path.dirname(__file__) + os.sep
@@ -302,6 +302,37 @@ class Completion:
         finally:
             if self.callbacks is not None:
                 self.callbacks.remove(call)
+
+
+def make_completion(
+    progress: Progress,
+    owner: Owner,
+    facts: tuple[Any, ...],
+    waiters: list[Any] | None,
+    guard: Unretrieved | None,
+    handle: Any,
+) -> Completion:
+    """Return the completion of a call that the accelerator has begun.
+
+    Args:
+        progress: carries out the operation.
+        owner: the group.
+        facts: its op, seq, key, shape, timeout, value, code and instruction, as of a `Completion`.
+        waiters: the futures of awaits.
+        guard: the warning about a work that is never awaited.
+        handle: the work; None of an operation that has ended well.
+    """
+    completion = Completion.__new__(Completion)
+    completion.progress, completion.owner = progress, owner
+    completion.op, completion.seq, completion.key = facts[:3]
+    completion.expect(*facts[3:6])
+    completion.code, completion.instruction = facts[6:]
+    completion.unwrap = completion.withdraw = completion.ends = completion.order = completion.source = None
+    completion.exception = completion.callbacks = None
+    completion.handle, completion.waiters, completion.unretrieved = handle, waiters, guard
+    completion.done = handle is None
+    completion.result = completion.value if completion.done else None
+    return completion
 
 
 def is_wait(fn: Any) -> bool:

@@ -80,6 +80,11 @@ class Runtime:
         """Callbacks to be called before this iteration of the loop ends; see `before_turn_ends`."""
         _runtimes.add(self)
 
+    @property
+    def is_real(self) -> bool:
+        """Whether its clocks are those of the system, which code in C may read, too."""
+        return self.may_spin and self.stamp is time.monotonic and self.ticks is time.perf_counter
+
     @staticmethod
     def of(loop: asyncio.AbstractEventLoop) -> Runtime:
         """Return the runtime of `loop`: its own if it brings one (a virtual clock does), else the real one."""

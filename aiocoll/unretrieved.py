@@ -183,6 +183,10 @@ class UnretrievedFailures:
         self._open: WeakValueDictionary[int, Unretrieved] = WeakValueDictionary()
         self._known: BaseException | None = None
 
+    def guard(self, op: str, name: str | int, code: CodeType, instruction: int) -> Unawaited:
+        """Return what warns if a work of this call is dropped before it is told that it was awaited."""
+        return Unawaited(self, CallSite(op, name, code, instruction))
+
     def expect(self, cause: BaseException) -> None:
         """The program of this rank has made `cause` itself: its failures are not logged."""
         self._known = cause

@@ -8,20 +8,100 @@ import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from datetime import timedelta
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from aiocoll.completion import Completion, Owner, Progress, is_wait
+from aiocoll.completion import Completion, Owner, Progress, is_wait, make_completion
 from aiocoll.elements.streams import stream_address
+from aiocoll.native import core
 from aiocoll.threads import wait_in_thread
 
-__all__ = ["Work", "completion_of", "finished_work"]
+__all__ = ["Handle", "Work", "completion_of", "finished_work"]
 
 T_co = TypeVar("T_co", covariant=True)
 
 _thread: Final = threading.get_ident
 
 
-class Work(Generic[T_co]):
+class Handle:
+    """The base of `Work` without the accelerator, which has one of its own."""
+
+    __slots__ = ("_completion",)
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
+        if not completion.done:
+            completion.handle = self
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        completion = self._completion
+        if completion.unretrieved is not None:
+            completion.unretrieved.awaited()
+        if not completion.done:
+            progress = completion.progress
+            # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
+            if _thread() != progress.runtime.thread or not progress.loop.is_running():
+                _check_loop(self, progress)
+            progress.spin(completion)
+        if not completion.done:
+            waiter = completion.add_waiter()
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                completion.remove_waiter(waiter)
+                raise
+        elif completion.progress.turn_is_due():
+            yield
+        if completion.exception is not None:
+            completion.note_retrieval()
+            raise completion.exception
+        return completion.result
+
+    def done(self) -> bool:
+        """Return whether the operation has ended."""
+        completion = self._completion
+        if completion.unretrieved is not None and completion.done:
+            completion.unretrieved.awaited()
+        return completion.done
+
+    def exception(self) -> BaseException | None:
+        """Return the error of an operation that has ended."""
+        completion = self._completion
+        if not completion.done:
+            raise asyncio.InvalidStateError(f"{self!r} has not ended; await it")
+        completion.note_retrieval()
+        return completion.exception
+
+    def result(self) -> Any:
+        """Return the result of an operation that has ended."""
+        if (error := self.exception()) is not None:
+            raise error
+        return self._completion.result
+
+
+def _check_loop(work: Any, progress: Progress) -> None:
+    """Refuse to wait for a work here if its event loop is not the one that runs.
+
+    Raises:
+        RuntimeError: it belongs to another event loop.
+    """
+    if asyncio._get_running_loop() is not progress.loop:
+        raise RuntimeError(
+            f"{work!r} belongs to another event loop: from another thread use `work.wait()`, or "
+            "`asyncio.run_coroutine_threadsafe(work.join(), loop).result()` with the loop of its group"
+        )
+
+
+if TYPE_CHECKING or core is None:
+    _Base = Handle
+else:
+    core.configure(Handle.__await__, Handle.done, Handle.result, Handle.exception, make_completion)
+    _Base = core.Handle
+
+
+_done, _result, _exception = _Base.done, _Base.result, _Base.exception
+
+
+class Work(_Base, Generic[T_co]):
     """One started operation: await it for its result, any number of times, from any task of the group's loop.
 
     Cancelling an await stops the waiting, never the operation; `abort` ends that. A receive that no message has matched
@@ -32,12 +112,7 @@ class Work(Generic[T_co]):
     mode, a work that is dropped without being awaited leads to a `RuntimeWarning`.
     """
 
-    __slots__ = ("__weakref__", "_completion")
-
-    def __init__(self, completion: Completion) -> None:
-        self._completion = completion
-        if not completion.done:
-            completion.handle = self
+    __slots__ = ("__weakref__",)
 
     @property
     def op(self) -> str:
@@ -63,30 +138,12 @@ class Work(Generic[T_co]):
     def __repr__(self) -> str:
         return f"<Work {self._completion.describe()}>"
 
-    def __await__(self) -> Generator[Any, None, T_co]:
-        completion = self._completion
-        if completion.unretrieved is not None:
-            completion.unretrieved.awaited()
-        if not completion.done:
-            progress = completion.progress
-            # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
-            if _thread() != progress.runtime.thread or not progress.loop.is_running():
-                self._check_loop()
-            progress.spin(completion)
-        if not completion.done:
-            waiter = completion.add_waiter()
-            try:
-                yield from waiter
-            except asyncio.CancelledError:
-                completion.remove_waiter(waiter)
-                raise
-        elif completion.progress.turn_is_due():
-            yield
-        if completion.exception is not None:
-            completion.note_retrieval()
-            raise completion.exception
-        result: T_co = completion.result
-        return result
+    if TYPE_CHECKING:
+        _completion: Completion
+
+        def __init__(self, completion: Completion) -> None: ...
+
+        def __await__(self) -> Generator[Any, None, T_co]: ...
 
     def done(self) -> bool:
         """Tell whether the operation has ended, well or not.
@@ -94,10 +151,8 @@ class Work(Generic[T_co]):
         Returns:
             True once its arrays are the caller's again.
         """
-        completion = self._completion
-        if completion.unretrieved is not None and completion.done:
-            completion.unretrieved.awaited()
-        return completion.done
+        done: bool = _done(self)
+        return done
 
     def is_completed(self) -> bool:
         """Tell whether the operation has ended, as `done` does.
@@ -125,9 +180,7 @@ class Work(Generic[T_co]):
             asyncio.InvalidStateError: it has not ended.
             GroupError: it has failed; or another exception, which a custom op or an object has raised.
         """
-        if (error := self.exception()) is not None:
-            raise error
-        result: T_co = self._completion.result
+        result: T_co = _result(self)
         return result
 
     def exception(self) -> BaseException | None:
@@ -139,11 +192,8 @@ class Work(Generic[T_co]):
         Raises:
             asyncio.InvalidStateError: it has not ended.
         """
-        completion = self._completion
-        if not completion.done:
-            raise asyncio.InvalidStateError(f"{self!r} has not ended; await it")
-        completion.note_retrieval()
-        return completion.exception
+        error: BaseException | None = _exception(self)
+        return error
 
     def source_rank(self) -> int:
         """Return the rank whose message a completed receive got.
@@ -181,7 +231,7 @@ class Work(Generic[T_co]):
         """
         completion = self._completion
         if (running := asyncio._get_running_loop()) is not None and running is not completion.progress.loop:
-            self._check_loop()
+            _check_loop(self, completion.progress)
         if is_wait(fn):
             completion.want()
         completion.note_await()
@@ -307,13 +357,6 @@ class Work(Generic[T_co]):
         """
         if not self._completion.done:
             self.group.abort(f"{self.op} was aborted by rank {self.group.rank()}")
-
-    def _check_loop(self) -> None:
-        if asyncio._get_running_loop() is not self._completion.progress.loop:
-            raise RuntimeError(
-                f"{self!r} belongs to another event loop: from another thread use `work.wait()`, or "
-                "`asyncio.run_coroutine_threadsafe(work.join(), loop).result()` with the loop of its group"
-            )
 
 
 def completion_of(work: Work[Any]) -> Completion:

@@ -321,6 +321,14 @@ def comm_of(holder: Any) -> Communicator:
     return comm
 
 
+def use_same_slots(pg: ProcessGroup) -> None:
+    """Let operations of a group take the slots of their numbers, so that those of two groups meet in one."""
+    comm = comm_of(pg)
+    comm.slots._shift = 0
+    if comm.in_flight.native is not None:
+        comm.in_flight.native.shift = 0
+
+
 def dispatcher_of(pg: ProcessGroup) -> Dispatcher:
     """Return what all calls of a group go through."""
     return parts_of(pg).dispatcher
@@ -343,7 +351,7 @@ def channels_of(pg: ProcessGroup) -> dict[int, Any]:
 
 def early_bytes(pg: ProcessGroup) -> int:
     """Return the bytes that wait for collectives that are not called yet."""
-    return sum(len(payload) for frames in comm_of(pg)._early.values() for _, _, payload in frames)
+    return sum(len(payload) for frames in comm_of(pg).early.values() for _, _, payload in frames)
 
 
 def links_of(pg: ProcessGroup) -> list[Any]:

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import types
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -91,7 +92,7 @@ def _parameters(found: Any, *, method: bool = False) -> str:
     if isinstance(found, classmethod | staticmethod):
         method = method and isinstance(found, classmethod)
         found = found.__func__
-    elif method and not inspect.isfunction(found):
+    elif method and not isinstance(found, types.FunctionType | types.WrapperDescriptorType):
         return ""
     if not callable(found) or (inspect.isclass(found) and not _has_constructor(found)) or _is_for_checkers(found):
         return ""

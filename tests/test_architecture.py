@@ -16,6 +16,7 @@ import pytest
 
 from aiocoll import ProcessGroup, Work
 from aiocoll.engine.control.messages import SHAPES
+from aiocoll.native import core
 from aiocoll.security.handshake import WIRE_VERSION, ConnKind
 from aiocoll.transport.frame import FrameKind
 from aiocoll.work import completion_of
@@ -115,7 +116,8 @@ async def test_a_call_goes_the_way_that_is_drawn(monkeypatch: pytest.MonkeyPatch
 
     profiler = Profiler()
     done, _ = await run_ranks(2, body, transport="tcp")
-    assert done == drawn()
+    # Where the accelerator runs, works are its own, and no functions of Python.
+    assert done == [line for line in drawn() if core is None or "work: Handle.__init__" not in line]
 
 
 def test_the_parts_of_the_engine_are_all_there_and_import_those_above_them() -> None:

@@ -47,6 +47,8 @@ class Kernel(NamedTuple):
             of the arrays; see `aiocoll.elements.nan_fingerprint`.
         of_one: ``of_one(src, out)``: the reduction of one rank's data, where that is not the data itself; else None.
             It may be applied to each rank's own data before anything else.
+        ufunc: if the reduction is nothing but this one, over all inputs in order.
+        is_builtin: it calls no function of the user's.
     """
 
     combine: Combine
@@ -57,6 +59,8 @@ class Kernel(NamedTuple):
     portable: bool = True
     nan_varies: bool = False
     of_one: Callable[[Array, Array], None] | None = None
+    ufunc: np.ufunc | None = None
+    is_builtin: bool = True
 
 
 def _minimum(a: Array, b: Array, out: Array) -> None:
@@ -93,6 +97,8 @@ _BOOL: Mapping[str, Combine] = MappingProxyType(
 )
 
 
+#: Of what combines by a function, the ufunc that this calls.
+_UFUNCS: Mapping[Combine, Any] = MappingProxyType({_minimum: np.minimum, _maximum: np.maximum})
 #: Of two elements of floats or complex numbers.
 _OF_NUMBERS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
     {"SUM": operator.add, "AVG": operator.add, "PREMUL_SUM": operator.add, "PRODUCT": operator.mul}
@@ -122,6 +128,7 @@ def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | com
         # Whether a complex product uses fused multiply-add depends on the index in the vector.
         portable=not (dtype.kind == "complex" and name == "PRODUCT"),
         nan_varies=nan_varies,
+        ufunc=None if finalize is not None or factor is not None else _UFUNCS.get(combine, combine),
     )
 
 
@@ -284,4 +291,4 @@ def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commut
             result, scratch, spare = scratch, spare, scratch
         np.copyto(out, result)
 
-    return Kernel(combine=combine, fold=fold, ordered=not commutative, portable=False)
+    return Kernel(combine=combine, fold=fold, ordered=not commutative, portable=False, is_builtin=False)

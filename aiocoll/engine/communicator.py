@@ -20,8 +20,9 @@ from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_inspector import StallInspector
 from aiocoll.engine.group_spec import GroupSpec
+from aiocoll.engine.in_flight import InFlight
 from aiocoll.engine.job.ids import StrangerError, hash62
-from aiocoll.engine.journal import HISTORY, Journal, Record
+from aiocoll.engine.journal import Journal, Record
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.operations.base import Operation
@@ -91,9 +92,10 @@ class Communicator:
         self.channels = endpoint.channels.of_group(self.ranks)
         self.slots = Slots(self.channels, identity, chunk_nbytes)
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
-        self.operations: dict[int, Operation] = {}
-        self.pending: dict[Operation, None] = {}
-        self.journal = Journal(self.channels, self.pending, endpoint.runtime.stamp(), spec.options.stats)
+        self._operations: dict[int, Operation] = {}
+        self._pending: dict[Operation, None] = {}
+        self.in_flight = InFlight(self._pending, self._operations)
+        self.journal = Journal(self.channels, self.in_flight.snapshot, endpoint.runtime.stamp(), spec.options.stats)
         self.cause: GroupError | None = None
         #: The group has failed, or a hook is running: calls take the slow checks.
         self.barred = False
@@ -129,9 +131,7 @@ class Communicator:
         self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
         self._watch = endpoint.watch
-        self._early: dict[int, list[Kept]] = {}
-        # Keyed operations and children that have ended, with the call each belonged to; ordered ones need no entry.
-        self._ended: dict[int, int] = {}
+        self.early: dict[int, list[Kept]] = {}
         self._counts: dict[str, int] = {}
 
     def is_on_all_cards(self, ability: str) -> bool:
@@ -146,7 +146,7 @@ class Communicator:
         """Set the default timeout of later operations, in seconds."""
         self.timeout = timeout
         # Later operations may expire before those that are in flight.
-        self.default_timeout = nan if self.pending or timeout < REPORT_AFTER else timeout
+        self.default_timeout = nan if len(self.in_flight) or timeout < REPORT_AFTER else timeout
 
     # -- entering
 
@@ -165,10 +165,10 @@ class Communicator:
     def enter(self, operation: Operation) -> None:
         """Put an operation in flight: from now on its id and fingerprint are matched against frames and questions."""
         operation.entered = self.stamp()
-        self.pending[operation] = None
+        self._pending[operation] = None
         identity = operation.id
         if identity < P2P:
-            self.operations[identity] = operation
+            self._operations[identity] = operation
         watch = self._watch
         if watch.timer is None or operation.timeout != self.default_timeout:
             watch.entered(self, operation)
@@ -183,7 +183,7 @@ class Communicator:
             operation.enter()
         except Exception as error:
             self.crashed(error)
-        if self._early and (frames := self._early.pop(identity, None)):
+        if self.early and (frames := self.early.pop(identity, None)):
             take = partial(self.deliver, is_early=True)
             for channel, header, payload in frames:
                 self.endpoint.attempt(channel.peer, channel.redeliver, take, header, payload)
@@ -192,16 +192,14 @@ class Communicator:
         """An operation has ended; every operation ends exactly once, here."""
         now = self.stamp()
         self.journal.ended(operation, error, now)
-        del self.pending[operation]
+        del self._pending[operation]
         if operation.timeout != self.default_timeout:
             self._watch.ended(operation)
         identity = operation.id
         if identity < P2P:
-            del self.operations[identity]
+            del self._operations[identity]
             if identity >= KEYED:
-                if len(self._ended) >= HISTORY:
-                    del self._ended[next(iter(self._ended))]
-                self._ended[identity] = operation.root.id
+                self.in_flight.remember(identity, operation.root.id)
         if self.hooks.started:
             self._call_hooks(self.hooks.end, operation, error, now - operation.entered)
 
@@ -219,16 +217,12 @@ class Communicator:
         finally:
             self.barred = self.cause is not None
 
-    def forget(self, op: int) -> None:
-        """Allow another operation to use the id of an operation that has ended."""
-        self._ended.pop(op, None)
-
     def record(self, op: int) -> Record | None:
         """Return the record of a collective, or of a send; for a child operation, the record of its parent."""
-        operation = self.operations.get(op)
+        operation = self.in_flight.find(op)
         if operation is not None:
             return Record.of(operation.root)
-        return self.journal.find(self._ended.get(op, op))
+        return self.journal.find(self.in_flight.root_of(op))
 
     # -- frames
 
@@ -237,7 +231,7 @@ class Communicator:
         _, _, step, _, op, fingerprint, offset, length, total = header
         if op & P2P:
             return self.matching.route(self.position[peer], header)
-        operation = self.operations.get(op)
+        operation = self._operations.get(op) or self.in_flight.find(op)
         if operation is None or operation.fingerprint != fingerprint:
             return None, None
         return operation, operation.route(self.position[peer], step, offset, total, length)
@@ -246,7 +240,7 @@ class Communicator:
         """Deliver a frame to this group; False if it has to wait here and counts against its sender's window."""
         kind, _, step, _, op, fingerprint, _, length, total = header
         peer = self.position[channel.peer]
-        operation = self.operations.get(op)
+        operation = self._operations.get(op) or self.in_flight.find(op)
         if operation is None:
             return self._deliver_unentered(channel, peer, header, payload)
         if not is_early:  # else it was here before the operation
@@ -269,21 +263,21 @@ class Communicator:
             return True
         if op & P2P:
             return self.matching.deliver(channel, peer, header, payload)
-        if op <= self.entered or op in self._ended:
+        if op <= self.entered or self.in_flight.has_ended(op):
             # An operation that has ended has received all its messages, so the peer means a different call.
             if header[0] != FrameKind.GRANT and (record := self.record(op)) is not None:
                 self.mismatches.disagree(peer, op, record.describe(self.rank))
             return True
         channel.hold(header)
-        self._early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
+        self.early.setdefault(op, []).append((channel, header, b"" if payload is None else bytes(payload)))
         return False
 
     def _drop_early(self) -> None:
         """Return window space to the senders of early frames that will never be used."""
-        early, self._early = self._early, {}
-        for frames in early.values():
+        for frames in self.early.values():
             for channel, header, _ in frames:
                 channel.release(header)
+        self.early.clear()
 
     def _purge(self) -> None:
         """Free what peers have left for this group in shared memory."""
@@ -307,7 +301,7 @@ class Communicator:
             return
         self.cause = cause
         self.barred = True
-        calls = [operation.completion for operation in self.pending if not operation.id & P2P]
+        calls = [operation.completion for operation in self.in_flight.pending if not operation.id & P2P]
         failed = {call.seq if call.key is None else (call.key, call.seq) for call in calls if call.seq is not None}
         self.unfinished = frozenset(failed | self.refused)
         logger.info(
@@ -320,7 +314,7 @@ class Communicator:
         )
         if tell:
             self.endpoint.control.flood(revocation(self.id, self.name, cause), self.ranks)
-        for operation in list(self.pending):
+        for operation in list(self.in_flight.pending):
             operation.fail(failure_by(cause))
         self._drop_early()
         self._purge()
@@ -349,7 +343,7 @@ class Communicator:
             self.endpoint.channels.release(rank, self.id)
         for callback in self.on_departed:
             callback(peer)
-        for operation in list(self.pending):
+        for operation in list(self.in_flight.pending):
             operation.reported = 0.0  # that rank may have been the coordinator of the reports
             self._missed(operation)
 
@@ -399,9 +393,13 @@ class Communicator:
     def linked(self) -> None:
         """A link has been opened."""
         self.journal.linked()
+        if self.in_flight.native is not None:
+            self.in_flight.native.relink()
 
     def close(self) -> None:
         """Leave the group: nothing is received for it any more."""
+        self.polling.readers.pop(self.in_flight.native, None)
+        self.in_flight.close()
         self._drop_early()
         self._purge()
         self.matching.clear()

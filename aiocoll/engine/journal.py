@@ -45,7 +45,8 @@ counters takes half a kilobyte, a row of waits one and a half; and `KNOWN` signa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from math import frexp, inf, isnan
 from struct import Struct
 from types import CodeType
@@ -54,6 +55,7 @@ from typing import Any, Final, NamedTuple
 from aiocoll.algorithms.spec import SPECS
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import P2P, Signature, description
 
 __all__ = [
@@ -106,6 +108,11 @@ MARK: Final = 2
 #: Seconds over which waits are also counted by themselves.
 MINUTE: Final = 60
 WAIT: Final = MARK + 3 * MINUTE
+
+#: Indices in the state of a table.
+COUNT: Final = 0
+GENERATION: Final = 1
+SIZE: Final = 2
 
 #: Signatures whose row is known; more than a program uses at a time.
 KNOWN: Final = 256
@@ -188,6 +195,9 @@ class Waited(NamedTuple):
     recent_seconds: float
 
 
+_NO_DOUBLES: Final = memoryview(b"").cast("d")
+
+
 class Table:
     """Rows of doubles, or of as many bytes, in memory that grows in steps.
 
@@ -197,15 +207,18 @@ class Table:
     Attributes:
         memory: the rows.
         doubles: the same as doubles.
+        state: `COUNT`, `GENERATION` and `SIZE`: how many records were written, how often the memory was replaced, and
+            how many records the ring holds at most.
     """
 
-    __slots__ = ("_row", "_used", "doubles", "memory")
+    __slots__ = ("_row", "_used", "doubles", "memory", "state")
 
     def __init__(self, row: int) -> None:
         self._row = row
         self._used = 0
+        self.state = array("q", [0, 0, 0])
         self.memory = bytearray()
-        self.resize(0)
+        self.doubles = _NO_DOUBLES
 
     def resize(self, rows: int) -> None:
         """Make room for so many rows."""
@@ -213,6 +226,7 @@ class Table:
         memory[: len(self.memory)] = self.memory
         self.doubles = memoryview(memory).cast("d")
         self.memory = memory
+        self.state[GENERATION] += 1
 
     def add(self) -> int:
         """Add a row of zeros; return the index of its first double."""
@@ -230,19 +244,22 @@ class Ring(Table):
 
     Attributes:
         size: as given.
-        count: records written so far, which is the number of the last one.
         room: records for which there is memory.
         objects: what belongs to them.
     """
 
-    __slots__ = ("count", "objects", "room", "size")
+    __slots__ = ("objects", "room", "size")
 
     def __init__(self, size: int) -> None:
         super().__init__(RECORD_NBYTES // 8)
-        self.size = size
-        self.count = 0
+        self.size = self.state[SIZE] = size
         self.room = 0
         self.objects: list[Objects | None] = []
+
+    @property
+    def count(self) -> int:
+        """How many records were written, which is the number of the last one."""
+        return self.state[COUNT]
 
     def __len__(self) -> int:
         return min(self.count, self.size)
@@ -271,7 +288,7 @@ class Journal:
 
     Args:
         channels: to the ranks of the group.
-        pending: the operations of this rank that have not ended.
+        pending: returns the operations of this rank that have not ended.
         since: when it began.
         counts: whether operations are counted.
 
@@ -286,22 +303,22 @@ class Journal:
         "_calls",
         "_carrier",
         "_channels",
-        "_counters",
-        "_due",
         "_is_known",
         "_pending",
         "_rows",
         "_wait_rows",
-        "_waits",
         "collectives",
+        "counters",
         "counts",
+        "due",
         "hint",
         "messages",
         "since",
+        "waits",
     )
 
     def __init__(
-        self, channels: Sequence[Channel], pending: Mapping[Operation, None], since: float, counts: bool
+        self, channels: Sequence[Channel], pending: Callable[[], list[Operation]], since: float, counts: bool
     ) -> None:
         self._channels = channels
         self._pending = pending
@@ -310,12 +327,12 @@ class Journal:
         self.collectives = Ring(HISTORY)
         self.messages = Ring(MESSAGES)
         self.hint = "pg.recorder.dump() has what was called last; with AIOCOLL_DUMP_DIR it is written to a file"
-        self._counters = Table(ROW)
+        self.counters = Table(ROW)
         self._rows: dict[tuple[str, str | None, str], int] = {}
-        self._waits = Table(WAIT)
+        self.waits = Table(WAIT)
         self._wait_rows: dict[int, int] = {}
         # When the next marks are due.
-        self._due = -inf
+        self.due = array("d", [-inf])
         # Row and bytes of calls alike: by the identity of their signature, for a message with its other rank. The
         # signature is kept, so that its identity is not used again.
         self._calls: dict[int | tuple[int, int], tuple[int, float, Signature]] = {}
@@ -336,7 +353,8 @@ class Journal:
             seq = -1 if call.seq is None else call.seq
         else:
             ring, seq, other = self.messages, -1, peer if operation.peer is None else operation.peer
-        ring.count = number = ring.count + 1
+        state = ring.state
+        state[COUNT] = number = state[COUNT] + 1
         index = number % ring.size
         if index >= ring.room:
             ring.grow()
@@ -357,7 +375,7 @@ class Journal:
         if error is not None:
             if self.counts and not isinstance(error, asyncio.CancelledError):  # a receive that was withdrawn
                 row = self._row(operation, other)  # first, since it may replace the memory
-                self._counters.doubles[row + FAILURES] += 1.0
+                self.counters.doubles[row + FAILURES] += 1.0
         elif self.counts:
             alike = id(operation.signature) if is_collective else (id(operation.signature), other)
             try:
@@ -365,26 +383,31 @@ class Journal:
             except KeyError:
                 row, nbytes, _ = self._learn(operation, other, alike)
             seconds = now - operation.entered
-            counters = self._counters.doubles
+            counters = self.counters.doubles
             counters[row] += nbytes
             counters[row + SECONDS] += seconds
             counters[row + ONE + frexp(seconds + TRIFLE)[1]] += 1.0
             if peer >= 0 and is_collective:
-                try:
-                    row = self._wait_rows[peer]
-                except KeyError:
-                    row = self._wait_rows[peer] = self._waits.add()
-                    self._mark([row], now)
-                if now >= self._due:
-                    self._mark(self._wait_rows.values(), now)
-                    self._due = now // 1 + 1.0
-                waits = self._waits.doubles
+                row = self.wait_row(peer, now)
+                waits = self.waits.doubles
                 waits[row] += 1.0
                 waits[row + WAITED] += seconds
 
+    def wait_row(self, peer: int, now: float) -> int:
+        """Return the row of waits for a rank, in which the second of `now` has begun."""
+        try:
+            row = self._wait_rows[peer]
+        except KeyError:
+            row = self._wait_rows[peer] = self.waits.add()
+            self._mark([row], now)
+        if now >= self.due[0]:
+            self._mark(self._wait_rows.values(), now)
+            self.due[0] = now // 1 + 1.0
+        return row
+
     def _mark(self, rows: Iterable[int], now: float) -> None:
         """Begin a new second in these rows of waits: keep what has been counted before it."""
-        waits, second = self._waits.doubles, now // 1
+        waits, second = self.waits.doubles, now // 1
         for row in rows:
             place = row + MARK + int(second) % MINUTE * 3
             waits[place], waits[place + 1], waits[place + 2] = second, waits[row], waits[row + WAITED]
@@ -397,7 +420,7 @@ class Journal:
     def _learn(self, operation: Operation, other: int, call: int | tuple[int, int]) -> tuple[int, float, Signature]:
         """Return the row and the bytes of an operation, and keep them for calls alike, if they are those of all."""
         signature = operation.signature
-        found = self._row(operation, other), float(_nbytes(operation)), signature
+        found = self._row(operation, other), float(_nbytes(signature, operation.completion.shape)), signature
         # Of what consists of several operations, or runs on a device, the algorithm may differ from call to call; of
         # what has no counts, the size.
         fixed = signature.debug is None and signature.members is None
@@ -408,11 +431,21 @@ class Journal:
             self._calls[call] = found
         return found
 
+    def row_of_plan(self, plan: Plan, shape: tuple[int, ...]) -> tuple[int, float]:
+        """Return the row of a collective over shared memory, and its bytes; `shape` is of the caller's main array."""
+        if not self._is_known:
+            self._is_known = True
+            self._carrier = "+".join(sorted({each.link.carrier for each in self._channels if each.link is not None}))
+        return self._row_of(plan.signature.op, plan.algorithm, self._carrier), float(_nbytes(plan.signature, shape))
+
     def _row(self, operation: Operation, other: int) -> int:
-        name = operation.signature.op, operation.algorithm(), self._carrier_of(operation, other)
+        return self._row_of(operation.signature.op, operation.algorithm(), self._carrier_of(operation, other))
+
+    def _row_of(self, op: str, algorithm: str | None, carrier: str) -> int:
+        name = op, algorithm, carrier
         row = self._rows.get(name)
         if row is None:
-            row = self._counters.add()  # first, since readers look into the row of each name
+            row = self.counters.add()  # first, since readers look into the row of each name
             self._rows[name] = row
         return row
 
@@ -433,7 +466,7 @@ class Journal:
     def snapshot(self) -> list[Record]:
         """Return the records of pending operations and of those that ended last, by entry time."""
         # First, since an operation leaves this table after its record is written.
-        pending = [each for each in list(self._pending) if each.parent is None]
+        pending = [each for each in self._pending() if each.parent is None]
         found: list[Record] = []
         for ring, is_message in ((self.collectives, False), (self.messages, True)):
             ended = ring.records()
@@ -450,7 +483,7 @@ class Journal:
 
     def find(self, op: int) -> Record | None:
         """Return the record of a collective, or of a send, if it is pending or ended a short while ago."""
-        for operation in list(self._pending):
+        for operation in self._pending():
             if operation.id == op and operation.parent is None:
                 return Record.of(operation)
         return next(reversed((self.messages if op & P2P else self.collectives).records(op)), None)
@@ -462,7 +495,7 @@ class Journal:
     def counted(self) -> list[Counted]:
         """Return the counters, as a copy."""
         rows = list(self._rows.items())  # before their numbers, which are made first
-        copy = memoryview(bytes(self._counters.memory)).cast("d")
+        copy = memoryview(bytes(self.counters.memory)).cast("d")
         found = [(kind, list(copy[row : row + ROW])) for kind, row in rows]
         return [
             Counted(kind, int(row[FAILURES]), int(row[NBYTES_MOVED]), row[SECONDS], list(map(int, row[BUCKET:])))
@@ -472,7 +505,7 @@ class Journal:
     def waited(self, now: float) -> dict[int, Waited]:
         """Return the waits by rank, as a copy."""
         rows = list(self._wait_rows.items())
-        doubles = memoryview(bytes(self._waits.memory)).cast("d")
+        doubles = memoryview(bytes(self.waits.memory)).cast("d")
         return {rank: _waited(list(doubles[row : row + WAIT]), now) for rank, row in rows}
 
 
@@ -505,8 +538,7 @@ def _waited(row: Sequence[float], now: float) -> Waited:
     return Waited(int(times), seconds, int(times - before), seconds - spent)
 
 
-def _nbytes(operation: Operation) -> int:
+def _nbytes(signature: Signature, shape: tuple[int, ...]) -> int:
     """Return the bytes of the elements of an operation, as far as they are known."""
-    signature = operation.signature
     spec = SPECS.get(signature.op.lower())
-    return signature.nbytes(operation.completion.shape) or 0 if spec is None or spec.sized else 0
+    return signature.nbytes(shape) or 0 if spec is None or spec.sized else 0

@@ -11,6 +11,7 @@ turns (`sched_yield`); and since both want to run all the time, the kernel moves
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -50,6 +51,9 @@ class Polling:
         outboxes: of the peers on this host.
         readers: operations that look when something was posted to a slot.
         stray_posts: finds what was posted for no operation of this rank.
+        spun: an await has polled without result in this turn of the loop.
+        turn: when an await last yielded a turn, or polled, by `Runtime.ticks`; an array, which native code writes, too.
+        spin_seconds, crowded: as given; no polling where time is virtual.
     """
 
     def __init__(self, context: Context, groups: Mapping[int, Communicator], spin: float, crowded: bool) -> None:
@@ -64,15 +68,15 @@ class Polling:
         self._runtime = context.runtime
         self._quiet = context.quiet
         self._groups = groups
-        self._spin = spin if context.runtime.may_spin else 0.0
+        self.spin_seconds = self._spin = spin if context.runtime.may_spin else 0.0
         self._sched_yield = getattr(os, "sched_yield", None)
-        self._crowded = crowded
+        self.crowded = crowded
         # Whether a peer was on the core of this rank at the last look.
         self._beside = False
-        self._spun = False
+        self.spun = False
         # Whether polling ended for lack of time while peers were sending.
         self._busy = False
-        self._turn = 0.0
+        self.turn = array("d", [0.0])
 
     @property
     def polls(self) -> bool:
@@ -81,7 +85,7 @@ class Polling:
 
     def spin(self, completion: Completion) -> None:
         """Poll the links for a moment; without result at most once per turn of the loop."""
-        if not self._spun and self._spin and (self.links or self.lookers):
+        if not self.spun and self._spin and (self.links or self.lookers):
             self._quiet.run(self._poll, completion, 0)
 
     def poll_once(self) -> None:
@@ -101,7 +105,7 @@ class Polling:
         callback takes longer than `BUDGET`.
         """
         ticks, spin = self._runtime.ticks, self._spin
-        give_way = self._sched_yield if self._crowded or self._beside else None
+        give_way = self._sched_yield if self.crowded or self._beside else None
         now = ticks()
         idle, limit, doubt = now + spin, now + BUDGET, now + DOUBT
         while now < idle and now < limit:
@@ -124,12 +128,12 @@ class Polling:
             if now > doubt:
                 doubt = limit
                 self._beside = self._is_beside_a_peer()
-                give_way = self._sched_yield if self._crowded or self._beside else None
+                give_way = self._sched_yield if self.crowded or self._beside else None
         self._busy = now < idle
         if completion is not None:
-            self._turn = now
+            self.turn[0] = now
         if completion is not None or not self._busy:
-            self._rest()
+            self.rest()
 
     def _is_beside_a_peer(self) -> bool:
         return any(link.shared.is_beside() for link in self.links if link.shared is not None)
@@ -143,7 +147,7 @@ class Polling:
         if not moved and not self._busy:
             return False
         self._busy = False
-        if (before := self._in_flight()) and self._spin and not self._spun:
+        if (before := self._in_flight()) and self._spin and not self.spun:
             self._poll(None, before)
         return True
 
@@ -201,11 +205,11 @@ class Polling:
         return moved or bool(scan) or self._news
 
     def _in_flight(self) -> int:
-        return sum([len(group.pending) for group in self._groups.values()])
+        return sum([len(group.in_flight) for group in self._groups.values()])
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
         """Stop polling without result in this turn."""
-        self._spun = True
+        self.spun = True
         self._runtime.call_soon(self._turned)
 
     def turn_is_due(self) -> bool:
@@ -213,10 +217,10 @@ class Polling:
         if self._runtime.due:
             self._runtime.settle()
         now = self._runtime.ticks()
-        if now - self._turn < TURN:
+        if now - self.turn[0] < TURN:
             return False
-        self._turn = now
+        self.turn[0] = now
         return True
 
     def _turned(self) -> None:
-        self._spun = False
+        self.spun = False

@@ -64,7 +64,7 @@ class StrayPosts:
 
 def _compare(group: Communicator, rank: int, op: int, fingerprint: int) -> None:
     """Report a post that does not match this rank's call."""
-    operation = group.operations.get(op)
+    operation = group.in_flight.find(op)
     if operation is None:
         # One that has ended has read all that was posted for it, so the peer means a different call.
         record = group.record(op)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from aiocoll.completion import Completion
 from aiocoll.elements.allocate import empty_like, same_place, spare
 from aiocoll.elements.buffers import Buffer, clash, overlaps, view
@@ -136,6 +138,11 @@ class Collectives:
 
     def allgather_into_tensor(self, output: Any, tensor: Any, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start an allgather into one array."""
+        native = self._dispatcher.native
+        if native is not None and type(tensor) is np.ndarray:
+            work: Work[Any] | None = native.parts("allgather", output, tensor, None, tensor.shape, output, timeout, key)
+            if work is not None:
+                return work
         if (found := self._plans.parts("allgather", output, tensor, None)) is not None:
             return self._start(found, tensor.shape, output, timeout, key)
         source = view(tensor, name="tensor", writable=False)
@@ -219,6 +226,13 @@ class Collectives:
         self, output: Any, input: Any, op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Start a reduce_scatter of one array."""
+        native = self._dispatcher.native
+        if native is not None and type(output) is np.ndarray:
+            work: Work[Any] | None = native.parts(
+                "reduce_scatter", input, output, op, (output.size,), output, timeout, key
+            )
+            if work is not None:
+                return work
         if (found := self._plans.parts("reduce_scatter", input, output, op)) is not None:
             return self._start(found, (output.size,), output, timeout, key)
         target = view(output, name="output")
@@ -254,6 +268,12 @@ class Collectives:
     ) -> Work[Any]:
         """Start an alltoall of parts of one array."""
         if output_split_sizes is input_split_sizes is None:
+            native = self._dispatcher.native
+            if native is not None and type(output) is np.ndarray:
+                shape = (output.size // self._size,)
+                work: Work[Any] | None = native.parts("alltoall", input, output, None, shape, output, timeout, key)
+                if work is not None:
+                    return work
             found = self._plans.parts("alltoall", input, output, None)
             if found is not None:
                 return self._start(found, (output.size // self._size,), output, timeout, key)

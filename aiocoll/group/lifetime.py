@@ -69,6 +69,8 @@ class Lifetime:
         if dispatcher.loop.get_debug():
             dispatcher.failures.watching = True
             watch_works()
+            if dispatcher.native is not None:
+                dispatcher.native.watches = True
         if not origin.dry:
             self._comm.endpoint.loop_end.add(self)
 
@@ -80,7 +82,7 @@ class Lifetime:
     def pending(self) -> list[Work[Any]]:
         """Return the works that have not ended, oldest first."""
         calls: list[Completion] = []
-        for operation in self._comm.pending:
+        for operation in self._comm.in_flight.pending:
             completion = operation.completion
             if isinstance(completion, FlushCompletion):
                 calls += completion.stands_for()
@@ -241,7 +243,7 @@ class Lifetime:
             if self._shown is not None:
                 self._shown.close()
             self._family.leave_parent()
-            for operation in list(comm.pending):
+            for operation in list(comm.in_flight.pending):
                 operation.fail(error)
             open_groups.discard(d.group)
             comm.endpoint.leave(comm)

@@ -120,7 +120,8 @@ class ProcessGroup:
             verifier = Verifier(dispatcher)
             dispatcher.intercept(verifier, verifier.tell_wrong)
         # Bound once: most calls are short.
-        self._one, self._check_rank, self._rank = dispatcher.one, dispatcher.check_rank, comm.rank
+        self._one = dispatcher.one if dispatcher.native is None else dispatcher.native.one
+        self._check_rank, self._rank = dispatcher.check_rank, comm.rank
         objects, coalescer = Objects(dispatcher), Coalescer(dispatcher)
         reconfigurer = Reconfigurer(dispatcher, objects, origin, spec)
         self._parts = GroupParts(

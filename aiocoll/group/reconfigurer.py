@@ -87,7 +87,7 @@ class Reconfigurer:
                 ranks=[d.rank],
             ),
             # The others may still be completing what is complete here; what is incomplete here will not complete there.
-            tell=bool(comm.pending),
+            tell=bool(len(comm.in_flight)),
         )
         outcome = await agreement.shrink(excluded, assumed, report(comm))
         members: list[int] = sorted(outcome["members"], key=comm.ranks.index)

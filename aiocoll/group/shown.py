@@ -40,7 +40,7 @@ class ShownGroup:
         comm = self._comm
         endpoint = comm.endpoint
         now = comm.stamp()
-        pending = [each for each in list(comm.pending) if each.parent is None]
+        pending = [each for each in comm.in_flight.snapshot() if each.parent is None]
         blocked = endpoint.failure_detector.blocked()
         cards = endpoint.cards
         mine = cards[endpoint.rank]["host"]

@@ -189,7 +189,7 @@ def stats_of(comm: Communicator) -> GroupStats:
             "AIOCOLL_STATS=0"
         )
     counted = comm.journal.counted()
-    pending = list(comm.pending)  # a copy, made by one call into C: the loop may go on meanwhile
+    pending = comm.in_flight.snapshot()
     in_flight = [each for each in pending if each.parent is None]
     now = comm.stamp()
     return GroupStats(

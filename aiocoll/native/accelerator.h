@@ -1,4 +1,4 @@
-/* Python's limited API and NumPy's C API, the same in all files. */
+/* The types of the accelerator, and what its files offer each other. */
 #ifndef AIOCOLL_ACCELERATOR_H
 #define AIOCOLL_ACCELERATOR_H
 
@@ -8,14 +8,232 @@
 
 #define PY_SSIZE_T_CLEAN
 #define PY_ARRAY_UNIQUE_SYMBOL aiocoll_array_api
+#define PY_UFUNC_UNIQUE_SYMBOL aiocoll_ufunc_api
 #ifndef IMPORTS_NUMPY /* by module.c */
 #define NO_IMPORT_ARRAY
+#define NO_IMPORT_UFUNC
 #endif
 #include <Python.h>
+#include <structmember.h>
 
 #include <numpy/arrayobject.h>
+#include <numpy/ufuncobject.h>
+#include <stddef.h>
+#include <string.h>
 
 #include "layout.h"
 #include "words.h"
+
+#define INLINE_NBYTES 32 /* bytes of a contribution that lie in its line */
+#define NO_PEER (-1)
+
+/* Slots of one lane: lines of eight words, and the bytes of contributions that do not fit there. */
+typedef struct {
+    char *base;
+    Word *lines;
+    npy_intp small, small_nbytes, middle, middle_nbytes;
+} Slots;
+
+/* The common lane of this rank's outbox. */
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory, posted, ready;
+    Slots slots;
+    uint64_t *numbers;   /* of the last post of each slot */
+    char *is_reserved;   /* whether the memory of each slot is there */
+    PyObject *readers;   /* list: of the last post of each slot, the lanes of its readers */
+    PyObject *reserve;   /* function of Python: makes the memory of a slot */
+} CommonLane;
+
+/* This rank's lane for one peer, and what the peer has for this rank. */
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory, posted, ready, theirs, status;
+    Slots slots, common_slots, lane_slots; /* of this rank; of the peer */
+    Word *words, *peer_words;              /* of both lanes */
+    Word *own_status, *peer_status;
+    uint64_t *numbers, rung;
+    char *is_reserved;
+    PyObject *reserve, *attend, *writer;
+    CommonLane *common;
+    int eventfd, has_lines;
+    int can_post; /* the link is open, and the one that is used */
+    int can_look; /* the link is open */
+} PeerLanes;
+
+typedef struct {
+    int buffer, is_common, readers_count, *readers;
+    npy_intp nbytes;
+    uint32_t first_slot, slots;
+    /* The lanes of the readers, as the common lane keeps them, as long as the links of the group stay. */
+    PyObject *lanes;
+    uint64_t epoch;
+} Contribution;
+
+typedef struct {
+    int peer, is_common;
+    npy_intp nbytes;
+    uint32_t first_slot, slots;
+} Take;
+
+/* Two numbers: of a copy, target and source; of a move, the take and its target; of this rank's own input, its place among
+   the inputs of a reduction and its buffer. */
+typedef struct {
+    int first, second;
+} Pair;
+
+/* What one rank does in a collective of one round: `Round` of Python. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *plan, *kind, *op, *signature, *fold; /* fold: function of Python; NULL if `loop` does it */
+    uint64_t fingerprint;
+    int copies_count, first_count, takes_count, own_count, moves_count, last_count, buffers_count;
+    int is_private, target; /* target: buffer that is reduced into; -1: none */
+    Pair *copies, *own, *moves;
+    Contribution *first, *last;
+    Take *takes;
+    npy_intp *needed; /* bytes that each buffer has at least */
+    npy_intp nbytes_folded;
+    npy_intp itemsize;
+    PyArray_Descr *storage;
+    PyUFuncGenericFunction loop;
+    void *loop_data;
+    /* Where its calls are counted, as long as the links of the group stay. */
+    npy_intp row;
+    double nbytes;
+    uint64_t epoch;
+} Steps;
+
+struct Calls;
+
+/* The base of `Work`. A work that is carried out here has `calls`, and no completion until Python asks for one. */
+typedef struct Handle {
+    PyObject_HEAD
+    PyObject *completion;
+    struct Calls *calls;
+    struct Handle *previous, *next; /* in flight */
+    Steps *steps;
+    PyObject *arrays, *value, *key, *shape, *code, *waiters, *guard;
+    uint64_t identity;
+    int64_t seq;
+    double entered, limit;
+    int instruction, seen, missing;
+    char is_in_flight, is_done, has_differed;
+} Handle;
+
+/* The journal of a group; see aiocoll/engine/journal.py for the layout. */
+typedef struct {
+    PyObject *journal, *ring, *objects;
+    Py_buffer records, counters, waits, ring_state, counters_state, waits_state, due;
+    int64_t records_generation, counters_generation, waits_generation;
+    int counts;
+    npy_intp *wait_rows; /* by rank; -1: not known */
+} JournalView;
+
+/* A call like an earlier one, by what identifies it. */
+enum { KNOWN = 64, DIMENSIONS = 4 };
+typedef struct {
+    PyObject *kind, *op, *root;
+    PyArray_Descr *dtype;
+    npy_intp shape[2 * DIMENSIONS];
+    int dimensions, other_dimensions;
+    Steps *steps;
+} Known;
+
+/* The calls of one group that are carried out here. */
+typedef struct Calls {
+    PyObject_HEAD
+    PyObject *comm, *owner, *work_type, *resolve, *make_steps, *take_over, *one, *find_one, *find_parts, *flatten, *numbered, *remember, *operation, *guard, *overwritten;
+    PyObject *left, *early, *asked_early, *hooks, *watch, *runtime, *polling, *is_running, *create_future, *rest, *quiet, *folder, *last_file, *progress;
+    allocfunc allocate;
+    PeerLanes **peers;
+    Handle *first, *last;
+    Py_ssize_t count;
+    JournalView journal;
+    uint64_t group, epoch;
+    uint32_t shift;
+    int rank, size, is_crowded, is_beside, watches;
+    unsigned long thread, forks; /* forks: of this process, when the group was made */
+    double spin;
+    Py_buffer turn; /* when the loop had its last turn */
+    char *scratch;
+    npy_intp scratch_nbytes;
+    PyObject *timeout; /* the default one; a later one is another object */
+    double limit;
+    Known known[KNOWN];
+} Calls;
+
+extern PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type;
+extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Calls_spec, Iteration_spec;
+
+/* The macros of the limited API take objects only. */
+#define TYPE_OF(object) Py_TYPE((PyObject *)(object))
+#define KEEP(object) Py_XINCREF((PyObject *)(object))
+#define DROP(object) Py_XDECREF((PyObject *)(object))
+
+/* Replace a reference. */
+#define SET_REFERENCE(place, value)          \
+    do {                                     \
+        PyObject *old_ = (PyObject *)(place); \
+        (place) = (void *)(value);           \
+        DROP(old_);                    \
+    } while (0)
+
+/* Interned names of attributes that every call looks up. */
+extern PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_shape, *name_code, *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun,
+    *name_steps, *name_timer;
+
+/* lanes.c */
+static inline char *slot_bytes(const Slots *slots, uint32_t slot, npy_intp nbytes) {
+    if (nbytes <= INLINE_NBYTES) return (char *)(slots->lines + slot * 8 + 4);
+    if (slot < LAYOUT_SMALL_SLOTS) return slots->base + slots->small + slot * slots->small_nbytes;
+    return slots->base + slots->middle + (slot - LAYOUT_SMALL_SLOTS) * slots->middle_nbytes;
+}
+static inline npy_intp slot_nbytes(const Slots *slots, uint32_t slot) {
+    return slot < LAYOUT_SMALL_SLOTS ? slots->small_nbytes : slots->middle_nbytes;
+}
+typedef struct {
+    uint32_t slot;
+    uint64_t identity, group, fingerprint;
+    const char *bytes;
+    npy_intp nbytes;
+} Post;
+int lane_is_free(PeerLanes *peer, uint32_t slot);
+int lane_reserve(PeerLanes *peer, uint32_t slot, npy_intp nbytes);
+int lane_post(PeerLanes *peer, const Post *post);
+int common_is_free(CommonLane *common, uint32_t slot);
+int common_reserve(CommonLane *common, uint32_t slot, npy_intp nbytes);
+int common_post(const Post *post, PeerLanes **peers, int count, PyObject *lanes);
+enum { MISSING, PRESENT, DIFFERENT };
+int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Post *expected, int compares_length);
+int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group);
+int ring(PeerLanes *peer);
+int is_beside(PeerLanes *peer);
+
+/* steps.c */
+char *buffer_bytes(Handle *call, int buffer);
+int fold(Handle *call, char **found);
+
+/* journal.c */
+int journal_open(JournalView *view, PyObject *journal, int size);
+int journal_ended(Calls *calls, Handle *call, double now);
+void journal_close(JournalView *view);
+
+/* calls.c */
+int look_at(Handle *call);
+int complete(Handle *call);
+int look_at_all(Calls *calls);
+int hand_over(Handle *call);
+
+extern unsigned long forks_of_process;
+
+/* polling.c */
+int poll_for(Handle *call);
+
+/* handle.c */
+int handle_end(Handle *call);
+PyObject *materialize(Handle *work);
+PyObject *completion_of(Handle *work, PyObject *waiters, PyObject *guard);
+extern PyObject *reference_await, *reference_done, *reference_result, *reference_exception, *make_completion;
 
 #endif

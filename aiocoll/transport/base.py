@@ -101,6 +101,10 @@ class SharedMemoryLink(Link, Protocol):
     """A link through memory that both ends map; operations use its parts besides its frames."""
 
     @property
+    def native(self) -> Any:
+        """The accelerator's view of its lanes; None without it."""
+
+    @property
     def common_writer(self) -> CommonWriter:
         """Where this rank posts what several peers read; the same for all links."""
 

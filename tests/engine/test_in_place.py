@@ -352,7 +352,7 @@ async def test_a_timeout_names_who_has_not_read(pg: ProcessGroup) -> None:
     await CALLS["allreduce"](pg, LARGE)
     if pg.rank() == 0:
         work = pg.scatter(np.empty(LARGE), [np.empty(LARGE)] * 2, 0, timeout=0.2)
-        assert [each.awaited() for each in comm_of(pg).operations.values()] == [[1]]
+        assert [each.awaited() for each in comm_of(pg).in_flight._operations.values()] == [[1]]
         with pytest.raises(CollectiveTimeoutError, match="it waits for rank 1"):
             await work
     else:

@@ -84,7 +84,7 @@ class Group:
     def __init__(self, counts: bool = True) -> None:
         self.pending: dict[Operation, None] = {}
         channels: Any = [SimpleNamespace(link=SimpleNamespace(carrier=carrier)) for carrier in ("tcp", "unix")]
-        self.journal = Journal(channels, self.pending, 0.0, counts)
+        self.journal = Journal(channels, lambda: list(self.pending), 0.0, counts)
 
     def end(self, each: Operation, now: float, error: BaseException | None = None) -> None:
         self.journal.ended(each, error, now)
@@ -126,12 +126,12 @@ def test_counters_have_the_layout_of_the_page() -> None:
     for number in range(5):
         group.end(operation(number, waited_for=1), 0.75)
     group.end(operation(6), 0.25, ValueError())
-    table = group.journal._counters.doubles
+    table = group.journal.counters.doubles
     assert ROW == BUCKET + BUCKETS == 67
     row = table[:ROW].tolist()
     assert (row[NBYTES_MOVED], row[FAILURES], row[SECONDS]) == (5 * 24, 1, 5 * 0.75)
     assert [(at, calls) for at, calls in enumerate(row[BUCKET:]) if calls] == [(SHIFT, 5)]
-    waits = group.journal._waits.doubles
+    waits = group.journal.waits.doubles
     assert WAIT == MARK + 3 * MINUTE == 182
     assert (waits[TIMES], waits[WAITED]) == (5, 5 * 0.75)
     assert waits[MARK : MARK + 3].tolist() == [0, 0, 0]

@@ -13,7 +13,7 @@ from aiocoll.engine.operations.slots import Slots
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.transport.shm.slots import CommonWriter
 
-from ..internals import comm_of
+from ..internals import comm_of, use_same_slots
 from ..ranks import until
 from .test_slot_program import call, check, fails, jobs, posts
 
@@ -28,7 +28,7 @@ def common(pg: ProcessGroup) -> CommonWriter:
 
 def used(pg: ProcessGroup) -> int:
     """Return how often a rank has used its common lane."""
-    return sum(common(pg)._posted)
+    return sum(common(pg).posted)
 
 
 @pytest.mark.parametrize(("world_size", "uses"), [(2, 0), (3, 1), (4, 1)])
@@ -185,7 +185,7 @@ async def test_overlapping_groups_in_any_order(seed: int) -> None:
             groups = [await pg.split_group(list(ranks)) for ranks in members]
             mine = [number for number, ranks in enumerate(members) if me in ranks]
             for number in mine:
-                comm_of(groups[number]).slots._shift = 0
+                use_same_slots(groups[number])
             calls = [(number, size) for number in mine for size in range(len(sizes))]
             order.shuffle(calls)
             works = []

@@ -54,6 +54,10 @@ class Bench:
         self.polling.links = (self,)  # type: ignore[assignment]
 
     @property
+    def in_flight(self) -> list[Any]:
+        return self.pending
+
+    @property
     def shared(self) -> Bench | None:
         return None if self.beside is None else self
 

@@ -202,5 +202,5 @@ async def test_a_key_costs_its_name_and_a_count(pg: ProcessGroup) -> None:
     assert len(comm_of(pg)._counts) == count
     assert sys.getsizeof(comm_of(pg)._counts) < 100 * count
     assert all(comm_of(pg)._counts[name] == 1 for name in names)
-    assert not comm_of(pg).operations
-    assert not comm_of(pg)._early
+    assert not comm_of(pg).in_flight._operations
+    assert not comm_of(pg).early

@@ -80,12 +80,12 @@ def pieces_put(pg: ProcessGroup, peer: int) -> int:
 
 
 def in_the_lane(pg: ProcessGroup) -> list[bool]:
-    return [operation._holds for operation in comm_of(pg).pending if isinstance(operation, ShmRing)]
+    return [operation._holds for operation in comm_of(pg).in_flight.pending if isinstance(operation, ShmRing)]
 
 
 def look(pg: ProcessGroup) -> None:
     """Let this rank do all that it can without the other ones."""
-    while any(operation.look() for operation in list(comm_of(pg).pending) if isinstance(operation, ShmRing)):
+    while any(operation.look() for operation in list(comm_of(pg).in_flight.pending) if isinstance(operation, ShmRing)):
         pass
 
 
@@ -128,7 +128,7 @@ async def test_what_a_rank_has_put_before_it_left_is_not_missing(world_size: int
     async with jobs(world_size) as (pgs,):
         limits(ring_budget=-1.0)
         calls = [call(pg, 300_000) for pg in pgs]
-        first, *others = (operation for pg in pgs for operation in comm_of(pg).pending)
+        first, *others = (operation for pg in pgs for operation in comm_of(pg).in_flight.pending)
         while not first.done:
             look(pgs[0])
             for operation in others:
@@ -199,7 +199,7 @@ async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
         channel = comm_of(zero).channels[1]
         gate = channel.link = Gate(channel.link)  # type: ignore[assignment]
         calls = [call(zero, 2 * PIECE), call(one, 2 * PIECE)]
-        (operation,) = comm_of(zero).pending
+        (operation,) = comm_of(zero).in_flight.pending
         await until(lambda: not operation.awaited())
         assert not calls[0][1].done()
         gate.open = True
@@ -211,7 +211,7 @@ async def test_it_ends_with_its_last_frame_if_all_has_come() -> None:
 async def test_who_waits_has_nothing_to_do() -> None:
     async with jobs(2) as ((zero, one),):
         calls = [call(zero, 10 * PIECE)]
-        (waiting,) = comm_of(zero).pending
+        (waiting,) = comm_of(zero).in_flight.pending
         assert isinstance(waiting, ShmRing)
         assert waiting.look() is False
         await check([*calls, call(one, 10 * PIECE)], 2)

@@ -17,7 +17,7 @@ from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.transport.shm.slots import SlotReader
 from aiocoll.work import Work
 
-from ..internals import comm_of
+from ..internals import comm_of, use_same_slots
 from ..ranks import options, over, until
 
 #: Elements of float64: in the line of a block, in a small one, in a middle one.
@@ -50,7 +50,7 @@ async def jobs(world_size: int, names: str = "a") -> AsyncIterator[list[list[Pro
         for group in pgs:
             await link(group)
             for pg in group:
-                comm_of(pg).slots._shift = 0
+                use_same_slots(pg)
         yield pgs
     finally:
         await asyncio.gather(*(pg.shutdown() for group in pgs for pg in group))
@@ -120,7 +120,7 @@ async def test_the_board_carries_what_fits(world_size: int, count: int) -> None:
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, count) for pg in pgs]
         fits = count * 8 <= comm_of(pgs[0]).slots.largest
-        assert {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).pending} <= {fits}
+        assert {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).in_flight.pending} <= {fits}
         await check(calls, world_size)
         after = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         assert [new - old for old, new in zip(before, after, strict=True)] == [fits] * len(before)
@@ -152,7 +152,7 @@ async def test_a_block_in_use_is_no_reason_to_wait(count: int, blocks: int) -> N
 async def test_what_came_in_a_frame_outlasts_it() -> None:
     async with jobs(3) as (pgs,):
         array, work = call(pgs[0])
-        (operation,) = comm_of(pgs[0]).pending
+        (operation,) = comm_of(pgs[0]).in_flight.pending
         frame = bytearray(mine(pgs[1]).tobytes())
         assert operation.deliver(1, 0, len(frame), memoryview(frame), len(frame))
         frame[:] = bytes(len(frame))
@@ -165,7 +165,7 @@ async def test_what_came_in_a_frame_outlasts_it() -> None:
 async def test_what_a_peer_has_posted_is_not_missing() -> None:
     async with jobs(2) as ((zero, one),):
         first = call(zero)
-        (operation,) = comm_of(zero).pending
+        (operation,) = comm_of(zero).in_flight.pending
         assert operation.needs(1)
         second = call(one)
         assert not operation.needs(1)
@@ -182,7 +182,7 @@ async def test_a_frame_frees_the_slot_of_a_group_that_is_over() -> None:
         late = call(a_zero)[1]
         calls = [call(b_zero), call(b_one)]
         await check(calls, 2)
-        assert list(shared.lane_writer.consumed) == shared.lane_writer._posted
+        assert list(shared.lane_writer.consumed) == list(shared.lane_writer.posted)
         a_zero.abort("a test")
         await fails(late)
 

@@ -57,7 +57,7 @@ async def test_slots_carry_what_fits(call: Call, world_size: int, count: int) ->
         before = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         calls = [call(pg, counts) for pg in pgs]
         fits = count * 8 <= comm_of(pgs[0]).slots.largest
-        assert {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).pending} <= {fits}
+        assert {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).in_flight.pending} <= {fits}
         await finish(calls)
         after = [posts(pg, peer) for pg in pgs for peer in comm_of(pg).others]
         assert [new - old for old, new in zip(before, after, strict=True)] == [fits] * len(before)

@@ -29,7 +29,7 @@ async def test_each_rank_posts_to_rank_0_and_that_one_to_each(world_size: int) -
         for count in COUNTS:
             before = [posts(pg, peer) for pg, peer in ends]
             calls = [call(pg, count) for pg in pgs]
-            kinds = {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).pending}
+            kinds = {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).in_flight.pending}
             assert kinds == {fits(pgs[0], count)}
             await check(calls, world_size)
             after = [posts(pg, peer) for pg, peer in ends]
@@ -63,7 +63,7 @@ async def test_contributions_go_in_frames_where_slots_are_in_use() -> None:
     async with jobs(5, "ab") as (a, b):
         held = [call(a[0])]
         held += [call(pg) for pg in a[2:]]
-        pending = comm_of(a[0]).pending
+        pending = comm_of(a[0]).in_flight.pending
         assert pending, "rank 1 is missing"
         first = [call(pg) for pg in b]
         await check(first, 5)
@@ -82,7 +82,7 @@ async def test_a_result_that_has_no_room_yet_is_not_reduced_again() -> None:
         # Their slots are free again, and get something else.
         keys = [str(number) for number in range(16 * MIDDLE_SLOTS)]
         later = [call(pg, count, key) for pg in b[1:] for key in keys]
-        (operation,) = comm_of(a[0]).pending
+        (operation,) = comm_of(a[0]).in_flight.pending
         assert operation.awaited() == []
         taken = [(pg.broadcast(into := np.empty(count), 0), into, each) for pg in b[1:] for each in fill]
         for work in works + sent:
@@ -115,7 +115,7 @@ async def test_all_ranks_get_the_same_bits() -> None:
 async def test_who_is_awaited() -> None:
     async with jobs(5) as (pgs,):
         works = [call(pg) for pg in pgs if pg.rank() != 3]
-        awaited = [[operation.awaited() for operation in comm_of(pg).pending] for pg in pgs]
+        awaited = [[operation.awaited() for operation in comm_of(pg).in_flight.pending] for pg in pgs]
         assert awaited == [[[3]], [[0]], [[0]], [], [[0]]]
         await check([*works, call(pgs[3])], 5)
 

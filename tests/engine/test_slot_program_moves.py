@@ -74,7 +74,7 @@ CALLS = pytest.mark.parametrize("call", [gather, scatter, alltoall])
 
 
 def executors(pgs: list[ProcessGroup]) -> set[type]:
-    return {type(operation) for pg in pgs for operation in comm_of(pg).pending}
+    return {type(operation) for pg in pgs for operation in comm_of(pg).in_flight.pending}
 
 
 @CALLS
@@ -149,7 +149,7 @@ async def test_what_a_peer_has_posted_is_not_missing() -> None:
             lambda pg: (pg.gather(None, block(3, pg.rank(), 0), 0), lambda: None),
         ):
             first = start(pgs[0])
-            (operation,) = comm_of(pgs[0]).pending
+            (operation,) = comm_of(pgs[0]).in_flight.pending
             assert operation.needs(2)
             second = start(pgs[2])
             assert not operation.needs(2)

@@ -76,7 +76,7 @@ async def test_each_rank_posts_to_those_that_need_its_tensor(call: Call, world_s
                 ends = [(pg, peer) for pg in pgs for peer in comm_of(pg).others]
                 before = [posts(pg, peer) for pg, peer in ends]
                 calls = [call(pg, count, root) for pg in pgs]
-                kinds = {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).pending}
+                kinds = {type(operation) is SlotProgram for pg in pgs for operation in comm_of(pg).in_flight.pending}
                 assert kinds <= {fits}
                 await finish(calls)
                 after = [posts(pg, peer) for pg, peer in ends]

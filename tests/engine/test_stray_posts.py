@@ -24,10 +24,11 @@ class Job:
         self.timers: list[Callable[[], None]] = []
         self.posts: list[tuple[int, int, int]] = []
         self.told: list[tuple[int, int, str]] = []
+        self.operations: dict[int, Any] = {}
         self.group: Any = SimpleNamespace(
             rank=0,
             position={4: 1},
-            operations={},
+            in_flight=SimpleNamespace(find=self.operations.get),
             record=lambda op: None,
             mismatches=SimpleNamespace(disagree=lambda *said: self.told.append(said)),
         )
@@ -58,10 +59,10 @@ def test_what_is_early_is_looked_at_until_this_rank_has_called() -> None:
     job.look()
     job.look()
     assert job.told == []
-    job.group.operations[OP] = SimpleNamespace(fingerprint=1, describe=lambda: "the same")
+    job.operations[OP] = SimpleNamespace(fingerprint=1, describe=lambda: "the same")
     job.look()
     assert job.told == []
-    job.group.operations[OP] = SimpleNamespace(fingerprint=2, describe=lambda: "another")
+    job.operations[OP] = SimpleNamespace(fingerprint=2, describe=lambda: "another")
     job.look()
     assert job.told == [(1, OP, "another")]
 

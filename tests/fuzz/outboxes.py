@@ -30,7 +30,7 @@ from aiocoll.transport.shm.layout import (
 )
 from aiocoll.transport.shm.slots import CommonWriter
 
-from ..internals import comm_of
+from ..internals import comm_of, use_same_slots
 from ..ranks import options
 
 #: Seconds for a call, and for all of a job: a machine that does much else may take some of them.
@@ -270,7 +270,7 @@ async def _job(attack: Attack) -> None:
     )
     await asyncio.gather(*(pg.allgather(None, np.zeros(1)) for pg in pgs))
     for pg in pgs:
-        comm_of(pg).slots._shift = 0
+        use_same_slots(pg)
     outbox.open(pgs[-1])
     turning = asyncio.ensure_future(_turns(outbox))
     try:

@@ -77,9 +77,9 @@ def fingerprints(pg: Any) -> list[int]:
 
     found = []
     for call in (lambda: pg.allreduce(np.ones(4), key="x"), lambda: pg.broadcast(np.ones(200_000), 2, key="y")):
-        before = set(comm_of(pg).operations)
+        before = set(comm_of(pg).in_flight._operations)
         call().add_done_callback(lambda _: None)
-        found += [each.fingerprint for op, each in comm_of(pg).operations.items() if op not in before]
+        found += [each.fingerprint for op, each in comm_of(pg).in_flight._operations.items() if op not in before]
     return [*found, 11, 11, 11][:3]
 
 

@@ -727,8 +727,8 @@ async def test_a_part_of_a_staged_call_that_fails() -> None:
         await allreduced(pg, gpu)
         gate = gpu.gate(0)
         work = pg.scan(gpu.tensor(np.ones(3), 0))
-        await until(lambda: comm_of(pg).pending)
-        (operation,) = comm_of(pg).pending
+        await until(lambda: comm_of(pg).in_flight.pending)
+        (operation,) = comm_of(pg).in_flight.pending
         operation._carried_out(None, ZeroDivisionError("ours"))  # type: ignore[attr-defined]
         with pytest.raises(ZeroDivisionError, match="ours"):
             await work

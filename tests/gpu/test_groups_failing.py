@@ -189,7 +189,7 @@ async def test_a_message_that_a_device_refuses(how: str, way: str) -> None:
                     async with pg.coalescing():
                         works.extend([pg.recv(ones(pg, gpu), 0), pg.send(ones(pg, gpu), 0)])
         await fails(pg, None, "(RECV|SEND) .*failed on rank 1, device 1: event_record: invalid")
-        assert not comm_of(pg).pending
+        assert not comm_of(pg).in_flight.pending
         for work in works:
             with pytest.raises(GroupError):
                 await work
@@ -267,7 +267,7 @@ async def test_a_collective_whose_stream_is_captured_before_its_block_ends(key: 
                 gpu.cuda.capture(stream, rank == 1, rank)
         gpu.cuda.capture(stream, False, rank)
         await fails(pg, work, "failed on rank 1, device 1: .* is being captured into a graph")
-        assert not comm_of(pg).pending
+        assert not comm_of(pg).in_flight.pending
 
     with gpus(2, way) as gpu:
         await run_ranks(2, body, gpu)

@@ -351,13 +351,13 @@ async def test_a_batch_with_an_array_that_cannot_go_starts_nothing(called: bool)
         first = gpu.tensor(np.ones(1), rank)
         with pytest.raises(ValueError, match="make a group for each device"):
             pg.batch([Send(np.ones(1), 1 - rank), Send(first, 1 - rank), Send(gpu.tensor(np.ones(1), 2), 1 - rank)])
-        assert not comm_of(pg).pending
+        assert not comm_of(pg).in_flight.pending
         stream = gpu.stream(rank)
         gpu.cuda.capture(stream, True, rank)
         with pytest.raises(RuntimeError, match="captured into a graph"):
             pg.batch([Send(np.ones(1), 1 - rank), Recv(gpu.tensor(np.ones(1), rank), 1 - rank)])
         gpu.cuda.capture(stream, False, rank)
-        assert not comm_of(pg).pending
+        assert not comm_of(pg).in_flight.pending
         assert not comm_of(pg).matching._sent
 
     with gpus(3) as gpu:

@@ -817,7 +817,7 @@ async def test_a_message_of_the_block_that_ends_the_group_ends_all_of_it(pg: Pro
     with pytest.raises(GroupError):
         await block()
     assert all(isinstance(work.exception(), GroupError) for work in works)
-    assert not comm_of(pg).pending
+    assert not comm_of(pg).in_flight.pending
 
 
 @pytest.mark.ranks(1, 2)

@@ -151,7 +151,7 @@ async def test_a_rank_that_does_not_know_the_colours_yet_is_waited_for() -> None
             group = await pg.split_group([0, 1])
             assert group is not None
             work = group.barrier()
-            operation, missing = comm_of(group).operations[1], comm_of(group).stalls.missing
+            operation, missing = comm_of(group).in_flight._operations[1], comm_of(group).stalls.missing
             await until(lambda: "rank 1 (which has split group 'world:0' 0 times only" in missing(operation)[1])
             called.set()
             await work

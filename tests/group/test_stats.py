@@ -320,7 +320,7 @@ def test_a_rank_whose_data_did_not_complete_a_call_is_not_waited_for() -> None:
         work = pg.allreduce(np.ones(2))
         if not pg.rank():
             await asyncio.sleep(3)  # rank 1 has sent something, rank 2 has not
-            (operation,) = comm_of(pg).pending
+            (operation,) = comm_of(pg).in_flight.pending
             assert (operation.awaited(), operation.waited_for) == ([2], -1)
         await work
 

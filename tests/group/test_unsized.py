@@ -200,7 +200,7 @@ async def test_a_step_that_takes_long_is_no_mismatch(
             await until(lambda: len(steps) == 3)
             steps[0]()
             steps[1]()
-            step = list(comm.operations)[-1]
+            step = list(comm.in_flight._operations)[-1]
             await until(lambda: work.done() or comm.stalls.finding(step) is not None)
             steps[2]()
         check(await work, [3] * 3)

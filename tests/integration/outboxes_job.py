@@ -29,7 +29,7 @@ CALLS_WHILE_STOPPED = 150
 
 def used(pg: Any) -> int:
     shared = next(channel.shared for channel in comm_of(pg).channels if channel.shared is not None)
-    return sum(shared.common_writer._posted)
+    return sum(shared.common_writer.posted)
 
 
 async def reduce_all(pg: Any, times: int) -> bool:

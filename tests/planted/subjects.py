@@ -108,7 +108,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "control": Subject(("ControlPlane.flood", "Departure.ended", "Receiver.receive"), (GOODBYE,)),
         "slots": Subject(
             (
-                "_Writer._reserve",
+                "_Writer.reserve",
                 "Slots.look_at",
                 "Round.of",
                 "SlotProgram._fold",

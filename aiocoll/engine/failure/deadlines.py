@@ -50,7 +50,11 @@ class Deadlines:
             self._hurried[operation] = group
             self._arm(_report_delay(operation))
         elif self.timer is None:
-            self._arm(REPORT_AFTER)
+            self.start()
+
+    def start(self) -> None:
+        """Start the timer, which looks at all operations."""
+        self._arm(REPORT_AFTER)
 
     def ended(self, operation: Operation) -> None:
         """Forget `operation`, so that its buffers do not live until the next tick."""
@@ -92,8 +96,8 @@ class Deadlines:
         for group in list(self._groups.values()):
             oldest = True
             # Collectives are also examined separately: any number of receives may have been pending for longer.
-            pending = dict.fromkeys(islice(group.pending, LOOKED_AT))
-            pending.update(dict.fromkeys(islice(group.operations.values(), LOOKED_AT)))
+            pending = dict.fromkeys(islice(group.in_flight.pending, LOOKED_AT))
+            pending.update(dict.fromkeys(islice(group.in_flight.collectives(), LOOKED_AT)))
             for operation in pending:
                 busy = True
                 waits = waits or now - operation.entered >= REPORT_AFTER

@@ -175,7 +175,7 @@ class StallInspector:
                     rank,
                     extra=self._group.log_extra,
                 )
-        if (operation := self._group.operations.get(op)) is not None:
+        if (operation := self._group.in_flight.find(op)) is not None:
             # What a rank has answered others may not have reached the coordinator yet.
             seconds = {rank: min(each.silent, now - self._answered.get(rank, -inf)) for rank, each in silent.items()}
             slow = [rank for rank in silent if seconds[rank] >= SLOW_AFTER and rank not in self._slow]
@@ -335,7 +335,7 @@ class StallInspector:
 
     def _waiting(self) -> str:
         """Describe the newest message this rank waits for: it may be what keeps this rank from entering."""
-        operation = next((each for each in reversed(self._group.pending) if each.id & P2P == P2P), None)
+        operation = next((each for each in reversed(self._group.in_flight.pending) if each.id & P2P == P2P), None)
         return "" if operation is None else f"waiting in {called(operation.describe())}; "
 
     def _tell(self, rank: int, message: dict[str, Any]) -> None:

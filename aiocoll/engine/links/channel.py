@@ -404,6 +404,8 @@ class Channel:
     def cut(self) -> list[Link]:
         """Stop using the link; return it, if there is one."""
         link, self.link = self.link, None
+        if self.shared is not None and self.shared.native is not None:
+            self.shared.native.retire()
         self.receiving = self._inflight = None
         return [] if link is None else [link]
 

@@ -73,6 +73,14 @@ class SlotProgram(Operation):
         if not self.done and not self.look():
             self.comm.polling.readers[self] = None
 
+    def adopt(self, missing: int) -> None:
+        """Be in flight, in place of `enter`: this rank has posted, not folded, and last missed the rank `missing`."""
+        self._missing = missing
+        self.comm.in_flight.adopt(self)
+        self.comm.polling.readers[self] = None
+        # The news of what is there may have been taken.
+        self.comm.call_soon(self.look)
+
     def _post(self, contributions: Sequence[Contribution]) -> None:
         left = self.comm.slots.post(self.id, self.fingerprint, contributions, self._arrays)
         if left is None:

@@ -100,6 +100,12 @@ class Slots:
         links[0].announce_to(links)
         return missed
 
+    def native_lanes(self, rank: int) -> Any:
+        """Return the accelerator's view of the lanes of a rank and this one; None while there is no link for them."""
+        channel = self._channels[rank]
+        link = channel.shared
+        return link.native if link is not None and link is channel.link else None
+
     def look(self, take: Take, identity: int, fingerprint: int) -> bool:
         """Return whether a rank has posted its contribution to an operation, of a call that matches this rank's."""
         link = self._channels[take.peer].shared

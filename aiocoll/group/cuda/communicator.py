@@ -330,7 +330,7 @@ class _Parting(Post):
         """A rank has not come."""
         self.fail(GroupError(f"ranks of group {self.comm.name!r} do not end it together", group=self.comm.name))
         # What arrives late must not be taken for another operation.
-        self._communicator.forget(self.id)
+        self._communicator.in_flight.forget(self.id)
 
     def _settle(self) -> None:
         if not self.done and not self._missing and not self._unsent:

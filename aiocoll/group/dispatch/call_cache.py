@@ -79,6 +79,11 @@ class CallCache:
         Returns:
             None if its arrays are not plain, or not right.
         """
+        plan = self.plan_of_parts(kind, whole, other, op)
+        return None if plan is None else (plan, self.flatten(kind, whole, other))
+
+    def plan_of_parts(self, kind: str, whole: Any, other: Any, op: ReduceOp | None) -> Plan | None:
+        """Return the plan of a call on an array of equal parts; arguments and result as of `parts`."""
         if type(whole) is not _ndarray or type(other) is not _ndarray:
             return None
         dtype = whole.dtype
@@ -89,14 +94,16 @@ class CallCache:
         if plan is None:
             sizes = self._sizes_of_parts(kind, whole, other)
             plan = None if sizes is None else self._new_plain(key, dtype, sizes, op, None)
-        if plan is None or plan.storage is not dtype:
-            return None
+        return plan if plan is not None and plan.storage is dtype else None
+
+    def flatten(self, kind: str, whole: Any, other: Any) -> list[Any]:
+        """Return the flat arrays of a call on an array of equal parts, as its plan numbers them."""
         arrays = self._cut(whole)
         if kind == "alltoall":
             arrays += self._cut(other)
         else:
             arrays.append(other if other.ndim == 1 else other.reshape(-1))
-        return plan, arrays
+        return arrays
 
     def lists(
         self, kind: str, blocks: Any, other: Any, *, root: int | None = None, op: ReduceOp | None = None

@@ -19,6 +19,7 @@ from aiocoll.elements.ops import ReduceOp
 from aiocoll.elements.pairs import paired
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.group_spec import GroupSpec
+from aiocoll.engine.native_calls import native_calls
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Make
 from aiocoll.engine.operations.plan import Plan
@@ -72,6 +73,8 @@ class Dispatcher:
         failures: of works whose outcome nobody has retrieved.
         closed: this rank has closed the group.
         in_steps: calls that have not ended, and start one operation after the other, of which the engine knows one.
+        native: the calls that the accelerator carries out; None without it.
+        diverts: calls take the slow path, since the group is closed or there are interceptors.
         device_state: the group's state on a CUDA device, from the first call on arrays there.
     """
 
@@ -101,9 +104,9 @@ class Dispatcher:
         self._enter = comm.enter
         self._pid = os.getpid()
         self._known = self.plans.known
+        self.native = None if dry else native_calls(comm, self, Work)
         self._scopes = 0
-        # Calls take the slow path: the group is closed, or there are interceptors.
-        self._diverts = False
+        self.diverts = False
 
     # -- checks of the group
 
@@ -252,12 +255,17 @@ class Dispatcher:
         # hot path: inlined from `check`, and from `interceptor_here` where no other block is inside that of this group
         if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.barred:
             self.check()
-        if self._diverts:
+        if self.diverts:
             scope = scope_here()
             interceptor = None if scope is None or scope.group is not self else scope.interceptor
             if interceptor is not None or (interceptor := self.interceptor_here()) is not None:
                 return interceptor.take(PlannedCall(plan, arrays, shape, result, limit, key, unwrap))
-        identity, seq = self.numbered(key)
+        started: Any = None
+        if self.native is not None and unwrap is None and limit == comm.default_timeout:
+            started = self.native.start(plan, arrays, shape, result, limit, key)
+            if type(started) is Work:
+                return started
+        identity, seq = self.numbered(key) if started is None else started
         completion = Completion(self.endpoint, plan.signature.op, seq, key, self)
         completion.shape, completion.timeout, completion.value = shape, limit, result
         if unwrap is not None:
@@ -281,7 +289,7 @@ class Dispatcher:
         """
         self.interceptor = interceptor
         self._tell_wrong = tell_wrong
-        self._diverts = True
+        self.diverts = True
 
     def refuse(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Any
@@ -295,13 +303,13 @@ class Dispatcher:
     def scoped(self, interceptor: Interceptor) -> Iterator[None]:
         """Let `interceptor` take the calls on this group made in this block."""
         self._scopes += 1
-        self._diverts = True
+        self.diverts = True
         try:
             with scoped(self, interceptor):
                 yield
         finally:
             self._scopes -= 1
-            self._diverts = self.closed or self._scopes > 0 or self.interceptor is not None
+            self.diverts = self.closed or self._scopes > 0 or self.interceptor is not None
 
     def interceptor_here(self) -> Interceptor | None:
         """Return the interceptor of calls here: that of a block, or the group's own."""
@@ -319,7 +327,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Accept no more calls."""
-        self.closed = self._diverts = True
+        self.closed = self.diverts = True
 
     # -- numbers and keys
 
@@ -399,7 +407,7 @@ class Dispatcher:
             calls = self.on_device(call.arrays)
         else:  # the group is checked as the call is started
             is_current = calls.check(call.arrays)
-        return calls.call(call, is_current and not self._diverts)
+        return calls.call(call, is_current and not self.diverts)
 
     def as_one(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
         """Return what makes one operation of several collectives on CUDA arrays, which have been checked.

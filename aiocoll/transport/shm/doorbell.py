@@ -155,7 +155,7 @@ class PeerDoorbell:
     """
 
     def __init__(self, eventfd: int, status: memoryview, own: Doorbell) -> None:
-        self._eventfd = eventfd
+        self.eventfd = eventfd
         self.own = own
         self.status = status
         self._full = own.fences.full
@@ -177,7 +177,7 @@ class PeerDoorbell:
         """Wake the peer, which sleeps with this status."""
         self.rung = status
         try:  # noqa: SIM105 - `suppress` costs two calls, on the way of every small collective
-            os.eventfd_write(self._eventfd, 1)
+            os.eventfd_write(self.eventfd, 1)
         except BlockingIOError:
             pass  # it is full: the peer will hear of that
 
@@ -188,7 +188,7 @@ class PeerDoorbell:
 
     def close(self) -> None:
         """Close the descriptor and let go of the words."""
-        os.close(self._eventfd)
+        os.close(self.eventfd)
         self.status.release()
 
 

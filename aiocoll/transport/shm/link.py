@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aiocoll.errors import ProtocolError
 from aiocoll.process import PidFd, peer_process
@@ -74,6 +74,11 @@ class Peer(NamedTuple):
 
     doorbell: PeerDoorbell
     outbox: PeerOutbox
+
+    def native_lanes(self, own: Own) -> Any:
+        """Return the accelerator's view of the lanes of both; None without it."""
+        doorbell = own.doorbell
+        return self.outbox.native_lanes(doorbell.outbox, own.lane, self.doorbell.eventfd, doorbell.attend)
 
     def close(self) -> None:
         """Close and unmap all of it."""
@@ -140,6 +145,7 @@ class ShmLink:
         "kind",
         "lane_reader",
         "lane_writer",
+        "native",
         "peer",
         "peer_outbox",
         "reference_reader",
@@ -173,6 +179,7 @@ class ShmLink:
         outbox = self.peer_outbox = pair.peer.outbox
         self.common_reader, self.lane_reader = outbox.common, outbox.lane
         self.lane_writer.connect(outbox.words)
+        self.native = self.lane_writer.native = pair.peer.native_lanes(own)
         self.segment_sharing = SegmentSharing(stream, peer)
         self.chunks = Chunks(
             ChunkQueueWriter(region, ours, fences),
@@ -312,6 +319,8 @@ class ShmLink:
         self.chunks.close()
         self.segment_sharing.close()
         self._doorbell.remove(self)
+        if self.native is not None:
+            self.native.close()
         self.peer_outbox.detach()
         self._own.drop()
         self._peer_doorbell.close()

@@ -12,8 +12,11 @@ the two lanes a contribution takes follows from the schedule, so both ends know 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from typing import Any
 
 from aiocoll.errors import ProtocolError
+from aiocoll.native import core
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import (
     COMMON_CONSUMED,
@@ -95,6 +98,8 @@ class Outbox:
             lane.forget()
         self._lanes.clear()
         self._region.close()
+        if self.common.native is not None:
+            self.common.native.close()
         del self.common
 
 
@@ -119,7 +124,7 @@ class PeerOutbox:
         lane: those of the lane for this rank.
     """
 
-    __slots__ = ("_order", "_seen", "common", "lane", "status", "words")
+    __slots__ = ("_layout", "_memory", "_order", "_seen", "_start", "common", "lane", "status", "words")
 
     def __init__(
         self, memory: mmap.mmap, layout: OutboxLayout, number: int, lane: LaneWriter, peer: int, fences: Fences
@@ -127,6 +132,7 @@ class PeerOutbox:
         if number >= layout.lanes:
             raise ProtocolError(f"rank {peer} offered lane {number} of an outbox of {layout.lanes} lanes")
         whole, (start, end) = memoryview(memory), layout.lane_span(number)
+        self._memory, self._start, self._layout = whole, start, layout
         self.status = whole[: layout.common.lines].cast("Q")
         self.words = words = whole[start : start + layout.lane.lines].cast("Q")
         self.common = SlotReader(
@@ -147,6 +153,22 @@ class PeerOutbox:
         )
         self._order = fences.order
         self._seen = 0
+
+    def native_lanes(self, own: Outbox, lane: LaneWriter, eventfd: int, attend: Callable[[], None]) -> Any:
+        """Return the accelerator's view of these lanes and of this rank's for the peer; None without it.
+
+        Args:
+            own: this rank's outbox.
+            lane: its lane for the peer.
+            eventfd: of the peer's doorbell.
+            attend: of this rank's doorbell.
+        """
+        if core is None:
+            return None
+        layout = self._layout
+        mine = lane.memory, tuple(own.layout.lane), lane.posted, lane.ready
+        theirs = self._memory, self._start, tuple(layout.common), tuple(layout.lane)
+        return core.PeerLanes(*mine, *theirs, own.status, lane.reserve, attend, lane, own.common.native, eventfd)
 
     def has_news(self) -> bool:
         """Whether anything was posted since the last time this was asked."""
@@ -180,4 +202,4 @@ class PeerOutbox:
 
     def close(self) -> None:
         """Let go of the memory: it goes with the last view of it."""
-        del self.common, self.lane, self.status, self.words
+        del self.common, self.lane, self.status, self.words, self._memory

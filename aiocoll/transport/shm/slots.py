@@ -21,6 +21,7 @@ that has left the group, does not count: before the line is used again, what it 
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.errors import ProtocolError
+from aiocoll.native import core
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import (
     COMMON_CONSUMED,
@@ -53,10 +55,10 @@ _NO_WORDS: Final = memoryview(bytes(8 * SLOTS)).cast("Q")
 class _Slots:
     """Slots of a lane, as both ends see them."""
 
-    __slots__ = ("_layout", "_lines", "_memory", "_order", "_views")
+    __slots__ = ("_layout", "_lines", "_order", "_views", "memory")
 
     def __init__(self, memory: memoryview, layout: SlotsLayout, fences: Fences) -> None:
-        self._memory = memory
+        self.memory = memory
         self._layout = layout
         self._lines = memory[layout.lines : layout.lines + SLOTS * LINE].cast("Q")
         self._order = fences.order
@@ -71,7 +73,7 @@ class _Slots:
             place = self._layout.lines + slot * LINE + _HEAD if inline else self._layout.slot(slot)[0]
             if len(self._views) >= _VIEWS:
                 self._views.clear()
-            view = self._views[key] = np.frombuffer(self._memory, dtype, count, place)
+            view = self._views[key] = np.frombuffer(self.memory, dtype, count, place)
         return view
 
 
@@ -85,21 +87,21 @@ class _Writer(_Slots):
         fences: of this machine.
     """
 
-    __slots__ = ("_posted", "_ready", "_region", "_start")
+    __slots__ = ("_region", "_start", "posted", "ready")
 
     def __init__(self, region: OwnRegion, span: tuple[int, int], layout: SlotsLayout, fences: Fences) -> None:
         super().__init__(memoryview(region.memory)[span[0] : span[1]], layout, fences)
         self._region = region
         self._start = span[0]
         # Number of the last post of each slot, and whether its memory is there.
-        self._posted = [0] * SLOTS
-        self._ready = [False] * SLOTS
+        self.posted = array("Q", bytes(8 * SLOTS))
+        self.ready = bytearray(SLOTS)
 
     def _put(self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int) -> bool:
         """Fill a slot that is free; False if there is no memory for it."""
         view = self._views.get((slot, array.dtype, len(array)))
         if view is None:
-            if not self._reserve(slot, array.nbytes):
+            if not self.reserve(slot, array.nbytes):
                 return False
             view = self.view(slot, array.dtype, len(array))
         lines, line = self._lines, slot << 3
@@ -115,11 +117,13 @@ class _Writer(_Slots):
             self._order()
         return True
 
-    def _reserve(self, slot: int, nbytes: int) -> bool:
-        if nbytes > _INLINE_NBYTES and not self._ready[slot]:
+    def reserve(self, slot: int, nbytes: int) -> bool:
+        """Make the memory of a slot for so many bytes; False if the host has none."""
+        if nbytes > _INLINE_NBYTES and not self.ready[slot]:
             place, size = self._layout.slot(slot)
-            self._ready[slot] = self._reserve_part(place, place + size)
-            return self._ready[slot]
+            is_there = self._reserve_part(place, place + size)
+            self.ready[slot] = is_there
+            return is_there
         return True
 
     def _reserve_part(self, start: int, end: int) -> bool:
@@ -135,10 +139,10 @@ class LaneWriter(_Writer):
 
     Attributes:
         words: of the lane.
-        total: posts that the peer was to read, of this lane and of the common one.
         is_linked: whether there is a link to the peer; set by `connect` and `disconnect`.
         common_named, common_consumed: words of this rank and of the peer, one per slot of the common lane.
         consumed: words of the peer, one per slot of the lane.
+        native: the accelerator's view of the lanes of the link; None without it.
     """
 
     __slots__ = (
@@ -148,8 +152,8 @@ class LaneWriter(_Writer):
         "common_named",
         "consumed",
         "is_linked",
+        "native",
         "number",
-        "total",
         "words",
     )
 
@@ -158,20 +162,24 @@ class LaneWriter(_Writer):
     ) -> None:
         super().__init__(region, span, layout, fences)
         self.number = number
-        words = self.words = self._memory[: layout.lines].cast("Q")
+        words = self.words = self.memory[: layout.lines].cast("Q")
         self._named = words[LANE_NAMED : LANE_NAMED + SLOTS]
         self.common_named = words[COMMON_NAMED : COMMON_NAMED + SLOTS]
         self.disconnect()
         self._has_lines = False
-        self.total = 0
+        self.native: Any = None
+
+    @property
+    def total(self) -> int:
+        """How many posts the peer was to read, of this lane and of the common one."""
+        return self.words[POSTS]
 
     def reset(self) -> bool:
         """Prepare for a new link: nothing is posted or consumed. Return False if there is no memory for it."""
         if not self._reserve_part(0, self._layout.lines):
             return False
         self.words[:] = _zeros(len(self.words))
-        self._posted = [0] * SLOTS
-        self.total = 0
+        self.posted[:] = array("Q", bytes(8 * SLOTS))
         return True
 
     def connect(self, theirs: memoryview) -> None:
@@ -187,7 +195,7 @@ class LaneWriter(_Writer):
 
     def forget(self) -> None:
         """Let go of the memory of this rank, too: the outbox is closed."""
-        self.words = self.common_named = self._named = self._lines = self._memory = _NO_WORDS
+        self.words = self.common_named = self._named = self._lines = self.memory = _NO_WORDS
         self._views.clear()
 
     def post(
@@ -203,13 +211,13 @@ class LaneWriter(_Writer):
             array: what is posted.
             length: its bytes, for a reader that has to compare them, too.
         """
-        number = self._posted[slot]
+        number = self.posted[slot]
         if self.consumed[slot] != number:
             return False
         # hot path: inlined from _Writer._put
         view = self._views.get((slot, array.dtype, len(array)))
         if view is None:
-            if not self._reserve(slot, array.nbytes):
+            if not self.reserve(slot, array.nbytes):
                 return False
             view = self.view(slot, array.dtype, len(array))
         lines, line, order = self._lines, slot << 3, self._order
@@ -222,29 +230,35 @@ class LaneWriter(_Writer):
         view[...] = array
         if order is not None:
             order()
-        self._posted[slot] = number = number + 1
+        self.posted[slot] = number = number + 1
         self._named[slot] = number
         if order is not None:
             order()
-        self.words[POSTS] = self.total = self.total + 1
+        self.words[POSTS] += 1
         return True
 
-    def _reserve(self, slot: int, nbytes: int) -> bool:
+    def reserve(self, slot: int, nbytes: int) -> bool:
+        """Make the memory of a slot, and of the lines, for so many bytes; False if the host has none."""
         if not self._has_lines:
             lines = self._layout.lines
             self._has_lines = self._reserve_part(lines, lines + SLOTS * LINE)
-        return self._has_lines and super()._reserve(slot, nbytes)
+        return self._has_lines and super().reserve(slot, nbytes)
 
 
 class CommonWriter(_Writer):
     """The common lane: what several peers read, posted once."""
 
-    __slots__ = ("_readers",)
+    __slots__ = ("_readers", "native")
 
     def __init__(self, region: OwnRegion, span: tuple[int, int], layout: SlotsLayout, fences: Fences) -> None:
         super().__init__(region, span, layout, fences)
         # Of the last post of each slot.
         self._readers: list[Sequence[LaneWriter]] = [()] * SLOTS
+        self.native = (
+            None
+            if core is None
+            else core.CommonLane(self.memory, tuple(layout), self.posted, self.ready, self._readers, self.reserve)
+        )
 
     def post(
         self,
@@ -257,7 +271,7 @@ class CommonWriter(_Writer):
         readers: Sequence[LaneWriter],
     ) -> bool:
         """As `LaneWriter.post`, for all peers whose lanes are `readers`."""
-        number = self._posted[slot]
+        number = self.posted[slot]
         gone = False
         for reader in self._readers[slot]:
             if reader.common_consumed[slot] != number:
@@ -268,14 +282,14 @@ class CommonWriter(_Writer):
             self._withdraw(slot)
         if not self._put(slot, identity, group, fingerprint, array, length):
             return False
-        self._posted[slot] = number = number + 1
+        self.posted[slot] = number = number + 1
         self._readers[slot] = readers
         order = self._order
         for reader in readers:
             reader.common_named[slot] = number
             if order is not None:
                 order()
-            reader.words[POSTS] = reader.total = reader.total + 1
+            reader.words[POSTS] += 1
         return True
 
     def _withdraw(self, slot: int) -> None:
@@ -289,7 +303,7 @@ class CommonWriter(_Writer):
         """Withdraw what was posted for a group that a reader has left, or (with None) for any group."""
         for slot, readers in enumerate(self._readers):
             if reader in readers and (group is None or self._lines[(slot << 3) + 1] == group):
-                if reader.common_consumed[slot] != self._posted[slot]:
+                if reader.common_consumed[slot] != self.posted[slot]:
                     reader.common_named[slot] = 0
                 self._readers[slot] = [each for each in readers if each is not reader]
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 from aiocoll.elements.nan_fingerprint import nan_fingerprint
 from aiocoll.errors import AiocollError, AuthenticationError
 from aiocoll.log import Repeats, logger
+from aiocoll.native import core
 from aiocoll.process import this_process
 from aiocoll.runtime import Runtime
 from aiocoll.security import handshake
@@ -138,7 +139,7 @@ class StreamTransport:
             "piece": self._links.sharing.chunk_nbytes,
             "reads": self._links.sharing.reads,
             "nans": nan_fingerprint(),
-            "native": False,
+            "native": core is not None,
         }
 
     async def listen(self) -> Card:

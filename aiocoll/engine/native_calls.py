@@ -1,0 +1,127 @@
+"""The calls of a group that the accelerator carries out: when it may, and how Python takes one over.
+
+The accelerator takes small collectives in shared memory if everything about them is plain. It keeps to the schedules,
+ids and memory of `SlotProgram`, so ranks with and without it work together. What turns out not to be plain later goes
+on as a `SlotProgram` that has posted.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from aiocoll.completion import Completion
+from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.slot_program import SlotProgram
+from aiocoll.errors import ProtocolError
+from aiocoll.native import core
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+
+__all__ = ["native_calls"]
+
+_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
+    """Return the accelerator's part in a group; None if there is none, or time is virtual.
+
+    Args:
+        comm: this rank's part in the group.
+        owner: the group, as completions refer to it.
+        work_type: `Work`.
+    """
+    if core is None or comm.slots.largest < 0 or not comm.runtime.is_real:
+        return None
+    seams = _Seams(comm)
+    polling = comm.polling
+    calls = core.Calls(
+        comm,
+        owner,
+        work_type,
+        {
+            "resolve": comm.slots.native_lanes,
+            "make_steps": seams.make_steps,
+            "take_over": seams.take_over,
+            "numbered": owner.numbered,
+            "guard": owner.failures.guard,
+            "overwritten": seams.overwritten,
+            "one": owner.one,
+            "find_one": owner.plans.one,
+            "find_parts": owner.plans.plan_of_parts,
+            "flatten": owner.plans.flatten,
+            "operation": seams.operation,
+            "remember": seams.remember,
+            "rest": polling.rest,
+            "quiet": comm.endpoint.quiet.run,
+        },
+        _FOLDER,
+        comm.id,
+        comm.rank,
+        len(comm.ranks),
+        polling.spin_seconds,
+        polling.crowded,
+    )
+    comm.in_flight.native = calls
+    polling.readers[calls] = None
+    return calls
+
+
+class _Seams:
+    """What the accelerator asks of Python, for one group."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def make_steps(self, plan: Plan) -> Any:
+        """Return a plan as the accelerator carries it out; False if it cannot."""
+        plan.steps = False
+        step = plan.round
+        kernel = plan.kernel
+        if step is None or plan.executor is not SlotProgram or (kernel is not None and not kernel.is_builtin):
+            return False
+        assert core is not None
+        arrays = [each.buffer for each in (*step.first, *step.last) if each.nbytes]
+        arrays += [buffer for _, buffer in (*step.own, *step.moves)]
+        arrays += [buffer for pair in step.copies for buffer in pair]
+        arrays += [] if step.fold is None else [step.fold]
+        plan.steps = core.Steps(
+            plan,
+            plan.signature.op.lower(),
+            plan.signature.op,
+            plan.signature,
+            plan.fingerprint,
+            plan.storage,
+            max(arrays, default=-1) + 1,
+            len(self._comm.ranks),
+            tuple(step),
+            None if kernel is None else kernel.ufunc,
+            None if kernel is None else kernel.fold,
+        )
+        return plan.steps
+
+    def take_over(self, call: SlotProgram, missing: int) -> None:
+        """Carry on with a call that has posted and not folded; `missing` was the last rank that was missing."""
+        call.adopt(missing)
+
+    def operation(
+        self, identity: int, plan: Plan, arrays: list[Any], completion: Completion, entered: float
+    ) -> SlotProgram:
+        """Return an operation like a call: it goes on with it once it has taken over."""
+        operation = SlotProgram(self._comm, identity, plan, arrays, completion)
+        operation.entered = entered
+        return operation
+
+    def overwritten(self, peer: int) -> None:
+        """A peer has given this rank up and overwritten what it was reading.
+
+        Raises:
+            ProtocolError: always.
+        """
+        rank = self._comm.ranks[peer]
+        raise ProtocolError(f"rank {rank} has given this rank up and overwritten what it was reading")
+
+    def remember(self, identity: int) -> None:
+        """Keep the id of a keyed call that has ended."""
+        self._comm.in_flight.remember(identity, identity)

@@ -1,0 +1,289 @@
+/* Handle: the base of `Work`. What has a completion is the reference's; what has none is carried out here. */
+#include "accelerator.h"
+
+#define TURN 500e-6 /* seconds after which an await of what has ended yields a turn of the loop (contract) */
+
+PyObject *reference_await, *reference_done, *reference_result, *reference_exception, *make_completion;
+
+static PyObject *call_reference(PyObject *function, Handle *self) { return PyObject_CallFunctionObjArgs(function, (PyObject *)self, NULL); }
+
+static int Handle_init(Handle *self, PyObject *args, PyObject *kwargs) {
+    PyObject *completion;
+    if (!PyArg_ParseTuple(args, "O", &completion)) return -1;
+    KEEP(completion);
+    SET_REFERENCE(self->completion, completion);
+    PyObject *done = PyObject_GetAttrString(completion, "done");
+    int is_done = done ? PyObject_IsTrue(done) : -1;
+    DROP(done);
+    if (is_done < 0) return -1;
+    return is_done ? 0 : PyObject_SetAttrString(completion, "handle", (PyObject *)self);
+}
+
+static int Handle_traverse(Handle *self, visitproc visit, void *arg) {
+    Py_VISIT(TYPE_OF(self));
+    Py_VISIT(self->completion);
+    Py_VISIT(self->calls);
+    Py_VISIT(self->steps);
+    Py_VISIT(self->arrays);
+    Py_VISIT(self->value);
+    Py_VISIT(self->key);
+    Py_VISIT(self->shape);
+    Py_VISIT(self->code);
+    Py_VISIT(self->waiters);
+    Py_VISIT(self->guard);
+    return 0;
+}
+
+static int Handle_clear(Handle *self) {
+    Py_CLEAR(self->completion);
+    Py_CLEAR(self->calls);
+    Py_CLEAR(self->steps);
+    Py_CLEAR(self->arrays);
+    Py_CLEAR(self->value);
+    Py_CLEAR(self->key);
+    Py_CLEAR(self->shape);
+    Py_CLEAR(self->code);
+    Py_CLEAR(self->waiters);
+    Py_CLEAR(self->guard);
+    return 0;
+}
+
+static void Handle_dealloc(Handle *self) {
+    PyTypeObject *type = TYPE_OF(self);
+    PyObject_GC_UnTrack(self);
+    Handle_clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    DROP(type);
+}
+
+PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
+    return PyObject_CallFunction(make_completion, "OO(OLOOdOOi)OOO", self->calls->progress, self->calls->owner, self->steps->op,
+                                 (long long)self->seq, self->key, self->shape, self->limit, self->value, self->code, self->instruction,
+                                 waiters, guard, self->is_done ? Py_None : (PyObject *)self);
+}
+
+/* Return the completion of a call, which Python makes from what is here; one in flight goes on with it. */
+PyObject *materialize(Handle *self) {
+    if (!self->completion) {
+        if (!self->calls) return PyErr_SetString(PyExc_RuntimeError, "this work was not initialized"), NULL;
+        self->completion = completion_of(self, self->waiters ? self->waiters : Py_None, self->guard ? self->guard : Py_None);
+        Py_CLEAR(self->waiters);
+        Py_CLEAR(self->guard);
+        if (!self->completion) return NULL;
+    }
+    KEEP(self->completion);
+    return self->completion;
+}
+
+static PyObject *Handle_completion(Handle *self, void *Py_UNUSED(unused)) {
+    if (self->is_in_flight && hand_over(self) < 0) return NULL;
+    return materialize(self);
+}
+
+/* A call has ended well: let everything go that it needed, and wake the tasks that wait for it. */
+int handle_end(Handle *self) {
+    self->is_done = 1;
+    Py_CLEAR(self->arrays);
+    if (!self->waiters) return 0;
+    PyObject *waiters = self->waiters;
+    self->waiters = NULL;
+    int failed = 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(waiters) && !failed; i++) {
+        PyObject *waiter = PyList_GetItem(waiters, i), *done = PyObject_CallMethod(waiter, "done", NULL);
+        PyObject *set = done == Py_False ? PyObject_CallMethod(waiter, "set_result", "O", Py_None) : NULL;
+        failed = !done || (done == Py_False && !set);
+        DROP(done);
+        DROP(set);
+    }
+    DROP(waiters);
+    return failed ? -1 : 0;
+}
+
+/* The program waits for the work, or looks at its outcome: no warning is due. */
+static int note_await(Handle *self) {
+    if (!self->guard) return 0;
+    PyObject *guard = self->guard;
+    self->guard = NULL;
+    PyObject *done = PyObject_CallMethod(guard, "awaited", NULL);
+    DROP(guard);
+    DROP(done);
+    return done ? 0 : -1;
+}
+
+/* ---- awaiting */
+
+/* An await of a call: it suspends on a future, or yields a turn of the loop, or returns at once. */
+typedef struct {
+    PyObject_HEAD
+    Handle *work;
+    PyObject *inner; /* iterator of a future, or of the reference's generator */
+    char yields, is_reference;
+} Iteration;
+
+static int turn_is_due(Calls *calls, double now) {
+    double *turn = calls->turn.buf;
+    if (now - *turn < TURN) return 0;
+    *turn = now;
+    return 1;
+}
+
+/* Call what is due before the loop's turn ends. */
+static int settle(Calls *calls) {
+    PyObject *due = PyObject_GetAttr(calls->runtime, name_due);
+    Py_ssize_t count = due ? PyList_Size(due) : -1;
+    DROP(due);
+    if (count <= 0) return (int)count;
+    PyObject *done = PyObject_CallMethod(calls->runtime, "settle", NULL);
+    DROP(done);
+    return done ? 0 : -1;
+}
+
+static int is_here(Calls *calls) {
+    if (PyThread_get_thread_ident() != calls->thread || calls->forks != forks_of_process) return 0;
+    PyObject *running = PyObject_CallNoArgs(calls->is_running);
+    DROP(running);
+    return running ? running == Py_True : -1;
+}
+
+static int may_poll(Calls *calls) {
+    if (calls->spin <= 0) return 0;
+    PyObject *spun = PyObject_GetAttr(calls->polling, name_spun);
+    DROP(spun);
+    return spun ? spun == Py_False : -1;
+}
+
+static PyObject *Handle_await(Handle *self) {
+    if (self->completion || !self->calls) return call_reference(reference_await, self);
+    if (note_await(self) < 0) return NULL;
+    if (!self->is_done) {
+        int here = is_here(self->calls);
+        if (here < 0) return NULL;
+        if (!here) { /* the reference has the error */
+            if (hand_over(self) < 0) return NULL;
+            return call_reference(reference_await, self);
+        }
+        int polls = may_poll(self->calls);
+        if (polls < 0 || (polls && poll_for(self) < 0)) return NULL;
+        if (self->completion) return call_reference(reference_await, self);
+    }
+    Iteration *iteration = (Iteration *)((allocfunc)PyType_GetSlot(Iteration_type, Py_tp_alloc))(Iteration_type, 0);
+    if (!iteration) return NULL;
+    KEEP(self), iteration->work = self;
+    if (self->is_done) {
+        if (settle(self->calls) < 0) {
+            DROP(iteration);
+            return NULL;
+        }
+        iteration->yields = (char)turn_is_due(self->calls, seconds());
+    }
+    return (PyObject *)iteration;
+}
+
+static PyObject *outcome(Handle *self) {
+    if (self->completion) return call_reference(reference_result, self);
+    KEEP(self->value);
+    return self->value;
+}
+
+static PySendResult Iteration_send(Iteration *self, PyObject *argument, PyObject **result) {
+    Handle *work = self->work;
+    *result = NULL;
+    if (self->yields) {
+        self->yields = 0;
+        KEEP(Py_None);
+        *result = Py_None;
+        return PYGEN_NEXT;
+    }
+    if (!self->inner && !work->is_done && !work->completion) {
+        PyObject *future = PyObject_CallNoArgs(work->calls->create_future);
+        if (!future) return PYGEN_ERROR;
+        if ((!work->waiters && !(work->waiters = PyList_New(0))) || PyList_Append(work->waiters, future) < 0) {
+            DROP(future);
+            return PYGEN_ERROR;
+        }
+        self->inner = PyObject_CallMethod(future, "__await__", NULL);
+        DROP(future);
+        if (!self->inner) return PYGEN_ERROR;
+    }
+    if (self->inner) {
+        PySendResult sent = PyIter_Send(self->inner, argument, result);
+        if (sent != PYGEN_RETURN) return sent;
+        Py_CLEAR(*result);
+        Py_CLEAR(self->inner);
+    }
+    *result = outcome(work);
+    return *result ? PYGEN_RETURN : PYGEN_ERROR;
+}
+
+static PyObject *Iteration_next(Iteration *self) {
+    PyObject *value, *stop;
+    PySendResult sent = Iteration_send(self, Py_None, &value);
+    if (sent != PYGEN_RETURN) return value;
+    stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, value, NULL);
+    DROP(value);
+    if (stop) {
+        PyErr_SetObject(PyExc_StopIteration, stop);
+        DROP(stop);
+    }
+    return NULL;
+}
+
+static int Iteration_traverse(Iteration *self, visitproc visit, void *arg) {
+    Py_VISIT(TYPE_OF(self));
+    Py_VISIT(self->work);
+    Py_VISIT(self->inner);
+    return 0;
+}
+
+static int Iteration_clear(Iteration *self) {
+    Py_CLEAR(self->work);
+    Py_CLEAR(self->inner);
+    return 0;
+}
+
+static void Iteration_dealloc(Iteration *self) {
+    PyTypeObject *type = TYPE_OF(self);
+    PyObject_GC_UnTrack(self);
+    Iteration_clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    DROP(type);
+}
+
+static PyType_Slot Iteration_slots[] = {
+    {Py_tp_doc, "One await of a work."}, {Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, Iteration_next}, {Py_am_send, Iteration_send},
+    {Py_tp_traverse, Iteration_traverse}, {Py_tp_clear, Iteration_clear}, {Py_tp_dealloc, Iteration_dealloc}, {0}};
+PyType_Spec Iteration_spec = {"aiocoll.native._core.Iteration", sizeof(Iteration), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Iteration_slots};
+
+/* ---- for users */
+
+static PyObject *Handle_done(Handle *self, PyObject *Py_UNUSED(unused)) {
+    if (self->completion) return call_reference(reference_done, self);
+    if (self->is_done && note_await(self) < 0) return NULL;
+    return PyBool_FromLong(self->is_done);
+}
+
+static PyObject *Handle_result(Handle *self, PyObject *Py_UNUSED(unused)) {
+    if (self->completion || !self->is_done) return call_reference(reference_result, self);
+    if (note_await(self) < 0) return NULL;
+    KEEP(self->value);
+    return self->value;
+}
+
+static PyObject *Handle_exception(Handle *self, PyObject *Py_UNUSED(unused)) {
+    if (self->completion || !self->is_done) return call_reference(reference_exception, self);
+    if (note_await(self) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef Handle_methods[] = {
+    {"done", (PyCFunction)Handle_done, METH_NOARGS, "Return whether the operation has ended."},
+    {"result", (PyCFunction)Handle_result, METH_NOARGS, "Return the result of an operation that has ended."},
+    {"exception", (PyCFunction)Handle_exception, METH_NOARGS, "Return the error of an operation that has ended."},
+    {0}};
+static PyGetSetDef Handle_getset[] = {
+    {"_completion", (getter)Handle_completion, NULL, "The completion; a call in flight is handed over to Python.", NULL}, {0}};
+static PyType_Slot Handle_slots[] = {
+    {Py_tp_doc, "The base of works."}, {Py_tp_new, PyType_GenericNew}, {Py_tp_init, Handle_init}, {Py_tp_traverse, Handle_traverse},
+    {Py_tp_clear, Handle_clear}, {Py_tp_dealloc, Handle_dealloc}, {Py_tp_methods, Handle_methods}, {Py_tp_getset, Handle_getset},
+    {Py_am_await, Handle_await}, {0}};
+PyType_Spec Handle_spec = {"aiocoll.native._core.Handle", sizeof(Handle), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, Handle_slots};

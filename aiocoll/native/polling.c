@@ -1,0 +1,67 @@
+/* Polling: how long an await looks for its call before it suspends; see aiocoll/engine/polling.py for the rules. */
+#include "accelerator.h"
+
+#include <sched.h>
+
+#define BUDGET 300e-6 /* seconds that one callback may take */
+enum {
+    LOOKS_WITH_INTERPRETER = 64, /* some 2 µs, before other threads may run */
+    DOUBT = 32,                  /* looks after which it asks whether a peer is on this core */
+    OTHERS = 8,                  /* looks between two at the other calls of the group */
+    CLOCK = 16                   /* looks between two readings of the clock */
+};
+
+static int has_neighbour(Calls *calls) {
+    int found = 0;
+    for (int i = 0; i < calls->size; i++)
+        if (calls->peers[i] && calls->peers[i]->can_look) found |= is_beside(calls->peers[i]);
+    return found;
+}
+
+/* Whether anything else in flight can end. */
+static int others_move(Calls *calls, const Handle *call) {
+    for (Handle *each = calls->first; each; each = each->next)
+        if (each != call && look_at(each)) return 1;
+    return 0;
+}
+
+/* Look for a call until it can end, for `spin` seconds at most. -1: an exception. */
+int poll_for(Handle *call) {
+    Calls *calls = call->calls;
+    PyThreadState *released = NULL;
+    double now = seconds(), idle = now + calls->spin, limit = now + BUDGET;
+    int found = 0, gives_way = calls->is_crowded || calls->is_beside;
+    for (int looks = 1; now < idle && now < limit; looks++) {
+        if ((found = look_at(call))) break;
+        if (looks % OTHERS == 0 && calls->count > 1) {
+            if (released) PyEval_RestoreThread(released), released = NULL;
+            if (others_move(calls, call)) {
+                if (look_at_all(calls) < 0) return -1;
+                if (!call->is_in_flight) return 0;
+                idle = (now = seconds()) + calls->spin;
+            }
+        }
+        if (gives_way) {
+            if (!released) released = PyEval_SaveThread();
+            double before = seconds();
+            sched_yield();
+            now = seconds();
+            idle += now - before;
+        } else {
+            pause_core();
+            if (looks % CLOCK == 0) now = seconds();
+        }
+        if (looks == DOUBT) {
+            calls->is_beside = has_neighbour(calls);
+            gives_way = calls->is_crowded || calls->is_beside;
+        }
+        if (looks == LOOKS_WITH_INTERPRETER && !released) released = PyEval_SaveThread();
+    }
+    if (released) PyEval_RestoreThread(released);
+    *(double *)calls->turn.buf = now;
+    if (found) return found > 0 ? complete(call) : hand_over(call);
+    /* Nothing came: no other await polls in this turn of the loop. */
+    PyObject *done = PyObject_CallNoArgs(calls->rest);
+    DROP(done);
+    return done ? 0 : -1;
+}

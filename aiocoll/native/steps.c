@@ -1,0 +1,272 @@
+/* Steps: a collective of one round, as `Round` of Python has it, with offsets in bytes; and its reduction.
+
+   Reductions run the inner loops of NumPy's own ufuncs on the bytes where they lie, in rank order, so results have the
+   bits of the reference. A reduction without such a loop (half precision, averages) is the kernel's, in Python. */
+#include "accelerator.h"
+
+#define ITEM(tuple, index) PyTuple_GetItem(tuple, index)
+
+static void *rows(PyObject *tuple, int *count, size_t size) {
+    *count = (int)PyTuple_Size(tuple);
+    void *made = PyMem_Calloc(*count ? *count : 1, size);
+    if (!made) PyErr_NoMemory();
+    return made;
+}
+
+/* Note that a buffer has so many bytes; -1 with an exception if there is no such buffer. */
+static int need(Steps *steps, int buffer, npy_intp nbytes) {
+    if (!nbytes) return 0; /* it need not be there */
+    if (buffer < 0 || buffer >= steps->buffers_count) {
+        PyErr_Format(PyExc_ValueError, "there is no buffer %d", buffer);
+        return -1;
+    }
+    if (nbytes > steps->needed[buffer]) steps->needed[buffer] = nbytes;
+    return 0;
+}
+
+static int contributions_from(PyObject *tuple, Steps *steps, int size, Contribution **made, int *count) {
+    if (!(*made = rows(tuple, count, sizeof(Contribution)))) return -1;
+    for (int i = 0; i < *count; i++) {
+        Contribution *each = *made + i;
+        PyObject *readers;
+        Py_ssize_t nbytes;
+        if (!PyArg_ParseTuple(ITEM(tuple, i), "inO!iII", &each->buffer, &nbytes, &PyTuple_Type, &readers, &each->is_common,
+                              &each->first_slot, &each->slots)) return -1;
+        each->nbytes = nbytes;
+        if (need(steps, each->buffer, nbytes) < 0) return -1;
+        if (!(each->readers = rows(readers, &each->readers_count, sizeof(int)))) return -1;
+        for (int n = 0; n < each->readers_count; n++) {
+            each->readers[n] = (int)PyLong_AsLong(ITEM(readers, n));
+            if (each->readers[n] < 0 || each->readers[n] >= size) {
+                PyErr_SetString(PyExc_ValueError, "a reader is no rank of the group");
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+static int takes_from(PyObject *tuple, Steps *steps, int size) {
+    if (!(steps->takes = rows(tuple, &steps->takes_count, sizeof(Take)))) return -1;
+    for (int i = 0; i < steps->takes_count; i++) {
+        Take *take = steps->takes + i;
+        Py_ssize_t nbytes, elements;
+        if (!PyArg_ParseTuple(ITEM(tuple, i), "inniII", &take->peer, &nbytes, &elements, &take->is_common, &take->first_slot,
+                              &take->slots)) return -1;
+        take->nbytes = nbytes;
+        if (take->peer < 0 || take->peer >= size) {
+            PyErr_SetString(PyExc_ValueError, "a contribution is of no rank of the group");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int pairs_from(PyObject *tuple, Pair **made, int *count) {
+    if (!(*made = rows(tuple, count, sizeof(Pair)))) return -1;
+    for (int i = 0; i < *count; i++)
+        if (!PyArg_ParseTuple(ITEM(tuple, i), "ii", &(*made)[i].first, &(*made)[i].second)) return -1;
+    return 0;
+}
+
+/* Check the numbers of buffers and takes, and that all that is reduced has one length. */
+static int check(Steps *steps) {
+    for (int i = 0; i < steps->copies_count; i++)
+        if (need(steps, steps->copies[i].first, 1) < 0 || need(steps, steps->copies[i].second, 1) < 0) return -1;
+    for (int i = 0; i < steps->moves_count; i++) {
+        int take = steps->moves[i].first;
+        if (take < 0 || take >= steps->takes_count) goto wrong;
+        if (need(steps, steps->moves[i].second, steps->takes[take].nbytes) < 0) return -1;
+    }
+    if (steps->target < 0) return 0;
+    /* The first rank of a scan reads nothing, and posts what it keeps. */
+    if (!steps->takes_count && !steps->first_count) goto wrong;
+    steps->nbytes_folded = steps->takes_count ? steps->takes[0].nbytes : steps->first[0].nbytes;
+    for (int i = 1; i < steps->takes_count; i++)
+        if (steps->takes[i].nbytes != steps->nbytes_folded) goto wrong;
+    for (int i = 0; i < steps->own_count; i++) {
+        if (steps->own[i].first < 0 || steps->own[i].first > steps->takes_count + i) goto wrong;
+        if (need(steps, steps->own[i].second, steps->nbytes_folded) < 0) return -1;
+    }
+    return need(steps, steps->target, steps->nbytes_folded);
+wrong:
+    PyErr_SetString(PyExc_ValueError, "the round does not fit together");
+    return -1;
+}
+
+static void find_loop(Steps *steps, PyObject *ufunc) {
+    PyUFuncObject *found = (PyUFuncObject *)ufunc;
+    int type = steps->storage->type_num;
+    if (found->nin != 2 || found->nout != 1 || !found->functions) return;
+    for (int i = 0; i < found->ntypes; i++) {
+        const char *types = found->types + 3 * i;
+        if (types[0] == type && types[1] == type && types[2] == type) {
+            steps->loop = found->functions[i];
+            steps->loop_data = found->data ? ((void **)found->data)[i] : NULL;
+            return;
+        }
+    }
+}
+
+/* Steps(plan, kind, op, signature, fingerprint, storage, buffers, size, round, ufunc, fold) */
+static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
+    PyObject *plan, *kind, *op, *signature, *storage, *round, *ufunc, *fold_function, *copies, *first, *takes, *target, *own, *moves, *last;
+    unsigned long long fingerprint;
+    int size;
+    if (!PyArg_ParseTuple(args, "OOOOKO!iiO!OO", &plan, &kind, &op, &signature, &fingerprint, &PyArrayDescr_Type, &storage,
+                          &self->buffers_count, &size, &PyTuple_Type, &round, &ufunc, &fold_function)) return -1;
+    if (!PyArg_ParseTuple(round, "O!O!O!OO!O!O!p", &PyTuple_Type, &copies, &PyTuple_Type, &first, &PyTuple_Type, &takes, &target,
+                          &PyTuple_Type, &own, &PyTuple_Type, &moves, &PyTuple_Type, &last, &self->is_private)) return -1;
+    KEEP(plan), self->plan = plan;
+    KEEP(kind), self->kind = kind;
+    KEEP(op), self->op = op;
+    KEEP(signature), self->signature = signature;
+    KEEP(storage), self->storage = (PyArray_Descr *)storage;
+    self->fingerprint = fingerprint;
+    self->itemsize = PyDataType_ELSIZE(self->storage);
+    if (!(self->needed = PyMem_Calloc(self->buffers_count ? self->buffers_count : 1, sizeof(npy_intp)))) return PyErr_NoMemory(), -1;
+    self->target = target == Py_None ? -1 : (int)PyLong_AsLong(target);
+    if (PyErr_Occurred()) return -1;
+    if (contributions_from(first, self, size, &self->first, &self->first_count) < 0) return -1;
+    if (contributions_from(last, self, size, &self->last, &self->last_count) < 0) return -1;
+    if (takes_from(takes, self, size) < 0 || pairs_from(copies, &self->copies, &self->copies_count) < 0) return -1;
+    if (pairs_from(own, &self->own, &self->own_count) < 0 || pairs_from(moves, &self->moves, &self->moves_count) < 0) return -1;
+    if (check(self) < 0) return -1;
+    if (self->target >= 0) {
+        if (ufunc != Py_None && PyObject_TypeCheck(ufunc, &PyUFunc_Type)) find_loop(self, ufunc);
+        if (!self->loop) KEEP(fold_function), self->fold = fold_function;
+    }
+    return 0;
+}
+
+static int Steps_traverse(Steps *self, visitproc visit, void *arg) {
+    Py_VISIT(TYPE_OF(self));
+    Py_VISIT(self->plan);
+    Py_VISIT(self->kind);
+    Py_VISIT(self->op);
+    Py_VISIT(self->signature);
+    Py_VISIT(self->fold);
+    for (int i = 0; i < self->first_count && self->first; i++) Py_VISIT(self->first[i].lanes);
+    for (int i = 0; i < self->last_count && self->last; i++) Py_VISIT(self->last[i].lanes);
+    return 0;
+}
+
+static void clear_contributions(Contribution *contributions, int count) {
+    for (int i = 0; i < count && contributions; i++) Py_CLEAR(contributions[i].lanes);
+}
+
+static int Steps_clear(Steps *self) {
+    Py_CLEAR(self->plan);
+    Py_CLEAR(self->kind);
+    Py_CLEAR(self->op);
+    Py_CLEAR(self->signature);
+    Py_CLEAR(self->fold);
+    clear_contributions(self->first, self->first_count);
+    clear_contributions(self->last, self->last_count);
+    return 0;
+}
+
+static void Steps_dealloc(Steps *self) {
+    PyTypeObject *type = TYPE_OF(self);
+    PyObject_GC_UnTrack(self);
+    Steps_clear(self);
+    DROP(self->storage);
+    for (int i = 0; i < self->first_count && self->first; i++) PyMem_Free(self->first[i].readers);
+    for (int i = 0; i < self->last_count && self->last; i++) PyMem_Free(self->last[i].readers);
+    PyMem_Free(self->first), PyMem_Free(self->last), PyMem_Free(self->copies);
+    PyMem_Free(self->takes), PyMem_Free(self->own), PyMem_Free(self->moves), PyMem_Free(self->needed);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    DROP(type);
+}
+
+static PyMemberDef Steps_members[] = {
+    {"plan", T_OBJECT, offsetof(Steps, plan), READONLY, "The plan that it was made from."},
+    {0}};
+static PyType_Slot Steps_slots[] = {
+    {Py_tp_doc, "A collective of one round, prepared for one rank."}, {Py_tp_new, PyType_GenericNew}, {Py_tp_init, Steps_init},
+    {Py_tp_traverse, Steps_traverse}, {Py_tp_clear, Steps_clear}, {Py_tp_dealloc, Steps_dealloc}, {Py_tp_members, Steps_members}, {0}};
+PyType_Spec Steps_spec = {"aiocoll.native._core.Steps", sizeof(Steps), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Steps_slots};
+
+/* ---- reductions */
+
+static char *bytes_of(PyObject *array) { return PyArray_BYTES((PyArrayObject *)array); }
+
+/* Return where a buffer lies. `arrays` is a list of the buffers, one array that is the only buffer, or a pair: an array of as
+   many equal parts as there are ranks, each a buffer, and an array of one part, or of as many. */
+char *buffer_bytes(Handle *call, int buffer) {
+    PyObject *arrays = call->arrays;
+    if (PyList_Check(arrays)) return bytes_of(PyList_GetItem(arrays, buffer));
+    if (!PyTuple_Check(arrays)) return bytes_of(arrays);
+    int size = call->calls->size, is_other = buffer >= size;
+    npy_intp part = PyArray_NBYTES((PyArrayObject *)PyTuple_GetItem(arrays, 0)) / size;
+    return bytes_of(PyTuple_GetItem(arrays, is_other)) + (buffer - (is_other ? size : 0)) * part;
+}
+
+static void combine(const Steps *steps, char *a, char *b, char *out) {
+    char *arguments[3] = {a, b, out};
+    npy_intp count = steps->nbytes_folded / steps->itemsize, strides[3] = {steps->itemsize, steps->itemsize, steps->itemsize};
+    steps->loop(arguments, &count, strides, steps->loop_data);
+}
+
+static PyObject *array_over(const Steps *steps, char *bytes, int flags) {
+    npy_intp count = steps->nbytes_folded / steps->itemsize;
+    KEEP(steps->storage);
+    return PyArray_NewFromDescr(&PyArray_Type, steps->storage, 1, &count, NULL, bytes, flags, NULL);
+}
+
+static int fold_in_python(Handle *call, char **inputs, int count, char *out) {
+    const Steps *steps = call->steps;
+    PyObject *list = PyList_New(0), *target = array_over(steps, out, NPY_ARRAY_CARRAY), *done = NULL;
+    if (!list || !target) goto end;
+    for (int i = 0; i < count; i++) {
+        PyObject *input = array_over(steps, inputs[i], NPY_ARRAY_CARRAY_RO);
+        if (!input || PyList_Append(list, input) < 0) {
+            DROP(input);
+            goto end;
+        }
+        DROP(input);
+    }
+    done = PyObject_CallFunctionObjArgs(call->calls->quiet, steps->fold, list, target, NULL);
+end:
+    DROP(list);
+    DROP(target);
+    if (!done) return -1;
+    DROP(done);
+    return 0;
+}
+
+static char *scratch_of(Calls *calls, npy_intp nbytes) {
+    if (calls->scratch_nbytes < nbytes) {
+        PyMem_Free(calls->scratch);
+        calls->scratch = PyMem_Malloc(nbytes);
+        calls->scratch_nbytes = calls->scratch ? nbytes : 0;
+    }
+    return calls->scratch;
+}
+
+/* Reduce contributions, in rank order, into the target; `found` has where those of peers lie. */
+int fold(Handle *call, char **found) {
+    const Steps *steps = call->steps;
+    npy_intp nbytes = steps->nbytes_folded;
+    int count = steps->takes_count;
+    char *inputs[count + steps->own_count], *out = buffer_bytes(call, steps->target);
+    memcpy(inputs, found, count * sizeof *inputs);
+    for (int i = 0; i < steps->own_count; i++, count++) {
+        char **place = inputs + steps->own[i].first;
+        memmove(place + 1, place, (count - steps->own[i].first) * sizeof *inputs);
+        *place = buffer_bytes(call, steps->own[i].second);
+    }
+    if (!steps->loop) return fold_in_python(call, inputs, count, out);
+    if (count == 1) {
+        memmove(out, inputs[0], nbytes);
+    } else if (count == 2) {
+        combine(steps, inputs[0], inputs[1], out);
+    } else { /* written last, so the target may be any of the inputs */
+        char *scratch = scratch_of(call->calls, nbytes);
+        if (!scratch) return PyErr_NoMemory(), -1;
+        combine(steps, inputs[0], inputs[1], scratch);
+        for (int i = 2; i < count - 1; i++) combine(steps, scratch, inputs[i], scratch);
+        combine(steps, scratch, inputs[count - 1], out);
+    }
+    return 0;
+}
