@@ -8,6 +8,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from aiocoll.completion import Completion, Owner, Progress, is_wait, make_completion
@@ -230,8 +231,13 @@ class Work(_Base, Generic[T_co]):
             RuntimeError: called in another event loop than the group's.
         """
         completion = self._completion
-        if (running := asyncio._get_running_loop()) is not None and running is not completion.progress.loop:
-            _check_loop(self, completion.progress)
+        if (running := asyncio._get_running_loop()) is not completion.progress.loop:
+            progress = completion.progress
+            if running is not None:
+                _check_loop(self, progress)
+            if _thread() != progress.runtime.thread:
+                progress.loop.call_soon_threadsafe(partial(self.add_done_callback, fn, context=context))
+                return
         if is_wait(fn):
             completion.want()
         completion.note_await()
@@ -258,8 +264,13 @@ class Work(_Base, Generic[T_co]):
 
         Returns:
             A new future of the group's loop; cancelling it is like cancelling an await.
+
+        Raises:
+            RuntimeError: called in another thread than the loop's.
         """
         completion = self._completion
+        if _thread() != completion.progress.runtime.thread:
+            _check_loop(self, completion.progress)
         completion.want()
         future: asyncio.Future[T_co] = completion.progress.loop.create_future()
         completion.note_await()

@@ -118,8 +118,12 @@ static void unlink_call(Handle *call) {
 static PyObject *buffers_of(Handle *call) {
     PyObject *arrays = call->arrays;
     if (PyList_Check(arrays)) return KEEP(arrays), arrays;
-    if (PyTuple_Check(arrays))
-        return PyObject_CallFunctionObjArgs(call->calls->flatten, call->steps->kind, PyTuple_GetItem(arrays, 0), PyTuple_GetItem(arrays, 1), NULL);
+    if (PyTuple_Check(arrays)) {
+        KEEP(arrays); /* of a copy, the call may end meanwhile */
+        PyObject *made = PyObject_CallFunctionObjArgs(call->calls->flatten, call->steps->kind, PyTuple_GetItem(arrays, 0), PyTuple_GetItem(arrays, 1), NULL);
+        DROP(arrays);
+        return made;
+    }
     PyObject *flat = PyArray_Ravel((PyArrayObject *)arrays, NPY_CORDER), *list = flat ? PyList_New(1) : NULL;
     if (!list) return DROP(flat), NULL;
     PyList_SetItem(list, 0, flat);
@@ -603,7 +607,12 @@ static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
     for (Py_ssize_t i = 0; copies && i < PyList_Size(calls); i++) {
         Handle *call = (Handle *)PyList_GetItem(calls, i);
         if (!call->is_in_flight) continue;
-        PyObject *completion = completion_of(call, Py_None, Py_None), *copy = completion ? operation_of(call, completion) : NULL;
+        PyObject *completion = completion_of(call, Py_None, Py_None), *copy = NULL;
+        if (completion && !call->is_in_flight) { /* it has ended meanwhile */
+            DROP(completion);
+            continue;
+        }
+        if (completion) copy = operation_of(call, completion);
         DROP(completion);
         if (!copy || PyList_Append(copies, copy) < 0) Py_CLEAR(copies);
         DROP(copy);

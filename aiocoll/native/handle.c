@@ -66,17 +66,23 @@ PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
 PyObject *materialize(Handle *self) {
     if (!self->completion) {
         if (!self->calls) return PyErr_SetString(PyExc_RuntimeError, "this work was not initialized"), NULL;
-        self->completion = completion_of(self, self->waiters ? self->waiters : Py_None, self->guard ? self->guard : Py_None);
+        PyObject *made = completion_of(self, self->waiters ? self->waiters : Py_None, self->guard ? self->guard : Py_None);
+        if (!made) return NULL;
+        if (self->completion) DROP(made); /* another thread was faster */
+        else self->completion = made;
         Py_CLEAR(self->waiters);
         Py_CLEAR(self->guard);
-        if (!self->completion) return NULL;
     }
     KEEP(self->completion);
     return self->completion;
 }
 
 static PyObject *Handle_completion(Handle *self, void *Py_UNUSED(unused)) {
-    if (self->is_in_flight && hand_over(self) < 0) return NULL;
+    if (self->is_in_flight) {
+        /* The engine belongs to the thread of the loop: others get a copy to look at. */
+        if (PyThread_get_thread_ident() != self->calls->thread) return completion_of(self, Py_None, Py_None);
+        if (hand_over(self) < 0) return NULL;
+    }
     return materialize(self);
 }
 
@@ -116,8 +122,8 @@ static int note_await(Handle *self) {
 typedef struct {
     PyObject_HEAD
     Handle *work;
-    PyObject *inner; /* iterator of a future, or of the reference's generator */
-    char yields, is_reference;
+    PyObject *future, *inner; /* what it suspends on, and the iterator of that */
+    char yields;
 } Iteration;
 
 static int turn_is_due(Calls *calls, double now) {
@@ -158,10 +164,7 @@ static PyObject *Handle_await(Handle *self) {
     if (!self->is_done) {
         int here = is_here(self->calls);
         if (here < 0) return NULL;
-        if (!here) { /* the reference has the error */
-            if (hand_over(self) < 0) return NULL;
-            return call_reference(reference_await, self);
-        }
+        if (!here) return call_reference(reference_await, self); /* which has the error */
         int polls = may_poll(self->calls);
         if (polls < 0 || (polls && poll_for(self) < 0)) return NULL;
         if (self->completion) return call_reference(reference_await, self);
@@ -201,8 +204,8 @@ static PySendResult Iteration_send(Iteration *self, PyObject *argument, PyObject
             DROP(future);
             return PYGEN_ERROR;
         }
+        self->future = future;
         self->inner = PyObject_CallMethod(future, "__await__", NULL);
-        DROP(future);
         if (!self->inner) return PYGEN_ERROR;
     }
     if (self->inner) {
@@ -210,6 +213,7 @@ static PySendResult Iteration_send(Iteration *self, PyObject *argument, PyObject
         if (sent != PYGEN_RETURN) return sent;
         Py_CLEAR(*result);
         Py_CLEAR(self->inner);
+        Py_CLEAR(self->future);
     }
     *result = outcome(work);
     return *result ? PYGEN_RETURN : PYGEN_ERROR;
@@ -231,11 +235,31 @@ static PyObject *Iteration_next(Iteration *self) {
 static int Iteration_traverse(Iteration *self, visitproc visit, void *arg) {
     Py_VISIT(TYPE_OF(self));
     Py_VISIT(self->work);
+    Py_VISIT(self->future);
     Py_VISIT(self->inner);
     return 0;
 }
 
+/* An await was cancelled, or dropped: the work keeps its future no longer. */
+static void leave(Iteration *self) {
+    Handle *work = self->work;
+    PyObject *future = self->future, *type, *value, *traceback;
+    self->future = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (work->completion) {
+        PyObject *done = PyObject_CallMethod(work->completion, "remove_waiter", "O", future);
+        if (!done) PyErr_WriteUnraisable(work->completion);
+        DROP(done);
+    } else {
+        for (Py_ssize_t i = work->waiters ? PyList_Size(work->waiters) - 1 : -1; i >= 0; i--)
+            if (PyList_GetItem(work->waiters, i) == future && PyList_SetSlice(work->waiters, i, i + 1, NULL) < 0) PyErr_Clear();
+    }
+    PyErr_Restore(type, value, traceback);
+    DROP(future);
+}
+
 static int Iteration_clear(Iteration *self) {
+    if (self->work && self->future) leave(self);
     Py_CLEAR(self->work);
     Py_CLEAR(self->inner);
     return 0;

@@ -58,6 +58,7 @@ int poll_for(Handle *call) {
         if (looks == LOOKS_WITH_INTERPRETER && !released) released = PyEval_SaveThread();
     }
     if (released) PyEval_RestoreThread(released);
+    if (!call->is_in_flight) return 0; /* another thread has ended the group */
     *(double *)calls->turn.buf = now;
     if (found) return found > 0 ? complete(call) : hand_over(call);
     /* Nothing came: no other await polls in this turn of the loop. */
