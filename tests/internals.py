@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -29,9 +30,12 @@ __all__ = [
     "early_bytes",
     "failing",
     "group_of",
+    "is_native",
     "links_of",
+    "make_pure",
     "matched_units",
     "matching_of",
+    "native_of",
     "nccl_end",
     "plans_of",
     "replaced",
@@ -42,6 +46,7 @@ __all__ = [
     "spied",
     "unasked",
     "unmade_groups",
+    "use_same_slots",
     "waiter_of",
     "waiting_bytes",
     "waits_of",
@@ -327,6 +332,29 @@ def use_same_slots(pg: ProcessGroup) -> None:
     comm.slots._shift = 0
     if comm.in_flight.native is not None:
         comm.in_flight.native.shift = 0
+
+
+def native_of(pg: ProcessGroup) -> Any:
+    """Return the calls of a group that the accelerator carries out; None without it."""
+    return comm_of(pg).in_flight.native
+
+
+def is_native(work: Any) -> bool:
+    """Return whether the accelerator carries out the call of a work, or has carried out all of it."""
+    kinds = {type(each).__name__ for each in gc.get_referents(work)}
+    return "Calls" in kinds and "Completion" not in kinds
+
+
+def make_pure(pg: ProcessGroup) -> None:
+    """Let Python carry out all calls of a group, before its first one."""
+    comm, dispatcher = comm_of(pg), dispatcher_of(pg)
+    if (native := comm.in_flight.native) is None:
+        return
+    assert native.count == 0
+    del comm.polling.readers[native]
+    comm.in_flight.native = dispatcher.native = None
+    pg._one = dispatcher.one
+    native.close()
 
 
 def dispatcher_of(pg: ProcessGroup) -> Dispatcher:
