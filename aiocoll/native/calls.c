@@ -431,7 +431,7 @@ static PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t cou
     if (count != 6) return PyErr_SetString(PyExc_TypeError, "start takes 6 arguments"), NULL;
     double limit = PyFloat_AsDouble(args[4]);
     if (limit == -1.0 && PyErr_Occurred()) return NULL;
-    int plain = is_plain(calls);
+    int plain = calls->comm ? is_plain(calls) : 0;
     if (plain < 0) return NULL;
     PyObject *taken = NULL;
     Handle *call = NULL;
@@ -696,10 +696,11 @@ static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static int Calls_clear(Calls *self) {
-    PyObject **places[] = {&self->comm, &self->owner, &self->work_type, &self->resolve, &self->make_steps, &self->one, &self->find_one, &self->find_parts, &self->flatten, &self->take_over, &self->numbered,
-                           &self->remember, &self->operation, &self->guard, &self->overwritten, &self->left, &self->early, &self->asked_early, &self->hooks, &self->watch, &self->runtime,
-                           &self->polling, &self->is_running, &self->create_future, &self->rest, &self->quiet, &self->folder, &self->last_file, &self->progress, &self->timeout};
+/* Let go of what calls need; works that have ended, and calls that are refused, need the rest. */
+static void end_calls(Calls *self) {
+    PyObject **places[] = {&self->comm, &self->work_type, &self->resolve, &self->make_steps, &self->find_one, &self->find_parts, &self->flatten, &self->take_over, &self->numbered,
+                           &self->remember, &self->operation, &self->guard, &self->overwritten, &self->left, &self->early, &self->asked_early, &self->hooks, &self->watch,
+                           &self->polling, &self->is_running, &self->create_future, &self->rest, &self->quiet, &self->folder, &self->last_file, &self->timeout};
     while (self->first) {
         Handle *call = self->first;
         unlink_call(call);
@@ -709,11 +710,19 @@ static int Calls_clear(Calls *self) {
     for (int i = 0; i < KNOWN; i++) forget(self->known + i);
     journal_close(&self->journal);
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) Py_CLEAR(*places[i]);
+}
+
+static int Calls_clear(Calls *self) {
+    end_calls(self);
+    Py_CLEAR(self->owner);
+    Py_CLEAR(self->one);
+    Py_CLEAR(self->runtime);
+    Py_CLEAR(self->progress);
     return 0;
 }
 
 static PyObject *Calls_close(Calls *self, PyObject *Py_UNUSED(unused)) {
-    Calls_clear(self);
+    end_calls(self);
     Py_RETURN_NONE;
 }
 
