@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from aiocoll import GroupOptions, HashStore, ProcessGroup, new_group
+from aiocoll import HashStore, ProcessGroup, new_group
 from aiocoll.work import Work
 
 from ..internals import comm_of, is_native, make_pure, native_of
-from ..ranks import until
+from ..ranks import options, until
 
 __all__ = ["WORKS", "group_of_ranks", "in_python", "link", "start", "waiting"]
 
@@ -29,14 +29,12 @@ async def link(pgs: Sequence[ProcessGroup]) -> None:
 
 @asynccontextmanager
 async def group_of_ranks(
-    native: Sequence[bool], name: str = "mixed", *, options: GroupOptions | None = None, linked: bool = True
+    native: Sequence[bool], name: str = "mixed", *, timeout: float = 60.0, linked: bool = True
 ) -> AsyncIterator[list[ProcessGroup]]:
     """Yield the ranks of a group in shared memory, as tasks; `native` names those of the accelerator."""
     store, size = HashStore(), len(native)
-    options = options or GroupOptions(transport="shm")
-    pgs = await asyncio.gather(
-        *(new_group(store=store, rank=rank, world_size=size, name=name, options=options) for rank in range(size))
-    )
+    arguments: dict[str, Any] = {"store": store, "world_size": size, "name": name, "options": options("shm")}
+    pgs = await asyncio.gather(*(new_group(rank=rank, timeout=timeout, **arguments) for rank in range(size)))
     try:
         for pg, is_so in zip(pgs, native, strict=True):
             assert native_of(pg) is not None

@@ -618,3 +618,21 @@ def test_work_cannot_be_made_without_a_completion() -> None:
     for ask in (lambda: empty.result(), lambda: repr(empty), lambda: empty.op, lambda: next(empty.__await__())):
         with pytest.raises((RuntimeError, AttributeError)):
             ask()
+
+
+async def test_works_outlast_their_group(kind: str) -> None:
+    async with group_of_ranks([kind != "completion", True]) as ranks:
+        works = [start(kind, ranks[0], ones())]
+        await end(ranks)
+        works += [start(kind, ranks[0], ones())]
+        await end(ranks)
+        zero = ranks[0]
+    for work in works:
+        assert (await work == 2).all()
+        assert (work.result() == 2).all()
+    assert repr(works[1]) == "<Work ALLREDUCE seq=3 done>"
+    assert works[1].group is zero
+    called: list[Any] = []
+    works[0].add_done_callback(called.append)
+    assert await works[0].get_future() is works[0].result()
+    assert called == [works[0]]
