@@ -85,7 +85,7 @@ typedef struct {
 /* What one rank does in a collective of one round: `Round` of Python. */
 typedef struct {
     PyObject_HEAD
-    PyObject *plan, *kind, *op, *signature, *fold; /* fold: function of Python; NULL if `loop` does it */
+    PyObject *plan, *kind, *op, *signature, *fold; /* fold: function of Python, of what `loop` does not do */
     uint64_t fingerprint;
     int copies_count, first_count, takes_count, own_count, moves_count, last_count, buffers_count;
     int is_private, target; /* target: buffer that is reduced into; -1: none */

@@ -4,6 +4,8 @@
    bits of the reference. A reduction without such a loop (half precision, averages) is the kernel's, in Python. */
 #include "accelerator.h"
 
+#include <math.h>
+
 #define ITEM(tuple, index) PyTuple_GetItem(tuple, index)
 
 static void *rows(PyObject *tuple, int *count, size_t size) {
@@ -134,7 +136,7 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     if (check(self) < 0) return -1;
     if (self->target >= 0) {
         if (ufunc != Py_None && PyObject_TypeCheck(ufunc, &PyUFunc_Type)) find_loop(self, ufunc);
-        if (!self->loop) KEEP(fold_function), self->fold = fold_function;
+        KEEP(fold_function), self->fold = fold_function;
     }
     return 0;
 }
@@ -235,6 +237,35 @@ end:
     return 0;
 }
 
+/* Whether a result is a NaN, or a complex number with one. */
+static int is_nan(const Steps *steps, const char *bytes) {
+    int is_single = steps->storage->type_num == NPY_FLOAT || steps->storage->type_num == NPY_CFLOAT;
+    for (npy_intp at = 0; at < steps->itemsize; at += is_single ? sizeof(float) : sizeof(double)) {
+        float single;
+        double number;
+        if (is_single) memcpy(&single, bytes + at, sizeof single), number = single;
+        else memcpy(&number, bytes + at, sizeof number);
+        if (isnan(number)) return 1;
+    }
+    return 0;
+}
+
+static int is_one_number(const Steps *steps) {
+    int type = steps->storage->type_num;
+    return steps->nbytes_folded == steps->itemsize && (type == NPY_FLOAT || type == NPY_DOUBLE || type == NPY_CFLOAT || type == NPY_CDOUBLE);
+}
+
+/* Reduce arrays of one element. The reference does that by numbers, which makes other NaNs than a loop over arrays. */
+static int fold_numbers(Handle *call, char **inputs, int count, char *out) {
+    const Steps *steps = call->steps;
+    char result[2 * sizeof(double)];
+    memcpy(result, inputs[0], steps->itemsize);
+    for (int i = 1; i < count; i++) combine(steps, result, inputs[i], result);
+    if (is_nan(steps, result)) return fold_in_python(call, inputs, count, out);
+    memcpy(out, result, steps->itemsize);
+    return 0;
+}
+
 static char *scratch_of(Calls *calls, npy_intp nbytes) {
     if (calls->scratch_nbytes < nbytes) {
         PyMem_Free(calls->scratch);
@@ -257,6 +288,7 @@ int fold(Handle *call, char **found) {
         *place = buffer_bytes(call, steps->own[i].second);
     }
     if (!steps->loop) return fold_in_python(call, inputs, count, out);
+    if (is_one_number(steps)) return fold_numbers(call, inputs, count, out);
     if (count == 1) {
         memmove(out, inputs[0], nbytes);
     } else if (count == 2) {
