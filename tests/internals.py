@@ -78,6 +78,7 @@ LIMITS = {
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),
     "packing_budget": ("aiocoll.engine.fusion.packer.BUDGET",),
     "ring_budget": ("aiocoll.engine.operations.shm_ring.BUDGET",),
+    "stray_after": ("aiocoll.engine.stray_posts.AFTER",),
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
     "watchdog_round": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),
     # stores

@@ -1,0 +1,205 @@
+"""Jobs of which the accelerator carries out some ranks: their results have the bits of pure ones."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.transport.shared_memory import SMALL_SLOTS
+
+from .. import nans
+from ..internals import Limits, is_native, make_pure, native_of, use_same_slots
+from .cases import DTYPES, Case, bits, cases, counts
+from .groups import group_of_ranks, in_python, link
+
+#: Which ranks run natively, as the first letter tells: N, or P for pure.
+JOBS = ("NN", "NP", "PN", "NPN", "PNN", "NPNP", "PPNN", "NNPNPNN")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_looked_at_for_its_age(limits: Limits) -> None:
+    """Calls that take long are handed over; on a loaded machine that would be any."""
+    limits(report_after=1000.0, stray_after=1000.0)
+
+
+def natives(job: str) -> list[bool]:
+    return [letter == "N" for letter in job]
+
+
+async def results_of(pgs: Sequence[ProcessGroup], case: Case, first: int) -> tuple[list[Any], list[bool]]:
+    """Make a call on all ranks, beginning with `first`; return the bytes of all results, and which were native."""
+    made = {rank: case.call(pgs[rank]) for rank in [*range(first, len(pgs)), *range(first)]}
+    for work, _ in made.values():
+        await work
+    ranks = range(len(pgs))
+    return [[array.tobytes() for array in made[rank][1]] for rank in ranks], [
+        is_native(made[rank][0]) for rank in ranks
+    ]
+
+
+def chosen_count(number: int, size: int, dtype: str) -> int:
+    found = counts(size, dtype)
+    return found[number % len(found)]
+
+
+async def compare(job: str, chosen: Sequence[tuple[str, int]]) -> None:
+    """Make all calls on arrays of some dtypes and counts in a job, and in a pure one."""
+    size, native, turns = len(job), natives(job), itertools.cycle(range(len(job)))
+    async with group_of_ranks(native) as pgs, group_of_ranks([False] * size, "pure") as pure:
+        for dtype, count in chosen:
+            for case in cases(size, dtype, count):
+                first = next(turns)
+                found, were_native = await results_of(pgs, case, first)
+                expected, _ = await results_of(pure, case, first)
+                where = f"{case.name} of {count} {dtype}, rank {first} first"
+                assert found == expected, where
+                if case.plain:
+                    assert were_native == native, where
+                else:
+                    assert not any(is_so and not may for is_so, may in zip(were_native, native, strict=True)), where
+            assert [in_python(pg) for pg in pgs] == [0] * size
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("job", JOBS)
+async def test_mixed_job_has_the_bits_of_a_pure_one(job: str) -> None:
+    """Of each dtype a few counts, others in each job."""
+    size, start = len(job), JOBS.index(job)
+    chosen = [(dtype, chosen_count(start + place, size, dtype)) for place, dtype in enumerate(DTYPES)]
+    await compare(job, chosen[start % 2 :: 2] if size > 2 else chosen)
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("job", JOBS)
+async def test_mixed_job_has_the_bits_of_a_pure_one_for_each_count(job: str, dtype: str) -> None:
+    await compare(job, [(dtype, count) for count in counts(len(job), dtype)])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("count", [1, 2, 17])
+async def test_ranks_agree_about_nans(count: int) -> None:
+    """NumPy makes other NaNs of numbers than of arrays, and of arrays of one element than of longer ones."""
+    async with group_of_ranks([True, False, True]) as pgs:
+        for (op, dtype), seed in itertools.product(nans.cases(), range(25)):
+            arrays = [array.copy() for array in nans.inputs(dtype, count, 3, seed)]
+            works = [pg.allreduce(array, nans.reduce_op(op)) for pg, array in zip(pgs, arrays, strict=True)]
+            for work in works:
+                await work
+            assert len({array.tobytes() for array in arrays}) == 1, (op, dtype, seed)
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN", "NPN"])
+@pytest.mark.parametrize("count", [1, 512, 2048])
+async def test_many_calls_in_flight_find_slots_or_frames(job: str, count: int) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        size, number = len(pgs), 3 * SMALL_SLOTS
+        calls = [[np.full(count, 2.0**rank + call) for call in range(number)] for rank in range(size)]
+        works = []
+        for pg, arrays in zip(pgs, calls, strict=True):
+            works += [pg.allreduce(array) for array in arrays]
+            if native_of(pg) is not None and pg.rank() < size - 1:
+                assert 0 < native_of(pg).count < number, "some find a slot, and no more"
+        async with asyncio.timeout(20):
+            for work in works:
+                await work
+        for arrays in calls:
+            for call, array in enumerate(arrays):
+                assert (array == 2.0**size - 1 + size * call).all()
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PNN"])
+async def test_keyed_calls_meet_in_any_order(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        works, keys = [], [f"layer {number}" for number in range(20)]
+        for pg in pgs:
+            order = keys[pg.rank() :] + keys[: pg.rank()]
+            for key in order + order[::-1]:
+                array = np.full(3, float(keys.index(key)))
+                works.append((pg.allreduce(array, key=key), array, key))
+            if native_of(pg) is not None and pg.rank() == 0:
+                assert native_of(pg).count > 0
+        for work, array, key in works:
+            async with asyncio.timeout(20):
+                await work
+            assert work.key == key
+            assert (array == len(pgs) * keys.index(key)).all()
+        # Keys that were used are used again, and ordered numbers go on.
+        again = [pg.allreduce(np.ones(1), key=keys[0]) for pg in pgs]
+        await asyncio.gather(*again)
+        assert {work.seq for work in again} == {3}
+        assert len({pg.barrier().seq for pg in pgs}) == 1
+        await asyncio.gather(*(pg.drain() for pg in pgs))
+
+
+@pytest.mark.parametrize("job", ["NNNN", "NPNP", "PNPN", "NPPN"])
+async def test_overlapping_groups_share_links(job: str) -> None:
+    """Each rank calls its groups in an order of its own, and their calls have the same slots."""
+    async with group_of_ranks(natives(job)) as pgs:
+        whole = list(pgs)
+        low = await asyncio.gather(*(pg.split(0 if pg.rank() < 3 else None) for pg in pgs))
+        high = await asyncio.gather(*(pg.split(0 if pg.rank() > 0 else None) for pg in pgs))
+        groups = [whole, low, high]
+        for group in (low, high):
+            for pg, is_so in zip(group, natives(job), strict=True):
+                if pg is not None and not is_so:
+                    make_pure(pg)
+        for pg in (pg for group in groups for pg in group if pg is not None):
+            use_same_slots(pg)
+        works = []
+        for rank in range(4):
+            for turn in range(30):
+                for group in groups[(rank + turn) % 3 :] + groups[: (rank + turn) % 3]:
+                    if (pg := group[rank]) is not None:
+                        array = np.full(5, 2.0 ** pg.rank() + turn)
+                        works.append((pg.allreduce(array), array, 2.0 ** pg.size() - 1 + pg.size() * turn))
+        async with asyncio.timeout(20):
+            for work, array, expected in works:
+                await work
+                assert (array == expected).all()
+        taken = sum(is_native(work) for work, _, _ in works)
+        assert 0 < taken <= len(works)
+        await asyncio.gather(*(pg.shutdown() for group in (low, high) for pg in group if pg is not None))
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_ranks_that_run_ahead_overwrite_nothing(job: str) -> None:
+    """The root of broadcasts waits for no rank."""
+    async with group_of_ranks(natives(job)) as (zero, one):
+        sent = [bits("uint8", count, call) for call, count in enumerate([1, 32, 33, 4096, 4097] * 40)]
+        got = [np.zeros_like(array) for array in sent]
+
+        async def root() -> None:
+            for array in sent:
+                await zero.broadcast(array, 0)
+
+        async def reader() -> None:
+            for array in got:
+                await one.broadcast(array, 0)
+                await asyncio.sleep(0)
+
+        async with asyncio.timeout(20):
+            await asyncio.gather(root(), reader())
+        for mine, theirs in zip(sent, got, strict=True):
+            assert mine.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_calls_before_there_are_links_go_by_frames(job: str) -> None:
+    async with group_of_ranks(natives(job), linked=False) as pgs:
+        works = [pg.allreduce(np.full(3, 2.0 ** pg.rank())) for pg in pgs for _ in range(5)]
+        assert not any(map(is_native, works))
+        async with asyncio.timeout(20):
+            for work in works:
+                assert (await work == 3).all()
+        await link(pgs)
+        later = [pg.allreduce(np.full(3, 2.0 ** pg.rank())) for pg in pgs]
+        await asyncio.gather(*later)
+        assert [is_native(work) for work in later] == natives(job)
