@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 from aiocoll.engine.journal import HISTORY
@@ -66,8 +67,12 @@ class InFlight:
         return operation
 
     def adopt(self, operation: Operation) -> None:
-        """Take over a collective that the accelerator has begun."""
+        """Take over a collective that the accelerator has begun, in its place among the others."""
+        later = list(takewhile(lambda each: each.entered > operation.entered, reversed(self._pending)))
         self._pending[operation] = None
+        for each in reversed(later):
+            del self._pending[each]
+            self._pending[each] = None
         self._operations[operation.id] = operation
 
     # -- ids of what has ended
