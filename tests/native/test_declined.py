@@ -1,0 +1,529 @@
+"""What the accelerator declines before anything is posted, and what it hands over later."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    GroupError,
+    GroupOptions,
+    GroupRevokedError,
+    ProcessGroup,
+    ReduceOp,
+    testing,
+)
+from aiocoll.transport.shared_memory import SMALL_SLOTS
+from aiocoll.work import Work
+
+from ..internals import Limits, comm_of, is_native, make_pure, native_of, use_same_slots
+from ..ranks import until
+from .groups import group_of_ranks, in_python
+
+Ranks = tuple[ProcessGroup, ProcessGroup]
+
+
+@pytest.fixture(params=["native peer", "pure peer"])
+async def ranks(request: pytest.FixtureRequest, limits: Limits) -> AsyncIterator[Ranks]:
+    """Rank 0, which runs natively, and its peer."""
+    limits(stray_after=1000.0)
+    async with group_of_ranks([True, request.param == "native peer"]) as (zero, one):
+        yield zero, one
+
+
+def ones(count: int = 3) -> np.ndarray:
+    return np.ones(count)
+
+
+async def finish(*works: Work[Any]) -> None:
+    async with asyncio.timeout(20):
+        for work in works:
+            await work
+
+
+async def check_plain(ranks: Ranks) -> None:
+    """The next call is native."""
+    zero, one = ranks
+    work = zero.allreduce(ones())
+    assert is_native(work)
+    assert (native_of(zero).count, in_python(zero)) == (1, 0)
+    await finish(one.allreduce(ones()), work)
+    assert is_native(work)
+
+
+async def test_hook_declines_calls_until_it_is_removed(ranks: Ranks) -> None:
+    zero, one = ranks
+    seen: list[str] = []
+
+    class Hook:
+        def on_start(self, info: Any) -> None:
+            seen.append(f"start {info.op}")
+
+        def on_end(self, info: Any) -> None:
+            seen.append(f"end {info.op}")
+
+    before = zero.allreduce(ones())
+    handle = zero.add_hook(Hook())
+    work = zero.allreduce(ones())
+    assert (is_native(before), is_native(work)) == (True, False)
+    await finish(one.allreduce(ones()), one.allreduce(ones()), before, work)
+    assert seen == ["start ALLREDUCE", "end ALLREDUCE"], "the call before it is not reported"
+    handle.remove()
+    await check_plain(ranks)
+
+
+@pytest.mark.parametrize("timeout", [0.1, 5.0, float("inf")])
+async def test_own_timeout_declines_a_call(ranks: Ranks, timeout: float) -> None:
+    zero, one = ranks
+    works = [zero.allreduce(ones(), timeout=timeout), zero.allgather(None, ones(), timeout=timeout)]
+    works.append(zero.allgather_into_tensor(ones(6), ones(), timeout=timeout))
+    assert not any(map(is_native, works))
+    plain = zero.allreduce(ones(), timeout=60)
+    assert is_native(plain), "the group's own timeout by its value"
+    for pg_call in (one.allreduce(ones()), one.allgather(None, ones()), one.allgather_into_tensor(ones(6), ones())):
+        await finish(pg_call)
+    await finish(one.allreduce(ones()), plain, *works)
+
+
+async def test_new_timeout_of_the_group_counts_for_later_calls(ranks: Ranks, limits: Limits) -> None:
+    zero, _one = ranks
+    zero.timeout = 0.3
+    await check_plain(ranks)
+    work = zero.allreduce(ones())
+    assert is_native(work)
+    with pytest.raises(CollectiveTimeoutError, match=r"within 0\.3 s[\s\S]*rank 1|rank 1[\s\S]*within 0\.3 s"):
+        await work
+
+
+async def test_short_timeout_of_the_group_declines_all_calls(ranks: Ranks) -> None:
+    zero, one = ranks
+    zero.timeout = 0.1
+    work = zero.allreduce(ones())
+    assert not is_native(work)
+    await finish(one.allreduce(ones()), work)
+    zero.timeout = 30
+    await check_plain(ranks)
+
+
+async def test_block_takes_calls_that_are_made_in_it(ranks: Ranks) -> None:
+    zero, one = ranks
+    arrays = [ones() for _ in range(4)]
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(record(pg, arrays[2 * place : 2 * place + 2]) for place, pg in enumerate(ranks)))
+    assert all((array == 2).all() for array in arrays)
+    with pytest.raises(ZeroDivisionError):
+        await record(zero, [])
+    await check_plain((zero, one))
+
+
+async def record(pg: ProcessGroup, arrays: list[np.ndarray]) -> None:
+    async with pg.coalescing():
+        works = [pg.allreduce(array) for array in arrays]
+        parts = pg.allgather_into_tensor(ones(6), ones())
+        assert not any(map(is_native, [*works, parts]))
+        assert native_of(pg) is None or native_of(pg).count == 0
+        if not arrays:
+            raise ZeroDivisionError
+
+
+async def test_dry_run_takes_calls_that_are_made_in_it(ranks: Ranks) -> None:
+    zero, _ = ranks
+    entered = comm_of(zero).entered
+    with zero.time_estimator() as estimate:
+        await zero.allreduce(ones())
+        await zero.allgather_into_tensor(ones(6), ones())
+    assert [call.op for call in estimate.calls] == ["ALLREDUCE", "ALLGATHER"]
+    assert comm_of(zero).entered == entered
+    await check_plain(ranks)
+
+
+async def test_compared_calls_are_not_native() -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        for _ in range(3):
+            work = pg.allreduce(ones())
+            assert not is_native(work)
+            assert (await work == 2).all()
+
+    await testing.run_ranks(2, rank, options=GroupOptions(transport="shm", debug="detail"))
+
+
+async def test_early_frames_decline_calls_until_they_are_taken(ranks: Ranks) -> None:
+    zero, one = ranks
+    keys = [f"layer {number}" for number in range(3 * SMALL_SLOTS)]
+    early = [one.allreduce(ones(), key=key) for key in keys]  # more than there are slots: the others go by frames
+    await until(lambda: comm_of(zero).early)
+    work = zero.allreduce(ones())
+    assert not is_native(work)
+    await finish(one.allreduce(ones()), work)
+    await finish(*(zero.allreduce(ones(), key=key) for key in keys), *early)
+    assert not comm_of(zero).early
+    await check_plain(ranks)
+
+
+async def test_calls_on_other_arrays_are_right(ranks: Ranks) -> None:
+    """What is not a plain array of C goes the long way; what has the memory of one may be native."""
+    zero, one = ranks
+    for make in (
+        lambda: np.ones(6)[::2],
+        lambda: np.asfortranarray(np.ones((2, 3))),
+        lambda: np.ones((1, 1, 1, 1, 2)),
+        lambda: np.ones(()),
+        lambda: np.ma.array(np.ones(3)).data,
+        lambda: np.ones(3).view(np.recarray),
+        lambda: np.ones(2_000_000),
+        lambda: bytearray(np.ones(3).tobytes()),
+    ):
+        arrays = make(), make()
+        await finish(*(pg.broadcast(array, 0) for pg, array in zip(ranks, arrays, strict=True)))
+        assert np.array_equal(np.asarray(arrays[0]), np.asarray(arrays[1]))
+        if not isinstance(arrays[0], bytearray):
+            await finish(*(pg.allreduce(array) for pg, array in zip(ranks, arrays, strict=True)))
+            assert (np.asarray(arrays[0]) == 2).all()
+    assert [await work for work in [pg.allreduce(2.5) for pg in ranks]] == [5.0, 5.0]
+    assert in_python(zero) == in_python(one) == 0
+
+
+async def test_arrays_that_cannot_be_written_are_refused_before_they_are_numbered(ranks: Ranks) -> None:
+    zero, one = ranks
+    array = ones()
+    array.flags.writeable = False
+    entered = comm_of(zero).entered
+    for call in (
+        lambda: zero.allreduce(array),
+        lambda: zero.broadcast(array, 1),
+        lambda: zero.allgather_into_tensor(array, ones(1)),
+        lambda: zero.allreduce(np.ones(3), "SUM"),  # type: ignore[arg-type]
+        lambda: zero.broadcast(ones(), 2),
+        lambda: zero.broadcast(ones(), "0"),  # type: ignore[arg-type]
+        lambda: zero.broadcast(ones(), None),  # type: ignore[arg-type]
+        lambda: zero.allgather_into_tensor(ones(5), ones()),
+        lambda: zero.alltoall_base(ones(4), ones(5)),
+        lambda: zero.alltoall_base(ones(5), ones(5)),
+        lambda: zero.reduce_scatter_tensor(ones(2), ones(6)),
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            call()
+    assert comm_of(zero).entered == entered
+    works = zero.broadcast(array, 0), one.broadcast(ones(), 0)
+    await finish(*works)
+
+
+async def test_overlapping_parts_are_right(ranks: Ranks) -> None:
+    whole = [np.zeros(6), np.zeros(6)]
+    works = []
+    for pg, array in zip(ranks, whole, strict=True):
+        part = array[3 * pg.rank() : 3 * pg.rank() + 3]
+        part[:] = pg.rank() + 1
+        works.append(pg.allgather_into_tensor(array, part))
+    await finish(*works)
+    assert whole[0].tolist() == whole[1].tolist() == [1, 1, 1, 2, 2, 2]
+
+
+async def test_key_is_used_again_while_its_call_is_in_flight(ranks: Ranks) -> None:
+    zero, one = ranks
+    arrays = [np.full(2, float(number)) for number in range(3)]
+    works = [zero.allreduce(array, key="step") for array in arrays]
+    assert all(map(is_native, works))
+    await finish(*(one.allreduce(np.zeros(2), key="step") for _ in range(3)), *works)
+    assert [work.seq for work in works] == [1, 2, 3]
+    assert [array[0] for array in arrays] == [0, 1, 2]
+    assert zero.allreduce(ones(), key="other").seq == 1
+    await finish(one.allreduce(ones(), key="other"))
+
+
+async def test_key_that_is_not_a_string_is_refused(ranks: Ranks) -> None:
+    zero, _ = ranks
+    for key in (1, b"step"):
+        with pytest.raises(TypeError, match="key must be a str or None"):
+            zero.allreduce(ones(), key=key)  # type: ignore[arg-type]
+    await check_plain(ranks)
+
+
+CALLS: list[Callable[[ProcessGroup], Any]] = [
+    lambda pg: pg.allreduce(ones()),
+    lambda pg: pg.barrier(),
+    lambda pg: pg.allgather_into_tensor(ones(6), ones()),
+    lambda pg: pg.reduce_scatter_tensor(ones(), ones(6)),
+    lambda pg: pg.alltoall_base(ones(6), ones(6)),
+    lambda pg: pg.allgather([ones(), ones()], ones()),
+    lambda pg: pg.allreduce(ones(), key="key"),
+    lambda pg: pg.scan(ones()),
+]
+
+
+async def test_calls_from_elsewhere_are_refused(ranks: Ranks) -> None:
+    zero, one = ranks
+    for call in CALLS:  # each is known
+        await finish(call(zero), call(one))
+    entered = comm_of(zero).entered
+
+    def other() -> None:
+        for call in CALLS:
+            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+                call(zero)
+
+    async def other_loop() -> None:
+        other()
+
+    await asyncio.to_thread(other)
+    await asyncio.to_thread(asyncio.run, other_loop())
+    assert comm_of(zero).entered == entered
+    assert (native_of(zero).count, in_python(zero)) == (0, 0)
+    await check_plain(ranks)
+
+
+async def test_calls_on_a_revoked_group_are_refused(ranks: Ranks) -> None:
+    zero, one = ranks
+    for call in CALLS:
+        await finish(call(zero), call(one))
+    one.abort("a test")
+    await zero.wait_revoked()
+    for call in CALLS:
+        with pytest.raises(GroupRevokedError):
+            call(zero)
+    assert (native_of(zero).count, in_python(zero)) == (0, 0)
+
+
+async def test_calls_on_a_closed_group_are_refused(ranks: Ranks) -> None:
+    zero, one = ranks
+    for call in CALLS:
+        await finish(call(zero), call(one))
+    await asyncio.gather(zero.shutdown(), one.shutdown())
+    for call in CALLS:
+        with pytest.raises(GroupClosedError):
+            call(zero)
+
+
+async def test_call_after_a_rank_has_left_names_it() -> None:
+    async with group_of_ranks([True, True, True]) as (zero, one, two):
+        await finish(*(pg.allreduce(ones()) for pg in (zero, one, two)))
+        await two.shutdown()
+        await until(lambda: comm_of(zero).left)
+        work = zero.allreduce(ones())
+        assert not is_native(work)
+        with pytest.raises(GroupError, match="rank 2"):
+            await work
+        with pytest.raises(GroupError):
+            await one.allreduce(ones())
+
+
+async def test_frame_instead_of_a_post_hands_a_call_over() -> None:
+    async with group_of_ranks([True, True]) as (a_zero, a_one):
+        b_zero, b_one = await asyncio.gather(a_zero.split(0), a_one.split(0))
+        assert b_zero is not None
+        assert b_one is not None
+        for pg in (a_zero, a_one, b_zero, b_one):
+            use_same_slots(pg)
+        while comm_of(b_one).entered < comm_of(a_one).entered:  # their next calls have one slot
+            await finish(b_zero.barrier(), b_one.barrier())
+        while comm_of(a_one).entered < comm_of(b_one).entered:
+            await finish(a_zero.barrier(), a_one.barrier())
+        first, waiting = a_one.allreduce(ones()), b_zero.allreduce(ones())
+        assert (is_native(first), is_native(waiting)) == (True, True)
+        late = b_one.allreduce(ones())
+        assert not is_native(late), "the call of the other group has its slot"
+        await finish(late, waiting)
+        assert not is_native(waiting), "a frame came for it"
+        await finish(a_zero.allreduce(ones()), first)
+        assert is_native(first)
+        await finish(b_zero.allreduce(ones()), b_one.allreduce(ones()))
+        await asyncio.gather(b_zero.shutdown(), b_one.shutdown())
+
+
+#: Calls that do not match an allreduce of three doubles by SUM.
+OTHERS: dict[str, Callable[..., Any]] = {
+    "kind": lambda pg, **key: pg.broadcast(ones(), 0, **key),
+    "op": lambda pg, **key: pg.allreduce(ones(), ReduceOp.MAX, **key),
+    "shape": lambda pg, **key: pg.allreduce(ones(4), **key),
+    "dtype": lambda pg, **key: pg.allreduce(np.ones(3, np.int64), **key),
+    "barrier": lambda pg, **key: pg.barrier(**key),
+    "parts": lambda pg, **key: pg.allgather_into_tensor(ones(6), ones(), **key),
+    "large": lambda pg, **key: pg.allreduce(ones(20_000), **key),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("key", [{}, {"key": "step"}], ids=["ordered", "keyed"])
+@pytest.mark.parametrize("peer", [True, False], ids=["native peer", "pure peer"])
+async def test_mismatch_is_reported_within_a_second_on_both_ranks(
+    other: str, first: int, key: dict[str, str], peer: bool
+) -> None:
+    async with group_of_ranks([True, peer]) as (zero, one):
+        array = ones()
+        starts = [lambda: zero.allreduce(array, **key), lambda: OTHERS[other](one, **key)]
+        works = [starts[first](), starts[1 - first]()]
+        start = time.monotonic()
+        async with asyncio.timeout(5):
+            found = await asyncio.gather(*works, return_exceptions=True)
+        took = time.monotonic() - start
+        assert {type(each) for each in found} == {CollectiveMismatchError}, found
+        assert took < 1
+        for each in found:
+            assert "ALLREDUCE" in str(each)
+            assert "rank 0" in str(each)
+            assert "rank 1" in str(each)
+        assert (array == 1).all(), "no byte of the other call is in the array"
+
+
+async def test_mismatching_roots_are_reported(ranks: Ranks) -> None:
+    zero, one = ranks
+    works = [one.broadcast(ones(), 0), zero.broadcast(ones(), 1)]
+    async with asyncio.timeout(1):
+        found = await asyncio.gather(*works, return_exceptions=True)
+    assert {type(each) for each in found} == {CollectiveMismatchError}
+    assert all("root=0" in str(each) and "root=1" in str(each) for each in found), found
+
+
+async def test_posts_of_a_rank_that_is_done_mismatch_too() -> None:
+    """The root of a broadcast has ended when another rank makes another call."""
+    async with group_of_ranks([True, True]) as (zero, one):
+        done = zero.broadcast(ones(), 0)
+        assert done.done()
+        assert is_native(done)
+        async with asyncio.timeout(1):
+            with pytest.raises(CollectiveMismatchError) as raised:
+                await one.allreduce(ones())
+            assert "BROADCAST" in str(raised.value)
+            await zero.wait_revoked()
+            with pytest.raises(GroupRevokedError):
+                zero.barrier()
+
+
+async def test_timeout_names_the_rank_that_never_calls() -> None:
+    async with group_of_ranks([True, True, True], timeout=0.4) as (zero, one, _):
+        works = [zero.allreduce(ones()), one.allreduce(ones())]
+        assert all(map(is_native, works))
+        start = time.monotonic()
+        found = await asyncio.gather(*works, return_exceptions=True)
+        assert 0.35 < time.monotonic() - start < 3
+        assert any(isinstance(each, CollectiveTimeoutError) for each in found)
+        for each in found:
+            assert "rank 2" in str(each)
+            assert "ALLREDUCE" in str(each)
+
+
+def entries(pg: ProcessGroup) -> list[Any]:
+    """Return the records of a rank without what differs between groups."""
+    different = ("entered", "started", "finished", "id", "site", "group")
+    return [
+        {name: value for name, value in each.items() if name not in different} for each in pg.recorder.dump()["entries"]
+    ]
+
+
+async def test_views_show_calls_in_flight_and_hand_nothing_over(ranks: Ranks) -> None:
+    zero, one = ranks
+    works = [zero.allreduce(ones()), zero.allreduce(ones(), key="step"), zero.allgather_into_tensor(ones(6), ones())]
+    works.append(zero.allgather([ones(), ones()], ones()))
+
+    def look() -> tuple[Any, ...]:
+        stats = zero.stats()
+        pending = [each for each in zero.recorder.dump()["entries"] if each["state"] == "pending"]
+        shown = [(each["op"], each["seq"], each["key"], each["bytes"], each["function"]) for each in pending]
+        assert all(":" in each["site"] and "test_declined.py" in each["site"] for each in pending)
+        return stats.pending, 0 < stats.oldest < 60, shown
+
+    here, there = look(), await asyncio.to_thread(look)
+    function = "test_views_show_calls_in_flight_and_hand_nothing_over"
+    seq = comm_of(zero).entered - 2
+    assert here == there
+    assert here[:2] == (4, True)
+    assert [each[:3] for each in here[2]] == [
+        ("ALLREDUCE", seq, None),
+        ("ALLREDUCE", 1, "step"),
+        ("ALLGATHER", seq + 1, None),
+        ("ALLGATHER", seq + 2, None),
+    ]
+    assert {each[4] for each in here[2]} == {function}
+    assert native_of(zero).count == 4
+    assert all(map(is_native, works))
+    await finish(one.allreduce(ones()), one.allreduce(ones(), key="step"))
+    await finish(one.allgather_into_tensor(ones(6), ones()), one.allgather([ones(), ones()], ones()), *works)
+    assert look()[0] == 0
+
+
+async def test_pending_works_are_listed_oldest_first(ranks: Ranks) -> None:
+    zero, one = ranks
+    works = [zero.allreduce(ones()), zero.allreduce(ones(), timeout=50), zero.allreduce(ones())]
+    assert list(map(is_native, works)) == [True, False, True]
+    assert zero.pending() == works
+    assert zero.pending() == works
+    assert [work.seq for work in works] == sorted(work.seq for work in works)  # type: ignore[type-var]
+    await finish(*(one.allreduce(ones()) for _ in works), *works)
+    assert zero.pending() == []
+
+
+async def test_counters_and_records_are_those_of_pure_ranks() -> None:
+    found = []
+    for native in (True, False):
+        async with group_of_ranks([native, native], "counted") as pgs:
+            for turn in range(3):
+                for call in CALLS:
+                    await finish(*[call(pg) for pg in pgs[:: 1 if turn else -1]])
+            counted = [
+                [
+                    (row.op, row.algorithm, row.transport, row.calls, row.failures, row.nbytes)
+                    for row in pg.stats().operations
+                ]
+                for pg in pgs
+            ]
+            assert all(
+                sum(each for _, each in row.histogram) == row.calls for pg in pgs for row in pg.stats().operations
+            )
+            waited = [[(peer.rank, peer.times) for peer in pg.stats().peers] for pg in pgs]
+            found.append((counted, waited, [entries(pg) for pg in pgs]))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == found[1][1]
+    assert found[0][2] == found[1][2]
+
+
+async def test_threads_read_stats_while_calls_are_made(ranks: Ranks) -> None:
+    zero, one = ranks
+    stop, failures = threading.Event(), []
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                assert zero.stats().pending <= 3
+                zero.recorder.dump()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for _ in range(200):
+            whole = ones(6)
+            works = [zero.allreduce(ones()), zero.allgather_into_tensor(whole, ones())]
+            await finish(one.allreduce(ones()), one.allgather_into_tensor(ones(6), ones()), *works)
+            await asyncio.sleep(0)
+    finally:
+        stop.set()
+        thread.join()
+    assert failures == []
+
+
+async def test_call_of_no_elements_is_right(ranks: Ranks) -> None:
+    works = [pg.allreduce(ones(0)) for pg in ranks]
+    await finish(*works)
+    whole = [ones(0), ones(0)]
+    await finish(*(pg.allgather_into_tensor(each, ones(0)) for pg, each in zip(ranks, whole, strict=True)))
+    await check_plain(ranks)
+
+
+async def test_pure_ranks_have_no_part_in_c() -> None:
+    async with group_of_ranks([False, True]) as (zero, one):
+        assert native_of(zero) is None
+        make_pure(zero)
+        work = zero.allreduce(ones())
+        assert not is_native(work)
+        await finish(one.allreduce(ones()), work)
