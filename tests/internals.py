@@ -161,6 +161,7 @@ PARTS = {
     "memory_written": "aiocoll.transport.memory.MemoryLink.write",
     "written_by_reference": "aiocoll.transport.shm.references.ReferenceWriter.write",
     "placed": "aiocoll.transport.shm.references.ReferenceWriter.find",
+    "rank_environment": "aiocoll.testing.team._environment",
     "slot_posted": "aiocoll.transport.shm.slots.LaneWriter.post",
     "message_delivered": "aiocoll.engine.matching.matching.Matching.deliver",
     # operations

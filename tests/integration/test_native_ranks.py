@@ -1,0 +1,150 @@
+"""Jobs of processes some of which run natively: they work together, and have the results of pure jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, GroupError, GroupOptions, PeerLostError, ProcessGroup
+from aiocoll.native import core, describe_implementation
+from aiocoll.testing import run_processes
+
+from ..internals import is_native, native_of, wrapped
+from ..native.cases import DTYPES, cases, counts
+
+#: Which ranks run natively, as the first letter tells: N, or P for pure.
+JOBS = ("NP", "PN", "NN", "NPN", "PNNP")
+
+
+def jobs(fast: int) -> list[Any]:
+    """Return jobs, of which all but some are for `make test-all`: to start processes takes seconds."""
+    return [pytest.param(job, marks=[pytest.mark.slow] * (place >= fast)) for place, job in enumerate(JOBS)]
+
+
+SHM = GroupOptions(transport="shm")
+
+
+@pytest.fixture(autouse=True)
+def _accelerator() -> None:
+    """Skip a test where pure Python runs."""
+    if core is None:
+        pytest.skip(f"the accelerator in C does not run: {describe_implementation()}")
+
+
+@pytest.fixture
+def set_job(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that lets the processes of a job run as its letters tell."""
+
+    def choose(job: str) -> None:
+        def environment(original: Any, rank: int, *args: Any) -> dict[str, str]:
+            return {**original(rank, *args), "AIOCOLL_NATIVE": "1" if job[rank] == "N" else "0"}
+
+        wrapped(monkeypatch, rank_environment=environment)
+
+    return choose
+
+
+async def digests(pg: ProcessGroup, places: list[int]) -> tuple[bool, int, int, int]:
+    """Make all small collectives on some dtypes; return whether this rank is native, and a digest of the results."""
+    digest = native = number = 0
+    await pg.allgather(None, np.zeros(1))
+    with np.errstate(all="ignore"):
+        for place in places:
+            dtype = DTYPES[place % len(DTYPES)]
+            sizes = counts(pg.size(), dtype)
+            for case in cases(pg.size(), dtype, sizes[place % len(sizes)]):
+                work, arrays = case.call(pg)
+                await work
+                native, number = native + is_native(work), number + case.plain
+                for array in arrays:
+                    digest = zlib.crc32(array.tobytes(), digest)
+    return native_of(pg) is not None, digest, native, number
+
+
+@pytest.mark.parametrize("job", jobs(2))
+async def test_mixed_processes_have_the_results_of_pure_ones(job: str, set_job: Any) -> None:
+    size, start = len(job), JOBS.index(job)
+    places = list(range(start, len(DTYPES), len(JOBS)))
+    set_job(job)
+    mixed = await run_processes(size, digests, places, options=SHM)
+    set_job("P" * size)
+    pure = await run_processes(size, digests, places, options=SHM)
+    assert [each[0] for each in mixed] == [letter == "N" for letter in job]
+    assert [each[1] for each in mixed] == [each[1] for each in pure]
+    for (is_so, _, native, number), letter in zip(mixed, job, strict=True):
+        assert is_so is (letter == "N")
+        # What finds no slot, or comes from a rank that found none, is Python's.
+        assert native > number / 2 if is_so else native == 0
+
+
+async def in_flight(pg: ProcessGroup) -> int:
+    """Have many calls in flight, some with keys, and await them in another order."""
+    await pg.barrier()
+    rng = np.random.default_rng(pg.rank())
+    keys = [f"key {number}" for number in rng.permutation(100)]
+    native = 0
+    for turn in range(5):
+        calls = [
+            (pg.allreduce(array := np.full(7, float(number + turn))), array, number + turn) for number in range(200)
+        ]
+        calls += [(pg.allreduce(array := np.full(3, float(key[4:])), key=key), array, int(key[4:])) for key in keys]
+        for place in rng.permutation(len(calls)):
+            work, array, value = calls[place]
+            assert await work is array
+            assert (array == value * pg.size()).all()
+        native += sum(is_native(work) for work, _, _ in calls)
+        await pg.barrier()
+    return native
+
+
+@pytest.mark.parametrize("job", jobs(1))
+async def test_mixed_processes_have_many_calls_in_flight(job: str, set_job: Any) -> None:
+    set_job(job)
+    native = await run_processes(len(job), in_flight, options=SHM)
+    assert [each > 0 for each in native] == [letter == "N" for letter in job]
+
+
+async def disagree(pg: ProcessGroup) -> str:
+    await pg.allreduce(np.ones(3))
+    await pg.barrier()
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    work = pg.allreduce(np.ones(3)) if pg.rank() != 1 else pg.broadcast(np.ones(3), 0)
+    with pytest.raises(CollectiveMismatchError) as raised:
+        await work
+    assert loop.time() - start < 1.5  # of one, on a machine that does other things
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("job", jobs(1))
+async def test_mixed_processes_report_mismatches(job: str, set_job: Any) -> None:
+    set_job(job)
+    for text in await run_processes(2, disagree, options=SHM, allow_unretrieved=True):
+        assert "ALLREDUCE" in text
+        assert "BROADCAST" in text
+
+
+async def lose(pg: ProcessGroup) -> str:
+    await pg.allreduce(np.ones(3))
+    await pg.barrier()
+    if pg.rank() == 1:
+        signal.raise_signal(signal.SIGKILL)
+    work = pg.allreduce(np.ones(3))
+    with pytest.raises(GroupError) as raised:
+        await work
+    assert isinstance(raised.value, PeerLostError)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("job", jobs(2))
+async def test_mixed_processes_report_a_killed_rank(job: str, set_job: Any) -> None:
+    set_job(job)
+    results = await run_processes(len(job), lose, options=SHM, expect_death={1: signal.SIGKILL}, allow_unretrieved=True)
+    for rank, text in enumerate(results):
+        if rank != 1:
+            assert "rank 1" in text
