@@ -56,6 +56,9 @@ static void Handle_dealloc(Handle *self) {
     DROP(type);
 }
 
+/* Whether this is the thread of the group's loop, and the process in which it was made. */
+static int is_owner(const Calls *calls) { return PyThread_get_thread_ident() == calls->thread && calls->forks == forks_of_process; }
+
 PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
     return PyObject_CallFunction(make_completion, "OO(OLOOdOOi)OOO", self->calls->progress, self->calls->owner, self->steps->op,
                                  (long long)self->seq, self->key, self->shape, self->limit, self->value, self->code, self->instruction,
@@ -79,8 +82,8 @@ PyObject *materialize(Handle *self) {
 
 static PyObject *Handle_completion(Handle *self, void *Py_UNUSED(unused)) {
     if (self->is_in_flight) {
-        /* The engine belongs to the thread of the loop: others get a copy to look at. */
-        if (PyThread_get_thread_ident() != self->calls->thread) return completion_of(self, Py_None, Py_None);
+        /* The engine belongs to the thread of the loop: others, and forked children, get a copy to look at. */
+        if (!is_owner(self->calls)) return completion_of(self, Py_None, Py_None);
         if (hand_over(self) < 0) return NULL;
     }
     return materialize(self);
@@ -145,7 +148,7 @@ static int settle(Calls *calls) {
 }
 
 static int is_here(Calls *calls) {
-    if (PyThread_get_thread_ident() != calls->thread || calls->forks != forks_of_process) return 0;
+    if (!is_owner(calls)) return 0;
     PyObject *running = PyObject_CallNoArgs(calls->is_running);
     DROP(running);
     return running ? running == Py_True : -1;

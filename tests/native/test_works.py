@@ -20,7 +20,7 @@ from aiocoll import ProcessGroup
 from aiocoll.work import Work
 
 from ..internals import comm_of, is_native, native_of
-from ..ranks import until
+from ..ranks import in_a_fork, until
 from .groups import WORKS, group_of_ranks, in_python, start, waiting
 
 Ranks = tuple[ProcessGroup, ProcessGroup]
@@ -350,6 +350,21 @@ async def test_no_other_thread_takes_over_a_call(ranks: Ranks, kind: str) -> Non
     await asyncio.to_thread(look)
     assert is_native(work) is (kind == "native")
     assert in_python(zero) == (kind != "native")
+    await end(ranks)
+    assert (await work == 2).all()
+
+
+async def test_forked_child_looks_at_a_work_and_takes_over_nothing(kind: str, ranks: Ranks) -> None:
+    zero, _one = ranks
+    work = start(kind, zero, ones())
+
+    def look() -> None:
+        assert repr(work).endswith(" pending>")
+        assert is_native(work) is (kind == "native")
+        work.wait(1)
+
+    assert "forked" in in_a_fork(look) or "would block the event loop" in in_a_fork(look)
+    assert is_native(work) is (kind == "native")
     await end(ranks)
     assert (await work == 2).all()
 
