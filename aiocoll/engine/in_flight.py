@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import takewhile
 from typing import Any
 
 from aiocoll.engine.journal import HISTORY
@@ -68,7 +67,11 @@ class InFlight:
 
     def adopt(self, operation: Operation) -> None:
         """Take over a collective that the accelerator has begun, in its place among the others."""
-        later = list(takewhile(lambda each: each.entered > operation.entered, reversed(self._pending)))
+        later = []
+        for each in reversed(self._pending):
+            if each.entered <= operation.entered:
+                break
+            later.append(each)
         self._pending[operation] = None
         for each in reversed(later):
             del self._pending[each]

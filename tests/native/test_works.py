@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -494,20 +495,16 @@ async def test_await_that_is_dropped_leaves_the_operation_going(kind: str, ranks
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks come with Python 3.12")
 async def test_eager_tasks_await_works(kind: str, ranks: Ranks) -> None:
-    zero, _one = ranks
     loop = asyncio.get_running_loop()
-    loop.set_task_factory(asyncio.eager_task_factory)
-    try:
-        work = start(kind, zero, ones())
-        tasks = [asyncio.create_task(waiting(work)) for _ in range(3)]
-        assert not any(task.done() for task in tasks)
-        await end(ranks)
-        for each in await asyncio.gather(*tasks):
-            assert (each == 2).all()
-        late = asyncio.create_task(waiting(work))
-        assert (await late == 2).all()
-    finally:
-        loop.set_task_factory(None)
+    eager: Any = partial(asyncio.Task, loop=loop, eager_start=True)  # uvloop takes no factory of them
+    work = start(kind, ranks[0], ones())
+    tasks = [eager(waiting(work)) for _ in range(3)]
+    assert not any(task.done() for task in tasks)
+    await end(ranks)
+    for each in await asyncio.gather(*tasks):
+        assert (each == 2).all()
+    late = eager(waiting(work))
+    assert (await late == 2).all()
 
 
 async def test_work_that_is_never_awaited_leads_to_a_warning_in_debug_mode(kind: str) -> None:
@@ -539,7 +536,7 @@ async def warnings_of(kind: str, use: Callable[[Any], Awaitable[object]] | None)
             gc.collect()
     finally:
         loop.set_debug(before)
-    return [str(each.message) for each in caught if "never awaited" in str(each.message)]
+    return [str(each.message) for each in caught if "ALLREDUCE" in str(each.message)]
 
 
 async def abandon(work: Any) -> None:

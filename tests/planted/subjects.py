@@ -41,6 +41,10 @@ AGREEMENT = (
 
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
+        "native": Subject(
+            ("InFlight.adopt", "native_calls", "Work.add_done_callback"),
+            (("native/test_declined.py", "native/test_works.py"), ("native/test_mixed.py",)),
+        ),
         "store core": Subject(
             ("StoreCore.apply", "_compare_set"),
             (
@@ -276,6 +280,7 @@ BY_HAND = (
     "unclosed groups",
     "nans",
     "arguments",
+    "native",
 )
 
 
