@@ -29,7 +29,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
 
     Args:
         comm: this rank's part in the group.
-        owner: the group, as completions refer to it.
+        owner: the group, as completions refer to it; not kept.
         work_type: `Work`.
     """
     if core is None or comm.slots.largest < 0 or not comm.runtime.is_real:
@@ -44,10 +44,8 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
             "resolve": comm.slots.native_lanes,
             "make_steps": seams.make_steps,
             "take_over": seams.take_over,
-            "numbered": owner.numbered,
             "guard": owner.failures.guard,
             "overwritten": seams.overwritten,
-            "one": owner.one,
             "find_one": owner.plans.one,
             "find_parts": owner.plans.plan_of_parts,
             "flatten": owner.plans.flatten,

@@ -109,7 +109,7 @@ struct Calls;
 /* The base of `Work`. A work that is carried out here has `calls`, and no completion until Python asks for one. */
 typedef struct Handle {
     PyObject_HEAD
-    PyObject *completion;
+    PyObject *completion, *owner; /* owner: the dispatcher, which lives as long as its works */
     struct Calls *calls;
     struct Handle *previous, *next; /* in flight */
     Steps *steps;
@@ -143,7 +143,7 @@ typedef struct {
 /* The calls of one group that are carried out here. */
 typedef struct Calls {
     PyObject_HEAD
-    PyObject *comm, *owner, *work_type, *resolve, *make_steps, *take_over, *one, *find_one, *find_parts, *flatten, *numbered, *remember, *operation, *guard, *overwritten;
+    PyObject *comm, *owner, *work_type, *resolve, *make_steps, *take_over, *find_one, *find_parts, *flatten, *remember, *operation, *guard, *overwritten;
     PyObject *left, *early, *asked_early, *hooks, *watch, *runtime, *polling, *is_running, *create_future, *rest, *quiet, *folder, *last_file, *progress;
     allocfunc allocate;
     PeerLanes **peers;
@@ -232,6 +232,7 @@ int poll_for(Handle *call);
 
 /* handle.c */
 int handle_end(Handle *call);
+PyObject *owner_of(const struct Calls *calls);
 PyObject *materialize(Handle *work);
 PyObject *completion_of(Handle *work, PyObject *waiters, PyObject *guard);
 extern PyObject *reference_await, *reference_done, *reference_result, *reference_exception, *make_completion;

@@ -12,6 +12,10 @@ static uint32_t slot_of(const Calls *calls, uint64_t identity, uint32_t first, u
     return first + (uint32_t)((identity + calls->shift) % slots);
 }
 
+/* The dispatcher of the group, as a borrowed reference. The engine keeps this object to the end of the group, and must not keep the
+   group that a program has dropped; who calls has it. */
+PyObject *owner_of(const Calls *calls) { return PyWeakref_GetObject(calls->owner); }
+
 /* ---- peers */
 
 /* Return the lanes of a rank: NULL, without an exception, while there is no link through shared memory. */
@@ -326,7 +330,7 @@ static int take_number(Calls *calls, int64_t seq) {
 
 /* Take the next count of a key. */
 static int take_count(Calls *calls, PyObject *key, uint64_t *identity, int64_t *seq) {
-    PyObject *pair = PyObject_CallFunctionObjArgs(calls->numbered, key, NULL);
+    PyObject *pair = PyObject_CallMethod(owner_of(calls), "numbered", "O", key);
     if (!pair) return -1;
     unsigned long long id;
     long long count;
@@ -398,6 +402,7 @@ static Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *sha
     Handle *call = (Handle *)calls->allocate((PyTypeObject *)calls->work_type, 0);
     if (!call) return NULL;
     KEEP(calls), call->calls = calls;
+    KEEP(owner_of(calls)), call->owner = owner_of(calls);
     KEEP(steps), call->steps = steps;
     KEEP(arrays), call->arrays = arrays;
     KEEP(shape), call->shape = shape;
@@ -520,7 +525,7 @@ static int may_start(Calls *calls) {
     PyObject *running = PyObject_CallNoArgs(calls->is_running);
     DROP(running);
     if (running != Py_True) return running ? 0 : -1;
-    int found = is_true(calls->owner, name_diverts);
+    int found = is_true(owner_of(calls), name_diverts);
     if (!found) found = is_true(calls->comm, name_barred);
     if (found) return found < 0 ? -1 : 0;
     PyObject *timeout = PyObject_GetAttr(calls->comm, name_default_timeout);
@@ -554,7 +559,9 @@ static PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count
     }
     PyObject *arguments = PyTuple_New(count), *work;
     for (Py_ssize_t i = 0; arguments && i < count; i++) KEEP(args[i]), PyTuple_SetItem(arguments, i, args[i]);
-    work = arguments ? PyObject_Call(calls->one, arguments, NULL) : NULL;
+    PyObject *function = arguments ? PyObject_GetAttrString(owner_of(calls), "one") : NULL;
+    work = function ? PyObject_Call(function, arguments, NULL) : NULL;
+    DROP(function);
     DROP(arguments);
     return work;
 }
@@ -639,7 +646,8 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
         self->comm = self->owner = self->work_type = self->folder = NULL;
         return -1;
     }
-    KEEP(self->comm), KEEP(self->owner), KEEP(self->work_type), KEEP(self->folder);
+    KEEP(self->comm), KEEP(self->work_type), KEEP(self->folder);
+    if (!(self->owner = PyWeakref_NewRef(self->owner, NULL))) return -1;
     if (!PyObject_IsSubclass(self->work_type, (PyObject *)Handle_type)) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "works need the base of this module");
         return -1;
@@ -650,8 +658,8 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     self->epoch = 1;
     self->allocate = (allocfunc)PyType_GetSlot((PyTypeObject *)self->work_type, Py_tp_alloc);
     struct { const char *name; PyObject **place; } functions[] = {
-        {"resolve", &self->resolve}, {"make_steps", &self->make_steps}, {"flatten", &self->flatten}, {"find_parts", &self->find_parts}, {"find_one", &self->find_one}, {"one", &self->one}, {"take_over", &self->take_over},
-        {"numbered", &self->numbered}, {"remember", &self->remember}, {"operation", &self->operation}, {"guard", &self->guard}, {"overwritten", &self->overwritten}, {"rest", &self->rest}, {"quiet", &self->quiet}};
+        {"resolve", &self->resolve}, {"make_steps", &self->make_steps}, {"flatten", &self->flatten}, {"find_parts", &self->find_parts}, {"find_one", &self->find_one}, {"take_over", &self->take_over},
+        {"remember", &self->remember}, {"operation", &self->operation}, {"guard", &self->guard}, {"overwritten", &self->overwritten}, {"rest", &self->rest}, {"quiet", &self->quiet}};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         PyObject *found = PyDict_GetItemString(seams, functions[i].name);
         if (!found) return PyErr_Format(PyExc_KeyError, "%s", functions[i].name), -1;
@@ -681,7 +689,7 @@ end:
 
 static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     Py_VISIT(TYPE_OF(self));
-    PyObject *objects[] = {self->comm, self->owner, self->work_type, self->resolve, self->make_steps, self->one, self->find_one, self->find_parts, self->flatten, self->take_over, self->numbered,
+    PyObject *objects[] = {self->comm, self->owner, self->work_type, self->resolve, self->make_steps, self->find_one, self->find_parts, self->flatten, self->take_over,
                            self->remember, self->operation, self->guard, self->overwritten, self->left, self->early, self->asked_early, self->hooks, self->watch, self->runtime,
                            self->polling, self->is_running, self->create_future, self->rest, self->quiet, self->progress,
                            self->journal.journal, self->journal.ring, self->journal.objects};
@@ -698,7 +706,7 @@ static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
 
 /* Let go of what calls need; works that have ended, and calls that are refused, need the rest. */
 static void end_calls(Calls *self) {
-    PyObject **places[] = {&self->comm, &self->work_type, &self->resolve, &self->make_steps, &self->find_one, &self->find_parts, &self->flatten, &self->take_over, &self->numbered,
+    PyObject **places[] = {&self->comm, &self->work_type, &self->resolve, &self->make_steps, &self->find_one, &self->find_parts, &self->flatten, &self->take_over,
                            &self->remember, &self->operation, &self->guard, &self->overwritten, &self->left, &self->early, &self->asked_early, &self->hooks, &self->watch,
                            &self->polling, &self->is_running, &self->create_future, &self->rest, &self->quiet, &self->folder, &self->last_file, &self->timeout};
     while (self->first) {
@@ -715,7 +723,6 @@ static void end_calls(Calls *self) {
 static int Calls_clear(Calls *self) {
     end_calls(self);
     Py_CLEAR(self->owner);
-    Py_CLEAR(self->one);
     Py_CLEAR(self->runtime);
     Py_CLEAR(self->progress);
     return 0;

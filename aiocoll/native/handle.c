@@ -22,6 +22,7 @@ static int Handle_init(Handle *self, PyObject *args, PyObject *kwargs) {
 static int Handle_traverse(Handle *self, visitproc visit, void *arg) {
     Py_VISIT(TYPE_OF(self));
     Py_VISIT(self->completion);
+    Py_VISIT(self->owner);
     Py_VISIT(self->calls);
     Py_VISIT(self->steps);
     Py_VISIT(self->arrays);
@@ -36,6 +37,7 @@ static int Handle_traverse(Handle *self, visitproc visit, void *arg) {
 
 static int Handle_clear(Handle *self) {
     Py_CLEAR(self->completion);
+    Py_CLEAR(self->owner);
     Py_CLEAR(self->calls);
     Py_CLEAR(self->steps);
     Py_CLEAR(self->arrays);
@@ -60,7 +62,7 @@ static void Handle_dealloc(Handle *self) {
 static int is_owner(const Calls *calls) { return PyThread_get_thread_ident() == calls->thread && calls->forks == forks_of_process; }
 
 PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
-    return PyObject_CallFunction(make_completion, "OO(OLOOdOOi)OOO", self->calls->progress, self->calls->owner, self->steps->op,
+    return PyObject_CallFunction(make_completion, "OO(OLOOdOOi)OOO", self->calls->progress, self->owner, self->steps->op,
                                  (long long)self->seq, self->key, self->shape, self->limit, self->value, self->code, self->instruction,
                                  waiters, guard, self->is_done ? Py_None : (PyObject *)self);
 }
