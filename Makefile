@@ -7,7 +7,7 @@ VENV ?= .venv
 ARGS ?=
 
 .PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products native dist dist-aarch64 \
-	release-check planted soak bench docs gpu clean
+	native-sanitize release-check planted soak bench docs gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo 'make coverage-gpu  whether tests on fake devices reach all that is for GPUs'
 	@echo 'make matrix        every product of arguments; test-all with Python 3.11 to 3.13, asyncio and uvloop'
 	@echo 'make native        the accelerator in C, built in place; needs a C compiler'
+	@echo 'make native-sanitize  its tests under the sanitizers of gcc, and the protocol between two threads'
 	@echo 'make dist          in dist/: the source archive, the pure wheel, the wheel with the accelerator in C'
 	@echo 'make dist-aarch64  behind it, the wheel for aarch64; needs gcc-aarch64-linux-gnu and qemu-user of Debian'
 	@echo 'make release-check what is in dist/ installs and works in clean environments of Python 3.11 to 3.13'
@@ -112,6 +113,26 @@ soak: $(VENV)/installed
 # The accelerator in C, in place, by the compiler that Python was built with, or CC; CFLAGS are added.
 native: $(VENV)/installed
 	AIOCOLL_NATIVE=1 $(VENV)/bin/python hatch_build.py
+
+# In a copy of the tree, since the module of the tree stays what it is. The leaks of an interpreter that ends are not looked for.
+SANITIZED = build/sanitized
+RACE = gcc -std=c11 -O2 -g -pthread -Wall -Wextra -I aiocoll/native -I $(SANITIZED) tests/native/race.c
+native-sanitize: $(VENV)/installed
+	rm -rf $(SANITIZED)
+	mkdir -p $(SANITIZED)
+	cp -r aiocoll tests pyproject.toml hatch_build.py $(SANITIZED)
+	rm -f $(SANITIZED)/aiocoll/native/_core.abi3.so
+	$(VENV)/bin/python hatch_build.py layout > $(SANITIZED)/layout.h
+	$(RACE) -o $(SANITIZED)/race
+	$(SANITIZED)/race 1000000
+	$(RACE) -fsanitize=thread -Wno-tsan -o $(SANITIZED)/race-tsan
+	$(SANITIZED)/race-tsan 1000000
+	cd $(SANITIZED) && CFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g' $(abspath $(VENV))/bin/python hatch_build.py
+	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 AIOCOLL_NATIVE=1 PYTHONPATH=$(abspath $(SANITIZED)) \
+		$(abspath $(VENV))/bin/python -m pytest -q -p no:cacheprovider -m 'not slow and not matrix and not soak' tests/native \
+		tests/engine/test_slot_program*.py tests/engine/test_outbox.py tests/group/test_waiting.py tests/fuzz/test_outboxes.py \
+		tests/test_work.py $(ARGS)
 
 # The pure wheel is made from the source archive; auditwheel names the systems that the other one runs on, and abi3audit
 # finds what is not in Python's stable ABI. Without the extra `md` of readme_renderer, twine would pass a README that it

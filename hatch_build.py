@@ -1,6 +1,6 @@
 """Builds the accelerator in C into a wheel, if `AIOCOLL_NATIVE` does not forbid it; see `docs/native.md`.
 
-Run as a program, it builds the accelerator in place.
+Run as a program, it builds the accelerator in place; with the argument `layout` it prints `layout.h`.
 """
 
 from __future__ import annotations
@@ -121,5 +121,7 @@ def build(root: Path, target: Path) -> None:
     sys.stderr.write(done.stderr)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:] == ["layout"]:
+    sys.stdout.write(layout_header(Path(__file__).parent))
+elif __name__ == "__main__":
     build(Path(__file__).parent, Path(__file__).parent / MODULE)

@@ -21,10 +21,9 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "layout.h"
-#include "words.h"
+#include "protocol.h"
 
-#define INLINE_NBYTES 32 /* bytes of a contribution that lie in its line */
+#define INLINE_NBYTES ((LINE_WORDS - LINE_BYTES) * 8) /* bytes of a contribution that lie in its line */
 #define NO_PEER (-1)
 
 /* Slots of one lane: lines of eight words, and the bytes of contributions that do not fit there. */
@@ -59,6 +58,7 @@ typedef struct {
     int eventfd, has_lines;
     int can_post; /* the link is open, and the one that is used */
     int can_look; /* the link is open */
+    int pins;     /* who uses the memory while Python may run; `close` leaves it to the last of them */
 } PeerLanes;
 
 typedef struct {
@@ -88,6 +88,7 @@ typedef struct {
     PyObject *plan, *kind, *op, *signature, *fold; /* fold: function of Python, of what `loop` does not do */
     uint64_t fingerprint;
     int copies_count, first_count, takes_count, own_count, moves_count, last_count, buffers_count;
+    int size; /* of its group */
     int is_private, target; /* target: buffer that is reduced into; -1: none */
     Pair *copies, *own, *moves;
     Contribution *first, *last;
@@ -151,6 +152,7 @@ typedef struct Calls {
     Py_ssize_t count;
     JournalView journal;
     uint64_t group, epoch;
+    uint64_t asked; /* how often functions of Python were asked that may have changed anything */
     uint32_t shift;
     int rank, size, is_crowded, is_beside, watches;
     unsigned long thread, forks; /* forks: of this process, when the group was made */
@@ -185,7 +187,7 @@ extern PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *
 
 /* lanes.c */
 static inline char *slot_bytes(const Slots *slots, uint32_t slot, npy_intp nbytes) {
-    if (nbytes <= INLINE_NBYTES) return (char *)(slots->lines + slot * 8 + 4);
+    if (nbytes <= INLINE_NBYTES) return (char *)(slots->lines + slot * LINE_WORDS + LINE_BYTES);
     if (slot < LAYOUT_SMALL_SLOTS) return slots->base + slots->small + slot * slots->small_nbytes;
     return slots->base + slots->middle + (slot - LAYOUT_SMALL_SLOTS) * slots->middle_nbytes;
 }
@@ -194,21 +196,24 @@ static inline npy_intp slot_nbytes(const Slots *slots, uint32_t slot) {
 }
 typedef struct {
     uint32_t slot;
-    uint64_t identity, group, fingerprint;
+    Head head;
     const char *bytes;
-    npy_intp nbytes;
 } Post;
 int lane_is_free(PeerLanes *peer, uint32_t slot);
+int lane_has(const PeerLanes *peer, uint32_t slot, npy_intp nbytes);
 int lane_reserve(PeerLanes *peer, uint32_t slot, npy_intp nbytes);
-int lane_post(PeerLanes *peer, const Post *post);
+void lane_post(PeerLanes *peer, const Post *post);
 int common_is_free(CommonLane *common, uint32_t slot);
+int common_has(const CommonLane *common, uint32_t slot, npy_intp nbytes);
 int common_reserve(CommonLane *common, uint32_t slot, npy_intp nbytes);
 int common_post(const Post *post, PeerLanes **peers, int count, PyObject *lanes);
-enum { MISSING, PRESENT, DIFFERENT };
-int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Post *expected, int compares_length);
+int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Head *expected, int compares_length);
 int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group);
-int ring(PeerLanes *peer);
+int attend(PeerLanes *peer);
+void wake(PeerLanes *peer);
 int is_beside(PeerLanes *peer);
+void pin(PeerLanes *peer);
+void unpin(PeerLanes *peer);
 
 /* steps.c */
 char *buffer_bytes(Handle *call, int buffer);
@@ -233,6 +238,7 @@ int poll_for(Handle *call);
 /* handle.c */
 int handle_end(Handle *call);
 PyObject *owner_of(const struct Calls *calls);
+int note_await(Handle *self);
 PyObject *materialize(Handle *work);
 PyObject *completion_of(Handle *work, PyObject *waiters, PyObject *guard);
 extern PyObject *reference_await, *reference_done, *reference_result, *reference_exception, *make_completion;

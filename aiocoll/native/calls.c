@@ -15,6 +15,14 @@ static uint32_t slot_of(const Calls *calls, uint64_t identity, uint32_t first, u
 /* The dispatcher of the group, as a borrowed reference. The engine keeps this object to the end of the group, and must not keep the
    group that a program has dropped; who calls has it. */
 PyObject *owner_of(const Calls *calls) { return PyWeakref_GetObject(calls->owner); }
+enum { TRIES = 3 }; /* how often it is looked again after functions of Python were asked */
+
+static int is_true(PyObject *object, PyObject *name) {
+    PyObject *value = PyObject_GetAttr(object, name);
+    int found = value == Py_True ? 1 : value == Py_False ? 0 : value ? PyObject_IsTrue(value) : -1;
+    DROP(value);
+    return found;
+}
 
 /* ---- peers */
 
@@ -25,6 +33,7 @@ static PeerLanes *peer_of(Calls *calls, int rank) {
     PyObject *found = PyObject_CallFunction(calls->resolve, "i", rank);
     if (!found) return NULL;
     calls->epoch++;
+    calls->asked++;
     if (TYPE_OF(found) != PeerLanes_type || !((PeerLanes *)found)->can_post) {
         DROP(found);
         SET_REFERENCE(calls->peers[rank], NULL);
@@ -34,23 +43,49 @@ static PeerLanes *peer_of(Calls *calls, int rank) {
     return calls->peers[rank];
 }
 
-/* Return whether a contribution can be posted; -1 for an exception. */
+/* Make the lanes of the readers, as Python's writers, which the common lane keeps. */
+static int lanes_of(Calls *calls, Contribution *each) {
+    if (each->lanes && each->epoch == calls->epoch) return 0;
+    calls->asked++; /* what is made may start a collection of garbage */
+    PyObject *lanes = PyTuple_New(each->readers_count);
+    for (int i = 0; lanes && i < each->readers_count; i++) {
+        PeerLanes *peer = calls->peers[each->readers[i]];
+        PyObject *writer = peer && peer->writer ? peer->writer : Py_None;
+        KEEP(writer);
+        PyTuple_SetItem(lanes, i, writer);
+    }
+    if (!lanes) return -1;
+    SET_REFERENCE(each->lanes, lanes);
+    each->epoch = calls->epoch;
+    return 0;
+}
+
+/* Make the memory of a slot for a contribution that fits: 0 if it does not, or the host has none. */
+static int reserved(Calls *calls, PeerLanes *peer, uint32_t slot, const Contribution *each) {
+    const Slots *slots = each->is_common ? &peer->common->slots : &peer->slots;
+    if (each->nbytes > INLINE_NBYTES && each->nbytes > slot_nbytes(slots, slot)) return 0;
+    if (each->is_common ? common_has(peer->common, slot, each->nbytes) : lane_has(peer, slot, each->nbytes)) return 1;
+    calls->asked++;
+    return each->is_common ? common_reserve(peer->common, slot, each->nbytes) : lane_reserve(peer, slot, each->nbytes);
+}
+
+/* Return whether a contribution can be posted; -1 for an exception. Where `asked` has changed, what was found for others may
+   not hold any more. */
 static int is_postable(Calls *calls, Contribution *each, uint64_t identity) {
     uint32_t slot = slot_of(calls, identity, each->first_slot, each->slots);
     for (int i = 0; i < each->readers_count; i++) {
         PeerLanes *peer = peer_of(calls, each->readers[i]);
         if (!peer) return PyErr_Occurred() ? -1 : 0;
         if (!each->is_common) {
-            int is_there = lane_is_free(peer, slot) ? lane_reserve(peer, slot, each->nbytes) : 0;
+            int is_there = lane_is_free(peer, slot) ? reserved(calls, peer, slot, each) : 0;
             if (is_there <= 0) return is_there;
         }
-        npy_intp room = slot_nbytes(each->is_common ? &peer->common->slots : &peer->slots, slot);
-        if (each->nbytes > INLINE_NBYTES && each->nbytes > room) return 0;
     }
-    if (!each->is_common || !each->readers_count) return 1;
-    CommonLane *common = calls->peers[each->readers[0]]->common;
-    int is_free = common_is_free(common, slot);
-    return is_free > 0 ? common_reserve(common, slot, each->nbytes) : is_free;
+    if (!each->is_common) return 1;
+    PeerLanes *peer = calls->peers[each->readers[0]];
+    int is_free = peer && peer->common ? common_is_free(peer->common, slot) : 0;
+    if (is_free <= 0 || lanes_of(calls, each) < 0) return is_free <= 0 ? is_free : -1;
+    return reserved(calls, peer, slot, each);
 }
 
 static int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t identity) {
@@ -59,37 +94,36 @@ static int are_postable(Calls *calls, Contribution *contributions, int count, ui
     return postable;
 }
 
-/* The lanes of the readers, as Python's writers, which the common lane keeps. */
-static PyObject *lanes_of(Calls *calls, Contribution *each) {
-    if (each->lanes && each->epoch == calls->epoch) return each->lanes;
-    PyObject *lanes = PyTuple_New(each->readers_count);
-    if (!lanes) return NULL;
-    for (int i = 0; i < each->readers_count; i++) {
-        PyObject *writer = calls->peers[each->readers[i]]->writer;
-        KEEP(writer);
-        PyTuple_SetItem(lanes, i, writer);
-    }
-    SET_REFERENCE(each->lanes, lanes);
-    each->epoch = calls->epoch;
-    return lanes;
+/* Wake the readers of contributions. */
+static int ring(Calls *calls, const Contribution *contributions, int count) {
+    if (attend(calls->peers[contributions[0].readers[0]]) < 0) return -1;
+    fence_full();
+    for (int i = 0; i < count; i++)
+        for (int n = 0; n < contributions[i].readers_count; n++) {
+            PeerLanes *peer = calls->peers[contributions[i].readers[n]];
+            if (peer && peer->can_post) wake(peer);
+        }
+    return 0;
 }
 
+/* Post contributions that `are_postable`, since when no function of Python has run. */
 static int post_all(Handle *call, Contribution *contributions, int count) {
+    if (!count) return 0;
     Calls *calls = call->calls;
     for (int i = 0; i < count; i++) {
         Contribution *each = contributions + i;
-        Post post = {slot_of(calls, call->identity, each->first_slot, each->slots), call->identity, calls->group,
-                     call->steps->fingerprint, each->nbytes ? buffer_bytes(call, each->buffer) : NULL, each->nbytes};
+        Post post = {slot_of(calls, call->identity, each->first_slot, each->slots),
+                     {call->identity, calls->group, call->steps->fingerprint, (uint64_t)each->nbytes},
+                     each->nbytes ? buffer_bytes(call, each->buffer) : NULL};
         if (!each->is_common) {
-            if (lane_post(calls->peers[each->readers[0]], &post) < 0) return -1;
+            lane_post(calls->peers[each->readers[0]], &post);
             continue;
         }
         PeerLanes *peers[each->readers_count];
         for (int n = 0; n < each->readers_count; n++) peers[n] = calls->peers[each->readers[n]];
-        PyObject *lanes = lanes_of(calls, each);
-        if (!lanes || common_post(&post, peers, each->readers_count, lanes) < 0) return -1;
+        if (common_post(&post, peers, each->readers_count, each->lanes) < 0) return -1;
     }
-    return 0;
+    return ring(calls, contributions, count);
 }
 
 /* ---- calls in flight */
@@ -119,8 +153,7 @@ static void unlink_call(Handle *call) {
 }
 
 /* Return the flat arrays of a call, as a list. */
-static PyObject *buffers_of(Handle *call) {
-    PyObject *arrays = call->arrays;
+static PyObject *buffers_of(Handle *call, PyObject *arrays) {
     if (PyList_Check(arrays)) return KEEP(arrays), arrays;
     if (PyTuple_Check(arrays)) {
         KEEP(arrays); /* of a copy, the call may end meanwhile */
@@ -135,8 +168,8 @@ static PyObject *buffers_of(Handle *call) {
 }
 
 /* Return an operation of Python's like a call. */
-static PyObject *operation_of(Handle *call, PyObject *completion) {
-    PyObject *arrays = buffers_of(call);
+static PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion) {
+    PyObject *arrays = buffers_of(call, given);
     if (!arrays) return NULL;
     PyObject *made = PyObject_CallFunction(call->calls->operation, "KOOOd", (unsigned long long)call->identity, call->steps->plan, arrays,
                                            completion, call->entered);
@@ -148,7 +181,7 @@ static PyObject *operation_of(Handle *call, PyObject *completion) {
 int hand_over(Handle *call) {
     if (!call->is_in_flight) return 0;
     unlink_call(call);
-    PyObject *completion = materialize(call), *operation = completion ? operation_of(call, completion) : NULL, *done = NULL;
+    PyObject *completion = materialize(call), *operation = completion ? operation_of(call, call->arrays, completion) : NULL, *done = NULL;
     if (operation) done = PyObject_CallFunction(call->calls->take_over, "Oi", operation, call->missing);
     DROP(completion);
     DROP(operation);
@@ -167,7 +200,7 @@ int look_at(Handle *call) {
         const Take *take = steps->takes + call->seen;
         PeerLanes *peer = calls->peers[take->peer];
         if (!peer || !peer->can_look) return -1;
-        Post expected = {0, call->identity, calls->group, steps->fingerprint, NULL, take->nbytes};
+        Head expected = {call->identity, calls->group, steps->fingerprint, (uint64_t)take->nbytes};
         int found = lane_look(peer, take->is_common, slot_of(calls, call->identity, take->first_slot, take->slots), &expected, steps->is_private);
         if (found == DIFFERENT) return call->has_differed = 1, -1;
         if (found == MISSING) return call->missing = take->peer, 0;
@@ -180,58 +213,121 @@ static char *contribution_bytes(const Calls *calls, const Take *take, uint64_t i
     return slot_bytes(take->is_common ? &peer->common_slots : &peer->lane_slots, slot_of(calls, identity, take->first_slot, take->slots), take->nbytes);
 }
 
-/* Report an exception that is pending: the group fails on all ranks. */
+/* Report an exception that is pending: the group fails on all ranks. What is no Exception, as KeyboardInterrupt, goes on: -1. */
 static int crash(Calls *calls) {
     PyObject *type, *value, *traceback;
+    if (!calls->comm) return -1;
+    int is_error = PyErr_ExceptionMatches(PyExc_Exception);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     if (value && traceback) PyException_SetTraceback(value, traceback);
     PyObject *done = PyObject_CallMethod(calls->comm, "crashed", "O", value ? value : Py_None);
-    DROP(type);
-    DROP(value);
-    DROP(traceback);
-    if (!done) return -1;
+    if (done && !is_error) {
+        PyErr_Restore(type, value, traceback);
+    } else {
+        DROP(type);
+        DROP(value);
+        DROP(traceback);
+    }
     DROP(done);
-    return 0;
+    return done && is_error ? 0 : -1;
+}
+
+/* `crash` for a call that was taken out of the list, the reference of which is given up: it fails with the others. */
+static int crash_call(Handle *call) {
+    Calls *calls = call->calls;
+    link_call(call);
+    int failed = crash(calls);
+    DROP(call);
+    return failed;
+}
+
+/* Write the record of a call that has ended well, and count it. */
+static int note_end(Handle *call) {
+    Calls *calls = call->calls;
+    if (journal_ended(calls, call, seconds()) < 0) return -1;
+    if (call->key == Py_None) return 0;
+    PyObject *done = PyObject_CallFunction(calls->remember, "K", (unsigned long long)call->identity);
+    DROP(done);
+    return done ? 0 : -1;
+}
+
+/* Find out whether the last contributions can be posted. Functions of Python may have changed what was there of peers, and may
+   have taken the call over: 0. */
+static int may_complete(Handle *call) {
+    Calls *calls = call->calls;
+    Steps *steps = call->steps;
+    for (int tries = 0; tries < TRIES && call->is_in_flight; tries++) {
+        uint64_t asked = calls->asked;
+        int postable = steps->last_count ? are_postable(calls, steps->last, steps->last_count, call->identity) : 1;
+        if (postable < 0) return -1;
+        if (!call->is_in_flight) return 0;
+        if (!postable) break;
+        if (calls->asked == asked) return 1;
+        call->seen = 0;
+        if (look_at(call) <= 0) break;
+    }
+    return hand_over(call);
+}
+
+/* Reduce by a function of Python, which may do anything: the memory stays, but peers may not. */
+static int fold_safely(Handle *call, char **found) {
+    Calls *calls = call->calls;
+    const Steps *steps = call->steps;
+    if (steps->loop) return fold(call, found);
+    PeerLanes *peers[steps->takes_count ? steps->takes_count : 1];
+    for (int i = 0; i < steps->takes_count; i++) pin(peers[i] = calls->peers[steps->takes[i].peer]);
+    int failed = fold(call, found), has_changed = 0;
+    for (int i = 0; i < steps->takes_count; i++) {
+        has_changed |= calls->peers[steps->takes[i].peer] != peers[i] || !peers[i]->can_look;
+        unpin(peers[i]);
+    }
+    if (!failed && steps->last_count) {
+        uint64_t asked = calls->asked;
+        int postable = calls->comm ? are_postable(calls, steps->last, steps->last_count, call->identity) : 0;
+        if (postable < 0) return -1;
+        has_changed |= !postable || calls->asked != asked;
+    }
+    if (!failed && (has_changed || !calls->comm)) {
+        PyErr_SetString(PyExc_RuntimeError, "a link was closed while its data was reduced");
+        return -1;
+    }
+    return failed;
 }
 
 /* Use all contributions where they lie, free their slots, post the result, and end. */
 int complete(Handle *call) {
     Calls *calls = call->calls;
     Steps *steps = call->steps;
-    if (steps->last_count) {
-        int postable = are_postable(calls, steps->last, steps->last_count, call->identity);
-        if (postable <= 0) return postable < 0 ? crash(calls) : hand_over(call);
-    }
+    int may = may_complete(call);
+    if (may <= 0) return may < 0 ? crash(calls) : 0;
+    /* From here on nothing takes it over; its reference is this function's. */
+    unlink_call(call);
     char *found[steps->takes_count ? steps->takes_count : 1];
     for (int i = 0; i < steps->takes_count; i++) found[i] = contribution_bytes(calls, steps->takes + i, call->identity);
     for (int i = 0; i < steps->moves_count; i++) {
         npy_intp nbytes = steps->takes[steps->moves[i].first].nbytes;
         memcpy(buffer_bytes(call, steps->moves[i].second), found[steps->moves[i].first], nbytes);
     }
-    if (steps->target >= 0 && fold(call, found) < 0) return crash(calls);
+    if (steps->target >= 0 && fold_safely(call, found) < 0) return crash_call(call);
     for (int i = 0; i < steps->takes_count; i++) {
         const Take *take = steps->takes + i;
         if (!lane_free(calls->peers[take->peer], take->is_common, slot_of(calls, call->identity, take->first_slot, take->slots), calls->group)) {
             PyObject *done = PyObject_CallFunction(calls->overwritten, "i", take->peer);
-            if (!done) return crash(calls);
             DROP(done);
-            return 0;
+            return crash_call(call);
         }
     }
-    if (steps->last_count && post_all(call, steps->last, steps->last_count) < 0) return crash(calls);
-    double now = seconds();
-    unlink_call(call);
-    int failed = journal_ended(calls, call, now) < 0;
-    if (!failed && call->key != Py_None) {
-        PyObject *done = PyObject_CallFunction(calls->remember, "K", (unsigned long long)call->identity);
-        failed = !done;
-        DROP(done);
-    }
-    if (failed) failed = crash(calls); /* the call itself has ended well */
-    if (handle_end(call) < 0) failed = crash(calls);
+    if (post_all(call, steps->last, steps->last_count) < 0) return crash_call(call);
+    int failed = calls->comm ? note_end(call) : 0; /* its doorbell may have closed the group */
+    if (failed) failed = crash(calls);             /* the call itself has ended well */
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int ended = handle_end(call);
+    if (ended < 0) ended = crash(calls);
+    if (type) PyErr_Restore(type, value, traceback);
     DROP(call);
-    return failed;
+    return failed || ended ? -1 : 0;
 }
 
 /* Look at all calls in flight, oldest first: whether any has ended; -1 for an exception. */
@@ -279,7 +375,20 @@ static Steps *steps_of(Calls *calls, PyObject *plan) {
         DROP(steps);
         steps = PyObject_CallFunctionObjArgs(calls->make_steps, plan, NULL);
     }
+    if (steps && (TYPE_OF(steps) != Steps_type || ((Steps *)steps)->size != calls->size)) return DROP(steps), NULL;
     return (Steps *)steps;
+}
+
+/* Whether arrays have what the steps need of each buffer, as `buffer_bytes` finds them: an array that is the only buffer, or an
+   array of as many parts as there are ranks, and another one. */
+static int are_plain_arrays_right(const Calls *calls, const Steps *steps, PyArrayObject *whole, PyArrayObject *other) {
+    if (steps->buffers_count > (other ? 2 * calls->size : 1)) return 0;
+    npy_intp part = other ? PyArray_NBYTES(whole) / calls->size : PyArray_NBYTES(whole);
+    for (int i = 0; i < steps->buffers_count; i++) {
+        if (steps->needed[i] > part) return 0;
+        if (i >= calls->size && steps->needed[i] && (i - calls->size + 1) * part > PyArray_NBYTES(other)) return 0;
+    }
+    return !other || PyArray_DESCR(other) == PyArray_DESCR(whole);
 }
 
 static int are_arrays_right(const Steps *steps, PyObject *arrays) {
@@ -287,7 +396,7 @@ static int are_arrays_right(const Steps *steps, PyObject *arrays) {
     for (int i = 0; i < steps->buffers_count; i++) {
         PyObject *array = PyList_GetItem(arrays, i);
         if (!steps->needed[i]) continue;
-        if (!PyArray_Check(array) || !(PyArray_FLAGS((PyArrayObject *)array) & NPY_ARRAY_C_CONTIGUOUS)) return 0;
+        if (!PyArray_Check(array) || !PyArray_CHKFLAGS((PyArrayObject *)array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)) return 0;
         if (PyArray_ITEMSIZE((PyArrayObject *)array) != steps->itemsize) return 0;
         if (PyArray_NBYTES((PyArrayObject *)array) < steps->needed[i]) return 0;
     }
@@ -315,9 +424,11 @@ static int watch(Calls *calls) {
 static int next_number(Calls *calls, uint64_t *identity, int64_t *seq) {
     PyObject *entered = PyObject_GetAttr(calls->comm, name_entered);
     if (!entered) return -1;
-    *seq = PyLong_AsLongLong(entered) + 1;
-    *identity = (uint64_t)*seq;
+    long long number = PyLong_AsLongLong(entered);
     DROP(entered);
+    if (number == -1 && PyErr_Occurred()) return -1;
+    *seq = number + 1;
+    *identity = (uint64_t)*seq;
     return 0;
 }
 
@@ -375,6 +486,7 @@ static int find_call_site(Calls *calls, Handle *call) {
         frame = back;
     }
     DROP(frame);
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a call was made from no frame");
     return -1;
 }
 
@@ -384,21 +496,8 @@ static npy_intp buffer_nbytes(PyObject *arrays, int buffer, int size) {
     return PyArray_NBYTES((PyArrayObject *)PyTuple_GetItem(arrays, 0)) / size;
 }
 
-/* Start a call with prepared steps: NULL without an exception if Python has to carry it out, before anything was posted.
-   The count of a key is taken then, as `taken` has it. */
-static Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit, PyObject *key, PyObject **taken) {
-    uint64_t identity = 0;
-    int64_t seq = 0;
-    /* The slots follow from the number, which is taken only if they are free. */
-    if ((key == Py_None ? next_number(calls, &identity, &seq) : take_count(calls, key, &identity, &seq)) < 0) return NULL;
-    int postable = are_postable(calls, steps->first, steps->first_count, identity);
-    for (int i = 0; i < steps->takes_count && postable > 0; i++)
-        if (!peer_of(calls, steps->takes[i].peer)) postable = PyErr_Occurred() ? -1 : 0;
-    if (postable <= 0) {
-        if (!postable && key != Py_None) *taken = Py_BuildValue("KL", (unsigned long long)identity, (long long)seq);
-        return NULL;
-    }
-    if (watch(calls) < 0) return NULL;
+/* Make a call; nothing is posted yet. */
+static Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit, PyObject *key) {
     Handle *call = (Handle *)calls->allocate((PyTypeObject *)calls->work_type, 0);
     if (!call) return NULL;
     KEEP(calls), call->calls = calls;
@@ -409,10 +508,49 @@ static Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *sha
     KEEP(value), call->value = value;
     KEEP(key), call->key = key;
     call->limit = limit;
-    call->identity = identity;
-    call->seq = seq;
     call->missing = NO_PEER;
-    if (find_call_site(calls, call) < 0 || (key == Py_None && take_number(calls, seq) < 0)) {
+    return call;
+}
+
+/* Whether a call can be posted: no function of Python has run since that was found out. Its number is its own then; without a
+   key, it is the next one. -1: an exception. */
+static int is_ready(Handle *call) {
+    Calls *calls = call->calls;
+    const Steps *steps = call->steps;
+    for (int tries = 0; tries < TRIES; tries++) {
+        uint64_t asked = calls->asked, identity;
+        int64_t seq;
+        int is_barred = calls->comm ? is_true(calls->comm, name_barred) : 1;
+        if (is_barred) return is_barred < 0 ? -1 : 0;
+        if (call->key == Py_None) {
+            if (next_number(calls, &identity, &seq) < 0) return -1;
+            if (seq != call->seq) return 0; /* a finalizer has made a call */
+        }
+        int postable = are_postable(calls, steps->first, steps->first_count, call->identity);
+        for (int i = 0; i < steps->takes_count && postable > 0; i++) {
+            const Take *take = steps->takes + i;
+            PeerLanes *peer = peer_of(calls, take->peer);
+            if (!peer) return PyErr_Occurred() ? -1 : 0;
+            const Slots *slots = take->is_common ? &peer->common_slots : &peer->lane_slots;
+            if (take->nbytes > INLINE_NBYTES && take->nbytes > slot_nbytes(slots, take->first_slot)) return 0;
+        }
+        if (postable <= 0 || calls->asked == asked) return postable;
+    }
+    return 0;
+}
+
+/* Start a call with prepared steps: NULL without an exception if Python has to carry it out, before anything was posted.
+   The count of a key is taken then, as `taken` has it. */
+static Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit, PyObject *key, PyObject **taken) {
+    if (watch(calls) < 0) return NULL;
+    Handle *call = make_call(calls, steps, arrays, shape, value, limit, key);
+    if (!call) return NULL;
+    /* The slots follow from the number, which is taken only if they are free. */
+    int failed = key == Py_None ? next_number(calls, &call->identity, &call->seq) : take_count(calls, key, &call->identity, &call->seq);
+    int ready = failed || find_call_site(calls, call) < 0 ? -1 : is_ready(call);
+    if (!ready && key != Py_None) *taken = Py_BuildValue("KL", (unsigned long long)call->identity, (long long)call->seq);
+    if (!ready && note_await(call) < 0) ready = -1; /* nobody gets this work */
+    if (ready <= 0 || (key == Py_None && take_number(calls, call->seq) < 0)) {
         DROP(call);
         return NULL;
     }
@@ -420,9 +558,9 @@ static Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *sha
     for (int i = 0; i < steps->copies_count; i++)
         memmove(buffer_bytes(call, steps->copies[i].first), buffer_bytes(call, steps->copies[i].second), buffer_nbytes(arrays, steps->copies[i].first, calls->size));
     link_call(call);
-    int failed = post_all(call, steps->first, steps->first_count) < 0 ? crash(calls) : 0;
-    int found = call->is_in_flight ? look_at(call) : 0;
-    if (found && !failed) failed = found > 0 ? complete(call) : hand_over(call);
+    failed = post_all(call, steps->first, steps->first_count) < 0 ? crash(calls) : 0;
+    int found = call->is_in_flight && !failed ? look_at(call) : 0;
+    if (found) failed = found > 0 ? complete(call) : hand_over(call);
     if (failed) {
         DROP(call);
         return NULL;
@@ -434,6 +572,7 @@ static Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *sha
    its key is taken, the id and the count. */
 static PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 6) return PyErr_SetString(PyExc_TypeError, "start takes 6 arguments"), NULL;
+    if (!calls->comm) Py_RETURN_NONE;
     double limit = PyFloat_AsDouble(args[4]);
     if (limit == -1.0 && PyErr_Occurred()) return NULL;
     int plain = calls->comm ? is_plain(calls) : 0;
@@ -442,7 +581,7 @@ static PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t cou
     Handle *call = NULL;
     if (plain) {
         Steps *steps = steps_of(calls, args[0]);
-        if (steps && TYPE_OF(steps) == Steps_type && are_arrays_right(steps, args[1]))
+        if (steps && are_arrays_right(steps, args[1]))
             call = start(calls, steps, args[1], args[2], args[3], limit, args[5], &taken);
         DROP(steps);
     }
@@ -482,11 +621,11 @@ static void forget(Known *known) {
     Py_CLEAR(known->steps);
 }
 
-/* Return the steps of a call, as a borrowed reference: NULL, without an exception, if there are none. */
+/* Return the steps of a call: NULL, without an exception, if there are none. */
 static Steps *find_steps(Calls *calls, PyObject *kind, PyObject *op, PyObject *root, PyObject *array, PyObject *other) {
     PyArrayObject *first = (PyArrayObject *)array, *second = (PyArrayObject *)other;
     Known *known = known_at(calls, kind, op, root, first, second);
-    if (is_like(known, kind, op, root, first, second)) return known->steps;
+    if (is_like(known, kind, op, root, first, second)) return KEEP(known->steps), known->steps;
     PyObject *plan = other ? PyObject_CallFunctionObjArgs(calls->find_parts, kind, array, other, op, NULL)
                            : PyObject_CallFunctionObjArgs(calls->find_one, kind, array, op, root, NULL);
     if (!plan || plan == Py_None) {
@@ -495,28 +634,20 @@ static Steps *find_steps(Calls *calls, PyObject *kind, PyObject *op, PyObject *r
     }
     Steps *steps = steps_of(calls, plan);
     DROP(plan);
-    if (!steps || TYPE_OF(steps) != Steps_type || steps->storage != PyArray_DESCR(first)) {
+    if (!steps || steps->storage != PyArray_DESCR(first) || !are_plain_arrays_right(calls, steps, first, second)) {
         DROP(steps);
         return NULL;
     }
-    forget(known);
-    KEEP(kind), known->kind = kind;
-    KEEP(op), known->op = op;
-    KEEP(root), known->root = root;
-    KEEP(PyArray_DESCR(first)), known->dtype = PyArray_DESCR(first);
-    known->dimensions = PyArray_NDIM(first);
-    memcpy(known->shape, PyArray_DIMS(first), known->dimensions * sizeof(npy_intp));
-    known->other_dimensions = other ? PyArray_NDIM(second) : -1;
-    if (other) memcpy(known->shape + DIMENSIONS, PyArray_DIMS(second), known->other_dimensions * sizeof(npy_intp));
-    known->steps = steps;
+    /* A root of another type may have another number the next time. */
+    if (root != Py_None && !PyLong_CheckExact(root)) return steps;
+    Known made = {kind, op, root, PyArray_DESCR(first), .dimensions = PyArray_NDIM(first), .other_dimensions = other ? PyArray_NDIM(second) : -1, .steps = steps};
+    memcpy(made.shape, PyArray_DIMS(first), made.dimensions * sizeof(npy_intp));
+    if (other) memcpy(made.shape + DIMENSIONS, PyArray_DIMS(second), made.other_dimensions * sizeof(npy_intp));
+    KEEP(kind), KEEP(op), KEEP(root), KEEP(made.dtype), KEEP(steps);
+    Known old = *known;
+    *known = made;
+    forget(&old);
     return steps;
-}
-
-static int is_true(PyObject *object, PyObject *name) {
-    PyObject *value = PyObject_GetAttr(object, name);
-    int found = value == Py_True ? 1 : value == Py_False ? 0 : value ? PyObject_IsTrue(value) : -1;
-    DROP(value);
-    return found;
 }
 
 /* Whether a call made here and now is plain: this thread and loop, no interceptor, an open group, its own timeout. */
@@ -526,7 +657,6 @@ static int may_start(Calls *calls) {
     DROP(running);
     if (running != Py_True) return running ? 0 : -1;
     int found = is_true(owner_of(calls), name_diverts);
-    if (!found) found = is_true(calls->comm, name_barred);
     if (found) return found < 0 ? -1 : 0;
     PyObject *timeout = PyObject_GetAttr(calls->comm, name_default_timeout);
     if (!timeout) return -1;
@@ -536,6 +666,7 @@ static int may_start(Calls *calls) {
         SET_REFERENCE(calls->timeout, timeout);
     }
     DROP(timeout);
+    if (calls->limit == -1.0 && PyErr_Occurred()) return -1;
     return isnan(calls->limit) ? 0 : is_plain(calls);
 }
 
@@ -555,8 +686,10 @@ static PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count
         PyObject *shape = steps ? PyObject_GetAttr(args[1], name_shape) : NULL;
         PyObject *work = shape ? (PyObject *)start(calls, steps, args[1], shape, args[1], calls->limit, Py_None, NULL) : NULL;
         DROP(shape);
+        DROP(steps);
         if (work || PyErr_Occurred()) return work;
     }
+    if (!calls->owner) return PyErr_SetString(PyExc_RuntimeError, "these calls were not initialized"), NULL;
     PyObject *arguments = PyTuple_New(count), *work;
     for (Py_ssize_t i = 0; arguments && i < count; i++) KEEP(args[i]), PyTuple_SetItem(arguments, i, args[i]);
     PyObject *function = arguments ? PyObject_GetAttrString(owner_of(calls), "one") : NULL;
@@ -580,6 +713,7 @@ static PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t cou
         PyObject *pair = PyTuple_Pack(2, whole, other), *work = NULL;
         if (pair) work = (PyObject *)start(calls, steps, pair, args[4], args[5], calls->limit, Py_None, NULL);
         DROP(pair);
+        DROP(steps);
         if (work || PyErr_Occurred()) return work;
     }
     if (PyErr_Occurred()) return NULL;
@@ -596,11 +730,14 @@ static PyObject *Calls_look(Calls *self, PyObject *Py_UNUSED(unused)) {
 static PyObject *Calls_hand_over(Calls *self, PyObject *args) {
     unsigned long long identity = 0;
     if (!PyArg_ParseTuple(args, "|K", &identity)) return NULL;
-    for (Handle *call = self->first, *next; call; call = next) {
-        next = call->next;
-        if (identity && call->identity != identity) continue;
+    /* What is called may end or hand over others, so it begins again from the first one. */
+    for (Handle *call = self->first; call;) {
+        if (identity && call->identity != identity) {
+            call = call->next;
+            continue;
+        }
         if (hand_over(call) < 0) return NULL;
-        if (next && !next->is_in_flight) next = self->first;
+        call = self->first;
     }
     Py_RETURN_NONE;
 }
@@ -613,13 +750,17 @@ static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
         if (PyList_Append(calls, (PyObject *)call) < 0) Py_CLEAR(copies);
     for (Py_ssize_t i = 0; copies && i < PyList_Size(calls); i++) {
         Handle *call = (Handle *)PyList_GetItem(calls, i);
-        if (!call->is_in_flight) continue;
+        PyObject *arrays = call->arrays;
+        if (!call->is_in_flight || !arrays) continue;
+        KEEP(arrays);
         PyObject *completion = completion_of(call, Py_None, Py_None), *copy = NULL;
         if (completion && !call->is_in_flight) { /* it has ended meanwhile */
+            DROP(arrays);
             DROP(completion);
             continue;
         }
-        if (completion) copy = operation_of(call, completion);
+        if (completion) copy = operation_of(call, arrays, completion);
+        DROP(arrays);
         DROP(completion);
         if (!copy || PyList_Append(copies, copy) < 0) Py_CLEAR(copies);
         DROP(copy);
@@ -641,6 +782,7 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     PyObject *seams, *turn, *journal = NULL, *endpoint = NULL, *loop = NULL, *stalls = NULL, *context = NULL;
     int failed = -1;
     unsigned long long group;
+    if (self->work_type) return PyErr_SetString(PyExc_TypeError, "they were initialized before"), -1;
     if (!PyArg_ParseTuple(args, "OOOO!UKiidp", &self->comm, &self->owner, &self->work_type, &PyDict_Type,
                           &seams, &self->folder, &group, &self->rank, &self->size, &self->spin, &self->is_crowded)) {
         self->comm = self->owner = self->work_type = self->folder = NULL;
@@ -648,10 +790,11 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     }
     KEEP(self->comm), KEEP(self->work_type), KEEP(self->folder);
     if (!(self->owner = PyWeakref_NewRef(self->owner, NULL))) return -1;
-    if (!PyObject_IsSubclass(self->work_type, (PyObject *)Handle_type)) {
+    if (!PyType_Check(self->work_type) || PyObject_IsSubclass(self->work_type, (PyObject *)Handle_type) != 1) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "works need the base of this module");
         return -1;
     }
+    if (self->size < 1 || self->rank < 0 || self->rank >= self->size) return PyErr_SetString(PyExc_ValueError, "there is no such rank"), -1;
     if (!(self->peers = PyMem_Calloc(self->size, sizeof *self->peers))) return PyErr_NoMemory(), -1;
     self->group = group;
     self->shift = (uint32_t)(group % LAYOUT_SMALL_SLOTS);
@@ -674,6 +817,7 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     if (!attribute(self->polling, "turn", &turn)) goto end;
     failed = PyObject_GetBuffer(turn, &self->turn, PyBUF_WRITABLE);
     DROP(turn);
+    if (!failed && self->turn.len < (Py_ssize_t)sizeof(double)) failed = (PyErr_SetString(PyExc_ValueError, "the turn is a number"), -1);
     self->thread = PyThread_get_thread_ident();
     self->forks = forks_of_process;
     if (!failed && (failed = !attribute(self->comm, "journal", &journal) ? -1 : 0) == 0)
@@ -704,11 +848,10 @@ static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     return 0;
 }
 
-/* Let go of what calls need; works that have ended, and calls that are refused, need the rest. */
-static void end_calls(Calls *self) {
-    PyObject **places[] = {&self->comm, &self->work_type, &self->resolve, &self->make_steps, &self->find_one, &self->find_parts, &self->flatten, &self->take_over,
-                           &self->remember, &self->operation, &self->guard, &self->overwritten, &self->left, &self->early, &self->asked_early, &self->hooks, &self->watch,
-                           &self->polling, &self->is_running, &self->create_future, &self->rest, &self->quiet, &self->folder, &self->last_file, &self->timeout};
+/* Let go of the group. What works that have ended refer to stays: the loop, and the owner, which refuses calls from now on. */
+static void leave_group(Calls *self) {
+    PyObject **places[] = {&self->comm, &self->resolve, &self->make_steps, &self->find_one, &self->find_parts, &self->flatten, &self->take_over, &self->remember, &self->operation,
+                           &self->guard, &self->overwritten, &self->left, &self->early, &self->asked_early, &self->hooks, &self->watch, &self->rest, &self->quiet, &self->folder, &self->last_file, &self->timeout};
     while (self->first) {
         Handle *call = self->first;
         unlink_call(call);
@@ -721,15 +864,19 @@ static void end_calls(Calls *self) {
 }
 
 static int Calls_clear(Calls *self) {
-    end_calls(self);
+    leave_group(self);
     Py_CLEAR(self->owner);
+    Py_CLEAR(self->work_type);
     Py_CLEAR(self->runtime);
+    Py_CLEAR(self->polling);
+    Py_CLEAR(self->is_running);
+    Py_CLEAR(self->create_future);
     Py_CLEAR(self->progress);
     return 0;
 }
 
 static PyObject *Calls_close(Calls *self, PyObject *Py_UNUSED(unused)) {
-    end_calls(self);
+    leave_group(self);
     Py_RETURN_NONE;
 }
 

@@ -9,6 +9,7 @@ static PyObject *call_reference(PyObject *function, Handle *self) { return PyObj
 
 static int Handle_init(Handle *self, PyObject *args, PyObject *kwargs) {
     PyObject *completion;
+    if (self->calls) return PyErr_SetString(PyExc_TypeError, "this work is carried out already"), -1;
     if (!PyArg_ParseTuple(args, "O", &completion)) return -1;
     KEEP(completion);
     SET_REFERENCE(self->completion, completion);
@@ -69,12 +70,18 @@ PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
 
 /* Return the completion of a call, which Python makes from what is here; one in flight goes on with it. */
 PyObject *materialize(Handle *self) {
-    if (!self->completion) {
+    while (!self->completion) {
         if (!self->calls) return PyErr_SetString(PyExc_RuntimeError, "this work was not initialized"), NULL;
-        PyObject *made = completion_of(self, self->waiters ? self->waiters : Py_None, self->guard ? self->guard : Py_None);
+        int was_done = self->is_done;
+        /* The loop goes on while another thread makes it: an await that begins meanwhile is in the same list. */
+        if (!was_done && !self->waiters && !(self->waiters = PyList_New(0))) return NULL;
+        PyObject *waiters = self->waiters ? self->waiters : Py_None, *made = completion_of(self, waiters, self->guard ? self->guard : Py_None);
         if (!made) return NULL;
-        if (self->completion) DROP(made); /* another thread was faster */
-        else self->completion = made;
+        if (self->completion || was_done != self->is_done) { /* another thread was faster, or the call has ended */
+            DROP(made);
+            continue;
+        }
+        self->completion = made;
         Py_CLEAR(self->waiters);
         Py_CLEAR(self->guard);
     }
@@ -95,6 +102,11 @@ static PyObject *Handle_completion(Handle *self, void *Py_UNUSED(unused)) {
 int handle_end(Handle *self) {
     self->is_done = 1;
     Py_CLEAR(self->arrays);
+    if (self->completion) { /* another thread waits for it */
+        PyObject *done = PyObject_CallMethod(self->completion, "finish", "O", self->value);
+        DROP(done);
+        return done ? 0 : -1;
+    }
     if (!self->waiters) return 0;
     PyObject *waiters = self->waiters;
     self->waiters = NULL;
@@ -111,7 +123,7 @@ int handle_end(Handle *self) {
 }
 
 /* The program waits for the work, or looks at its outcome: no warning is due. */
-static int note_await(Handle *self) {
+int note_await(Handle *self) {
     if (!self->guard) return 0;
     PyObject *guard = self->guard;
     self->guard = NULL;
@@ -128,7 +140,7 @@ typedef struct {
     PyObject_HEAD
     Handle *work;
     PyObject *future, *inner; /* what it suspends on, and the iterator of that */
-    char yields;
+    char yields, is_reference; /* is_reference: inner is the generator of the reference, which goes on after a hand-over */
 } Iteration;
 
 static int turn_is_due(Calls *calls, double now) {
@@ -150,7 +162,7 @@ static int settle(Calls *calls) {
 }
 
 static int is_here(Calls *calls) {
-    if (!is_owner(calls)) return 0;
+    if (!is_owner(calls) || !calls->comm) return 0;
     PyObject *running = PyObject_CallNoArgs(calls->is_running);
     DROP(running);
     return running ? running == Py_True : -1;
@@ -202,7 +214,10 @@ static PySendResult Iteration_send(Iteration *self, PyObject *argument, PyObject
         *result = Py_None;
         return PYGEN_NEXT;
     }
-    if (!self->inner && !work->is_done && !work->completion) {
+    if (!self->inner && !work->is_done && work->completion) { /* it was handed over since the await began */
+        if (!(self->inner = call_reference(reference_await, work))) return PYGEN_ERROR;
+        self->is_reference = 1;
+    } else if (!self->inner && !work->is_done) {
         PyObject *future = PyObject_CallNoArgs(work->calls->create_future);
         if (!future) return PYGEN_ERROR;
         if ((!work->waiters && !(work->waiters = PyList_New(0))) || PyList_Append(work->waiters, future) < 0) {
@@ -216,9 +231,10 @@ static PySendResult Iteration_send(Iteration *self, PyObject *argument, PyObject
     if (self->inner) {
         PySendResult sent = PyIter_Send(self->inner, argument, result);
         if (sent != PYGEN_RETURN) return sent;
-        Py_CLEAR(*result);
         Py_CLEAR(self->inner);
         Py_CLEAR(self->future);
+        if (self->is_reference) return PYGEN_RETURN;
+        Py_CLEAR(*result);
     }
     *result = outcome(work);
     return *result ? PYGEN_RETURN : PYGEN_ERROR;

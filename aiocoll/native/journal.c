@@ -55,6 +55,10 @@ int journal_open(JournalView *view, PyObject *journal, int size) {
     if (open_table(journal, "counters", &view->counters, &view->counters_state, &view->counters_generation) < 0) return -1;
     if (open_table(journal, "waits", &view->waits, &view->waits_state, &view->waits_generation) < 0) return -1;
     if (view_attribute(journal, "due", &view->due, PyBUF_WRITABLE) < 0) return -1;
+    const Py_buffer *states[] = {&view->ring_state, &view->counters_state, &view->waits_state};
+    int fits = view->due.len >= (Py_ssize_t)sizeof(double) && PyList_Check(view->objects);
+    for (int i = 0; i < 3; i++) fits = fits && states[i]->len >= (SIZE + 1) * (Py_ssize_t)sizeof(int64_t);
+    if (!fits || state_of(&view->ring_state, SIZE) < 1) return PyErr_SetString(PyExc_ValueError, "there is no such journal"), -1;
     PyObject *counts = PyObject_GetAttrString(journal, "counts");
     if (!counts) return -1;
     view->counts = PyObject_IsTrue(counts);
@@ -74,6 +78,11 @@ void journal_close(JournalView *view) {
     view->wait_rows = NULL;
 }
 
+static int no_room(void) {
+    PyErr_SetString(PyExc_RuntimeError, "the journal has less room than it says");
+    return -1;
+}
+
 static int write_record(JournalView *view, Handle *call, double now) {
     int64_t *state = view->ring_state.buf, number = ++state[COUNT];
     Py_ssize_t index = (Py_ssize_t)(number % state[SIZE]);
@@ -85,6 +94,7 @@ static int write_record(JournalView *view, Handle *call, double now) {
             DROP(grown);
             if (refresh(view->journal, "collectives", &view->records, &view->ring_state, &view->records_generation) < 0) return -1;
         }
+        if ((index + 1) * RECORD_NBYTES > view->records.len) return no_room();
     }
     PyObject *objects = Py_BuildValue("LOOOOO", (long long)number, call->steps->signature, call->shape, call->key, call->code, Py_None);
     if (!objects || PyList_SetItem(view->objects, index, objects) < 0) return -1;
@@ -114,6 +124,7 @@ static int count_wait(JournalView *view, int peer, double took, double now) {
         if (*row < 0) return -1;
     }
     if (refresh(view->journal, "waits", &view->waits, &view->waits_state, &view->waits_generation) < 0) return -1;
+    if ((*row + WAITED + 1) * (Py_ssize_t)sizeof(double) > view->waits.len) return no_room();
     double *waits = (double *)view->waits.buf + *row;
     waits[TIMES] += 1.0;
     waits[WAITED] += took;
@@ -127,6 +138,7 @@ int journal_ended(Calls *calls, Handle *call, double now) {
     if (!view->counts) return 0;
     if (steps->epoch != calls->epoch && learn(calls, call) < 0) return -1;
     if (refresh(view->journal, "counters", &view->counters, &view->counters_state, &view->counters_generation) < 0) return -1;
+    if (steps->row < 0 || (steps->row + ROW) * (Py_ssize_t)sizeof(double) > view->counters.len) return no_room();
     double took = now - call->entered, *counters = (double *)view->counters.buf + steps->row;
     int exponent;
     frexp(took + 0x1p-24, &exponent);

@@ -7,15 +7,29 @@
 #include <sched.h>
 #include <unistd.h>
 
-static int slots_from(Slots *slots, char *base, Py_ssize_t nbytes, PyObject *layout) {
+/* Whether so many things of a size lie inside of some bytes. */
+static int is_inside(Py_ssize_t start, Py_ssize_t count, Py_ssize_t size, Py_ssize_t nbytes) {
+    return start >= 0 && size >= 0 && start <= nbytes && size <= (nbytes - start) / count;
+}
+
+/* Take over a layout of slots, and check it; `words` come before its lines. */
+static int slots_from(Slots *slots, char *base, Py_ssize_t nbytes, Py_ssize_t words, PyObject *layout) {
     Py_ssize_t lines, small, small_nbytes, middle, middle_nbytes, end;
     if (!PyArg_ParseTuple(layout, "nnnnnn", &lines, &small, &small_nbytes, &middle, &middle_nbytes, &end)) return -1;
-    if (end > nbytes || lines < 0 || lines % 8) {
-        PyErr_SetString(PyExc_ValueError, "the lane is longer than its memory");
+    int fits = (uintptr_t)base % LAYOUT_LINE == 0 && lines >= words * 8 && lines % LAYOUT_LINE == 0 &&
+               is_inside(lines, LAYOUT_SLOTS, LAYOUT_LINE, nbytes) && is_inside(small, LAYOUT_SMALL_SLOTS, small_nbytes, nbytes) &&
+               is_inside(middle, LAYOUT_MIDDLE_SLOTS, middle_nbytes, nbytes);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "the lane does not fit into its memory");
         return -1;
     }
     *slots = (Slots){base, (Word *)(base + lines), small, small_nbytes, middle, middle_nbytes};
     return 0;
+}
+
+static int once(void) {
+    PyErr_SetString(PyExc_TypeError, "it was initialized before");
+    return -1;
 }
 
 static int numbers_from(PyObject *posted, PyObject *ready, Py_buffer *posted_view, Py_buffer *ready_view) {
@@ -32,9 +46,10 @@ static int numbers_from(PyObject *posted, PyObject *ready, Py_buffer *posted_vie
 
 static int CommonLane_init(CommonLane *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *layout, *posted, *ready, *readers, *reserve;
+    if (self->memory.obj || self->posted.obj) return once();
     if (!PyArg_ParseTuple(args, "OO!OOO!O", &memory, &PyTuple_Type, &layout, &posted, &ready, &PyList_Type, &readers, &reserve)) return -1;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) return -1;
-    if (slots_from(&self->slots, self->memory.buf, self->memory.len, layout) < 0) return -1;
+    if (slots_from(&self->slots, self->memory.buf, self->memory.len, 0, layout) < 0) return -1;
     if (numbers_from(posted, ready, &self->posted, &self->ready) < 0) return -1;
     if (PyList_Size(readers) != LAYOUT_SLOTS) {
         PyErr_SetString(PyExc_ValueError, "a lane has one list of readers per slot");
@@ -95,11 +110,12 @@ PyType_Spec CommonLane_spec = {"aiocoll.native._core.CommonLane", sizeof(CommonL
 static int PeerLanes_init(PeerLanes *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *layout, *posted, *ready, *theirs, *common_layout, *lane_layout, *status, *reserve, *attend, *writer, *common;
     Py_ssize_t lane_start;
+    if (self->memory.obj || self->posted.obj) return once();
     if (!PyArg_ParseTuple(args, "OO!OOOnO!O!OOOOO!i", &memory, &PyTuple_Type, &layout, &posted, &ready, &theirs, &lane_start,
                           &PyTuple_Type, &common_layout, &PyTuple_Type, &lane_layout, &status, &reserve, &attend, &writer,
                           CommonLane_type, &common, &self->eventfd)) return -1;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) return -1;
-    if (slots_from(&self->slots, self->memory.buf, self->memory.len, layout) < 0) return -1;
+    if (slots_from(&self->slots, self->memory.buf, self->memory.len, LAYOUT_LANE_WORDS, layout) < 0) return -1;
     if (numbers_from(posted, ready, &self->posted, &self->ready) < 0) return -1;
     if (PyObject_GetBuffer(theirs, &self->theirs, PyBUF_SIMPLE) < 0) return -1;
     char *base = self->theirs.buf;
@@ -107,8 +123,8 @@ static int PeerLanes_init(PeerLanes *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_ValueError, "the peer's lane is outside of its outbox");
         return -1;
     }
-    if (slots_from(&self->common_slots, base, self->theirs.len, common_layout) < 0) return -1;
-    if (slots_from(&self->lane_slots, base + lane_start, self->theirs.len - lane_start, lane_layout) < 0) return -1;
+    if (slots_from(&self->common_slots, base, self->theirs.len, LAYOUT_CORE + 1, common_layout) < 0) return -1;
+    if (slots_from(&self->lane_slots, base + lane_start, self->theirs.len - lane_start, LAYOUT_LANE_WORDS, lane_layout) < 0) return -1;
     if (PyObject_GetBuffer(status, &self->status, PyBUF_SIMPLE) < 0) return -1;
     if (self->status.len < 8 * (LAYOUT_CORE + 1)) {
         PyErr_SetString(PyExc_ValueError, "the doorbell has too few words");
@@ -171,9 +187,21 @@ static PyObject *PeerLanes_retire(PeerLanes *self, PyObject *Py_UNUSED(unused)) 
 }
 
 static PyObject *PeerLanes_close(PeerLanes *self, PyObject *Py_UNUSED(unused)) {
+    self->can_post = self->can_look = 0;
+    self->eventfd = -1; /* another file may get its number */
     PeerLanes_clear(self);
-    release_memory(self);
+    if (!self->pins) release_memory(self);
     Py_RETURN_NONE;
+}
+
+/* Keep the memory of lanes, whatever Python does meanwhile. */
+void pin(PeerLanes *peer) {
+    KEEP(peer);
+    peer->pins++;
+}
+void unpin(PeerLanes *peer) {
+    if (!--peer->pins && !peer->can_look) release_memory(peer);
+    DROP(peer);
 }
 
 static PyMethodDef PeerLanes_methods[] = {
@@ -187,56 +215,58 @@ PyType_Spec PeerLanes_spec = {"aiocoll.native._core.PeerLanes", sizeof(PeerLanes
 
 /* ---- posts */
 
-static int reserve_slot(PyObject *function, char *is_reserved, uint32_t slot, npy_intp nbytes) {
-    if (is_reserved[slot] || !function) return function != NULL;
+static int reserve_slot(PyObject *function, uint32_t slot, npy_intp nbytes) {
+    if (!function) return 0;
+    KEEP(function);
     PyObject *done = PyObject_CallFunction(function, "In", (unsigned int)slot, (Py_ssize_t)nbytes);
+    DROP(function);
     if (!done) return -1;
     int is_there = PyObject_IsTrue(done);
     DROP(done);
     return is_there;
 }
 
-/* Make the memory of a slot, if it is not there: 0 if the host has none, -1 for an exception. A lane's lines are made
-   with its first slot, those of the common lane with the outbox. */
+int lane_has(const PeerLanes *peer, uint32_t slot, npy_intp nbytes) {
+    return nbytes <= INLINE_NBYTES ? peer->has_lines : peer->is_reserved[slot];
+}
+int common_has(const CommonLane *common, uint32_t slot, npy_intp nbytes) {
+    return nbytes <= INLINE_NBYTES || common->is_reserved[slot];
+}
+
+/* Make the memory of a slot: 0 if the host has none, -1 for an exception. A lane's lines are made with its first slot,
+   those of the common lane with the outbox. */
 int lane_reserve(PeerLanes *peer, uint32_t slot, npy_intp nbytes) {
-    if (nbytes <= INLINE_NBYTES && peer->has_lines) return 1;
-    int is_there = reserve_slot(peer->reserve, peer->is_reserved, slot, nbytes);
+    KEEP(peer);
+    int is_there = reserve_slot(peer->reserve, slot, nbytes);
     if (is_there > 0) peer->has_lines = 1;
+    DROP(peer);
     return is_there;
 }
 int common_reserve(CommonLane *common, uint32_t slot, npy_intp nbytes) {
-    return nbytes <= INLINE_NBYTES ? 1 : reserve_slot(common->reserve, common->is_reserved, slot, nbytes);
+    return reserve_slot(common->reserve, slot, nbytes);
 }
+
+static Word *line_of(const Slots *slots, uint32_t slot) { return slots->lines + slot * LINE_WORDS; }
 
 static void fill(const Slots *slots, const Post *post) {
-    Word *line = slots->lines + post->slot * 8;
-    /* The group comes first: a reader that was given up, and goes on, finds that this is not what it was reading. */
-    store(line + 1, post->group);
-    fence_release();
-    store(line, post->identity);
-    store(line + 2, (uint64_t)post->nbytes);
-    store(line + 3, post->fingerprint);
-    if (post->nbytes) memcpy(slot_bytes(slots, post->slot, post->nbytes), post->bytes, post->nbytes);
-}
-
-static void name(PeerLanes *peer, int named, uint32_t slot, uint64_t number) {
-    store_release(peer->words + named + slot, number);
-    store_release(peer->words + LAYOUT_POSTS, load(peer->words + LAYOUT_POSTS) + 1);
+    fill_line(line_of(slots, post->slot), &post->head);
+    npy_intp nbytes = (npy_intp)post->head.length;
+    if (nbytes) memcpy(slot_bytes(slots, post->slot, nbytes), post->bytes, nbytes);
 }
 
 int lane_is_free(PeerLanes *peer, uint32_t slot) {
-    return load_acquire(peer->peer_words + LAYOUT_LANE_CONSUMED + slot) == peer->numbers[slot];
+    return is_consumed(peer->peer_words + LAYOUT_LANE_CONSUMED + slot, peer->numbers[slot]);
 }
 
-int lane_post(PeerLanes *peer, const Post *post) {
+void lane_post(PeerLanes *peer, const Post *post) {
     fill(&peer->slots, post);
-    name(peer, LAYOUT_LANE_NAMED, post->slot, ++peer->numbers[post->slot]);
-    return ring(peer);
+    publish(peer->words + LAYOUT_LANE_NAMED + post->slot, ++peer->numbers[post->slot], peer->words + LAYOUT_POSTS);
 }
 
 /* Return whether all readers of the last post have consumed it: 0 also where Python has to find that out. */
 int common_is_free(CommonLane *common, uint32_t slot) {
-    PyObject *readers = PyList_GetItem(common->readers, slot);
+    PyObject *readers = common->readers ? PyList_GetItem(common->readers, slot) : NULL;
+    if (!common->readers) return 0; /* it was closed */
     Py_ssize_t count = readers ? PySequence_Size(readers) : -1;
     if (count < 0) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -245,7 +275,7 @@ int common_is_free(CommonLane *common, uint32_t slot) {
         DROP(writer);
         if (!lanes) return -1;
         int is_free = TYPE_OF(lanes) == PeerLanes_type && ((PeerLanes *)lanes)->can_look &&
-                      load_acquire(((PeerLanes *)lanes)->peer_words + LAYOUT_COMMON_CONSUMED + slot) == common->numbers[slot];
+                      is_consumed(((PeerLanes *)lanes)->peer_words + LAYOUT_COMMON_CONSUMED + slot, common->numbers[slot]);
         DROP(lanes);
         if (!is_free) return 0;
     }
@@ -259,51 +289,45 @@ int common_post(const Post *post, PeerLanes **peers, int count, PyObject *lanes)
     uint64_t number = ++common->numbers[slot];
     KEEP(lanes);
     if (PyList_SetItem(common->readers, slot, lanes) < 0) return -1;
-    for (int i = 0; i < count; i++) name(peers[i], LAYOUT_COMMON_NAMED, slot, number);
-    for (int i = 0; i < count; i++)
-        if (ring(peers[i]) < 0) return -1;
+    for (int i = 0; i < count; i++) publish(peers[i]->words + LAYOUT_COMMON_NAMED + slot, number, peers[i]->words + LAYOUT_POSTS);
     return 0;
 }
 
 /* ---- readers */
 
-int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Post *expected, int compares_length) {
+int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Head *expected, int compares_length) {
     const Word *named = peer->peer_words + (is_common ? LAYOUT_COMMON_NAMED : LAYOUT_LANE_NAMED) + slot;
     const Word *consumed = peer->words + (is_common ? LAYOUT_COMMON_CONSUMED : LAYOUT_LANE_CONSUMED) + slot;
-    if (load_acquire(named) <= load(consumed)) return MISSING;
-    const Word *line = (is_common ? peer->common_slots : peer->lane_slots).lines + slot * 8;
-    if (load(line) != expected->identity || load(line + 1) != expected->group) return MISSING;
-    if (load(line + 3) != expected->fingerprint) return DIFFERENT;
-    return compares_length && load(line + 2) != (uint64_t)expected->nbytes ? DIFFERENT : PRESENT;
+    return look_for(named, consumed, line_of(is_common ? &peer->common_slots : &peer->lane_slots, slot), expected, compares_length);
 }
 
 /* Be done with a post: 0 if it was overwritten while it was read, since the peer has given this rank up. */
 int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group) {
-    const Word *line = (is_common ? peer->common_slots : peer->lane_slots).lines + slot * 8;
-    fence_acquire();
-    if (load(line + 1) != group) return 0;
-    uint64_t number = load(peer->peer_words + (is_common ? LAYOUT_COMMON_NAMED : LAYOUT_LANE_NAMED) + slot);
-    store_release(peer->words + (is_common ? LAYOUT_COMMON_CONSUMED : LAYOUT_LANE_CONSUMED) + slot, number);
-    return 1;
+    const Word *named = peer->peer_words + (is_common ? LAYOUT_COMMON_NAMED : LAYOUT_LANE_NAMED) + slot;
+    Word *consumed = peer->words + (is_common ? LAYOUT_COMMON_CONSUMED : LAYOUT_LANE_CONSUMED) + slot;
+    return consume(named, consumed, line_of(is_common ? &peer->common_slots : &peer->lane_slots, slot), group);
 }
 
 /* ---- the doorbell */
 
-/* Wake the peer if it sleeps: it then sees what was stored before. This rank looks at its links in the next turn, too. */
-int ring(PeerLanes *peer) {
-    if (load(peer->own_status + LAYOUT_STATUS) & 1) {
-        PyObject *done = PyObject_CallNoArgs(peer->attend);
-        if (!done) return -1;
-        DROP(done);
-    }
-    fence_full();
-    uint64_t status = load(peer->peer_status + LAYOUT_STATUS);
-    if (status & 1 && status != peer->rung) {
-        uint64_t one = 1;
+/* Let this rank look at its links in the next turn: its peers need not wake it to answer. */
+int attend(PeerLanes *peer) {
+    if (!(load(peer->own_status + LAYOUT_STATUS) & 1)) return 0;
+    PyObject *function = peer->attend;
+    KEEP(function);
+    PyObject *done = PyObject_CallNoArgs(function);
+    DROP(function);
+    DROP(done);
+    return done ? 0 : -1;
+}
+
+/* Wake the peer if it sleeps: it then sees what was stored before the full fence that comes before this. */
+void wake(PeerLanes *peer) {
+    uint64_t status = sleeping(peer->peer_status + LAYOUT_STATUS, peer->rung), one = 1;
+    if (status) {
         peer->rung = status;
-        if (write(peer->eventfd, &one, sizeof one) < 0) return 0; /* it is full: the peer will be woken by that */
+        if (write(peer->eventfd, &one, sizeof one) < 0) return; /* it is full: the peer will be woken by that */
     }
-    return 0;
 }
 
 /* Return whether the peer was on the core of this rank when it last waited for long. */

@@ -58,6 +58,13 @@ unsigned long forks_of_process;
 static void count_fork(void) { forks_of_process++; }
 
 static int exec_module(PyObject *module) {
+    /* Types and names are those of one interpreter. */
+    static PyInterpreterState *interpreter;
+    if (interpreter && interpreter != PyInterpreterState_Get()) {
+        PyErr_SetString(PyExc_ImportError, "another interpreter of this process runs the accelerator");
+        return -1;
+    }
+    interpreter = PyInterpreterState_Get();
     if (PyArray_ImportNumPyAPI() < 0 || PyUFunc_ImportUFuncAPI() < 0) return -1;
     static int is_watching;
     if (!is_watching && (is_watching = 1)) pthread_atfork(NULL, NULL, count_fork);

@@ -25,16 +25,40 @@ static int others_move(Calls *calls, const Handle *call) {
     return 0;
 }
 
+/* The interpreter while this thread has given it up: other threads run, and may close links, so their memory is pinned. */
+typedef struct {
+    PyThreadState *state;
+    PeerLanes **pinned;
+    int size;
+} Released;
+
+static void release(Calls *calls, Released *released) {
+    if (released->state) return;
+    for (int i = 0; i < released->size; i++)
+        if ((released->pinned[i] = calls->peers[i])) pin(released->pinned[i]);
+    released->state = PyEval_SaveThread();
+}
+
+static void take_back(Released *released) {
+    if (!released->state) return;
+    PyEval_RestoreThread(released->state);
+    released->state = NULL;
+    for (int i = 0; i < released->size; i++)
+        if (released->pinned[i]) unpin(released->pinned[i]);
+}
+
 /* Look for a call until it can end, for `spin` seconds at most. -1: an exception. */
 int poll_for(Handle *call) {
     Calls *calls = call->calls;
-    PyThreadState *released = NULL;
+    PeerLanes *pinned[calls->size];
+    Released released = {NULL, pinned, calls->size};
     double now = seconds(), idle = now + calls->spin, limit = now + BUDGET;
     int found = 0, gives_way = calls->is_crowded || calls->is_beside;
     for (int looks = 1; now < idle && now < limit; looks++) {
         if ((found = look_at(call))) break;
         if (looks % OTHERS == 0 && calls->count > 1) {
-            if (released) PyEval_RestoreThread(released), released = NULL;
+            take_back(&released);
+            if (!call->is_in_flight) return 0; /* another thread has handed it over */
             if (others_move(calls, call)) {
                 if (look_at_all(calls) < 0) return -1;
                 if (!call->is_in_flight) return 0;
@@ -42,7 +66,7 @@ int poll_for(Handle *call) {
             }
         }
         if (gives_way) {
-            if (!released) released = PyEval_SaveThread();
+            release(calls, &released);
             double before = seconds();
             sched_yield();
             now = seconds();
@@ -55,10 +79,10 @@ int poll_for(Handle *call) {
             calls->is_beside = has_neighbour(calls);
             gives_way = calls->is_crowded || calls->is_beside;
         }
-        if (looks == LOOKS_WITH_INTERPRETER && !released) released = PyEval_SaveThread();
+        if (looks == LOOKS_WITH_INTERPRETER) release(calls, &released);
     }
-    if (released) PyEval_RestoreThread(released);
-    if (!call->is_in_flight) return 0; /* another thread has ended the group */
+    take_back(&released);
+    if (!call->is_in_flight) return 0;
     *(double *)calls->turn.buf = now;
     if (found) return found > 0 ? complete(call) : hand_over(call);
     /* Nothing came: no other await polls in this turn of the loop. */

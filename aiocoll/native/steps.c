@@ -26,6 +26,14 @@ static int need(Steps *steps, int buffer, npy_intp nbytes) {
     return 0;
 }
 
+/* Check what a contribution takes: bytes in slots of one size. */
+static int are_slots_wrong(Py_ssize_t nbytes, uint32_t first_slot, uint32_t slots) {
+    uint32_t end = first_slot < LAYOUT_SMALL_SLOTS ? LAYOUT_SMALL_SLOTS : LAYOUT_SLOTS;
+    if (nbytes >= 0 && slots && first_slot < end && slots <= end - first_slot) return 0;
+    PyErr_SetString(PyExc_ValueError, "there are no such slots");
+    return 1;
+}
+
 static int contributions_from(PyObject *tuple, Steps *steps, int size, Contribution **made, int *count) {
     if (!(*made = rows(tuple, count, sizeof(Contribution)))) return -1;
     for (int i = 0; i < *count; i++) {
@@ -35,14 +43,20 @@ static int contributions_from(PyObject *tuple, Steps *steps, int size, Contribut
         if (!PyArg_ParseTuple(ITEM(tuple, i), "inO!iII", &each->buffer, &nbytes, &PyTuple_Type, &readers, &each->is_common,
                               &each->first_slot, &each->slots)) return -1;
         each->nbytes = nbytes;
+        if (are_slots_wrong(nbytes, each->first_slot, each->slots)) return -1;
         if (need(steps, each->buffer, nbytes) < 0) return -1;
         if (!(each->readers = rows(readers, &each->readers_count, sizeof(int)))) return -1;
+        if (!each->readers_count || (!each->is_common && each->readers_count > 1)) {
+            PyErr_SetString(PyExc_ValueError, "a contribution has a reader, and in a lane no other one");
+            return -1;
+        }
         for (int n = 0; n < each->readers_count; n++) {
-            each->readers[n] = (int)PyLong_AsLong(ITEM(readers, n));
-            if (each->readers[n] < 0 || each->readers[n] >= size) {
-                PyErr_SetString(PyExc_ValueError, "a reader is no rank of the group");
+            long reader = PyLong_AsLong(ITEM(readers, n));
+            if (reader < 0 || reader >= size) {
+                if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a reader is no rank of the group");
                 return -1;
             }
+            each->readers[n] = (int)reader;
         }
     }
     return 0;
@@ -56,6 +70,7 @@ static int takes_from(PyObject *tuple, Steps *steps, int size) {
         if (!PyArg_ParseTuple(ITEM(tuple, i), "inniII", &take->peer, &nbytes, &elements, &take->is_common, &take->first_slot,
                               &take->slots)) return -1;
         take->nbytes = nbytes;
+        if (are_slots_wrong(nbytes, take->first_slot, take->slots)) return -1;
         if (take->peer < 0 || take->peer >= size) {
             PyErr_SetString(PyExc_ValueError, "a contribution is of no rank of the group");
             return -1;
@@ -82,8 +97,9 @@ static int check(Steps *steps) {
     }
     if (steps->target < 0) return 0;
     /* The first rank of a scan reads nothing, and posts what it keeps. */
-    if (!steps->takes_count && !steps->first_count) goto wrong;
+    if ((!steps->takes_count && !steps->first_count) || (!steps->takes_count && !steps->own_count)) goto wrong;
     steps->nbytes_folded = steps->takes_count ? steps->takes[0].nbytes : steps->first[0].nbytes;
+    if (steps->nbytes_folded % steps->itemsize) goto wrong;
     for (int i = 1; i < steps->takes_count; i++)
         if (steps->takes[i].nbytes != steps->nbytes_folded) goto wrong;
     for (int i = 0; i < steps->own_count; i++) {
@@ -99,6 +115,8 @@ wrong:
 static void find_loop(Steps *steps, PyObject *ufunc) {
     PyUFuncObject *found = (PyUFuncObject *)ufunc;
     int type = steps->storage->type_num;
+    /* The loop is for numbers of this machine. */
+    if (PyDataType_REFCHK(steps->storage) || !PyArray_ISNBO(steps->storage->byteorder)) return;
     if (found->nin != 2 || found->nout != 1 || !found->functions) return;
     for (int i = 0; i < found->ntypes; i++) {
         const char *types = found->types + 3 * i;
@@ -115,6 +133,7 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     PyObject *plan, *kind, *op, *signature, *storage, *round, *ufunc, *fold_function, *copies, *first, *takes, *target, *own, *moves, *last;
     unsigned long long fingerprint;
     int size;
+    if (self->plan) return PyErr_SetString(PyExc_TypeError, "it was initialized before"), -1;
     if (!PyArg_ParseTuple(args, "OOOOKO!iiO!OO", &plan, &kind, &op, &signature, &fingerprint, &PyArrayDescr_Type, &storage,
                           &self->buffers_count, &size, &PyTuple_Type, &round, &ufunc, &fold_function)) return -1;
     if (!PyArg_ParseTuple(round, "O!O!O!OO!O!O!p", &PyTuple_Type, &copies, &PyTuple_Type, &first, &PyTuple_Type, &takes, &target,
@@ -126,9 +145,13 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     KEEP(storage), self->storage = (PyArray_Descr *)storage;
     self->fingerprint = fingerprint;
     self->itemsize = PyDataType_ELSIZE(self->storage);
+    self->size = size;
+    if (self->itemsize <= 0 || self->buffers_count < 0) return PyErr_SetString(PyExc_ValueError, "there is no such round"), -1;
     if (!(self->needed = PyMem_Calloc(self->buffers_count ? self->buffers_count : 1, sizeof(npy_intp)))) return PyErr_NoMemory(), -1;
-    self->target = target == Py_None ? -1 : (int)PyLong_AsLong(target);
+    long number = target == Py_None ? -1 : PyLong_AsLong(target);
     if (PyErr_Occurred()) return -1;
+    if (number < -1 || number >= self->buffers_count) return PyErr_SetString(PyExc_ValueError, "there is no buffer to reduce into"), -1;
+    self->target = (int)number;
     if (contributions_from(first, self, size, &self->first, &self->first_count) < 0) return -1;
     if (contributions_from(last, self, size, &self->last, &self->last_count) < 0) return -1;
     if (takes_from(takes, self, size) < 0 || pairs_from(copies, &self->copies, &self->copies_count) < 0) return -1;

@@ -1,0 +1,70 @@
+/* The words of an outbox: in which order writers and readers store and load them. `docs/native.md` argues each fence.
+
+   Nothing here knows Python, so that tests/native/race.c runs the same code between two threads. What the words mean
+   has aiocoll/native/layout.py; aiocoll/transport/shm/slots.py and doorbell.py are the reference. */
+#ifndef AIOCOLL_PROTOCOL_H
+#define AIOCOLL_PROTOCOL_H
+
+#include "layout.h"
+#include "words.h"
+
+/* Words of a slot's line. */
+enum { LINE_IDENTITY, LINE_GROUP, LINE_LENGTH, LINE_FINGERPRINT, LINE_BYTES, LINE_WORDS = 8 };
+_Static_assert(LINE_WORDS * sizeof(Word) == LAYOUT_LINE, "a slot has a cache line");
+
+typedef struct {
+    uint64_t identity, group, fingerprint, length;
+} Head;
+
+enum { MISSING, PRESENT, DIFFERENT };
+
+/* ---- the writer */
+
+/* Return whether the reader has consumed the last post, which has this number: what it has read may be overwritten. */
+static inline int is_consumed(const Word *consumed, uint64_t number) { return load_acquire(consumed) == number; }
+
+/* Begin to fill a slot; its bytes are written after that. */
+static inline void fill_line(Word *line, const Head *head) {
+    /* The group comes first: a reader that was given up, and goes on, finds that this is not what it was reading. */
+    store(line + LINE_GROUP, head->group);
+    fence_release();
+    store(line + LINE_IDENTITY, head->identity);
+    store(line + LINE_LENGTH, head->length);
+    store(line + LINE_FINGERPRINT, head->fingerprint);
+}
+
+/* Let a reader have what a slot was filled with. */
+static inline void publish(Word *named, uint64_t number, Word *posts) {
+    store_release(named, number);
+    store_release(posts, load(posts) + 1);
+}
+
+/* ---- the reader */
+
+static inline int look_for(const Word *named, const Word *consumed, const Word *line, const Head *expected, int compares_length) {
+    if (load_acquire(named) <= load(consumed)) return MISSING;
+    if (load(line + LINE_IDENTITY) != expected->identity || load(line + LINE_GROUP) != expected->group) return MISSING;
+    if (load(line + LINE_FINGERPRINT) != expected->fingerprint) return DIFFERENT;
+    return compares_length && load(line + LINE_LENGTH) != expected->length ? DIFFERENT : PRESENT;
+}
+
+/* Be done with a post: 0 if it was overwritten while it was read, since the writer has given this rank up. */
+static inline int consume(const Word *named, Word *consumed, const Word *line, uint64_t group) {
+    /* The number before the group: it is that of what was read, not of a post that has come since. */
+    uint64_t number = load_acquire(named);
+    fence_acquire();
+    if (load(line + LINE_GROUP) != group) return 0;
+    store_release(consumed, number);
+    return 1;
+}
+
+/* ---- the doorbell */
+
+/* Return the status of a peer that sleeps and was not woken yet, else 0. A full fence is between the post and this, as it is
+   between the status of the peer and its last look before it sleeps. */
+static inline uint64_t sleeping(const Word *status, uint64_t rung) {
+    uint64_t found = load(status);
+    return found & 1 && found != rung ? found : 0;
+}
+
+#endif

@@ -1,0 +1,184 @@
+/* Two threads over one mapping run the protocol of the outboxes: post, look, fold, free, give up, sleep and wake.
+
+   race ROUNDS [SEED]: both post, fold and free in each round, and sleep if nothing comes. Then one posts as many times and
+   gives half of its posts up while the other reads them. The bytes of the first part are not atomic, so that
+   ThreadSanitizer sees a missing release or acquire; what it cannot see (fences, lost wake-ups) the checks find. */
+#define _GNU_SOURCE
+#include "protocol.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { SLOTS = 4, WORDS = 16, LOOKS = 512, PATIENCE = 10000 /* milliseconds */ };
+
+/* What one rank writes, and the other one only reads. */
+typedef struct {
+    _Alignas(LAYOUT_LINE) Word status[LINE_WORDS];
+    _Alignas(LAYOUT_LINE) Word lane[LAYOUT_LANE_WORDS];
+    _Alignas(LAYOUT_LINE) Word lines[SLOTS][LINE_WORDS];
+    _Alignas(LAYOUT_LINE) uint64_t bytes[SLOTS][WORDS];
+} Outbox;
+
+typedef struct {
+    Outbox *own, *peer;
+    int eventfd, peer_eventfd;
+    uint64_t rank, numbers[SLOTS], rung, status, sleeps, kept;
+    unsigned seed;
+} Rank;
+
+static uint64_t rounds;
+
+static void fail(const char *what, uint64_t round) {
+    fprintf(stderr, "round %llu: %s\n", (unsigned long long)round, what);
+    exit(1);
+}
+
+static uint64_t value(uint64_t rank, uint64_t identity, int word) { return identity * 2654435761u + rank * 977 + (uint64_t)word; }
+
+/* As of calls that no two groups have in common: half of a line that was overwritten is none of them. */
+static Head head_of(uint64_t identity, uint64_t group) { return (Head){identity, group, identity * 31 + group, WORDS * 8}; }
+
+/* ---- the doorbell: as Doorbell and PeerDoorbell of aiocoll/transport/shm/doorbell.py */
+
+static void set_status(Rank *self) { store(self->own->status, ++self->status); }
+
+static void ring(Rank *self) {
+    fence_full();
+    uint64_t status = sleeping(self->peer->status, self->rung), one = 1;
+    if (!status) return;
+    self->rung = status;
+    if (write(self->peer_eventfd, &one, sizeof one) < 0) fail("the eventfd is full", status);
+}
+
+/* Sleep until the peer rings, unless something is there. */
+static void rest(Rank *self, int slot, const Head *expected, uint64_t round) {
+    set_status(self);
+    fence_full();
+    const Word *named = self->peer->lane + LAYOUT_LANE_NAMED + slot, *consumed = self->own->lane + LAYOUT_LANE_CONSUMED + slot;
+    if (look_for(named, consumed, self->peer->lines[slot], expected, 1) == MISSING) {
+        struct pollfd waits = {self->eventfd, POLLIN, 0};
+        self->sleeps++;
+        if (poll(&waits, 1, PATIENCE) == 0) fail("a wake-up was lost", round);
+    }
+    uint64_t times;
+    if (read(self->eventfd, &times, sizeof times) < 0) times = 0; /* it was not rung */
+    set_status(self);
+}
+
+/* ---- both post, fold and free */
+
+static void *exchange(void *argument) {
+    Rank *self = argument;
+    for (uint64_t round = 1; round <= rounds; round++) {
+        int slot = (int)(round % SLOTS);
+        Head head = head_of(round, 1);
+        if (!is_consumed(self->peer->lane + LAYOUT_LANE_CONSUMED + slot, self->numbers[slot])) fail("the slot is not free", round);
+        fill_line(self->own->lines[slot], &head);
+        for (int i = 0; i < WORDS; i++) self->own->bytes[slot][i] = value(self->rank, round, i);
+        publish(self->own->lane + LAYOUT_LANE_NAMED + slot, ++self->numbers[slot], self->own->lane + LAYOUT_POSTS);
+        ring(self);
+        const Word *named = self->peer->lane + LAYOUT_LANE_NAMED + slot;
+        Word *consumed = self->own->lane + LAYOUT_LANE_CONSUMED + slot;
+        int looks = (int)(rand_r(&self->seed) % 64 ? rand_r(&self->seed) % LOOKS : 0), found;
+        while ((found = look_for(named, consumed, self->peer->lines[slot], &head, 1)) == MISSING) {
+            if (looks-- <= 0) rest(self, slot, &head, round), looks = LOOKS;
+            else pause_core();
+        }
+        if (found == DIFFERENT) fail("the line has another call", round);
+        uint64_t sum = 0, expected = 0;
+        for (int i = 0; i < WORDS; i++) sum += self->peer->bytes[slot][i], expected += value(1 - self->rank, round, i);
+        if (sum != expected) fail("the fold is wrong", round);
+        if (!consume(named, consumed, self->peer->lines[slot], 1)) fail("the post was overwritten", round);
+    }
+    return NULL;
+}
+
+/* ---- one posts and gives up, the other reads: its bytes are atomic here, since they are overwritten while it reads */
+
+static _Atomic int is_over;
+
+static void *post_and_give_up(void *argument) {
+    Rank *self = argument;
+    uint64_t group = 2;
+    for (uint64_t identity = 1; identity <= rounds; identity++) {
+        Head head = head_of(identity, group);
+        Word *named = self->own->lane + LAYOUT_LANE_NAMED, *bytes = (Word *)self->own->bytes[0];
+        fill_line(self->own->lines[0], &head);
+        for (int i = 0; i < WORDS; i++) store(bytes + i, value(group, identity, i));
+        publish(named, ++self->numbers[0], self->own->lane + LAYOUT_POSTS);
+        int given_up = rand_r(&self->seed) % 2, looks = rand_r(&self->seed) % 128;
+        while (!is_consumed(self->peer->lane + LAYOUT_LANE_CONSUMED, self->numbers[0])) {
+            if (given_up && looks-- <= 0) break;
+            pause_core();
+        }
+        if (!given_up || looks > 0) {
+            self->kept++; /* the reader has said that it read this one */
+        } else {          /* as CommonWriter._withdraw, before the slot is filled for another group */
+            store_release(named, 0);
+            group++;
+        }
+    }
+    is_over = 1;
+    return NULL;
+}
+
+static void *read_what_is_there(void *argument) {
+    Rank *self = argument;
+    const Word *named = self->peer->lane + LAYOUT_LANE_NAMED, *line = self->peer->lines[0], *bytes = (Word *)self->peer->bytes[0];
+    Word *consumed = self->own->lane + LAYOUT_LANE_CONSUMED;
+    uint64_t last = 0;
+    while (!is_over) {
+        if (load_acquire(named) <= load(consumed)) {
+            pause_core();
+            continue;
+        }
+        uint64_t identity = load(line + LINE_IDENTITY), group = load(line + LINE_GROUP), copy[WORDS];
+        Head real = head_of(identity, group);
+        if (look_for(named, consumed, line, &real, 1) != PRESENT) continue; /* it is being overwritten */
+        for (int i = 0; i < WORDS; i++) copy[i] = load(bytes + i);
+        if (!consume(named, consumed, line, group)) continue;
+        for (int i = 0; i < WORDS; i++)
+            if (copy[i] != value(group, identity, i)) fail("what was overwritten counts as read", identity);
+        if (identity <= last) fail("a post was read twice", identity);
+        last = identity;
+        self->kept++;
+    }
+    return NULL;
+}
+
+static void run(Rank *ranks, void *(*first)(void *), void *(*second)(void *)) {
+    pthread_t threads[2];
+    if (pthread_create(threads, NULL, first, ranks) || pthread_create(threads + 1, NULL, second, ranks + 1)) fail("no threads", 0);
+    for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+}
+
+static void open_pair(Rank *ranks, unsigned seed) {
+    Outbox *boxes = mmap(NULL, 2 * sizeof *boxes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (boxes == MAP_FAILED) fail("no memory", 0);
+    int eventfds[2] = {eventfd(0, EFD_NONBLOCK), eventfd(0, EFD_NONBLOCK)};
+    for (int i = 0; i < 2; i++)
+        ranks[i] = (Rank){boxes + i, boxes + 1 - i, eventfds[i], eventfds[1 - i], .rank = (uint64_t)i, .seed = seed + (unsigned)i};
+}
+
+int main(int count, char **arguments) {
+    if (count < 2) return fprintf(stderr, "usage: race ROUNDS [SEED]\n"), 2;
+    rounds = strtoull(arguments[1], NULL, 10);
+    Rank ranks[2];
+    unsigned seed = count > 2 ? (unsigned)atoi(arguments[2]) : 1;
+    open_pair(ranks, seed);
+    run(ranks, exchange, exchange);
+    uint64_t sleeps = ranks[0].sleeps + ranks[1].sleeps;
+    open_pair(ranks, seed);
+    run(ranks, post_and_give_up, read_what_is_there);
+    /* One may be read after it was given up, so the reader has as many, or more. */
+    if (ranks[1].kept + 1 < ranks[0].kept) fail("a post counts as read that was not", ranks[0].kept - ranks[1].kept);
+    printf("%llu rounds, %llu sleeps; %llu of as many posts were not given up, %llu were read\n", (unsigned long long)rounds,
+           (unsigned long long)sleeps, (unsigned long long)ranks[0].kept, (unsigned long long)ranks[1].kept);
+    return 0;
+}

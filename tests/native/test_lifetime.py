@@ -1,0 +1,107 @@
+"""Works of the accelerator that outlive their group, and what calls on it do then."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupClosedError, ProcessGroup
+from aiocoll.native import core
+from aiocoll.work import Work
+
+from ..engine.test_slot_program import jobs
+from ..internals import comm_of
+from ..ranks import until
+
+pytestmark = pytest.mark.skipif(core is None, reason="needs the accelerator in C")
+
+
+def native_of(pg: ProcessGroup) -> Any:
+    """Return the calls that the accelerator carries out for a rank."""
+    return comm_of(pg).in_flight.native
+
+
+async def ended_works() -> tuple[list[ProcessGroup], list[Work[Any]]]:
+    """Return the ranks of a group that is closed, and native works that had ended before."""
+    async with jobs(2) as [pgs]:
+        works = [pg.allreduce(np.full(4, 1.0 + pg.rank())) for pg in pgs]
+        await until(lambda: all(work.done() for work in works))
+        assert not any(native_of(pg).count for pg in pgs)
+        return pgs, works
+
+
+async def test_work_that_has_ended_can_be_awaited_after_its_group_is_closed() -> None:
+    _, works = await ended_works()
+    assert (await works[0]).tolist() == [3.0] * 4
+    assert works[1].result().tolist() == [3.0] * 4
+
+
+async def test_work_that_has_ended_describes_itself_after_its_group_is_closed() -> None:
+    pgs, works = await ended_works()
+    assert "ALLREDUCE" in repr(works[0])
+    assert works[0].group is pgs[0]
+    assert await works[0].join() is works[0].result()
+
+
+async def test_call_on_a_closed_group_is_refused() -> None:
+    pgs, _ = await ended_works()
+    with pytest.raises(GroupClosedError):
+        pgs[0].allreduce(np.ones(4))
+    with pytest.raises(GroupClosedError):
+        pgs[0].allgather_into_tensor(np.ones(8), np.ones(4))
+
+
+async def test_calls_that_are_closed_take_nothing_and_have_nothing() -> None:
+    async with jobs(2) as [pgs]:
+        native = native_of(pgs[0])
+    assert native.start(None, [], (), None, 1.0, None) is None
+    assert native.parts("allgather", np.ones(8), np.ones(4), None, (4,), None, None, None) is None
+    assert native.look() is False
+    assert native.copies() == []
+    native.hand_over()
+    native.close()
+
+
+async def test_group_is_freed_though_a_work_of_it_is_kept_by_a_cycle() -> None:
+    pgs, works = await ended_works()
+    comm = weakref.ref(comm_of(pgs[0]))
+    cycle: list[Any] = [works[0]]
+    cycle.append(cycle)
+    pgs.clear()
+    works.clear()
+    del cycle
+    gc.collect()
+    assert comm() is None
+
+
+def test_objects_that_were_not_initialized_raise() -> None:
+    assert core is not None
+    calls, lanes, common = (each.__new__(each) for each in (core.Calls, core.PeerLanes, core.CommonLane))
+    with pytest.raises(RuntimeError, match="not initialized"):
+        calls.one("allreduce", np.ones(1), None, None, True, None, None)
+    assert calls.look() is False
+    for each in (calls, lanes, common):
+        each.close()
+    with pytest.raises(RuntimeError, match="not initialized"):
+        Work.__new__(Work).result()
+
+
+async def test_thread_that_waits_gets_the_result() -> None:
+    async with jobs(2) as [pgs]:
+        for _ in range(50):
+            array = np.ones(4)
+            work = pgs[0].allreduce(array)
+            found: list[Any] = []
+            thread = threading.Thread(target=lambda work=work, found=found: found.append(work.wait(10)))
+            thread.start()
+            other = pgs[1].allreduce(np.ones(4))
+            await work
+            await other
+            await until(lambda thread=thread: not thread.is_alive())
+            assert found == [array]
+            assert array.tolist() == [2.0] * 4

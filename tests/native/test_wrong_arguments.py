@@ -1,0 +1,133 @@
+"""What the accelerator refuses of its own Python side, so that no mistake there becomes a wrong access."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll.native import core
+from aiocoll.native.layout import LANE_WORDS, LINE, SLOTS, SMALL_SLOTS
+
+pytestmark = pytest.mark.skipif(core is None, reason="needs the accelerator in C")
+
+SMALL, MIDDLE = 4096, 65536
+
+
+def memory(nbytes: int) -> memoryview:
+    """Return memory that begins with a cache line."""
+    whole = np.zeros(nbytes + LINE, np.uint8)
+    start = -whole.ctypes.data % LINE
+    return memoryview(whole)[start : start + nbytes]
+
+
+LINES = -(-LANE_WORDS * 8 // LINE) * LINE
+BYTES = LINES + SLOTS * LINE
+LAYOUT = (LINES, BYTES, SMALL, BYTES + SMALL_SLOTS * SMALL, MIDDLE, 0)
+NBYTES = BYTES + SMALL_SLOTS * SMALL + (SLOTS - SMALL_SLOTS) * MIDDLE
+
+
+def common(layout: tuple[int, ...] = LAYOUT, nbytes: int = NBYTES, **others: Any) -> Any:
+    assert core is not None
+    posted = others.get("posted", array("Q", bytes(8 * SLOTS)))
+    readers = others.get("readers", [()] * SLOTS)
+    return core.CommonLane(memory(nbytes), layout, posted, bytearray(SLOTS), readers, lambda *_: True)
+
+
+def test_lane_that_fits_is_taken() -> None:
+    common().close()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (*LAYOUT[:1], -LINE, *LAYOUT[2:]),
+        (-LINE, *LAYOUT[1:]),
+        (LINES + 8, *LAYOUT[1:]),
+        (NBYTES - LINE, *LAYOUT[1:]),
+        (*LAYOUT[:2], SMALL + 2**40, *LAYOUT[3:]),
+        (*LAYOUT[:2], -1, *LAYOUT[3:]),
+        (*LAYOUT[:3], NBYTES, *LAYOUT[4:]),
+        (*LAYOUT[:3], 2**62, 2**62, 0),
+        (*LAYOUT[:4], MIDDLE + 1, 0),
+    ],
+)
+def test_layout_that_is_longer_than_its_memory_is_refused(layout: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        common(layout)
+
+
+def test_lane_whose_arrays_are_short_is_refused() -> None:
+    with pytest.raises(ValueError, match="one number"):
+        common(posted=array("Q", bytes(8)))
+    with pytest.raises(ValueError, match="one list"):
+        common(readers=[()])
+
+
+def test_second_initialization_is_refused() -> None:
+    lane = common()
+    with pytest.raises(TypeError, match="before"):
+        lane.__init__(memory(NBYTES), LAYOUT, array("Q", bytes(8 * SLOTS)), bytearray(SLOTS), [()] * SLOTS, None)
+
+
+def steps(size: int = 2, buffers: int = 2, dtype: str = "f8", **parts: Any) -> Any:
+    """Make the steps of an allreduce of two elements, with some parts replaced."""
+    assert core is not None
+    given = {
+        "copies": (),
+        "first": ((0, 16, (1,), 0, 0, SMALL_SLOTS),),
+        "takes": ((1, 16, 2, 0, 0, SMALL_SLOTS),),
+        "fold": 0,
+        "own": ((0, 0),),
+        "moves": (),
+        "last": (),
+        "private": False,
+    } | parts
+    fold, storage = (lambda *_: None), np.dtype(dtype)
+    return core.Steps(
+        None, "allreduce", "ALLREDUCE", None, 1, storage, buffers, size, tuple(given.values()), np.add, fold
+    )
+
+
+def test_steps_that_fit_together_are_taken() -> None:
+    steps()
+    steps(dtype=">f8")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"size": 1},
+        {"buffers": 0},
+        {"buffers": -1},
+        {"dtype": "V0"},
+        {"fold": 2},
+        {"fold": -2},
+        {"copies": ((0, 2),)},
+        {"copies": ((-1, 0),)},
+        {"first": ((0, -16, (1,), 0, 0, SMALL_SLOTS),)},
+        {"first": ((0, 16, (1,), 0, 0, 0),)},
+        {"first": ((0, 16, (1,), 0, SLOTS, 1),)},
+        {"first": ((0, 16, (1,), 0, 1, SMALL_SLOTS),)},
+        {"first": ((0, 16, (1,), 0, SMALL_SLOTS, 5),)},
+        {"first": ((0, 16, (), 0, 0, SMALL_SLOTS),)},
+        {"first": ((0, 16, (0, 1), 0, 0, SMALL_SLOTS),)},
+        {"first": ((0, 16, (2**32 + 1,), 0, 0, SMALL_SLOTS),)},
+        {"first": ((7, 16, (1,), 0, 0, SMALL_SLOTS),)},
+        {"takes": ((1, -16, 2, 0, 0, SMALL_SLOTS),)},
+        {"takes": ((-1, 16, 2, 0, 0, SMALL_SLOTS),)},
+        {"takes": ((1, 16, 2, 0, 0, 2**32 - 1),)},
+        {"takes": ((1, 16, 2, 0, 0, SMALL_SLOTS), (0, 8, 1, 0, 0, SMALL_SLOTS))},
+        {"takes": ((1, 12, 2, 0, 0, SMALL_SLOTS),)},
+        {"takes": (), "own": ()},
+        {"own": ((2, 0),)},
+        {"own": ((0, 9),)},
+        {"moves": ((1, 0),)},
+        {"moves": ((0, 9),)},
+    ],
+)
+def test_steps_that_do_not_fit_together_are_refused(parts: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"there (is|are) no|not fit together|no rank|has a reader"):
+        steps(**parts)
