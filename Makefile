@@ -79,6 +79,7 @@ test-all: $(VENV)/installed
 check: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/clang-format --dry-run --Werror aiocoll/native/*.[ch] tests/native/*.c
 	$(VENV)/bin/mypy
 
 coverage-gpu: $(VENV)/installed

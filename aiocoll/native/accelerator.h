@@ -26,6 +26,8 @@
 #define INLINE_NBYTES ((LINE_WORDS - LINE_BYTES) * 8) /* bytes of a contribution that lie in its line */
 #define NO_PEER (-1)
 
+enum { TRIES = 3 }; /* how often it is looked again after functions of Python were asked */
+
 /* Slots of one lane: lines of eight words, and the bytes of contributions that do not fit there. */
 typedef struct {
     char *base;
@@ -35,19 +37,17 @@ typedef struct {
 
 /* The common lane of this rank's outbox. */
 typedef struct {
-    PyObject_HEAD
-    Py_buffer memory, posted, ready;
+    PyObject_HEAD Py_buffer memory, posted, ready;
     Slots slots;
-    uint64_t *numbers;   /* of the last post of each slot */
-    char *is_reserved;   /* whether the memory of each slot is there */
-    PyObject *readers;   /* list: of the last post of each slot, the lanes of its readers */
-    PyObject *reserve;   /* function of Python: makes the memory of a slot */
+    uint64_t *numbers; /* of the last post of each slot */
+    char *is_reserved; /* whether the memory of each slot is there */
+    PyObject *readers; /* list: of the last post of each slot, the lanes of its readers */
+    PyObject *reserve; /* function of Python: makes the memory of a slot */
 } CommonLane;
 
 /* This rank's lane for one peer, and what the peer has for this rank. */
 typedef struct {
-    PyObject_HEAD
-    Py_buffer memory, posted, ready, theirs, status;
+    PyObject_HEAD Py_buffer memory, posted, ready, theirs, status;
     Slots slots, common_slots, lane_slots; /* of this rank; of the peer */
     Word *words, *peer_words;              /* of both lanes */
     Word *own_status, *peer_status;
@@ -76,19 +76,19 @@ typedef struct {
     uint32_t first_slot, slots;
 } Take;
 
-/* Two numbers: of a copy, target and source; of a move, the take and its target; of this rank's own input, its place among
-   the inputs of a reduction and its buffer. */
+/* Two numbers: of a copy, target and source; of a move, the take and its target; of this rank's own input, its place
+   among the inputs of a reduction and its buffer. */
 typedef struct {
     int first, second;
 } Pair;
 
 /* What one rank does in a collective of one round: `Round` of Python. */
 typedef struct {
-    PyObject_HEAD
-    PyObject *plan, *kind, *op, *signature, *fold; /* fold: function of Python, of what `loop` does not do */
+    PyObject_HEAD PyObject *plan, *kind, *op, *signature,
+        *fold; /* fold: function of Python, of what `loop` does not do */
     uint64_t fingerprint;
     int copies_count, first_count, takes_count, own_count, moves_count, last_count, buffers_count;
-    int size; /* of its group */
+    int size;               /* of its group */
     int is_private, target; /* target: buffer that is reduced into; -1: none */
     Pair *copies, *own, *moves;
     Contribution *first, *last;
@@ -109,8 +109,7 @@ struct Calls;
 
 /* The base of `Work`. A work that is carried out here has `calls`, and no completion until Python asks for one. */
 typedef struct Handle {
-    PyObject_HEAD
-    PyObject *completion, *owner; /* owner: the dispatcher, which lives as long as its works */
+    PyObject_HEAD PyObject *completion, *owner; /* owner: the dispatcher, which lives as long as its works */
     struct Calls *calls;
     struct Handle *previous, *next; /* in flight */
     Steps *steps;
@@ -143,9 +142,10 @@ typedef struct {
 
 /* The calls of one group that are carried out here. */
 typedef struct Calls {
-    PyObject_HEAD
-    PyObject *comm, *owner, *work_type, *resolve, *make_steps, *take_over, *find_one, *find_parts, *flatten, *remember, *operation, *guard, *overwritten;
-    PyObject *left, *early, *asked_early, *hooks, *watch, *runtime, *polling, *is_running, *create_future, *rest, *quiet, *folder, *last_file, *progress;
+    PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *take_over, *find_one, *find_parts,
+        *flatten, *remember, *operation, *guard, *overwritten;
+    PyObject *left, *early, *asked_early, *hooks, *watch, *runtime, *polling, *is_running, *create_future, *rest,
+        *quiet, *folder, *last_file, *progress;
     allocfunc allocate;
     PeerLanes **peers;
     Handle *first, *last;
@@ -174,16 +174,16 @@ extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Cal
 #define DROP(object) Py_XDECREF((PyObject *)(object))
 
 /* Replace a reference. */
-#define SET_REFERENCE(place, value)          \
-    do {                                     \
-        PyObject *old_ = (PyObject *)(place); \
-        (place) = (void *)(value);           \
-        DROP(old_);                    \
+#define SET_REFERENCE(place, value)                                                                                    \
+    do {                                                                                                               \
+        PyObject *old_ = (PyObject *)(place);                                                                          \
+        (place) = (void *)(value);                                                                                     \
+        DROP(old_);                                                                                                    \
     } while (0)
 
 /* Interned names of attributes that every call looks up. */
-extern PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_shape, *name_code, *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun,
-    *name_steps, *name_timer;
+extern PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_shape, *name_code,
+    *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun, *name_steps, *name_timer;
 
 /* lanes.c */
 static inline char *slot_bytes(const Slots *slots, uint32_t slot, npy_intp nbytes) {
@@ -224,12 +224,33 @@ int journal_open(JournalView *view, PyObject *journal, int size);
 int journal_ended(Calls *calls, Handle *call, double now);
 void journal_close(JournalView *view);
 
-/* calls.c */
-int look_at(Handle *call);
-int complete(Handle *call);
-int look_at_all(Calls *calls);
-int hand_over(Handle *call);
+/* posting.c */
+PyObject *owner_of(const Calls *calls);
+int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t identity);
+int is_true(PyObject *object, PyObject *name);
+PeerLanes *peer_of(Calls *calls, int rank);
+int post_all(Handle *call, Contribution *contributions, int count);
+int ring(Calls *calls, const Contribution *contributions, int count);
+uint32_t slot_of(const Calls *calls, uint64_t identity, uint32_t first, uint32_t slots);
 
+/* in_flight.c */
+int complete(Handle *call);
+int crash(Calls *calls);
+int hand_over(Handle *call);
+void link_call(Handle *call);
+int look_at(Handle *call);
+int look_at_all(Calls *calls);
+PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion);
+void unlink_call(Handle *call);
+
+/* starting.c */
+PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count);
+PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count);
+PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count);
+void forget(Known *known);
+Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
+              PyObject *key, PyObject **taken);
+int watch(Calls *calls);
 extern unsigned long forks_of_process;
 
 /* polling.c */
@@ -237,7 +258,6 @@ int poll_for(Handle *call);
 
 /* handle.c */
 int handle_end(Handle *call);
-PyObject *owner_of(const struct Calls *calls);
 int note_await(Handle *self);
 PyObject *materialize(Handle *work);
 PyObject *completion_of(Handle *work, PyObject *waiters, PyObject *guard);

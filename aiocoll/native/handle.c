@@ -5,7 +5,9 @@
 
 PyObject *reference_await, *reference_done, *reference_result, *reference_exception, *make_completion;
 
-static PyObject *call_reference(PyObject *function, Handle *self) { return PyObject_CallFunctionObjArgs(function, (PyObject *)self, NULL); }
+static PyObject *call_reference(PyObject *function, Handle *self) {
+    return PyObject_CallFunctionObjArgs(function, (PyObject *)self, NULL);
+}
 
 static int Handle_init(Handle *self, PyObject *args, PyObject *kwargs) {
     PyObject *completion;
@@ -60,12 +62,15 @@ static void Handle_dealloc(Handle *self) {
 }
 
 /* Whether this is the thread of the group's loop, and the process in which it was made. */
-static int is_owner(const Calls *calls) { return PyThread_get_thread_ident() == calls->thread && calls->forks == forks_of_process; }
+static int is_owner(const Calls *calls) {
+    return PyThread_get_thread_ident() == calls->thread && calls->forks == forks_of_process;
+}
 
 PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
-    return PyObject_CallFunction(make_completion, "OO(OLOOdOOi)OOO", self->calls->progress, self->owner, self->steps->op,
-                                 (long long)self->seq, self->key, self->shape, self->limit, self->value, self->code, self->instruction,
-                                 waiters, guard, self->is_done ? Py_None : (PyObject *)self);
+    return PyObject_CallFunction(make_completion, "OO(OLOOdOOi)OOO", self->calls->progress, self->owner,
+                                 self->steps->op, (long long)self->seq, self->key, self->shape, self->limit,
+                                 self->value, self->code, self->instruction, waiters, guard,
+                                 self->is_done ? Py_None : (PyObject *)self);
 }
 
 /* Return the completion of a call, which Python makes from what is here; one in flight goes on with it. */
@@ -75,7 +80,8 @@ PyObject *materialize(Handle *self) {
         int was_done = self->is_done;
         /* The loop goes on while another thread makes it: an await that begins meanwhile is in the same list. */
         if (!was_done && !self->waiters && !(self->waiters = PyList_New(0))) return NULL;
-        PyObject *waiters = self->waiters ? self->waiters : Py_None, *made = completion_of(self, waiters, self->guard ? self->guard : Py_None);
+        PyObject *waiters = self->waiters ? self->waiters : Py_None,
+                 *made = completion_of(self, waiters, self->guard ? self->guard : Py_None);
         if (!made) return NULL;
         if (self->completion || was_done != self->is_done) { /* another thread was faster, or the call has ended */
             DROP(made);
@@ -137,10 +143,10 @@ int note_await(Handle *self) {
 
 /* An await of a call: it suspends on a future, or yields a turn of the loop, or returns at once. */
 typedef struct {
-    PyObject_HEAD
-    Handle *work;
+    PyObject_HEAD Handle *work;
     PyObject *future, *inner; /* what it suspends on, and the iterator of that */
-    char yields, is_reference; /* is_reference: inner is the generator of the reference, which goes on after a hand-over */
+    char yields,
+        is_reference; /* is_reference: inner is the generator of the reference, which goes on after a hand-over */
 } Iteration;
 
 static int turn_is_due(Calls *calls, double now) {
@@ -273,7 +279,8 @@ static void leave(Iteration *self) {
         DROP(done);
     } else {
         for (Py_ssize_t i = work->waiters ? PyList_Size(work->waiters) - 1 : -1; i >= 0; i--)
-            if (PyList_GetItem(work->waiters, i) == future && PyList_SetSlice(work->waiters, i, i + 1, NULL) < 0) PyErr_Clear();
+            if (PyList_GetItem(work->waiters, i) == future && PyList_SetSlice(work->waiters, i, i + 1, NULL) < 0)
+                PyErr_Clear();
     }
     PyErr_Restore(type, value, traceback);
     DROP(future);
@@ -294,10 +301,12 @@ static void Iteration_dealloc(Iteration *self) {
     DROP(type);
 }
 
-static PyType_Slot Iteration_slots[] = {
-    {Py_tp_doc, "One await of a work."}, {Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, Iteration_next}, {Py_am_send, Iteration_send},
-    {Py_tp_traverse, Iteration_traverse}, {Py_tp_clear, Iteration_clear}, {Py_tp_dealloc, Iteration_dealloc}, {0}};
-PyType_Spec Iteration_spec = {"aiocoll.native._core.Iteration", sizeof(Iteration), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Iteration_slots};
+static PyType_Slot Iteration_slots[] = {{Py_tp_doc, "One await of a work."},  {Py_tp_iter, PyObject_SelfIter},
+                                        {Py_tp_iternext, Iteration_next},     {Py_am_send, Iteration_send},
+                                        {Py_tp_traverse, Iteration_traverse}, {Py_tp_clear, Iteration_clear},
+                                        {Py_tp_dealloc, Iteration_dealloc},   {0}};
+PyType_Spec Iteration_spec = {"aiocoll.native._core.Iteration", sizeof(Iteration), 0,
+                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Iteration_slots};
 
 /* ---- for users */
 
@@ -325,10 +334,18 @@ static PyMethodDef Handle_methods[] = {
     {"result", (PyCFunction)Handle_result, METH_NOARGS, "Return the result of an operation that has ended."},
     {"exception", (PyCFunction)Handle_exception, METH_NOARGS, "Return the error of an operation that has ended."},
     {0}};
-static PyGetSetDef Handle_getset[] = {
-    {"_completion", (getter)Handle_completion, NULL, "The completion; a call in flight is handed over to Python.", NULL}, {0}};
-static PyType_Slot Handle_slots[] = {
-    {Py_tp_doc, "The base of works."}, {Py_tp_new, PyType_GenericNew}, {Py_tp_init, Handle_init}, {Py_tp_traverse, Handle_traverse},
-    {Py_tp_clear, Handle_clear}, {Py_tp_dealloc, Handle_dealloc}, {Py_tp_methods, Handle_methods}, {Py_tp_getset, Handle_getset},
-    {Py_am_await, Handle_await}, {0}};
-PyType_Spec Handle_spec = {"aiocoll.native._core.Handle", sizeof(Handle), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, Handle_slots};
+static PyGetSetDef Handle_getset[] = {{"_completion", (getter)Handle_completion, NULL,
+                                       "The completion; a call in flight is handed over to Python.", NULL},
+                                      {0}};
+static PyType_Slot Handle_slots[] = {{Py_tp_doc, "Handle(completion)\n--\n\nThe base of works."},
+                                     {Py_tp_new, PyType_GenericNew},
+                                     {Py_tp_init, Handle_init},
+                                     {Py_tp_traverse, Handle_traverse},
+                                     {Py_tp_clear, Handle_clear},
+                                     {Py_tp_dealloc, Handle_dealloc},
+                                     {Py_tp_methods, Handle_methods},
+                                     {Py_tp_getset, Handle_getset},
+                                     {Py_am_await, Handle_await},
+                                     {0}};
+PyType_Spec Handle_spec = {"aiocoll.native._core.Handle", sizeof(Handle), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, Handle_slots};

@@ -4,7 +4,17 @@
 
 #include <math.h>
 
-enum { RECORD_NBYTES = 56, NBYTES_MOVED = 0, SECONDS = 2, BUCKET = 3, SHIFT = 24, BUCKETS = 64, TIMES = 0, WAITED = 1, ROW = BUCKET + BUCKETS };
+enum {
+    RECORD_NBYTES = 56,
+    NBYTES_MOVED = 0,
+    SECONDS = 2,
+    BUCKET = 3,
+    SHIFT = 24,
+    BUCKETS = 64,
+    TIMES = 0,
+    WAITED = 1,
+    ROW = BUCKET + BUCKETS
+};
 enum { COUNT = 0, GENERATION = 1, SIZE = 2 }; /* of a table's state */
 
 typedef struct {
@@ -52,13 +62,15 @@ int journal_open(JournalView *view, PyObject *journal, int size) {
     if (!(view->ring = PyObject_GetAttrString(journal, "collectives"))) return -1;
     if (!(view->objects = PyObject_GetAttrString(view->ring, "objects"))) return -1;
     if (open_table(journal, "collectives", &view->records, &view->ring_state, &view->records_generation) < 0) return -1;
-    if (open_table(journal, "counters", &view->counters, &view->counters_state, &view->counters_generation) < 0) return -1;
+    if (open_table(journal, "counters", &view->counters, &view->counters_state, &view->counters_generation) < 0)
+        return -1;
     if (open_table(journal, "waits", &view->waits, &view->waits_state, &view->waits_generation) < 0) return -1;
     if (view_attribute(journal, "due", &view->due, PyBUF_WRITABLE) < 0) return -1;
     const Py_buffer *states[] = {&view->ring_state, &view->counters_state, &view->waits_state};
     int fits = view->due.len >= (Py_ssize_t)sizeof(double) && PyList_Check(view->objects);
     for (int i = 0; i < 3; i++) fits = fits && states[i]->len >= (SIZE + 1) * (Py_ssize_t)sizeof(int64_t);
-    if (!fits || state_of(&view->ring_state, SIZE) < 1) return PyErr_SetString(PyExc_ValueError, "there is no such journal"), -1;
+    if (!fits || state_of(&view->ring_state, SIZE) < 1)
+        return PyErr_SetString(PyExc_ValueError, "there is no such journal"), -1;
     PyObject *counts = PyObject_GetAttrString(journal, "counts");
     if (!counts) return -1;
     view->counts = PyObject_IsTrue(counts);
@@ -69,7 +81,8 @@ int journal_open(JournalView *view, PyObject *journal, int size) {
 }
 
 void journal_close(JournalView *view) {
-    Py_buffer *views[] = {&view->records, &view->counters, &view->waits, &view->ring_state, &view->counters_state, &view->waits_state, &view->due};
+    Py_buffer *views[] = {&view->records,        &view->counters,    &view->waits, &view->ring_state,
+                          &view->counters_state, &view->waits_state, &view->due};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) PyBuffer_Release(views[i]);
     Py_CLEAR(view->journal);
     Py_CLEAR(view->ring);
@@ -87,16 +100,19 @@ static int write_record(JournalView *view, Handle *call, double now) {
     int64_t *state = view->ring_state.buf, number = ++state[COUNT];
     Py_ssize_t index = (Py_ssize_t)(number % state[SIZE]);
     if ((index + 1) * RECORD_NBYTES > view->records.len || state[GENERATION] != view->records_generation) {
-        if (refresh(view->journal, "collectives", &view->records, &view->ring_state, &view->records_generation) < 0) return -1;
+        if (refresh(view->journal, "collectives", &view->records, &view->ring_state, &view->records_generation) < 0)
+            return -1;
         if ((index + 1) * RECORD_NBYTES > view->records.len) {
             PyObject *grown = PyObject_CallMethod(view->ring, "grow", NULL);
             if (!grown) return -1;
             DROP(grown);
-            if (refresh(view->journal, "collectives", &view->records, &view->ring_state, &view->records_generation) < 0) return -1;
+            if (refresh(view->journal, "collectives", &view->records, &view->ring_state, &view->records_generation) < 0)
+                return -1;
         }
         if ((index + 1) * RECORD_NBYTES > view->records.len) return no_room();
     }
-    PyObject *objects = Py_BuildValue("LOOOOO", (long long)number, call->steps->signature, call->shape, call->key, call->code, Py_None);
+    PyObject *objects =
+        Py_BuildValue("LOOOOO", (long long)number, call->steps->signature, call->shape, call->key, call->code, Py_None);
     if (!objects || PyList_SetItem(view->objects, index, objects) < 0) return -1;
     ((Record *)view->records.buf)[index] =
         (Record){call->identity, number, call->entered, now, NAN, call->seq, -1, call->instruction};
@@ -137,7 +153,8 @@ int journal_ended(Calls *calls, Handle *call, double now) {
     if (write_record(view, call, now) < 0) return -1;
     if (!view->counts) return 0;
     if (steps->epoch != calls->epoch && learn(calls, call) < 0) return -1;
-    if (refresh(view->journal, "counters", &view->counters, &view->counters_state, &view->counters_generation) < 0) return -1;
+    if (refresh(view->journal, "counters", &view->counters, &view->counters_state, &view->counters_generation) < 0)
+        return -1;
     if (steps->row < 0 || (steps->row + ROW) * (Py_ssize_t)sizeof(double) > view->counters.len) return no_room();
     double took = now - call->entered, *counters = (double *)view->counters.buf + steps->row;
     int exponent;

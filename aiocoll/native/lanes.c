@@ -1,7 +1,8 @@
 /* Lanes of outboxes: post a contribution, look for one, free it; wake a peer that sleeps.
 
    The layout and the rules are those of aiocoll/transport/shm/slots.py, whose writers and readers work on the same
-   memory. What a writer keeps to itself (numbers of posts, memory that is there, readers) is in arrays that both use. */
+   memory. What a writer keeps to itself (numbers of posts, memory that is there, readers) is in arrays that both use.
+ */
 #include "accelerator.h"
 
 #include <sched.h>
@@ -17,7 +18,8 @@ static int slots_from(Slots *slots, char *base, Py_ssize_t nbytes, Py_ssize_t wo
     Py_ssize_t lines, small, small_nbytes, middle, middle_nbytes, end;
     if (!PyArg_ParseTuple(layout, "nnnnnn", &lines, &small, &small_nbytes, &middle, &middle_nbytes, &end)) return -1;
     int fits = (uintptr_t)base % LAYOUT_LINE == 0 && lines >= words * 8 && lines % LAYOUT_LINE == 0 &&
-               is_inside(lines, LAYOUT_SLOTS, LAYOUT_LINE, nbytes) && is_inside(small, LAYOUT_SMALL_SLOTS, small_nbytes, nbytes) &&
+               is_inside(lines, LAYOUT_SLOTS, LAYOUT_LINE, nbytes) &&
+               is_inside(small, LAYOUT_SMALL_SLOTS, small_nbytes, nbytes) &&
                is_inside(middle, LAYOUT_MIDDLE_SLOTS, middle_nbytes, nbytes);
     if (!fits) {
         PyErr_SetString(PyExc_ValueError, "the lane does not fit into its memory");
@@ -47,7 +49,9 @@ static int numbers_from(PyObject *posted, PyObject *ready, Py_buffer *posted_vie
 static int CommonLane_init(CommonLane *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *layout, *posted, *ready, *readers, *reserve;
     if (self->memory.obj || self->posted.obj) return once();
-    if (!PyArg_ParseTuple(args, "OO!OOO!O", &memory, &PyTuple_Type, &layout, &posted, &ready, &PyList_Type, &readers, &reserve)) return -1;
+    if (!PyArg_ParseTuple(args, "OO!OOO!O", &memory, &PyTuple_Type, &layout, &posted, &ready, &PyList_Type, &readers,
+                          &reserve))
+        return -1;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) return -1;
     if (slots_from(&self->slots, self->memory.buf, self->memory.len, 0, layout) < 0) return -1;
     if (numbers_from(posted, ready, &self->posted, &self->ready) < 0) return -1;
@@ -100,20 +104,28 @@ static PyObject *CommonLane_close(CommonLane *self, PyObject *Py_UNUSED(unused))
 
 static PyMethodDef CommonLane_methods[] = {
     {"close", (PyCFunction)CommonLane_close, METH_NOARGS, "Let go of the memory: no link is open any more."}, {0}};
-static PyType_Slot CommonLane_slots[] = {
-    {Py_tp_doc, "The common lane of this rank's outbox."}, {Py_tp_new, PyType_GenericNew}, {Py_tp_init, CommonLane_init},
-    {Py_tp_traverse, CommonLane_traverse}, {Py_tp_clear, CommonLane_clear}, {Py_tp_dealloc, CommonLane_dealloc}, {Py_tp_methods, CommonLane_methods}, {0}};
-PyType_Spec CommonLane_spec = {"aiocoll.native._core.CommonLane", sizeof(CommonLane), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, CommonLane_slots};
+static PyType_Slot CommonLane_slots[] = {{Py_tp_doc, "The common lane of this rank's outbox."},
+                                         {Py_tp_new, PyType_GenericNew},
+                                         {Py_tp_init, CommonLane_init},
+                                         {Py_tp_traverse, CommonLane_traverse},
+                                         {Py_tp_clear, CommonLane_clear},
+                                         {Py_tp_dealloc, CommonLane_dealloc},
+                                         {Py_tp_methods, CommonLane_methods},
+                                         {0}};
+PyType_Spec CommonLane_spec = {"aiocoll.native._core.CommonLane", sizeof(CommonLane), 0,
+                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, CommonLane_slots};
 
 /* ---- the lanes of a peer */
 
 static int PeerLanes_init(PeerLanes *self, PyObject *args, PyObject *kwargs) {
-    PyObject *memory, *layout, *posted, *ready, *theirs, *common_layout, *lane_layout, *status, *reserve, *attend, *writer, *common;
+    PyObject *memory, *layout, *posted, *ready, *theirs, *common_layout, *lane_layout, *status, *reserve, *attend,
+        *writer, *common;
     Py_ssize_t lane_start;
     if (self->memory.obj || self->posted.obj) return once();
-    if (!PyArg_ParseTuple(args, "OO!OOOnO!O!OOOOO!i", &memory, &PyTuple_Type, &layout, &posted, &ready, &theirs, &lane_start,
-                          &PyTuple_Type, &common_layout, &PyTuple_Type, &lane_layout, &status, &reserve, &attend, &writer,
-                          CommonLane_type, &common, &self->eventfd)) return -1;
+    if (!PyArg_ParseTuple(args, "OO!OOOnO!O!OOOOO!i", &memory, &PyTuple_Type, &layout, &posted, &ready, &theirs,
+                          &lane_start, &PyTuple_Type, &common_layout, &PyTuple_Type, &lane_layout, &status, &reserve,
+                          &attend, &writer, CommonLane_type, &common, &self->eventfd))
+        return -1;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) return -1;
     if (slots_from(&self->slots, self->memory.buf, self->memory.len, LAYOUT_LANE_WORDS, layout) < 0) return -1;
     if (numbers_from(posted, ready, &self->posted, &self->ready) < 0) return -1;
@@ -124,7 +136,9 @@ static int PeerLanes_init(PeerLanes *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     if (slots_from(&self->common_slots, base, self->theirs.len, LAYOUT_CORE + 1, common_layout) < 0) return -1;
-    if (slots_from(&self->lane_slots, base + lane_start, self->theirs.len - lane_start, LAYOUT_LANE_WORDS, lane_layout) < 0) return -1;
+    if (slots_from(&self->lane_slots, base + lane_start, self->theirs.len - lane_start, LAYOUT_LANE_WORDS,
+                   lane_layout) < 0)
+        return -1;
     if (PyObject_GetBuffer(status, &self->status, PyBUF_SIMPLE) < 0) return -1;
     if (self->status.len < 8 * (LAYOUT_CORE + 1)) {
         PyErr_SetString(PyExc_ValueError, "the doorbell has too few words");
@@ -208,10 +222,16 @@ static PyMethodDef PeerLanes_methods[] = {
     {"retire", (PyCFunction)PeerLanes_retire, METH_NOARGS, "Post nothing more: the link is not used any more."},
     {"close", (PyCFunction)PeerLanes_close, METH_NOARGS, "Let go of the memory: the link has ended."},
     {0}};
-static PyType_Slot PeerLanes_slots[] = {
-    {Py_tp_doc, "The lane of this rank for a peer, and the lanes of the peer."}, {Py_tp_new, PyType_GenericNew}, {Py_tp_init, PeerLanes_init},
-    {Py_tp_traverse, PeerLanes_traverse}, {Py_tp_clear, PeerLanes_clear}, {Py_tp_dealloc, PeerLanes_dealloc}, {Py_tp_methods, PeerLanes_methods}, {0}};
-PyType_Spec PeerLanes_spec = {"aiocoll.native._core.PeerLanes", sizeof(PeerLanes), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, PeerLanes_slots};
+static PyType_Slot PeerLanes_slots[] = {{Py_tp_doc, "The lane of this rank for a peer, and the lanes of the peer."},
+                                        {Py_tp_new, PyType_GenericNew},
+                                        {Py_tp_init, PeerLanes_init},
+                                        {Py_tp_traverse, PeerLanes_traverse},
+                                        {Py_tp_clear, PeerLanes_clear},
+                                        {Py_tp_dealloc, PeerLanes_dealloc},
+                                        {Py_tp_methods, PeerLanes_methods},
+                                        {0}};
+PyType_Spec PeerLanes_spec = {"aiocoll.native._core.PeerLanes", sizeof(PeerLanes), 0,
+                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, PeerLanes_slots};
 
 /* ---- posts */
 
@@ -274,8 +294,9 @@ int common_is_free(CommonLane *common, uint32_t slot) {
         PyObject *lanes = writer ? PyObject_GetAttr(writer, name_native) : NULL;
         DROP(writer);
         if (!lanes) return -1;
-        int is_free = TYPE_OF(lanes) == PeerLanes_type && ((PeerLanes *)lanes)->can_look &&
-                      is_consumed(((PeerLanes *)lanes)->peer_words + LAYOUT_COMMON_CONSUMED + slot, common->numbers[slot]);
+        int is_free =
+            TYPE_OF(lanes) == PeerLanes_type && ((PeerLanes *)lanes)->can_look &&
+            is_consumed(((PeerLanes *)lanes)->peer_words + LAYOUT_COMMON_CONSUMED + slot, common->numbers[slot]);
         DROP(lanes);
         if (!is_free) return 0;
     }
@@ -289,7 +310,8 @@ int common_post(const Post *post, PeerLanes **peers, int count, PyObject *lanes)
     uint64_t number = ++common->numbers[slot];
     KEEP(lanes);
     if (PyList_SetItem(common->readers, slot, lanes) < 0) return -1;
-    for (int i = 0; i < count; i++) publish(peers[i]->words + LAYOUT_COMMON_NAMED + slot, number, peers[i]->words + LAYOUT_POSTS);
+    for (int i = 0; i < count; i++)
+        publish(peers[i]->words + LAYOUT_COMMON_NAMED + slot, number, peers[i]->words + LAYOUT_POSTS);
     return 0;
 }
 
@@ -298,7 +320,8 @@ int common_post(const Post *post, PeerLanes **peers, int count, PyObject *lanes)
 int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Head *expected, int compares_length) {
     const Word *named = peer->peer_words + (is_common ? LAYOUT_COMMON_NAMED : LAYOUT_LANE_NAMED) + slot;
     const Word *consumed = peer->words + (is_common ? LAYOUT_COMMON_CONSUMED : LAYOUT_LANE_CONSUMED) + slot;
-    return look_for(named, consumed, line_of(is_common ? &peer->common_slots : &peer->lane_slots, slot), expected, compares_length);
+    return look_for(named, consumed, line_of(is_common ? &peer->common_slots : &peer->lane_slots, slot), expected,
+                    compares_length);
 }
 
 /* Be done with a post: 0 if it was overwritten while it was read, since the peer has given this rank up. */

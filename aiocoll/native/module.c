@@ -7,17 +7,21 @@
 
 PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type;
 
-PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_shape, *name_code, *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun, *name_steps,
-    *name_timer;
+PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_shape, *name_code,
+    *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun, *name_steps, *name_timer;
 
 static int intern_names(void) {
     struct {
         PyObject **place;
         const char *name;
-    } names[] = {{&name_active, "active"}, {&name_back, "f_back"}, {&name_barred, "barred"},
-                 {&name_default_timeout, "default_timeout"}, {&name_diverts, "diverts"}, {&name_shape, "shape"}, {&name_code, "f_code"}, {&name_due, "due"}, {&name_entered, "entered"},
-                 {&name_file, "co_filename"}, {&name_instruction, "f_lasti"}, {&name_native, "native"}, {&name_spun, "spun"},
-                 {&name_steps, "steps"}, {&name_timer, "timer"}};
+    } names[] = {{&name_active, "active"},       {&name_back, "f_back"},
+                 {&name_barred, "barred"},       {&name_default_timeout, "default_timeout"},
+                 {&name_diverts, "diverts"},     {&name_shape, "shape"},
+                 {&name_code, "f_code"},         {&name_due, "due"},
+                 {&name_entered, "entered"},     {&name_file, "co_filename"},
+                 {&name_instruction, "f_lasti"}, {&name_native, "native"},
+                 {&name_spun, "spun"},           {&name_steps, "steps"},
+                 {&name_timer, "timer"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].place = PyUnicode_InternFromString(names[i].name))) return -1;
     return 0;
@@ -28,7 +32,8 @@ static PyObject *configure(PyObject *module, PyObject *args) {
     PyObject *await_, *done, *result, *exception, *make;
     if (!PyArg_ParseTuple(args, "OOOOO", &await_, &done, &result, &exception, &make)) return NULL;
     PyObject *given[] = {await_, done, result, exception, make};
-    PyObject **places[] = {&reference_await, &reference_done, &reference_result, &reference_exception, &make_completion};
+    PyObject **places[] = {&reference_await, &reference_done, &reference_result, &reference_exception,
+                           &make_completion};
     for (int i = 0; i < 5; i++) {
         KEEP(given[i]);
         SET_REFERENCE(*places[i], given[i]);
@@ -36,16 +41,20 @@ static PyObject *configure(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {{"configure", configure, METH_VARARGS, "Set the functions of the reference that works call."}, {0}};
+static PyMethodDef functions[] = {
+    {"configure", configure, METH_VARARGS, "Set the functions of the reference that works call."}, {0}};
 
 static int add_types(PyObject *module) {
     struct {
         PyTypeObject **place;
         PyType_Spec *spec;
         const char *name;
-    } types[] = {{&CommonLane_type, &CommonLane_spec, "CommonLane"}, {&PeerLanes_type, &PeerLanes_spec, "PeerLanes"},
-                 {&Steps_type, &Steps_spec, "Steps"}, {&Handle_type, &Handle_spec, "Handle"},
-                 {&Calls_type, &Calls_spec, "Calls"}, {&Iteration_type, &Iteration_spec, NULL}};
+    } types[] = {{&CommonLane_type, &CommonLane_spec, "CommonLane"},
+                 {&PeerLanes_type, &PeerLanes_spec, "PeerLanes"},
+                 {&Steps_type, &Steps_spec, "Steps"},
+                 {&Handle_type, &Handle_spec, "Handle"},
+                 {&Calls_type, &Calls_spec, "Calls"},
+                 {&Iteration_type, &Iteration_spec, NULL}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (!(*types[i].place = (PyTypeObject *)PyType_FromSpec(types[i].spec))) return -1;
         if (types[i].name && PyModule_AddObjectRef(module, types[i].name, (PyObject *)*types[i].place) < 0) return -1;
@@ -74,10 +83,7 @@ static int exec_module(PyObject *module) {
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "aiocoll.native._core",
-    .m_doc = "The accelerator in C.",
-    .m_methods = functions,
+    PyModuleDef_HEAD_INIT, .m_name = "aiocoll.native._core", .m_doc = "The accelerator in C.", .m_methods = functions,
     .m_slots = slots,
 };
 

@@ -25,7 +25,8 @@ static int others_move(Calls *calls, const Handle *call) {
     return 0;
 }
 
-/* The interpreter while this thread has given it up: other threads run, and may close links, so their memory is pinned. */
+/* The interpreter while this thread has given it up: other threads run, and may close links, so their memory is pinned.
+ */
 typedef struct {
     PyThreadState *state;
     PeerLanes **pinned;

@@ -41,7 +41,8 @@ static inline void publish(Word *named, uint64_t number, Word *posts) {
 
 /* ---- the reader */
 
-static inline int look_for(const Word *named, const Word *consumed, const Word *line, const Head *expected, int compares_length) {
+static inline int look_for(const Word *named, const Word *consumed, const Word *line, const Head *expected,
+                           int compares_length) {
     if (load_acquire(named) <= load(consumed)) return MISSING;
     if (load(line + LINE_IDENTITY) != expected->identity || load(line + LINE_GROUP) != expected->group) return MISSING;
     if (load(line + LINE_FINGERPRINT) != expected->fingerprint) return DIFFERENT;
@@ -60,8 +61,8 @@ static inline int consume(const Word *named, Word *consumed, const Word *line, u
 
 /* ---- the doorbell */
 
-/* Return the status of a peer that sleeps and was not woken yet, else 0. A full fence is between the post and this, as it is
-   between the status of the peer and its last look before it sleeps. */
+/* Return the status of a peer that sleeps and was not woken yet, else 0. A full fence is between the post and this, as
+   it is between the status of the peer and its last look before it sleeps. */
 static inline uint64_t sleeping(const Word *status, uint64_t rung) {
     uint64_t found = load(status);
     return found & 1 && found != rung ? found : 0;

@@ -40,8 +40,9 @@ static int contributions_from(PyObject *tuple, Steps *steps, int size, Contribut
         Contribution *each = *made + i;
         PyObject *readers;
         Py_ssize_t nbytes;
-        if (!PyArg_ParseTuple(ITEM(tuple, i), "inO!iII", &each->buffer, &nbytes, &PyTuple_Type, &readers, &each->is_common,
-                              &each->first_slot, &each->slots)) return -1;
+        if (!PyArg_ParseTuple(ITEM(tuple, i), "inO!iII", &each->buffer, &nbytes, &PyTuple_Type, &readers,
+                              &each->is_common, &each->first_slot, &each->slots))
+            return -1;
         each->nbytes = nbytes;
         if (are_slots_wrong(nbytes, each->first_slot, each->slots)) return -1;
         if (need(steps, each->buffer, nbytes) < 0) return -1;
@@ -67,8 +68,9 @@ static int takes_from(PyObject *tuple, Steps *steps, int size) {
     for (int i = 0; i < steps->takes_count; i++) {
         Take *take = steps->takes + i;
         Py_ssize_t nbytes, elements;
-        if (!PyArg_ParseTuple(ITEM(tuple, i), "inniII", &take->peer, &nbytes, &elements, &take->is_common, &take->first_slot,
-                              &take->slots)) return -1;
+        if (!PyArg_ParseTuple(ITEM(tuple, i), "inniII", &take->peer, &nbytes, &elements, &take->is_common,
+                              &take->first_slot, &take->slots))
+            return -1;
         take->nbytes = nbytes;
         if (are_slots_wrong(nbytes, take->first_slot, take->slots)) return -1;
         if (take->peer < 0 || take->peer >= size) {
@@ -130,14 +132,17 @@ static void find_loop(Steps *steps, PyObject *ufunc) {
 
 /* Steps(plan, kind, op, signature, fingerprint, storage, buffers, size, round, ufunc, fold) */
 static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
-    PyObject *plan, *kind, *op, *signature, *storage, *round, *ufunc, *fold_function, *copies, *first, *takes, *target, *own, *moves, *last;
+    PyObject *plan, *kind, *op, *signature, *storage, *round, *ufunc, *fold_function, *copies, *first, *takes, *target,
+        *own, *moves, *last;
     unsigned long long fingerprint;
     int size;
     if (self->plan) return PyErr_SetString(PyExc_TypeError, "it was initialized before"), -1;
-    if (!PyArg_ParseTuple(args, "OOOOKO!iiO!OO", &plan, &kind, &op, &signature, &fingerprint, &PyArrayDescr_Type, &storage,
-                          &self->buffers_count, &size, &PyTuple_Type, &round, &ufunc, &fold_function)) return -1;
-    if (!PyArg_ParseTuple(round, "O!O!O!OO!O!O!p", &PyTuple_Type, &copies, &PyTuple_Type, &first, &PyTuple_Type, &takes, &target,
-                          &PyTuple_Type, &own, &PyTuple_Type, &moves, &PyTuple_Type, &last, &self->is_private)) return -1;
+    if (!PyArg_ParseTuple(args, "OOOOKO!iiO!OO", &plan, &kind, &op, &signature, &fingerprint, &PyArrayDescr_Type,
+                          &storage, &self->buffers_count, &size, &PyTuple_Type, &round, &ufunc, &fold_function))
+        return -1;
+    if (!PyArg_ParseTuple(round, "O!O!O!OO!O!O!p", &PyTuple_Type, &copies, &PyTuple_Type, &first, &PyTuple_Type, &takes,
+                          &target, &PyTuple_Type, &own, &PyTuple_Type, &moves, &PyTuple_Type, &last, &self->is_private))
+        return -1;
     KEEP(plan), self->plan = plan;
     KEEP(kind), self->kind = kind;
     KEEP(op), self->op = op;
@@ -146,16 +151,20 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     self->fingerprint = fingerprint;
     self->itemsize = PyDataType_ELSIZE(self->storage);
     self->size = size;
-    if (self->itemsize <= 0 || self->buffers_count < 0) return PyErr_SetString(PyExc_ValueError, "there is no such round"), -1;
-    if (!(self->needed = PyMem_Calloc(self->buffers_count ? self->buffers_count : 1, sizeof(npy_intp)))) return PyErr_NoMemory(), -1;
+    if (self->itemsize <= 0 || self->buffers_count < 0)
+        return PyErr_SetString(PyExc_ValueError, "there is no such round"), -1;
+    if (!(self->needed = PyMem_Calloc(self->buffers_count ? self->buffers_count : 1, sizeof(npy_intp))))
+        return PyErr_NoMemory(), -1;
     long number = target == Py_None ? -1 : PyLong_AsLong(target);
     if (PyErr_Occurred()) return -1;
-    if (number < -1 || number >= self->buffers_count) return PyErr_SetString(PyExc_ValueError, "there is no buffer to reduce into"), -1;
+    if (number < -1 || number >= self->buffers_count)
+        return PyErr_SetString(PyExc_ValueError, "there is no buffer to reduce into"), -1;
     self->target = (int)number;
     if (contributions_from(first, self, size, &self->first, &self->first_count) < 0) return -1;
     if (contributions_from(last, self, size, &self->last, &self->last_count) < 0) return -1;
     if (takes_from(takes, self, size) < 0 || pairs_from(copies, &self->copies, &self->copies_count) < 0) return -1;
-    if (pairs_from(own, &self->own, &self->own_count) < 0 || pairs_from(moves, &self->moves, &self->moves_count) < 0) return -1;
+    if (pairs_from(own, &self->own, &self->own_count) < 0 || pairs_from(moves, &self->moves, &self->moves_count) < 0)
+        return -1;
     if (check(self) < 0) return -1;
     if (self->target >= 0) {
         if (ufunc != Py_None && PyObject_TypeCheck(ufunc, &PyUFunc_Type)) find_loop(self, ufunc);
@@ -205,19 +214,24 @@ static void Steps_dealloc(Steps *self) {
 }
 
 static PyMemberDef Steps_members[] = {
-    {"plan", T_OBJECT, offsetof(Steps, plan), READONLY, "The plan that it was made from."},
-    {0}};
-static PyType_Slot Steps_slots[] = {
-    {Py_tp_doc, "A collective of one round, prepared for one rank."}, {Py_tp_new, PyType_GenericNew}, {Py_tp_init, Steps_init},
-    {Py_tp_traverse, Steps_traverse}, {Py_tp_clear, Steps_clear}, {Py_tp_dealloc, Steps_dealloc}, {Py_tp_members, Steps_members}, {0}};
-PyType_Spec Steps_spec = {"aiocoll.native._core.Steps", sizeof(Steps), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Steps_slots};
+    {"plan", T_OBJECT, offsetof(Steps, plan), READONLY, "The plan that it was made from."}, {0}};
+static PyType_Slot Steps_slots[] = {{Py_tp_doc, "A collective of one round, prepared for one rank."},
+                                    {Py_tp_new, PyType_GenericNew},
+                                    {Py_tp_init, Steps_init},
+                                    {Py_tp_traverse, Steps_traverse},
+                                    {Py_tp_clear, Steps_clear},
+                                    {Py_tp_dealloc, Steps_dealloc},
+                                    {Py_tp_members, Steps_members},
+                                    {0}};
+PyType_Spec Steps_spec = {"aiocoll.native._core.Steps", sizeof(Steps), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                          Steps_slots};
 
 /* ---- reductions */
 
 static char *bytes_of(PyObject *array) { return PyArray_BYTES((PyArrayObject *)array); }
 
-/* Return where a buffer lies. `arrays` is a list of the buffers, one array that is the only buffer, or a pair: an array of as
-   many equal parts as there are ranks, each a buffer, and an array of one part, or of as many. */
+/* Return where a buffer lies. `arrays` is a list of the buffers, one array that is the only buffer, or a pair: an array
+   of as many equal parts as there are ranks, each a buffer, and an array of one part, or of as many. */
 char *buffer_bytes(Handle *call, int buffer) {
     PyObject *arrays = call->arrays;
     if (PyList_Check(arrays)) return bytes_of(PyList_GetItem(arrays, buffer));
@@ -229,7 +243,8 @@ char *buffer_bytes(Handle *call, int buffer) {
 
 static void combine(const Steps *steps, char *a, char *b, char *out) {
     char *arguments[3] = {a, b, out};
-    npy_intp count = steps->nbytes_folded / steps->itemsize, strides[3] = {steps->itemsize, steps->itemsize, steps->itemsize};
+    npy_intp count = steps->nbytes_folded / steps->itemsize,
+             strides[3] = {steps->itemsize, steps->itemsize, steps->itemsize};
     steps->loop(arguments, &count, strides, steps->loop_data);
 }
 
@@ -275,7 +290,8 @@ static int is_nan(const Steps *steps, const char *bytes) {
 
 static int is_one_number(const Steps *steps) {
     int type = steps->storage->type_num;
-    return steps->nbytes_folded == steps->itemsize && (type == NPY_FLOAT || type == NPY_DOUBLE || type == NPY_CFLOAT || type == NPY_CDOUBLE);
+    return steps->nbytes_folded == steps->itemsize &&
+           (type == NPY_FLOAT || type == NPY_DOUBLE || type == NPY_CFLOAT || type == NPY_CDOUBLE);
 }
 
 /* Reduce arrays of one element. The reference does that by numbers, which makes other NaNs than a loop over arrays. */

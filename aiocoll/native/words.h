@@ -13,9 +13,13 @@ _Static_assert(sizeof(_Atomic uint64_t) == 8, "a word has 8 bytes");
 typedef _Atomic uint64_t Word;
 
 static inline uint64_t load(const Word *word) { return atomic_load_explicit((Word *)word, memory_order_relaxed); }
-static inline uint64_t load_acquire(const Word *word) { return atomic_load_explicit((Word *)word, memory_order_acquire); }
+static inline uint64_t load_acquire(const Word *word) {
+    return atomic_load_explicit((Word *)word, memory_order_acquire);
+}
 static inline void store(Word *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_relaxed); }
-static inline void store_release(Word *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_release); }
+static inline void store_release(Word *word, uint64_t value) {
+    atomic_store_explicit(word, value, memory_order_release);
+}
 static inline void fence_release(void) { atomic_thread_fence(memory_order_release); }
 static inline void fence_acquire(void) { atomic_thread_fence(memory_order_acquire); }
 static inline void fence_full(void) { atomic_thread_fence(memory_order_seq_cst); }

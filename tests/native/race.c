@@ -1,7 +1,7 @@
 /* Two threads over one mapping run the protocol of the outboxes: post, look, fold, free, give up, sleep and wake.
 
-   race ROUNDS [SEED]: both post, fold and free in each round, and sleep if nothing comes. Then one posts as many times and
-   gives half of its posts up while the other reads them. The bytes of the first part are not atomic, so that
+   race ROUNDS [SEED]: both post, fold and free in each round, and sleep if nothing comes. Then one posts as many times
+   and gives half of its posts up while the other reads them. The bytes of the first part are not atomic, so that
    ThreadSanitizer sees a missing release or acquire; what it cannot see (fences, lost wake-ups) the checks find. */
 #define _GNU_SOURCE
 #include "protocol.h"
@@ -39,10 +39,14 @@ static void fail(const char *what, uint64_t round) {
     exit(1);
 }
 
-static uint64_t value(uint64_t rank, uint64_t identity, int word) { return identity * 2654435761u + rank * 977 + (uint64_t)word; }
+static uint64_t value(uint64_t rank, uint64_t identity, int word) {
+    return identity * 2654435761u + rank * 977 + (uint64_t)word;
+}
 
 /* As of calls that no two groups have in common: half of a line that was overwritten is none of them. */
-static Head head_of(uint64_t identity, uint64_t group) { return (Head){identity, group, identity * 31 + group, WORDS * 8}; }
+static Head head_of(uint64_t identity, uint64_t group) {
+    return (Head){identity, group, identity * 31 + group, WORDS * 8};
+}
 
 /* ---- the doorbell: as Doorbell and PeerDoorbell of aiocoll/transport/shm/doorbell.py */
 
@@ -60,7 +64,8 @@ static void ring(Rank *self) {
 static void rest(Rank *self, int slot, const Head *expected, uint64_t round) {
     set_status(self);
     fence_full();
-    const Word *named = self->peer->lane + LAYOUT_LANE_NAMED + slot, *consumed = self->own->lane + LAYOUT_LANE_CONSUMED + slot;
+    const Word *named = self->peer->lane + LAYOUT_LANE_NAMED + slot,
+               *consumed = self->own->lane + LAYOUT_LANE_CONSUMED + slot;
     if (look_for(named, consumed, self->peer->lines[slot], expected, 1) == MISSING) {
         struct pollfd waits = {self->eventfd, POLLIN, 0};
         self->sleeps++;
@@ -78,7 +83,8 @@ static void *exchange(void *argument) {
     for (uint64_t round = 1; round <= rounds; round++) {
         int slot = (int)(round % SLOTS);
         Head head = head_of(round, 1);
-        if (!is_consumed(self->peer->lane + LAYOUT_LANE_CONSUMED + slot, self->numbers[slot])) fail("the slot is not free", round);
+        if (!is_consumed(self->peer->lane + LAYOUT_LANE_CONSUMED + slot, self->numbers[slot]))
+            fail("the slot is not free", round);
         fill_line(self->own->lines[slot], &head);
         for (int i = 0; i < WORDS; i++) self->own->bytes[slot][i] = value(self->rank, round, i);
         publish(self->own->lane + LAYOUT_LANE_NAMED + slot, ++self->numbers[slot], self->own->lane + LAYOUT_POSTS);
@@ -130,7 +136,8 @@ static void *post_and_give_up(void *argument) {
 
 static void *read_what_is_there(void *argument) {
     Rank *self = argument;
-    const Word *named = self->peer->lane + LAYOUT_LANE_NAMED, *line = self->peer->lines[0], *bytes = (Word *)self->peer->bytes[0];
+    const Word *named = self->peer->lane + LAYOUT_LANE_NAMED, *line = self->peer->lines[0],
+               *bytes = (Word *)self->peer->bytes[0];
     Word *consumed = self->own->lane + LAYOUT_LANE_CONSUMED;
     uint64_t last = 0;
     while (!is_over) {
@@ -154,7 +161,8 @@ static void *read_what_is_there(void *argument) {
 
 static void run(Rank *ranks, void *(*first)(void *), void *(*second)(void *)) {
     pthread_t threads[2];
-    if (pthread_create(threads, NULL, first, ranks) || pthread_create(threads + 1, NULL, second, ranks + 1)) fail("no threads", 0);
+    if (pthread_create(threads, NULL, first, ranks) || pthread_create(threads + 1, NULL, second, ranks + 1))
+        fail("no threads", 0);
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
 }
 
@@ -163,7 +171,8 @@ static void open_pair(Rank *ranks, unsigned seed) {
     if (boxes == MAP_FAILED) fail("no memory", 0);
     int eventfds[2] = {eventfd(0, EFD_NONBLOCK), eventfd(0, EFD_NONBLOCK)};
     for (int i = 0; i < 2; i++)
-        ranks[i] = (Rank){boxes + i, boxes + 1 - i, eventfds[i], eventfds[1 - i], .rank = (uint64_t)i, .seed = seed + (unsigned)i};
+        ranks[i] = (Rank){boxes + i,       boxes + 1 - i,       eventfds[i],
+                          eventfds[1 - i], .rank = (uint64_t)i, .seed = seed + (unsigned)i};
 }
 
 int main(int count, char **arguments) {
@@ -178,7 +187,8 @@ int main(int count, char **arguments) {
     run(ranks, post_and_give_up, read_what_is_there);
     /* One may be read after it was given up, so the reader has as many, or more. */
     if (ranks[1].kept + 1 < ranks[0].kept) fail("a post counts as read that was not", ranks[0].kept - ranks[1].kept);
-    printf("%llu rounds, %llu sleeps; %llu of as many posts were not given up, %llu were read\n", (unsigned long long)rounds,
-           (unsigned long long)sleeps, (unsigned long long)ranks[0].kept, (unsigned long long)ranks[1].kept);
+    printf("%llu rounds, %llu sleeps; %llu of as many posts were not given up, %llu were read\n",
+           (unsigned long long)rounds, (unsigned long long)sleeps, (unsigned long long)ranks[0].kept,
+           (unsigned long long)ranks[1].kept);
     return 0;
 }

@@ -1,0 +1,240 @@
+/* Calls in flight: look for what is missing, complete, hand over to Python. */
+#include "accelerator.h"
+
+void link_call(Handle *call) {
+    Calls *calls = call->calls;
+    KEEP(call);
+    call->previous = calls->last;
+    call->next = NULL;
+    if (calls->last) calls->last->next = call;
+    else calls->first = call;
+    calls->last = call;
+    calls->count++;
+    call->is_in_flight = 1;
+}
+
+/* Take a call out of the list, which had a reference to it: the caller has that now. */
+void unlink_call(Handle *call) {
+    Calls *calls = call->calls;
+    if (call->previous) call->previous->next = call->next;
+    else calls->first = call->next;
+    if (call->next) call->next->previous = call->previous;
+    else calls->last = call->previous;
+    call->previous = call->next = NULL;
+    calls->count--;
+    call->is_in_flight = 0;
+}
+
+/* Return the flat arrays of a call, as a list. */
+static PyObject *buffers_of(Handle *call, PyObject *arrays) {
+    if (PyList_Check(arrays)) return KEEP(arrays), arrays;
+    if (PyTuple_Check(arrays)) {
+        KEEP(arrays); /* of a copy, the call may end meanwhile */
+        PyObject *made = PyObject_CallFunctionObjArgs(call->calls->flatten, call->steps->kind,
+                                                      PyTuple_GetItem(arrays, 0), PyTuple_GetItem(arrays, 1), NULL);
+        DROP(arrays);
+        return made;
+    }
+    PyObject *flat = PyArray_Ravel((PyArrayObject *)arrays, NPY_CORDER), *list = flat ? PyList_New(1) : NULL;
+    if (!list) return DROP(flat), NULL;
+    PyList_SetItem(list, 0, flat);
+    return list;
+}
+
+/* Return an operation of Python's like a call. */
+PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion) {
+    PyObject *arrays = buffers_of(call, given);
+    if (!arrays) return NULL;
+    PyObject *made = PyObject_CallFunction(call->calls->operation, "KOOOd", (unsigned long long)call->identity,
+                                           call->steps->plan, arrays, completion, call->entered);
+    DROP(arrays);
+    return made;
+}
+
+/* Hand a call in flight over to Python, which gets its completion. */
+int hand_over(Handle *call) {
+    if (!call->is_in_flight) return 0;
+    unlink_call(call);
+    PyObject *completion = materialize(call),
+             *operation = completion ? operation_of(call, call->arrays, completion) : NULL, *done = NULL;
+    if (operation) done = PyObject_CallFunction(call->calls->take_over, "Oi", operation, call->missing);
+    DROP(completion);
+    DROP(operation);
+    Py_CLEAR(call->arrays);
+    DROP(call);
+    if (!done) return -1;
+    DROP(done);
+    return 0;
+}
+
+/* Look for contributions that are missing; needs no interpreter. 1: all are there, 0: not yet, -1: it has to be handed
+ * over. */
+int look_at(Handle *call) {
+    const Calls *calls = call->calls;
+    const Steps *steps = call->steps;
+    for (; call->seen < steps->takes_count; call->seen++) {
+        const Take *take = steps->takes + call->seen;
+        PeerLanes *peer = calls->peers[take->peer];
+        if (!peer || !peer->can_look) return -1;
+        Head expected = {call->identity, calls->group, steps->fingerprint, (uint64_t)take->nbytes};
+        int found = lane_look(peer, take->is_common, slot_of(calls, call->identity, take->first_slot, take->slots),
+                              &expected, steps->is_private);
+        if (found == DIFFERENT) return call->has_differed = 1, -1;
+        if (found == MISSING) return call->missing = take->peer, 0;
+    }
+    return 1;
+}
+
+static char *contribution_bytes(const Calls *calls, const Take *take, uint64_t identity) {
+    const PeerLanes *peer = calls->peers[take->peer];
+    return slot_bytes(take->is_common ? &peer->common_slots : &peer->lane_slots,
+                      slot_of(calls, identity, take->first_slot, take->slots), take->nbytes);
+}
+
+/* Report an exception that is pending: the group fails on all ranks. What is no Exception, as KeyboardInterrupt, goes
+ * on: -1. */
+int crash(Calls *calls) {
+    PyObject *type, *value, *traceback;
+    if (!calls->comm) return -1;
+    int is_error = PyErr_ExceptionMatches(PyExc_Exception);
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (value && traceback) PyException_SetTraceback(value, traceback);
+    PyObject *done = PyObject_CallMethod(calls->comm, "crashed", "O", value ? value : Py_None);
+    if (done && !is_error) {
+        PyErr_Restore(type, value, traceback);
+    } else {
+        DROP(type);
+        DROP(value);
+        DROP(traceback);
+    }
+    DROP(done);
+    return done && is_error ? 0 : -1;
+}
+
+/* `crash` for a call that was taken out of the list, the reference of which is given up: it fails with the others. */
+static int crash_call(Handle *call) {
+    Calls *calls = call->calls;
+    link_call(call);
+    int failed = crash(calls);
+    DROP(call);
+    return failed;
+}
+
+/* Write the record of a call that has ended well, and count it. */
+static int note_end(Handle *call) {
+    Calls *calls = call->calls;
+    if (journal_ended(calls, call, seconds()) < 0) return -1;
+    if (call->key == Py_None) return 0;
+    PyObject *done = PyObject_CallFunction(calls->remember, "K", (unsigned long long)call->identity);
+    DROP(done);
+    return done ? 0 : -1;
+}
+
+/* Find out whether the last contributions can be posted. Functions of Python may have changed what was there of peers,
+   and may have taken the call over: 0. */
+static int may_complete(Handle *call) {
+    Calls *calls = call->calls;
+    Steps *steps = call->steps;
+    for (int tries = 0; tries < TRIES && call->is_in_flight; tries++) {
+        uint64_t asked = calls->asked;
+        int postable = steps->last_count ? are_postable(calls, steps->last, steps->last_count, call->identity) : 1;
+        if (postable < 0) return -1;
+        if (!call->is_in_flight) return 0;
+        if (!postable) break;
+        if (calls->asked == asked) return 1;
+        call->seen = 0;
+        if (look_at(call) <= 0) break;
+    }
+    return hand_over(call);
+}
+
+/* Reduce by a function of Python, which may do anything: the memory stays, but peers may not. */
+static int fold_safely(Handle *call, char **found) {
+    Calls *calls = call->calls;
+    const Steps *steps = call->steps;
+    if (steps->loop) return fold(call, found);
+    PeerLanes *peers[steps->takes_count ? steps->takes_count : 1];
+    for (int i = 0; i < steps->takes_count; i++) pin(peers[i] = calls->peers[steps->takes[i].peer]);
+    int failed = fold(call, found), has_changed = 0;
+    for (int i = 0; i < steps->takes_count; i++) {
+        has_changed |= calls->peers[steps->takes[i].peer] != peers[i] || !peers[i]->can_look;
+        unpin(peers[i]);
+    }
+    if (!failed && steps->last_count) {
+        uint64_t asked = calls->asked;
+        int postable = calls->comm ? are_postable(calls, steps->last, steps->last_count, call->identity) : 0;
+        if (postable < 0) return -1;
+        has_changed |= !postable || calls->asked != asked;
+    }
+    if (!failed && (has_changed || !calls->comm)) {
+        PyErr_SetString(PyExc_RuntimeError, "a link was closed while its data was reduced");
+        return -1;
+    }
+    return failed;
+}
+
+/* Use all contributions where they lie, free their slots, post the result, and end. */
+int complete(Handle *call) {
+    Calls *calls = call->calls;
+    Steps *steps = call->steps;
+    int may = may_complete(call);
+    if (may <= 0) return may < 0 ? crash(calls) : 0;
+    /* From here on nothing takes it over; its reference is this function's. */
+    unlink_call(call);
+    char *found[steps->takes_count ? steps->takes_count : 1];
+    for (int i = 0; i < steps->takes_count; i++) found[i] = contribution_bytes(calls, steps->takes + i, call->identity);
+    for (int i = 0; i < steps->moves_count; i++) {
+        npy_intp nbytes = steps->takes[steps->moves[i].first].nbytes;
+        memcpy(buffer_bytes(call, steps->moves[i].second), found[steps->moves[i].first], nbytes);
+    }
+    if (steps->target >= 0 && fold_safely(call, found) < 0) return crash_call(call);
+    for (int i = 0; i < steps->takes_count; i++) {
+        const Take *take = steps->takes + i;
+        if (!lane_free(calls->peers[take->peer], take->is_common,
+                       slot_of(calls, call->identity, take->first_slot, take->slots), calls->group)) {
+            PyObject *done = PyObject_CallFunction(calls->overwritten, "i", take->peer);
+            DROP(done);
+            return crash_call(call);
+        }
+    }
+    if (post_all(call, steps->last, steps->last_count) < 0) return crash_call(call);
+    int failed = calls->comm ? note_end(call) : 0; /* its doorbell may have closed the group */
+    if (failed) failed = crash(calls);             /* the call itself has ended well */
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int ended = handle_end(call);
+    if (ended < 0) ended = crash(calls);
+    if (type) PyErr_Restore(type, value, traceback);
+    DROP(call);
+    return failed || ended ? -1 : 0;
+}
+
+/* Look at all calls in flight, oldest first: whether any has ended; -1 for an exception. */
+int look_at_all(Calls *calls) {
+    int moved = 0;
+    Handle *call = calls->first;
+    KEEP(call);
+    while (call) {
+        Handle *next = call->next;
+        KEEP(next);
+        if (call->is_in_flight) {
+            int found = look_at(call);
+            if (found && (found > 0 ? complete(call) : hand_over(call)) < 0) {
+                DROP(next);
+                DROP(call);
+                return -1;
+            }
+            moved |= found != 0;
+        }
+        DROP(call);
+        /* What was called may have handed the next one over. */
+        if (next && !next->is_in_flight) {
+            DROP(next);
+            next = calls->first;
+            KEEP(next);
+        }
+        call = next;
+    }
+    return moved;
+}

@@ -1,0 +1,118 @@
+/* Posting contributions: the peers of a group, and whether their slots are free. */
+#include "accelerator.h"
+
+uint32_t slot_of(const Calls *calls, uint64_t identity, uint32_t first, uint32_t slots) {
+    return first + (uint32_t)((identity + calls->shift) % slots);
+}
+
+/* The dispatcher of the group, as a borrowed reference. The engine keeps this object to the end of the group, and must
+   not keep the group that a program has dropped; who calls has it. */
+PyObject *owner_of(const Calls *calls) { return PyWeakref_GetObject(calls->owner); }
+int is_true(PyObject *object, PyObject *name) {
+    PyObject *value = PyObject_GetAttr(object, name);
+    int found = value == Py_True ? 1 : value == Py_False ? 0 : value ? PyObject_IsTrue(value) : -1;
+    DROP(value);
+    return found;
+}
+
+/* ---- peers */
+
+/* Return the lanes of a rank: NULL, without an exception, while there is no link through shared memory. */
+PeerLanes *peer_of(Calls *calls, int rank) {
+    PeerLanes *peer = calls->peers[rank];
+    if (peer && peer->can_post) return peer;
+    PyObject *found = PyObject_CallFunction(calls->resolve, "i", rank);
+    if (!found) return NULL;
+    calls->epoch++;
+    calls->asked++;
+    if (TYPE_OF(found) != PeerLanes_type || !((PeerLanes *)found)->can_post) {
+        DROP(found);
+        SET_REFERENCE(calls->peers[rank], NULL);
+        return NULL;
+    }
+    SET_REFERENCE(calls->peers[rank], found);
+    return calls->peers[rank];
+}
+
+/* Make the lanes of the readers, as Python's writers, which the common lane keeps. */
+static int lanes_of(Calls *calls, Contribution *each) {
+    if (each->lanes && each->epoch == calls->epoch) return 0;
+    calls->asked++; /* what is made may start a collection of garbage */
+    PyObject *lanes = PyTuple_New(each->readers_count);
+    for (int i = 0; lanes && i < each->readers_count; i++) {
+        PeerLanes *peer = calls->peers[each->readers[i]];
+        PyObject *writer = peer && peer->writer ? peer->writer : Py_None;
+        KEEP(writer);
+        PyTuple_SetItem(lanes, i, writer);
+    }
+    if (!lanes) return -1;
+    SET_REFERENCE(each->lanes, lanes);
+    each->epoch = calls->epoch;
+    return 0;
+}
+
+/* Make the memory of a slot for a contribution that fits: 0 if it does not, or the host has none. */
+static int reserved(Calls *calls, PeerLanes *peer, uint32_t slot, const Contribution *each) {
+    const Slots *slots = each->is_common ? &peer->common->slots : &peer->slots;
+    if (each->nbytes > INLINE_NBYTES && each->nbytes > slot_nbytes(slots, slot)) return 0;
+    if (each->is_common ? common_has(peer->common, slot, each->nbytes) : lane_has(peer, slot, each->nbytes)) return 1;
+    calls->asked++;
+    return each->is_common ? common_reserve(peer->common, slot, each->nbytes) : lane_reserve(peer, slot, each->nbytes);
+}
+
+/* Return whether a contribution can be posted; -1 for an exception. Where `asked` has changed, what was found for
+   others may not hold any more. */
+static int is_postable(Calls *calls, Contribution *each, uint64_t identity) {
+    uint32_t slot = slot_of(calls, identity, each->first_slot, each->slots);
+    for (int i = 0; i < each->readers_count; i++) {
+        PeerLanes *peer = peer_of(calls, each->readers[i]);
+        if (!peer) return PyErr_Occurred() ? -1 : 0;
+        if (!each->is_common) {
+            int is_there = lane_is_free(peer, slot) ? reserved(calls, peer, slot, each) : 0;
+            if (is_there <= 0) return is_there;
+        }
+    }
+    if (!each->is_common) return 1;
+    PeerLanes *peer = calls->peers[each->readers[0]];
+    int is_free = peer && peer->common ? common_is_free(peer->common, slot) : 0;
+    if (is_free <= 0 || lanes_of(calls, each) < 0) return is_free <= 0 ? is_free : -1;
+    return reserved(calls, peer, slot, each);
+}
+
+int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t identity) {
+    int postable = 1;
+    for (int i = 0; i < count && postable > 0; i++) postable = is_postable(calls, contributions + i, identity);
+    return postable;
+}
+
+/* Wake the readers of contributions. */
+int ring(Calls *calls, const Contribution *contributions, int count) {
+    if (attend(calls->peers[contributions[0].readers[0]]) < 0) return -1;
+    fence_full();
+    for (int i = 0; i < count; i++)
+        for (int n = 0; n < contributions[i].readers_count; n++) {
+            PeerLanes *peer = calls->peers[contributions[i].readers[n]];
+            if (peer && peer->can_post) wake(peer);
+        }
+    return 0;
+}
+
+/* Post contributions that `are_postable`, since when no function of Python has run. */
+int post_all(Handle *call, Contribution *contributions, int count) {
+    if (!count) return 0;
+    Calls *calls = call->calls;
+    for (int i = 0; i < count; i++) {
+        Contribution *each = contributions + i;
+        Post post = {slot_of(calls, call->identity, each->first_slot, each->slots),
+                     {call->identity, calls->group, call->steps->fingerprint, (uint64_t)each->nbytes},
+                     each->nbytes ? buffer_bytes(call, each->buffer) : NULL};
+        if (!each->is_common) {
+            lane_post(calls->peers[each->readers[0]], &post);
+            continue;
+        }
+        PeerLanes *peers[each->readers_count];
+        for (int n = 0; n < each->readers_count; n++) peers[n] = calls->peers[each->readers[n]];
+        if (common_post(&post, peers, each->readers_count, each->lanes) < 0) return -1;
+    }
+    return ring(calls, contributions, count);
+}
