@@ -131,6 +131,15 @@ static int note_end(Handle *call) {
     return done ? 0 : -1;
 }
 
+/* Whether all that was seen can still be read here: a link may have ended since, and its lane may serve another one. */
+static int can_read(const Handle *call) {
+    for (int i = 0; i < call->steps->takes_count; i++) {
+        const PeerLanes *peer = call->calls->peers[call->steps->takes[i].peer];
+        if (!peer || !peer->can_look) return 0;
+    }
+    return 1;
+}
+
 /* Find out whether the last contributions can be posted. Functions of Python may have changed what was there of peers,
    and may have taken the call over: 0. */
 static int may_complete(Handle *call) {
@@ -141,7 +150,7 @@ static int may_complete(Handle *call) {
         int postable = steps->last_count ? are_postable(calls, steps->last, steps->last_count, call->identity) : 1;
         if (postable < 0) return -1;
         if (!call->is_in_flight) return 0;
-        if (!postable) break;
+        if (!postable || !can_read(call)) break;
         if (calls->asked == asked) return 1;
         call->seen = 0;
         if (look_at(call) <= 0) break;

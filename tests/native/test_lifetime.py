@@ -17,6 +17,7 @@ from aiocoll.work import Work
 from ..engine.test_slot_program import jobs
 from ..internals import comm_of
 from ..ranks import until
+from .groups import group_of_ranks, in_python
 
 pytestmark = pytest.mark.skipif(core is None, reason="needs the accelerator in C")
 
@@ -105,3 +106,19 @@ async def test_thread_that_waits_gets_the_result() -> None:
             await until(lambda thread=thread: not thread.is_alive())
             assert found == [array]
             assert array.tolist() == [2.0] * 4
+
+
+async def test_what_was_seen_of_a_link_that_has_ended_is_read_by_python() -> None:
+    async with group_of_ranks([True] * 3) as pgs:
+        arrays = [np.full(4, 2.0**pg.rank()) for pg in pgs]
+        works = [pgs[1].allreduce(arrays[1]), pgs[0].allreduce(arrays[0])]
+        assert not works[1].done(), "rank 0 has seen what rank 1 has posted"
+        shared = comm_of(pgs[0]).channels[1].shared
+        assert shared is not None
+        shared.native.close()
+        works.append(pgs[2].allreduce(arrays[2]))
+        native_of(pgs[0]).look()
+        assert in_python(pgs[0]) == 1
+        for work in works:
+            await work
+        assert all((array == 7).all() for array in arrays)
