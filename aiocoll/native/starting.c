@@ -265,17 +265,26 @@ static Known *known_at(Calls *calls, PyObject *kind, PyObject *op, PyObject *roo
     return calls->known + (hash ^ hash >> 17 ^ hash >> 7) % KNOWN;
 }
 
+static int has_shape(PyArrayObject *array, const npy_intp *shape, int dimensions) {
+    if (PyArray_NDIM(array) != dimensions) return 0;
+    for (int i = 0; i < dimensions; i++)
+        if (PyArray_DIM(array, i) != shape[i]) return 0;
+    return 1;
+}
+
+static int copy_shape(PyArrayObject *array, npy_intp *shape) {
+    for (int i = 0; i < PyArray_NDIM(array); i++) shape[i] = PyArray_DIM(array, i);
+    return PyArray_NDIM(array);
+}
+
 static int is_like(const Known *known, PyObject *kind, PyObject *op, PyObject *root, PyArrayObject *array,
                    PyArrayObject *other) {
     if (!known->steps || known->kind != kind || known->op != op || known->root != root ||
         known->dtype != PyArray_DESCR(array))
         return 0;
-    if (known->dimensions != PyArray_NDIM(array) ||
-        memcmp(known->shape, PyArray_DIMS(array), known->dimensions * sizeof(npy_intp)))
-        return 0;
+    if (!has_shape(array, known->shape, known->dimensions)) return 0;
     if (!other) return known->other_dimensions < 0;
-    if (PyArray_DESCR(other) != known->dtype || known->other_dimensions != PyArray_NDIM(other)) return 0;
-    return !memcmp(known->shape + DIMENSIONS, PyArray_DIMS(other), known->other_dimensions * sizeof(npy_intp));
+    return PyArray_DESCR(other) == known->dtype && has_shape(other, known->shape + DIMENSIONS, known->other_dimensions);
 }
 
 void forget(Known *known) {
@@ -305,15 +314,9 @@ static Steps *find_steps(Calls *calls, PyObject *kind, PyObject *op, PyObject *r
     }
     /* A root of another type may have another number the next time. */
     if (root != Py_None && !PyLong_CheckExact(root)) return steps;
-    Known made = {kind,
-                  op,
-                  root,
-                  PyArray_DESCR(first),
-                  .dimensions = PyArray_NDIM(first),
-                  .other_dimensions = other ? PyArray_NDIM(second) : -1,
-                  .steps = steps};
-    memcpy(made.shape, PyArray_DIMS(first), made.dimensions * sizeof(npy_intp));
-    if (other) memcpy(made.shape + DIMENSIONS, PyArray_DIMS(second), made.other_dimensions * sizeof(npy_intp));
+    Known made = {kind, op, root, PyArray_DESCR(first), .other_dimensions = -1, .steps = steps};
+    made.dimensions = copy_shape(first, made.shape);
+    if (other) made.other_dimensions = copy_shape(second, made.shape + DIMENSIONS);
     KEEP(kind), KEEP(op), KEEP(root), KEEP(made.dtype), KEEP(steps);
     Known old = *known;
     *known = made;

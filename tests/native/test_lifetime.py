@@ -110,7 +110,7 @@ async def test_thread_that_waits_gets_the_result() -> None:
 
 async def test_what_was_seen_of_a_link_that_has_ended_is_read_by_python() -> None:
     async with group_of_ranks([True] * 3) as pgs:
-        arrays = [np.full(4, 2.0**pg.rank()) for pg in pgs]
+        arrays = [np.full(4, 2.0 ** pg.rank()) for pg in pgs]
         works = [pgs[1].allreduce(arrays[1]), pgs[0].allreduce(arrays[0])]
         assert not works[1].done(), "rank 0 has seen what rank 1 has posted"
         shared = comm_of(pgs[0]).channels[1].shared
