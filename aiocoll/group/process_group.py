@@ -120,7 +120,9 @@ class ProcessGroup:
             verifier = Verifier(dispatcher)
             dispatcher.intercept(verifier, verifier.tell_wrong)
         # Bound once: most calls are short.
-        self._one = dispatcher.one if dispatcher.native is None else dispatcher.native.one
+        self._one = dispatcher.one
+        if dispatcher.native is not None:
+            self._one = dispatcher.native.one
         self._check_rank, self._rank = dispatcher.check_rank, comm.rank
         objects, coalescer = Objects(dispatcher), Coalescer(dispatcher)
         reconfigurer = Reconfigurer(dispatcher, objects, origin, spec)
