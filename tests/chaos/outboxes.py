@@ -67,7 +67,7 @@ def members(world: int, victim: int) -> dict[str, list[int]]:
 def slots_used(pg: ProcessGroup) -> int:
     """Return how often this rank has posted to its common lane."""
     shared = next(channel.shared for channel in comm_of(pg).channels if channel.shared is not None)
-    return sum(shared.common_writer._posted)  # type: ignore[attr-defined]
+    return sum(shared.common_writer.posted)  # type: ignore[attr-defined]
 
 
 class Rank:
