@@ -43,7 +43,6 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
         {
             "resolve": comm.slots.native_lanes,
             "make_steps": seams.make_steps,
-            "take_over": seams.take_over,
             "guard": owner.failures.guard,
             "overwritten": seams.overwritten,
             "find_one": owner.plans.one,
@@ -67,7 +66,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
 
 
 class _Seams:
-    """What the accelerator asks of Python, for one group."""
+    """The functions of one group that the accelerator calls."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -100,14 +99,10 @@ class _Seams:
         )
         return plan.steps
 
-    def take_over(self, call: SlotProgram, missing: int) -> None:
-        """Carry on with a call that has posted and not folded; `missing` was the last rank that was missing."""
-        call.adopt(missing)
-
     def operation(
         self, identity: int, plan: Plan, arrays: list[Any], completion: Completion, entered: float
     ) -> SlotProgram:
-        """Return an operation like a call: it goes on with it once it has taken over."""
+        """Return an operation like a call; its `adopt` takes the call over."""
         operation = SlotProgram(self._comm, identity, plan, arrays, completion)
         operation.entered = entered
         return operation

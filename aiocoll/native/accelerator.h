@@ -118,7 +118,7 @@ typedef struct Handle {
     int64_t seq;
     double entered, limit;
     int instruction, seen, missing;
-    char is_in_flight, is_done, has_differed;
+    char is_in_flight, is_done;
 } Handle;
 
 /* The journal of a group; see aiocoll/engine/journal.py for the layout. */
@@ -142,8 +142,8 @@ typedef struct {
 
 /* The calls of one group that are carried out here. */
 typedef struct Calls {
-    PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *take_over, *find_one, *find_parts,
-        *flatten, *remember, *operation, *guard, *overwritten;
+    PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
+        *remember, *operation, *guard, *overwritten;
     PyObject *left, *early, *asked_early, *hooks, *watch, *runtime, *polling, *is_running, *create_future, *rest,
         *quiet, *folder, *last_file, *progress;
     allocfunc allocate;
@@ -184,6 +184,13 @@ extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Cal
 /* Interned names of attributes that every call looks up. */
 extern PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_shape, *name_code,
     *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun, *name_steps, *name_timer;
+
+/* Free an object of a heap type, the last step of its deallocation. */
+static inline void free_object(void *object) {
+    PyTypeObject *type = TYPE_OF(object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    DROP(type);
+}
 
 /* lanes.c */
 static inline char *slot_bytes(const Slots *slots, uint32_t slot, npy_intp nbytes) {

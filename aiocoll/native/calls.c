@@ -60,7 +60,7 @@ static PyObject *attribute(PyObject *object, const char *name, PyObject **place)
 /* Calls(comm, owner, work_type, seams, folder, group, rank, size, spin, crowded): `seams` are functions of Python,
    `folder` is that of the package. */
 static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
-    PyObject *seams, *turn, *journal = NULL, *endpoint = NULL, *loop = NULL, *stalls = NULL, *context = NULL;
+    PyObject *seams, *turn, *journal = NULL, *endpoint = NULL, *loop = NULL, *stalls = NULL;
     int failed = -1;
     unsigned long long group;
     if (self->work_type) return PyErr_SetString(PyExc_TypeError, "they were initialized before"), -1;
@@ -85,12 +85,17 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     struct {
         const char *name;
         PyObject **place;
-    } functions[] = {{"resolve", &self->resolve},   {"make_steps", &self->make_steps},
-                     {"flatten", &self->flatten},   {"find_parts", &self->find_parts},
-                     {"find_one", &self->find_one}, {"take_over", &self->take_over},
-                     {"remember", &self->remember}, {"operation", &self->operation},
-                     {"guard", &self->guard},       {"overwritten", &self->overwritten},
-                     {"rest", &self->rest},         {"quiet", &self->quiet}};
+    } functions[] = {{"resolve", &self->resolve},
+                     {"make_steps", &self->make_steps},
+                     {"flatten", &self->flatten},
+                     {"find_parts", &self->find_parts},
+                     {"find_one", &self->find_one},
+                     {"remember", &self->remember},
+                     {"operation", &self->operation},
+                     {"guard", &self->guard},
+                     {"overwritten", &self->overwritten},
+                     {"rest", &self->rest},
+                     {"quiet", &self->quiet}};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         PyObject *found = PyDict_GetItemString(seams, functions[i].name);
         if (!found) return PyErr_Format(PyExc_KeyError, "%s", functions[i].name), -1;
@@ -118,26 +123,18 @@ end:
     self->progress = endpoint;
     DROP(loop);
     DROP(stalls);
-    DROP(context);
     return failed;
 }
 
 static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     Py_VISIT(TYPE_OF(self));
-    PyObject *objects[] = {self->comm,         self->owner,
-                           self->work_type,    self->resolve,
-                           self->make_steps,   self->find_one,
-                           self->find_parts,   self->flatten,
-                           self->take_over,    self->remember,
-                           self->operation,    self->guard,
-                           self->overwritten,  self->left,
-                           self->early,        self->asked_early,
-                           self->hooks,        self->watch,
-                           self->runtime,      self->polling,
-                           self->is_running,   self->create_future,
-                           self->rest,         self->quiet,
-                           self->progress,     self->journal.journal,
-                           self->journal.ring, self->journal.objects};
+    PyObject *objects[] = {
+        self->comm,          self->owner,          self->work_type, self->resolve,  self->make_steps,
+        self->find_one,      self->find_parts,     self->flatten,   self->remember, self->operation,
+        self->guard,         self->overwritten,    self->left,      self->early,    self->asked_early,
+        self->hooks,         self->watch,          self->runtime,   self->polling,  self->is_running,
+        self->create_future, self->rest,           self->quiet,     self->progress, self->journal.journal,
+        self->journal.ring,  self->journal.objects};
     for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) Py_VISIT(objects[i]);
     for (int i = 0; i < self->size && self->peers; i++) Py_VISIT(self->peers[i]);
     for (int i = 0; i < KNOWN; i++) {
@@ -152,11 +149,10 @@ static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
 /* Let go of the group. What works that have ended refer to stays: the loop, and the owner, which refuses calls from now
  * on. */
 static void leave_group(Calls *self) {
-    PyObject **places[] = {
-        &self->comm,      &self->resolve,     &self->make_steps, &self->find_one, &self->find_parts,  &self->flatten,
-        &self->take_over, &self->remember,    &self->operation,  &self->guard,    &self->overwritten, &self->left,
-        &self->early,     &self->asked_early, &self->hooks,      &self->watch,    &self->rest,        &self->quiet,
-        &self->folder,    &self->last_file,   &self->timeout};
+    PyObject **places[] = {&self->comm,    &self->resolve,  &self->make_steps,  &self->find_one,  &self->find_parts,
+                           &self->flatten, &self->remember, &self->operation,   &self->guard,     &self->overwritten,
+                           &self->left,    &self->early,    &self->asked_early, &self->hooks,     &self->watch,
+                           &self->rest,    &self->quiet,    &self->folder,      &self->last_file, &self->timeout};
     while (self->first) {
         Handle *call = self->first;
         unlink_call(call);
@@ -186,14 +182,12 @@ static PyObject *Calls_close(Calls *self, PyObject *Py_UNUSED(unused)) {
 }
 
 static void Calls_dealloc(Calls *self) {
-    PyTypeObject *type = TYPE_OF(self);
     PyObject_GC_UnTrack(self);
     Calls_clear(self);
     PyBuffer_Release(&self->turn);
     PyMem_Free(self->peers);
     PyMem_Free(self->scratch);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    DROP(type);
+    free_object(self);
 }
 
 static PyMethodDef Calls_methods[] = {

@@ -54,11 +54,9 @@ static int Handle_clear(Handle *self) {
 }
 
 static void Handle_dealloc(Handle *self) {
-    PyTypeObject *type = TYPE_OF(self);
     PyObject_GC_UnTrack(self);
     Handle_clear(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    DROP(type);
+    free_object(self);
 }
 
 /* Whether this is the thread of the group's loop, and the process in which it was made. */
@@ -294,11 +292,9 @@ static int Iteration_clear(Iteration *self) {
 }
 
 static void Iteration_dealloc(Iteration *self) {
-    PyTypeObject *type = TYPE_OF(self);
     PyObject_GC_UnTrack(self);
     Iteration_clear(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    DROP(type);
+    free_object(self);
 }
 
 static PyType_Slot Iteration_slots[] = {{Py_tp_doc, "One await of a work."},  {Py_tp_iter, PyObject_SelfIter},

@@ -57,7 +57,7 @@ int hand_over(Handle *call) {
     unlink_call(call);
     PyObject *completion = materialize(call),
              *operation = completion ? operation_of(call, call->arrays, completion) : NULL, *done = NULL;
-    if (operation) done = PyObject_CallFunction(call->calls->take_over, "Oi", operation, call->missing);
+    if (operation) done = PyObject_CallMethod(operation, "adopt", "i", call->missing);
     DROP(completion);
     DROP(operation);
     Py_CLEAR(call->arrays);
@@ -79,7 +79,7 @@ int look_at(Handle *call) {
         Head expected = {call->identity, calls->group, steps->fingerprint, (uint64_t)take->nbytes};
         int found = lane_look(peer, take->is_common, slot_of(calls, call->identity, take->first_slot, take->slots),
                               &expected, steps->is_private);
-        if (found == DIFFERENT) return call->has_differed = 1, -1;
+        if (found == DIFFERENT) return -1;
         if (found == MISSING) return call->missing = take->peer, 0;
     }
     return 1;

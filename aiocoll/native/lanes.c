@@ -81,19 +81,13 @@ static int CommonLane_clear(CommonLane *self) {
     return 0;
 }
 
-static void free_object(PyObject *self) {
-    PyTypeObject *type = TYPE_OF(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    DROP(type);
-}
-
 static void CommonLane_dealloc(CommonLane *self) {
     PyObject_GC_UnTrack(self);
     CommonLane_clear(self);
     PyBuffer_Release(&self->memory);
     PyBuffer_Release(&self->posted);
     PyBuffer_Release(&self->ready);
-    free_object((PyObject *)self);
+    free_object(self);
 }
 
 static PyObject *CommonLane_close(CommonLane *self, PyObject *Py_UNUSED(unused)) {
@@ -192,7 +186,7 @@ static void PeerLanes_dealloc(PeerLanes *self) {
     PyObject_GC_UnTrack(self);
     PeerLanes_clear(self);
     release_memory(self);
-    free_object((PyObject *)self);
+    free_object(self);
 }
 
 static PyObject *PeerLanes_retire(PeerLanes *self, PyObject *Py_UNUSED(unused)) {

@@ -201,7 +201,6 @@ static int Steps_clear(Steps *self) {
 }
 
 static void Steps_dealloc(Steps *self) {
-    PyTypeObject *type = TYPE_OF(self);
     PyObject_GC_UnTrack(self);
     Steps_clear(self);
     DROP(self->storage);
@@ -209,8 +208,7 @@ static void Steps_dealloc(Steps *self) {
     for (int i = 0; i < self->last_count && self->last; i++) PyMem_Free(self->last[i].readers);
     PyMem_Free(self->first), PyMem_Free(self->last), PyMem_Free(self->copies);
     PyMem_Free(self->takes), PyMem_Free(self->own), PyMem_Free(self->moves), PyMem_Free(self->needed);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    DROP(type);
+    free_object(self);
 }
 
 static PyMemberDef Steps_members[] = {
