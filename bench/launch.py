@@ -101,7 +101,7 @@ def launch(
         config = {
             "library": system.library,
             "mode": system.mode,
-            "transport": system.name.rpartition(" ")[2],
+            "transport": system.transport,
             "world_size": world_size,
             "job_key": secrets.token_hex(16),
             "cases": cases,
@@ -112,7 +112,7 @@ def launch(
         stack.callback(_end_strangers, folder)
         # asyncio's debug mode would make aiocoll slower.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
-        environment |= MPI_ENVIRONMENT
+        environment |= MPI_ENVIRONMENT | system.variables
         processes = []
         errors = []  # one file per process, so that lines do not mix
         for command in place.commands(system, str(python or sys.executable), str(folder), world_size):

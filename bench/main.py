@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     add("--sizes", type=size, nargs="+", metavar="SIZE", help="of allreduce, such as 8 64K 1M")
     add("--collectives", nargs="+", choices=KINDS[1:], default=list(KINDS[1:]), help="besides allreduce (default: all)")
-    add("--transports", nargs="+", choices=TRANSPORTS, help="of aiocoll (default: auto unix tcp; --quick: auto)")
+    add("--transports", nargs="+", choices=TRANSPORTS, help="of aiocoll (default: auto pure unix tcp; --quick: auto)")
     add(
         "--peers",
         nargs="*",
@@ -105,10 +105,8 @@ def main() -> None:
     start = time.monotonic()
     args = arguments()
     pythons, skipped = _environments(args.peers)
-    first, *others = args.transports  # the first one is measured at all collectives
     systems = [
-        make_aiocoll(first, KINDS),
-        *map(make_aiocoll, others),
+        *map(make_aiocoll, args.transports),
         *(PEERS[name] for name in args.peers if PEERS[name].name not in skipped),
     ]
     report = Report(systems, skipped, measured_load(), busy=args.busy)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from inflight import Case
 
 from aiocoll.cli.workload import KINDS
 
-#: Transports of aiocoll, in the order of the tables.
-TRANSPORTS = ("auto", "shm", "unix", "tcp")
+#: Transports of aiocoll, in the order of the tables; `pure` is `auto` without the native accelerator.
+TRANSPORTS = ("auto", "pure", "shm", "unix", "tcp")
 #: The default: `shm` is what `auto` chooses on one host.
-DEFAULT_TRANSPORTS = ("auto", "unix", "tcp")
+DEFAULT_TRANSPORTS = ("auto", "pure", "unix", "tcp")
+#: Those that are measured at all collectives; the others only at allreduce.
+AT_ALL_COLLECTIVES = ("auto", "pure")
 
 #: How a program waits for a call. Only "blocking" stops the event loop.
 Mode = Literal["await", "future", "test", "spin", "thread", "blocking"]
@@ -31,6 +33,8 @@ class System:
         waits: `mode` in words.
         kinds: the collectives besides allreduce.
         mpiexec: the options of `mpiexec`; None starts the ranks directly.
+        transport: the transport of aiocoll; None for a peer.
+        variables: of the environment of its ranks.
     """
 
     name: str
@@ -40,6 +44,8 @@ class System:
     waits: str
     kinds: frozenset[str] = frozenset()
     mpiexec: tuple[str, ...] | None = None
+    transport: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_awaited(self) -> bool:
@@ -53,13 +59,9 @@ class System:
         return case.kind == "allreduce" or case.kind in self.kinds
 
 
-def make_aiocoll(transport: str, kinds: Collection[str] = ()) -> System:
-    """Return aiocoll over one transport.
-
-    Args:
-        transport: one of `TRANSPORTS`.
-        kinds: the collectives besides allreduce.
-    """
+def make_aiocoll(transport: str) -> System:
+    """Return aiocoll over one of `TRANSPORTS`."""
+    kinds: Collection[str] = KINDS if transport in AT_ALL_COLLECTIVES else ()
     return System(
         f"aiocoll {transport}",
         "aiocoll",
@@ -68,6 +70,8 @@ def make_aiocoll(transport: str, kinds: Collection[str] = ()) -> System:
         "`await` on uvloop polls for up to 50 µs per loop iteration, and yields the core between polls when there are "
         "more ranks than cores; then the rank sleeps in the loop until the kernel wakes it",
         frozenset(kinds),
+        transport="auto" if transport == "pure" else transport,
+        variables={"AIOCOLL_NATIVE": "0"} if transport == "pure" else {},
     )
 
 
@@ -111,7 +115,7 @@ PEERS = _peers()
 #: Names of peers on the command line: a library means all its modes.
 PEER_CHOICES = (*_NAMES, *PEERS)
 
-#: Names in tables. The awaited ones are what a program on an event loop can use.
+#: Names in tables. The awaited peers are what a program on an event loop can use.
 AWAITED = tuple(system.name for system in PEERS.values() if system.is_awaited)
 BLOCKING = tuple(system.name for system in PEERS.values() if not system.is_awaited)
 MPI_BLOCKING = tuple(system.name for system in PEERS.values() if system.library == "mpi" and not system.is_awaited)

@@ -43,7 +43,7 @@ def failure_table(skipped: dict[str, str], all_results: Iterable[Results]) -> st
 
 def awaited_table(results: Results, system: str) -> str | None:
     """Return the comparison with peers that leave the event loop free; None without any."""
-    return _comparison(results, system, AWAITED, AWAITED, "× fastest awaited peer")
+    return _comparison(results, system, ("aiocoll pure", *AWAITED), AWAITED, "× fastest awaited peer")
 
 
 def blocking_table(results: Results, system: str) -> str | None:
