@@ -292,9 +292,7 @@ async def test_a_busy_process_ends_with_the_one_that_has_started_it() -> None:
 
 def test_a_launch_measures_all_cases(bench: Any) -> None:
     cases = [SMALL, Case("gather", 4096), Case("allreduce", 4096, 4), Case("barrier", 0)]
-    done = bench.launch.launch(
-        bench.systems.make_aiocoll("tcp"), None, 3, cases, Effort(0, 3, 3), 60
-    )
+    done = bench.launch.launch(bench.systems.make_aiocoll("tcp"), None, 3, cases, Effort(0, 3, 3), 60)
     assert done.failure is None
     assert list(done.timings) == cases
     assert [(len(timing.nanoseconds), timing.wrong) for timing in done.timings.values()] == [(3, 0)] * 4
