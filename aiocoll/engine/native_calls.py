@@ -8,7 +8,7 @@ on as a `SlotProgram` that has posted.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from aiocoll.completion import Completion
 from aiocoll.engine.operations.plan import Plan
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
 __all__ = ["native_calls"]
+
+#: Seconds for which calls wait for slots without one becoming free.
+PATIENCE: Final = 2e-3
 
 _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -52,6 +55,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
             "remember": seams.remember,
             "rest": polling.rest,
             "quiet": comm.endpoint.quiet.run,
+            "wait": seams.wait,
         },
         _FOLDER,
         comm.id,
@@ -70,6 +74,9 @@ class _Seams:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        # Whether, and since when, calls wait for slots.
+        self._is_waiting = False
+        self._since = 0.0
 
     def make_steps(self, plan: Plan) -> Any:
         """Return a plan as the accelerator carries it out; False if it cannot."""
@@ -115,6 +122,35 @@ class _Seams:
         """
         rank = self._comm.ranks[peer]
         raise ProtocolError(f"rank {rank} has given this rank up and overwritten what it was reading")
+
+    def wait(self) -> None:
+        """Calls wait for slots: look for some in every turn of the loop."""
+        self._since = self._comm.runtime.ticks()
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._comm.call_soon(self._look_for_slots)
+
+    def _look_for_slots(self) -> None:
+        comm = self._comm
+        self._is_waiting = False
+        native, now = comm.in_flight.native, comm.runtime.ticks()
+        if native is None:
+            return
+        before = native.waiting
+        try:
+            comm.endpoint.quiet.run(native.look)
+            if native.waiting == before and now - self._since > PATIENCE:
+                native.give_up()
+        except Exception as error:
+            comm.crashed(error)
+        if not native.waiting:
+            return
+        if native.waiting < before:
+            self._since = now
+        elif comm.polling.crowded:
+            os.sched_yield()
+        self._is_waiting = True
+        comm.call_soon(self._look_for_slots)
 
     def remember(self, identity: int) -> None:
         """Keep the id of a keyed call that has ended."""

@@ -118,7 +118,7 @@ typedef struct Handle {
     int64_t seq;
     double entered, limit;
     int instruction, seen, missing;
-    char is_in_flight, is_done;
+    char is_in_flight, is_posted, is_done; /* is_posted: else it waits for a slot */
 } Handle;
 
 /* The journal of a group; see aiocoll/engine/journal.py for the layout. */
@@ -145,11 +145,12 @@ typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
         *remember, *operation, *guard, *overwritten;
     PyObject *left, *early, *asked_early, *hooks, *watch, *runtime, *polling, *is_running, *create_future, *rest,
-        *quiet, *folder, *last_file, *progress;
+        *quiet, *wait, *folder, *last_file, *progress;
     allocfunc allocate;
     PeerLanes **peers;
-    Handle *first, *last;
-    Py_ssize_t count;
+    Handle *first, *last, *first_waiting; /* in flight; those that wait for a slot come last */
+    Py_ssize_t count, waiting;
+    int gave_up; /* calls waited too long for slots: none waits until one finds a slot free */
     JournalView journal;
     uint64_t group, epoch;
     uint64_t asked; /* how often functions of Python were asked that may have changed anything */
@@ -206,6 +207,7 @@ typedef struct {
     Head head;
     const char *bytes;
 } Post;
+uint64_t group_of_slot(const Slots *slots, uint32_t slot);
 int lane_is_free(PeerLanes *peer, uint32_t slot);
 int lane_has(const PeerLanes *peer, uint32_t slot, npy_intp nbytes);
 int lane_reserve(PeerLanes *peer, uint32_t slot, npy_intp nbytes);
@@ -232,6 +234,7 @@ int journal_ended(Calls *calls, Handle *call, double now);
 void journal_close(JournalView *view);
 
 /* posting.c */
+enum { CANNOT, CAN, IN_USE }; /* whether something can be posted; its slot has a call of this group that is read late */
 PyObject *owner_of(const Calls *calls);
 int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t identity);
 int is_true(PyObject *object, PyObject *name);
@@ -241,6 +244,8 @@ int ring(Calls *calls, const Contribution *contributions, int count);
 uint32_t slot_of(const Calls *calls, uint64_t identity, uint32_t first, uint32_t slots);
 
 /* in_flight.c */
+int advance(Calls *calls);
+int begin(Handle *call);
 int complete(Handle *call);
 int crash(Calls *calls);
 int hand_over(Handle *call);
@@ -257,6 +262,7 @@ PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count);
 void forget(Known *known);
 Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
               PyObject *key, PyObject **taken);
+int is_ready(Handle *call);
 int watch(Calls *calls);
 extern unsigned long forks_of_process;
 

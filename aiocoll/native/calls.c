@@ -21,6 +21,14 @@ static PyObject *Calls_hand_over(Calls *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Hand the calls that wait for slots over: frames need none. */
+static PyObject *Calls_give_up(Calls *self, PyObject *Py_UNUSED(unused)) {
+    self->gave_up = 1;
+    while (self->first_waiting)
+        if (hand_over(self->first_waiting) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
 /* Return operations like the calls in flight, for readers in any thread. Python may run other threads meanwhile, so a
    call may end while it is copied. */
 static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
@@ -95,7 +103,8 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
                      {"guard", &self->guard},
                      {"overwritten", &self->overwritten},
                      {"rest", &self->rest},
-                     {"quiet", &self->quiet}};
+                     {"quiet", &self->quiet},
+                     {"wait", &self->wait}};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         PyObject *found = PyDict_GetItemString(seams, functions[i].name);
         if (!found) return PyErr_Format(PyExc_KeyError, "%s", functions[i].name), -1;
@@ -128,13 +137,34 @@ end:
 
 static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     Py_VISIT(TYPE_OF(self));
-    PyObject *objects[] = {
-        self->comm,          self->owner,          self->work_type, self->resolve,  self->make_steps,
-        self->find_one,      self->find_parts,     self->flatten,   self->remember, self->operation,
-        self->guard,         self->overwritten,    self->left,      self->early,    self->asked_early,
-        self->hooks,         self->watch,          self->runtime,   self->polling,  self->is_running,
-        self->create_future, self->rest,           self->quiet,     self->progress, self->journal.journal,
-        self->journal.ring,  self->journal.objects};
+    PyObject *objects[] = {self->comm,
+                           self->owner,
+                           self->work_type,
+                           self->resolve,
+                           self->make_steps,
+                           self->find_one,
+                           self->find_parts,
+                           self->flatten,
+                           self->remember,
+                           self->operation,
+                           self->guard,
+                           self->overwritten,
+                           self->left,
+                           self->early,
+                           self->asked_early,
+                           self->hooks,
+                           self->watch,
+                           self->runtime,
+                           self->polling,
+                           self->is_running,
+                           self->create_future,
+                           self->rest,
+                           self->quiet,
+                           self->progress,
+                           self->journal.journal,
+                           self->journal.ring,
+                           self->journal.objects,
+                           self->wait};
     for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) Py_VISIT(objects[i]);
     for (int i = 0; i < self->size && self->peers; i++) Py_VISIT(self->peers[i]);
     for (int i = 0; i < KNOWN; i++) {
@@ -152,7 +182,8 @@ static void leave_group(Calls *self) {
     PyObject **places[] = {&self->comm,    &self->resolve,  &self->make_steps,  &self->find_one,  &self->find_parts,
                            &self->flatten, &self->remember, &self->operation,   &self->guard,     &self->overwritten,
                            &self->left,    &self->early,    &self->asked_early, &self->hooks,     &self->watch,
-                           &self->rest,    &self->quiet,    &self->folder,      &self->last_file, &self->timeout};
+                           &self->rest,    &self->quiet,    &self->folder,      &self->last_file, &self->timeout,
+                           &self->wait};
     while (self->first) {
         Handle *call = self->first;
         unlink_call(call);
@@ -198,6 +229,7 @@ static PyMethodDef Calls_methods[] = {
     {"look", (PyCFunction)Calls_look, METH_NOARGS, "Look at all calls in flight; return whether any has moved."},
     {"hand_over", (PyCFunction)Calls_hand_over, METH_VARARGS,
      "Hand the call with this id, or all calls, over to Python."},
+    {"give_up", (PyCFunction)Calls_give_up, METH_NOARGS, "Hand the calls that wait for slots over to Python."},
     {"copies", (PyCFunction)Calls_copies, METH_NOARGS,
      "Return operations like the calls in flight, for readers in any thread."},
     {"relink", (PyCFunction)Calls_relink, METH_NOARGS, "Forget what follows from the links of the group."},
@@ -205,6 +237,7 @@ static PyMethodDef Calls_methods[] = {
     {0}};
 static PyMemberDef Calls_members[] = {
     {"count", T_PYSSIZET, offsetof(Calls, count), READONLY, "Calls in flight."},
+    {"waiting", T_PYSSIZET, offsetof(Calls, waiting), READONLY, "Calls among them that wait for slots."},
     {"shift", T_UINT, offsetof(Calls, shift), 0, "Added to the id of an operation to find its slot."},
     {"watches", T_INT, offsetof(Calls, watches), 0, "Whether a work that is never awaited leads to a warning."},
     {"comm", T_OBJECT_EX, offsetof(Calls, comm), READONLY, "The group."},

@@ -1,21 +1,34 @@
 /* Calls in flight: look for what is missing, complete, hand over to Python. */
 #include "accelerator.h"
 
+/* Put a call in flight: behind those that were posted, or behind all if it waits. */
 void link_call(Handle *call) {
     Calls *calls = call->calls;
     KEEP(call);
-    call->previous = calls->last;
-    call->next = NULL;
-    if (calls->last) calls->last->next = call;
+    call->next = call->is_posted ? calls->first_waiting : NULL;
+    call->previous = call->next ? call->next->previous : calls->last;
+    if (call->previous) call->previous->next = call;
     else calls->first = call;
-    calls->last = call;
+    if (call->next) call->next->previous = call;
+    else calls->last = call;
     calls->count++;
     call->is_in_flight = 1;
+    if (call->is_posted) return;
+    calls->waiting++;
+    if (!calls->first_waiting) calls->first_waiting = call;
+}
+
+/* The first call that waits waits no longer, or one that is taken out of the list. */
+static void stop_waiting(Handle *call) {
+    Calls *calls = call->calls;
+    calls->waiting--;
+    if (calls->first_waiting == call) calls->first_waiting = call->next;
 }
 
 /* Take a call out of the list, which had a reference to it: the caller has that now. */
 void unlink_call(Handle *call) {
     Calls *calls = call->calls;
+    if (!call->is_posted) stop_waiting(call);
     if (call->previous) call->previous->next = call->next;
     else calls->first = call->next;
     if (call->next) call->next->previous = call->previous;
@@ -57,7 +70,8 @@ int hand_over(Handle *call) {
     unlink_call(call);
     PyObject *completion = materialize(call),
              *operation = completion ? operation_of(call, call->arrays, completion) : NULL, *done = NULL;
-    if (operation) done = PyObject_CallMethod(operation, "adopt", "i", call->missing);
+    if (operation)
+        done = PyObject_CallMethod(operation, "adopt", "iO", call->missing, call->is_posted ? Py_True : Py_False);
     DROP(completion);
     DROP(operation);
     Py_CLEAR(call->arrays);
@@ -72,6 +86,7 @@ int hand_over(Handle *call) {
 int look_at(Handle *call) {
     const Calls *calls = call->calls;
     const Steps *steps = call->steps;
+    if (!call->is_posted) return 0;
     for (; call->seen < steps->takes_count; call->seen++) {
         const Take *take = steps->takes + call->seen;
         PeerLanes *peer = calls->peers[take->peer];
@@ -147,10 +162,10 @@ static int may_complete(Handle *call) {
     Steps *steps = call->steps;
     for (int tries = 0; tries < TRIES && call->is_in_flight; tries++) {
         uint64_t asked = calls->asked;
-        int postable = steps->last_count ? are_postable(calls, steps->last, steps->last_count, call->identity) : 1;
+        int postable = steps->last_count ? are_postable(calls, steps->last, steps->last_count, call->identity) : CAN;
         if (postable < 0) return -1;
         if (!call->is_in_flight) return 0;
-        if (!postable || !can_read(call)) break;
+        if (postable != CAN || !can_read(call)) break;
         if (calls->asked == asked) return 1;
         call->seen = 0;
         if (look_at(call) <= 0) break;
@@ -172,9 +187,9 @@ static int fold_safely(Handle *call, char **found) {
     }
     if (!failed && steps->last_count) {
         uint64_t asked = calls->asked;
-        int postable = calls->comm ? are_postable(calls, steps->last, steps->last_count, call->identity) : 0;
+        int postable = calls->comm ? are_postable(calls, steps->last, steps->last_count, call->identity) : CANNOT;
         if (postable < 0) return -1;
-        has_changed |= !postable || calls->asked != asked;
+        has_changed |= postable != CAN || calls->asked != asked;
     }
     if (!failed && (has_changed || !calls->comm)) {
         PyErr_SetString(PyExc_RuntimeError, "a link was closed while its data was reduced");
@@ -219,12 +234,54 @@ int complete(Handle *call) {
     return failed || ended ? -1 : 0;
 }
 
-/* Look at all calls in flight, oldest first: whether any has ended; -1 for an exception. */
+/* Post what a call has, and end it if nothing is missing. */
+int begin(Handle *call) {
+    if (post_all(call, call->steps->first, call->steps->first_count) < 0) return crash(call->calls);
+    int found = call->is_in_flight ? look_at(call) : 0;
+    return !found ? 0 : found > 0 ? complete(call) : hand_over(call);
+}
+
+/* Post calls that have waited for a slot, in their order, as far as there are slots. */
+static int post_waiting(Calls *calls) {
+    Handle *call;
+    while ((call = calls->first_waiting)) {
+        KEEP(call);
+        int ready = is_ready(call), failed = 0;
+        if (ready < 0) failed = crash(calls);
+        else if (call->is_in_flight && ready == CANNOT) failed = hand_over(call);
+        else if (call->is_in_flight && ready == CAN) {
+            call->is_posted = 1;
+            stop_waiting(call);
+            failed = begin(call);
+        }
+        DROP(call);
+        if (failed) return -1;
+        if (ready == IN_USE) return 0;
+    }
+    return 0;
+}
+
+/* Complete the oldest calls, which may be what readers of this rank's slots wait for, and post what waits. */
+int advance(Calls *calls) {
+    Handle *call;
+    while ((call = calls->first)) {
+        int found = look_at(call);
+        if (!found) break;
+        KEEP(call);
+        int failed = found > 0 ? complete(call) : hand_over(call);
+        DROP(call);
+        if (failed) return -1;
+    }
+    return post_waiting(calls);
+}
+
+/* Look at all calls that were posted, oldest first, and post what waits: whether any has ended, or was posted; -1 for
+   an exception. */
 int look_at_all(Calls *calls) {
     int moved = 0;
     Handle *call = calls->first;
     KEEP(call);
-    while (call) {
+    while (call && call->is_posted) {
         Handle *next = call->next;
         KEEP(next);
         if (call->is_in_flight) {
@@ -245,5 +302,8 @@ int look_at_all(Calls *calls) {
         }
         call = next;
     }
-    return moved;
+    DROP(call);
+    Py_ssize_t waiting = calls->waiting;
+    if (post_waiting(calls) < 0) return -1;
+    return moved || calls->waiting != waiting;
 }

@@ -268,6 +268,9 @@ static void fill(const Slots *slots, const Post *post) {
     if (nbytes) memcpy(slot_bytes(slots, post->slot, nbytes), post->bytes, nbytes);
 }
 
+/* The group of the last post. */
+uint64_t group_of_slot(const Slots *slots, uint32_t slot) { return load(line_of(slots, slot) + LINE_GROUP); }
+
 int lane_is_free(PeerLanes *peer, uint32_t slot) {
     return is_consumed(peer->peer_words + LAYOUT_LANE_CONSUMED + slot, peer->numbers[slot]);
 }

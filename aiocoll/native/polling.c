@@ -20,7 +20,7 @@ static int has_neighbour(Calls *calls) {
 
 /* Whether anything else in flight can end. */
 static int others_move(Calls *calls, const Handle *call) {
-    for (Handle *each = calls->first; each; each = each->next)
+    for (Handle *each = calls->first; each != calls->first_waiting; each = each->next)
         if (each != call && look_at(each)) return 1;
     return 0;
 }
@@ -60,10 +60,12 @@ int poll_for(Handle *call) {
         if (looks % OTHERS == 0 && calls->count > 1) {
             take_back(&released);
             if (!call->is_in_flight) return 0; /* another thread has handed it over */
-            if (others_move(calls, call)) {
-                if (look_at_all(calls) < 0) return -1;
+            if (calls->waiting || others_move(calls, call)) {
+                int moved = look_at_all(calls);
+                if (moved < 0) return -1;
                 if (!call->is_in_flight) return 0;
-                idle = (now = seconds()) + calls->spin;
+                now = seconds();
+                if (moved) idle = now + calls->spin;
             }
         }
         if (gives_way) {

@@ -60,28 +60,31 @@ static int reserved(Calls *calls, PeerLanes *peer, uint32_t slot, const Contribu
     return each->is_common ? common_reserve(peer->common, slot, each->nbytes) : lane_reserve(peer, slot, each->nbytes);
 }
 
+/* What a slot that is not free means: a call of another group may have a reader that this one need not wait for. */
+static int in_use(const Calls *calls, const Slots *slots, uint32_t slot) {
+    return group_of_slot(slots, slot) == calls->group ? IN_USE : CANNOT;
+}
+
 /* Return whether a contribution can be posted; -1 for an exception. Where `asked` has changed, what was found for
    others may not hold any more. */
 static int is_postable(Calls *calls, Contribution *each, uint64_t identity) {
     uint32_t slot = slot_of(calls, identity, each->first_slot, each->slots);
     for (int i = 0; i < each->readers_count; i++) {
         PeerLanes *peer = peer_of(calls, each->readers[i]);
-        if (!peer) return PyErr_Occurred() ? -1 : 0;
-        if (!each->is_common) {
-            int is_there = lane_is_free(peer, slot) ? reserved(calls, peer, slot, each) : 0;
-            if (is_there <= 0) return is_there;
-        }
+        if (!peer) return PyErr_Occurred() ? -1 : CANNOT;
+        if (each->is_common) continue;
+        return lane_is_free(peer, slot) ? reserved(calls, peer, slot, each) : in_use(calls, &peer->slots, slot);
     }
-    if (!each->is_common) return 1;
     PeerLanes *peer = calls->peers[each->readers[0]];
-    int is_free = peer && peer->common ? common_is_free(peer->common, slot) : 0;
-    if (is_free <= 0 || lanes_of(calls, each) < 0) return is_free <= 0 ? is_free : -1;
-    return reserved(calls, peer, slot, each);
+    if (!peer || !peer->common) return CANNOT;
+    int is_free = common_is_free(peer->common, slot);
+    if (!is_free) return in_use(calls, &peer->common->slots, slot);
+    return is_free < 0 || lanes_of(calls, each) < 0 ? -1 : reserved(calls, peer, slot, each);
 }
 
 int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t identity) {
-    int postable = 1;
-    for (int i = 0; i < count && postable > 0; i++) postable = is_postable(calls, contributions + i, identity);
+    int postable = CAN;
+    for (int i = 0; i < count && postable == CAN; i++) postable = is_postable(calls, contributions + i, identity);
     return postable;
 }
 

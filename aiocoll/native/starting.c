@@ -1,7 +1,8 @@
 /* Calls: collectives of one group that are carried out here, from the call to the end.
 
    A call is taken only if everything is plain: a prepared collective of one round, free slots, no hook, no early frame,
-   the group's own timeout. Otherwise `start` returns None before anything was posted, and Python goes on. Whatever
+   the group's own timeout. Otherwise `start` returns None before anything was posted, and Python goes on. Only where a
+   slot still has an earlier call of this group, which its readers are about to read, the call waits for it. Whatever
    happens to a call later that is not plain (a frame instead of a post, another call of a peer, a report, a failure)
    hands it over: Python gets an operation that has posted, and carries on from there. */
 #include "accelerator.h"
@@ -166,31 +167,47 @@ static Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject 
     return call;
 }
 
-/* Whether a call can be posted: no function of Python has run since that was found out. Its number is its own then;
-   without a key, it is the next one. -1: an exception. */
-static int is_ready(Handle *call) {
+/* Whether the slots of a call may be free soon: the order of the calls says which one waits. */
+static int may_wait(const Handle *call) { return call->key == Py_None && !call->calls->gave_up; }
+
+/* Whether a call can be posted, or waits for a slot: no function of Python has run since that was found out. Its number
+   is its own then; without a key, it is the next one. -1: an exception. */
+int is_ready(Handle *call) {
     Calls *calls = call->calls;
     const Steps *steps = call->steps;
     for (int tries = 0; tries < TRIES; tries++) {
         uint64_t asked = calls->asked, identity;
         int64_t seq;
         int is_barred = calls->comm ? is_true(calls->comm, name_barred) : 1;
-        if (is_barred) return is_barred < 0 ? -1 : 0;
-        if (call->key == Py_None) {
+        if (is_barred) return is_barred < 0 ? -1 : CANNOT;
+        if (call->key == Py_None && !call->is_in_flight) {
             if (next_number(calls, &identity, &seq) < 0) return -1;
-            if (seq != call->seq) return 0; /* a finalizer has made a call */
+            if (seq != call->seq) return CANNOT; /* a finalizer has made a call */
+            if (calls->waiting) return IN_USE;
         }
         int postable = are_postable(calls, steps->first, steps->first_count, call->identity);
-        for (int i = 0; i < steps->takes_count && postable > 0; i++) {
+        if (postable == IN_USE) return may_wait(call) ? IN_USE : CANNOT;
+        for (int i = 0; i < steps->takes_count && postable == CAN; i++) {
             const Take *take = steps->takes + i;
             PeerLanes *peer = peer_of(calls, take->peer);
-            if (!peer) return PyErr_Occurred() ? -1 : 0;
+            if (!peer) return PyErr_Occurred() ? -1 : CANNOT;
             const Slots *slots = take->is_common ? &peer->common_slots : &peer->lane_slots;
-            if (take->nbytes > INLINE_NBYTES && take->nbytes > slot_nbytes(slots, take->first_slot)) return 0;
+            if (take->nbytes > INLINE_NBYTES && take->nbytes > slot_nbytes(slots, take->first_slot)) return CANNOT;
         }
         if (postable <= 0 || calls->asked == asked) return postable;
     }
-    return 0;
+    return CANNOT;
+}
+
+/* A call waits for a slot: Python looks in every turn of the loop whether there is one. The readers of a slot may wait
+   in turn for this rank to read what they have posted. */
+static int wait_for_slots(Calls *calls) {
+    if (calls->waiting == 1) {
+        PyObject *done = PyObject_CallNoArgs(calls->wait);
+        DROP(done);
+        if (!done) return crash(calls);
+    }
+    return advance(calls);
 }
 
 /* Start a call with prepared steps: NULL without an exception if Python has to carry it out, before anything was
@@ -215,10 +232,14 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
     for (int i = 0; i < steps->copies_count; i++)
         memmove(buffer_bytes(call, steps->copies[i].first), buffer_bytes(call, steps->copies[i].second),
                 buffer_nbytes(arrays, steps->copies[i].first, calls->size));
+    call->is_posted = ready == CAN;
     link_call(call);
-    failed = post_all(call, steps->first, steps->first_count) < 0 ? crash(calls) : 0;
-    int found = call->is_in_flight && !failed ? look_at(call) : 0;
-    if (found) failed = found > 0 ? complete(call) : hand_over(call);
+    if (ready == CAN) {
+        calls->gave_up = 0;
+        failed = begin(call);
+    } else {
+        failed = wait_for_slots(calls);
+    }
     if (failed) {
         DROP(call);
         return NULL;

@@ -73,11 +73,16 @@ class SlotProgram(Operation):
         if not self.done and not self.look():
             self.comm.polling.readers[self] = None
 
-    def adopt(self, missing: int) -> None:
-        """Be in flight, in place of `enter`: this rank has posted, not folded, and last missed the rank `missing`."""
+    def adopt(self, missing: int, has_posted: bool) -> None:
+        """Be in flight, in place of `enter`: this rank has not folded, and last missed the rank `missing`."""
         self._missing = missing
         self.comm.in_flight.adopt(self)
         self.comm.polling.readers[self] = None
+        if not has_posted:
+            try:
+                self._post(self._round.first)
+            except Exception as error:
+                self.comm.crashed(error)
         # The news of what is there may have been taken.
         self.comm.call_soon(self.look)
 

@@ -1,0 +1,190 @@
+"""Calls that wait in the accelerator for slots which earlier calls of their group still have."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, GroupError, ProcessGroup
+from aiocoll.transport.shared_memory import SMALL_SLOTS
+from aiocoll.work import Work
+
+from ..internals import Limits, comm_of, is_native, native_of, use_same_slots
+from ..ranks import until
+from .groups import group_of_ranks, in_python, waiting
+
+#: Calls: as many wait as there are slots.
+CALLS = 2 * SMALL_SLOTS
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+    """Nothing is handed over because it takes long on a loaded machine."""
+    limits(report_after=1000.0, stray_after=1000.0)
+    monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 1000.0)
+
+
+@pytest.fixture
+def impatience(monkeypatch: pytest.MonkeyPatch, patience: None) -> None:
+    """Calls that wait are handed over in the next turn of the loop."""
+    monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 0.0)
+
+
+def call_all(pg: ProcessGroup, count: int = CALLS) -> list[tuple[np.ndarray, Work[Any]]]:
+    """Start allreduces: of rank r, the number n is filled with n + r."""
+    arrays = [np.full(3, float(number + pg.rank())) for number in range(count)]
+    return [(array, pg.allreduce(array)) for array in arrays]
+
+
+def counted(pg: ProcessGroup) -> int:
+    return sum(each.calls for each in pg.stats().operations)
+
+
+async def check(pgs: list[ProcessGroup], started: list[list[tuple[np.ndarray, Work[Any]]]]) -> None:
+    size = len(pgs)
+    async with asyncio.timeout(20):
+        for calls in started:
+            for number, (array, work) in enumerate(calls):
+                await waiting(work)
+                assert (array == size * number + size * (size - 1) / 2).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+async def test_waiting_calls_stay_native(size: int) -> None:
+    async with group_of_ranks([True] * size) as pgs:
+        started = [call_all(pg) for pg in pgs]
+        assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS
+        await check(pgs, started)
+        assert all(is_native(work) for calls in started for _, work in calls)
+        assert [native_of(pg).waiting for pg in pgs] == [0] * size
+
+
+async def test_the_last_call_ends_after_those_before_it() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        zero, one = [call_all(pg) for pg in pgs]
+        await waiting(zero[-1][1])
+        assert all(work.done() for _, work in zero)
+        await check(pgs, [zero, one])
+
+
+async def test_root_that_is_ahead_waits_for_its_reader() -> None:
+    async with group_of_ranks([True, True]) as (zero, one):
+        sent = [np.full(5, float(number)) for number in range(CALLS)]
+        got = [np.zeros(5) for _ in sent]
+        works = [zero.broadcast(array, 0) for array in sent]
+        assert sum(work.done() for work in works) == SMALL_SLOTS
+        works += [one.broadcast(array, 0) for array in got]
+        async with asyncio.timeout(20):
+            for work in works:
+                await waiting(work)
+        assert all(map(is_native, works))
+        assert np.array_equal(sent, got)
+
+
+@pytest.mark.parametrize("peer", [True, False], ids=["native peer", "pure peer"])
+async def test_frames_go_where_no_slot_becomes_free(impatience: None, peer: bool) -> None:
+    async with group_of_ranks([True, peer]) as pgs:
+        zero = call_all(pgs[0])
+        await until(lambda: not native_of(pgs[0]).waiting)
+        assert [is_native(work) for _, work in zero] == [True] * SMALL_SLOTS + [False] * (CALLS - SMALL_SLOTS)
+        # None waits again until one has found a slot.
+        array = np.full(3, float(CALLS))
+        work = pgs[0].allreduce(array)
+        assert not is_native(work)
+        zero.append((array, work))
+        await check(pgs, [zero, call_all(pgs[1], CALLS + 1)])
+        again = [call_all(pg, 1) for pg in pgs]
+        assert is_native(again[0][0][1])
+        await check(pgs, again)
+
+
+async def test_call_that_is_looked_at_stops_waiting() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        zero = call_all(pgs[0])
+        for _, work in (zero[-1], zero[SMALL_SLOTS], zero[SMALL_SLOTS + 5]):
+            assert "ALLREDUCE" in repr(work)
+            assert not is_native(work)
+        assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS - 3
+        assert in_python(pgs[0]) == 3
+        await check(pgs, [zero, call_all(pgs[1])])
+
+
+async def test_keyed_call_waits_for_none() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        zero = call_all(pgs[0])
+        keyed = [pg.allreduce(np.ones(3), key="step") for pg in pgs]
+        assert (await waiting(keyed[0]) == 2).all()
+        assert native_of(pgs[0]).waiting > 0
+        await check(pgs, [zero, call_all(pgs[1])])
+        await waiting(keyed[1])
+
+
+async def test_call_of_another_group_waits_for_none() -> None:
+    """Its slots are in use by a group whose ranks are late: frames go, and nobody waits for them."""
+    async with group_of_ranks([True, True]) as pgs:
+        others = [pg for pg in await asyncio.gather(*(pg.split(0) for pg in pgs)) if pg is not None]
+        for pg in (*pgs, *others):
+            use_same_slots(pg)
+        zero = call_all(pgs[0])
+        calls = [call_all(pg, 1) for pg in others]
+        assert native_of(others[0]).waiting == 0
+        await check(others, calls)
+        assert native_of(pgs[0]).waiting == CALLS - SMALL_SLOTS
+        await check(pgs, [zero, call_all(pgs[1])])
+        await asyncio.gather(*(pg.shutdown() for pg in others))
+
+
+async def test_mismatch_of_a_call_that_waits_names_it() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        zero = call_all(pgs[0])
+        one = [pgs[1].allreduce(np.ones(4 if number == CALLS - 1 else 3)) for number in range(CALLS)]
+        for work in (zero[-1][1], one[-1]):
+            with pytest.raises(CollectiveMismatchError, match=f"shape.*SequenceNumber={1 + CALLS}"):
+                await work
+        for _, work in zero[:-1]:
+            await waiting(work)
+        for work in one[:-1]:
+            await work
+
+
+async def test_calls_that_wait_fail_with_their_group() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        zero = call_all(pgs[0])
+        pgs[1].abort()
+        for _, work in zero:
+            with pytest.raises(GroupError):
+                await work
+        assert len(comm_of(pgs[0]).in_flight) == 0
+
+
+async def test_calls_that_wait_time_out(limits: Limits) -> None:
+    limits(report_after=0.05)
+    async with group_of_ranks([True, True], timeout=0.3) as pgs:
+        zero = call_all(pgs[0])
+        assert native_of(pgs[0]).waiting > 0
+        with pytest.raises(CollectiveTimeoutError, match="rank 1"):
+            await zero[-1][1]
+        for _, work in zero[:-1]:
+            with pytest.raises(GroupError):
+                await work
+
+
+async def test_a_group_that_is_closed_while_calls_wait_ends_them() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        zero = call_all(pgs[0])
+        pgs[0].abort()
+        assert all(work.done() for _, work in zero)
+        assert all(isinstance(work.exception(), GroupError) for _, work in zero)
+
+
+async def test_calls_that_wait_are_in_the_recorder_and_are_counted() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        before = counted(pgs[0])
+        started = [call_all(pg) for pg in pgs]
+        assert len(comm_of(pgs[0]).in_flight.snapshot()) == CALLS
+        assert native_of(pgs[0]).count == CALLS, "nothing was handed over"
+        await check(pgs, started)
+        assert counted(pgs[0]) == before + CALLS
