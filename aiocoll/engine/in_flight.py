@@ -37,8 +37,7 @@ class InFlight:
     @property
     def pending(self) -> dict[Operation, None]:
         """All operations, in the order of their calls."""
-        if self.native is not None and self.native.count:
-            self.native.hand_over()
+        self._take_over()
         return self._pending
 
     def snapshot(self) -> list[Operation]:
@@ -53,9 +52,12 @@ class InFlight:
 
     def collectives(self) -> Iterable[Operation]:
         """Return the collectives, in the order of their calls."""
+        self._take_over()
+        return self._operations.values()
+
+    def _take_over(self) -> None:
         if self.native is not None and self.native.count:
             self.native.hand_over()
-        return self._operations.values()
 
     def find(self, op: int) -> Operation | None:
         """Return the collective with this id."""

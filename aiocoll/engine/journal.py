@@ -54,7 +54,7 @@ from typing import Any, Final, NamedTuple
 
 from aiocoll.algorithms.spec import SPECS
 from aiocoll.engine.links.channel import Channel
-from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.base import Operation, carriers_of
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import P2P, Signature, description
 
@@ -435,7 +435,7 @@ class Journal:
         """Return the row of a collective over shared memory, and its bytes; `shape` is of the caller's main array."""
         if not self._is_known:
             self._is_known = True
-            self._carrier = "+".join(sorted({each.link.carrier for each in self._channels if each.link is not None}))
+            self._carrier = carriers_of(self._channels)
         return self._row_of(plan.signature.op, plan.algorithm, self._carrier), float(_nbytes(plan.signature, shape))
 
     def _row(self, operation: Operation, other: int) -> int:

@@ -138,13 +138,8 @@ class Collectives:
 
     def allgather_into_tensor(self, output: Any, tensor: Any, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start an allgather into one array."""
-        native = self._dispatcher.native
-        if native is not None and type(tensor) is np.ndarray:
-            work: Work[Any] | None = native.parts("allgather", output, tensor, None, tensor.shape, output, timeout, key)
-            if work is not None:
-                return work
-        if (found := self._plans.parts("allgather", output, tensor, None)) is not None:
-            return self._start(found, tensor.shape, output, timeout, key)
+        if (work := self._on_parts("allgather", output, tensor, None, timeout, key)) is not None:
+            return work
         source = view(tensor, name="tensor", writable=False)
         target = self._arguments.whole(output, "output", source, "tensor", source.count * self._size)
         blocks = slices(target, [source.count] * self._size)
@@ -226,15 +221,8 @@ class Collectives:
         self, output: Any, input: Any, op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Start a reduce_scatter of one array."""
-        native = self._dispatcher.native
-        if native is not None and type(output) is np.ndarray:
-            work: Work[Any] | None = native.parts(
-                "reduce_scatter", input, output, op, (output.size,), output, timeout, key
-            )
-            if work is not None:
-                return work
-        if (found := self._plans.parts("reduce_scatter", input, output, op)) is not None:
-            return self._start(found, (output.size,), output, timeout, key)
+        if (work := self._on_parts("reduce_scatter", input, output, op, timeout, key)) is not None:
+            return work
         target = view(output, name="output")
         count = target.count * self._size
         source = self._arguments.whole(input, "input", target, "output", count, writable=False)
@@ -267,16 +255,9 @@ class Collectives:
         key: str | None,
     ) -> Work[Any]:
         """Start an alltoall of parts of one array."""
-        if output_split_sizes is input_split_sizes is None:
-            native = self._dispatcher.native
-            if native is not None and type(output) is np.ndarray:
-                shape = (output.size // self._size,)
-                work: Work[Any] | None = native.parts("alltoall", input, output, None, shape, output, timeout, key)
-                if work is not None:
-                    return work
-            found = self._plans.parts("alltoall", input, output, None)
-            if found is not None:
-                return self._start(found, (output.size // self._size,), output, timeout, key)
+        is_even = output_split_sizes is input_split_sizes is None
+        if is_even and (work := self._on_parts("alltoall", input, output, None, timeout, key)) is not None:
+            return work
         source = view(input, name="input", writable=False)
         target = view(output, name="output")
         if target.dtype is not source.dtype:
@@ -294,6 +275,24 @@ class Collectives:
         """Start a call on plain arrays, whose plan the cache has found."""
         d = self._dispatcher
         return d.start_plan(*found, shape, result, d.limit(timeout), key)
+
+    def _on_parts(
+        self, kind: str, whole: Any, other: Any, op: ReduceOp | None, timeout: Timeout, key: str | None
+    ) -> Work[Any] | None:
+        """Start a call on an array of equal parts and another one, as of `CallCache.parts`; None if it is not plain."""
+        if type(whole) is not np.ndarray or type(other) is not np.ndarray:
+            return None
+        if kind == "allgather":
+            shape, result = other.shape, whole
+        else:
+            shape, result = (whole.size // self._size,), other
+        native = self._dispatcher.native
+        if native is not None:
+            work: Work[Any] | None = native.parts(kind, whole, other, op, shape, result, timeout, key)
+            if work is not None:
+                return work
+        found = self._plans.parts(kind, whole, other, op)
+        return None if found is None else self._start(found, shape, result, timeout, key)
 
     def _may_differ(self, source: Buffer) -> bool:
         """Whether outputs are allocated by what the other ranks give, not by what this rank gives."""

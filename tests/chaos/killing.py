@@ -1,7 +1,6 @@
 """Kills ranks: reads scenarios, runs each on processes of its own, and writes what the survivors raised, and when.
 
-The ranks are forked, so a run takes a fraction of a second. The victim says the time just before it kills itself, in
-the middle of a call; clocks of processes of one machine agree.
+The victim says the time just before it kills itself, in the middle of a call.
 """
 
 from __future__ import annotations
@@ -12,23 +11,20 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
 from aiocoll.algorithms.machine import SingleCopy
-from tests.ports import free_port
+from tests.chaos.forked import LIMIT, Say, run_forked
 
 from ..internals import comm_of
 
 WORLD_SIZE = 4
-#: Seconds after which a run has failed; one takes less than a second.
-LIMIT = 60
 #: Elements of float64: one message, and one of many segments that waits for its receiver.
 SMALL, LARGE = 8, 131_072
 
@@ -78,15 +74,7 @@ def scenarios() -> list[dict[str, Any]]:
     ]
 
 
-def held() -> dict[str, str]:
-    """Return the files of this process, and what it has mapped of ours."""
-    fds = Path("/proc/self/fd")
-    files = {fd: os.readlink(fds / fd) for fd in os.listdir(fds) if (fds / fd).is_symlink()}
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return files | {line.split()[0]: line.split()[5] for line in maps if "aiocoll" in line and ".so" not in line}
-
-
-async def rank(number: int, scenario: dict[str, Any], port: int, say: Callable[[dict[str, Any]], None]) -> None:
+async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> None:
     call, root, count = CALLS[scenario["kind"]], scenario["root"], scenario["count"]
     single_copy = scenario["transport"] == SINGLE_COPY
     group = new_group(
@@ -129,42 +117,9 @@ async def linked(pg: ProcessGroup) -> None:
             await asyncio.sleep(0)
 
 
-def run(scenario: dict[str, Any]) -> dict[str, Any]:
-    """Return the scenario with what its ranks said, and what their processes ended with."""
-    port = free_port()
-    reading, writing = os.pipe()
-    children = []
-    for number in range(WORLD_SIZE):
-        pid = os.fork()
-        if pid == 0:
-            child(number, scenario, port, writing)
-        children.append(pid)
-    os.close(writing)
-    signal.alarm(LIMIT)  # ends this process; the ranks have timeouts of their own
-    with open(reading) as pipe:
-        said = [json.loads(line) for line in pipe]
-    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    signal.alarm(0)
-    return {**scenario, "said": said, "ends": ends}
-
-
-def child(number: int, scenario: dict[str, Any], port: int, writing: int) -> None:
-    code = 1
-    try:
-        before = held()
-        # A line is short enough to be written in one piece.
-        asyncio.run(rank(number, scenario, port, lambda told: os.write(writing, (json.dumps(told) + "\n").encode())))
-        assert (left := held()) == before, left
-        assert threading.enumerate() == [threading.current_thread()]
-        code = 0
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        os._exit(code)
-
-
 if __name__ == "__main__":
     chosen = json.loads(sys.argv[1])
     everything = scenarios()
     for index in chosen:
-        print(json.dumps(run(everything[index])), flush=True)
+        ended = run_forked(WORLD_SIZE, partial(rank, everything[index]))
+        print(json.dumps(everything[index] | ended), flush=True)

@@ -8,24 +8,22 @@ calls go over outboxes: small ones, by slots that are in use or not, and some to
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import json
 import os
 import random
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from aiocoll import AiocollError, GroupOptions, ProcessGroup, new_group
 from aiocoll.work import Work
-from tests.chaos.killing import LIMIT, held
-from tests.ports import free_port
+from tests.chaos.forked import Said, Say, run_forked
 
 from ..internals import comm_of
 
@@ -38,8 +36,6 @@ CALLS = 48
 COUNTS = (1, 3, 6, 100, 513, 2000, 9000)
 #: Seconds after which a call has hung.
 TIMEOUT = 30
-
-Say = Callable[[dict[str, Any]], None]
 
 
 def scenarios() -> list[dict[str, Any]]:
@@ -154,7 +150,7 @@ class Rank:
             self.found[name].append([*found, now])
 
 
-async def rank(number: int, scenario: dict[str, Any], port: int, say: Say) -> None:
+async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> None:
     group = new_group(
         init_method=f"tcp://127.0.0.1:{port}",
         rank=number,
@@ -166,32 +162,11 @@ async def rank(number: int, scenario: dict[str, Any], port: int, say: Say) -> No
         await Rank(number, scenario, say).run(pg)
 
 
-def run(scenario: dict[str, Any]) -> dict[str, Any]:
-    """Return the scenario with what its ranks said, and what their processes ended with."""
-    port = free_port()
-    reading, writing = os.pipe()
-    children = []
-    for number in range(scenario["world"]):
-        pid = os.fork()
-        if pid == 0:
-            os.close(reading)
-            child(number, scenario, port, writing)
-        children.append(pid)
-    os.close(writing)
-    signal.alarm(LIMIT)  # ends this process; the ranks have timeouts of their own
-    said = []
-    with open(reading) as pipe:
-        for line in pipe:
-            said.append(json.loads(line))
-            if scenario["what"] in ("stop", "long"):
-                go_on(children[scenario["victim"]], scenario, said)
-    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    signal.alarm(0)
-    return {**scenario, "said": said, "ends": ends}
-
-
-def go_on(victim: int, scenario: dict[str, Any], said: list[dict[str, Any]]) -> None:
-    """Let the victim go on as soon as all other ranks have ended their calls in the group without it, or all calls."""
+def go_on(scenario: dict[str, Any], pids: Sequence[int], said: Said) -> None:
+    """Let a stopped victim go on as soon as all others have ended their calls in the group without it, or all calls."""
+    if scenario["what"] not in ("stop", "long"):
+        return
+    victim = pids[scenario["victim"]]
     key = "free" if scenario["what"] == "stop" else "rank"
     done = sum(key in each for each in said) == scenario["world"] - 1
     if done and key in said[-1] and any("acts" in each for each in said):
@@ -199,23 +174,9 @@ def go_on(victim: int, scenario: dict[str, Any], said: list[dict[str, Any]]) -> 
         os.kill(victim, signal.SIGCONT)
 
 
-def child(number: int, scenario: dict[str, Any], port: int, writing: int) -> None:
-    code = 1
-    try:
-        before = held()
-        # A line is short enough to be written in one piece.
-        asyncio.run(rank(number, scenario, port, lambda told: os.write(writing, (json.dumps(told) + "\n").encode())))
-        gc.collect()  # the errors of calls keep the frames that had them, and these the calls
-        assert (left := held()) == before, left
-        assert threading.enumerate() == [threading.current_thread()]
-        code = 0
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        os._exit(code)
-
-
 if __name__ == "__main__":
     everything = scenarios()
     for index in json.loads(sys.argv[1]):
-        print(json.dumps(run(everything[index])), flush=True)
+        scenario = everything[index]
+        ended = run_forked(scenario["world"], partial(rank, scenario), partial(go_on, scenario), collects=True)
+        print(json.dumps(scenario | ended), flush=True)

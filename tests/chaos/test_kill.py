@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.chaos.killing import CALLS, LIMIT, SINGLE_COPY, SMALL, TRANSPORTS, WORLD_SIZE, scenarios
+from tests.chaos.forked import play
+from tests.chaos.killing import CALLS, SINGLE_COPY, SMALL, TRANSPORTS, WORLD_SIZE, scenarios
 
-ROOT = Path(__file__).parents[2]
 #: Seconds (contract).
 SOON = 1.0
 #: Kills in `make test`.
@@ -23,25 +19,9 @@ FEW = 20
 
 def kill(chosen: list[int], temporary: Path) -> list[dict[str, Any]]:
     """Run these scenarios; return what was said."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("AIOCOLL_") and name != "PYTHONASYNCIODEBUG"
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.killing", json.dumps(chosen)],
-        cwd=ROOT,
-        # Threads of a linear algebra library would not survive the fork.
-        env=environment | {"TMPDIR": str(temporary), "PYTHONWARNINGS": "error", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT + 10 * len(chosen),
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert not list(temporary.iterdir())
-    assert not list(Path("/dev/shm").glob("aiocoll*"))
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    runs, log = play("tests.chaos.killing", chosen, temporary)
+    assert log == ""
+    return runs
 
 
 def judge(runs: list[dict[str, Any]]) -> np.ndarray:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.chaos.killing import LIMIT
+from tests.chaos.forked import LIMIT, play
 from tests.chaos.outboxes import CALLS, WHAT, WORLD_SIZES, members, scenarios
 
-ROOT = Path(__file__).parents[2]
 #: Seconds until a killed rank is known (contract), and one that is stopped.
 SOON = {"kill": 1.0, "long": 6.0}
 #: What the others find: the error, and how the rank was lost.
@@ -23,28 +18,6 @@ FOUND = {
     "close": [("PeerLostError", "left")],
     "long": [("PeerLostError", "stopped")],
 }
-
-
-def play(chosen: list[int], temporary: Path) -> list[dict[str, Any]]:
-    """Run these scenarios; return what was said."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("AIOCOLL_") and name != "PYTHONASYNCIODEBUG"
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.outboxes", json.dumps(chosen)],
-        cwd=ROOT,
-        # Threads of a linear algebra library would not survive the fork.
-        env=environment | {"TMPDIR": str(temporary), "PYTHONWARNINGS": "error", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT + 15 * len(chosen),
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert not list(temporary.iterdir())
-    return [{**json.loads(line), "log": done.stderr} for line in done.stdout.splitlines()]
 
 
 def judge(run: dict[str, Any]) -> None:
@@ -86,14 +59,16 @@ def few(what: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", "stop", "close"])
 def test_some_ranks_between_post_and_read(what: str, tmp_path: Path) -> None:
-    for run in play(few(what), tmp_path):
-        judge(run)
+    runs, log = play("tests.chaos.outboxes", few(what), tmp_path)
+    for run in runs:
+        judge(run | {"log": log})
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", WHAT)
 def test_every_rank_between_post_and_read(what: str, tmp_path: Path) -> None:
-    runs = play([index for index, each in enumerate(scenarios()) if each["what"] == what], tmp_path)
+    chosen = [index for index, each in enumerate(scenarios()) if each["what"] == what]
+    runs, log = play("tests.chaos.outboxes", chosen, tmp_path)
     assert {run["world"] for run in runs} == set(WORLD_SIZES)
     for run in runs:
-        judge(run)
+        judge(run | {"log": log})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf, nan
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,8 +12,9 @@ from aiocoll.transport.frame import FrameKind
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
+    from aiocoll.engine.links.channel import Channel
 
-__all__ = ["NOBODY", "Announced", "Message", "Operation"]
+__all__ = ["NOBODY", "Announced", "Message", "Operation", "carriers_of"]
 
 NOBODY: Final[frozenset[int]] = frozenset()
 
@@ -233,8 +235,7 @@ class Operation:
     def carriers(self) -> str:
         """Return what carries its bytes, as far as links exist: "shm", "tcp", or several joined by "+"."""
         channels = self.comm.channels
-        used = channels if self.peer is None else [channels[self.peer]]
-        return "+".join(sorted({channel.link.carrier for channel in used if channel.link is not None}))
+        return carriers_of(channels if self.peer is None else [channels[self.peer]])
 
     def hangs_here(self) -> bool:
         """Whether it only waits for a device of this rank."""
@@ -257,3 +258,8 @@ class Operation:
             self.comm.ended(self, error)
             self.comm.divert(self)
             self.completion.finish(None, error)
+
+
+def carriers_of(channels: Iterable[Channel]) -> str:
+    """Return what carries the bytes of channels, as far as links exist: "shm", "tcp", or several joined by "+"."""
+    return "+".join(sorted({channel.link.carrier for channel in channels if channel.link is not None}))
