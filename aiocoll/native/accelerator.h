@@ -183,8 +183,9 @@ extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Cal
     } while (0)
 
 /* Interned names of attributes that every call looks up. */
-extern PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_shape, *name_code,
-    *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun, *name_steps, *name_timer;
+extern PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_least_timeout,
+    *name_shape, *name_code, *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun,
+    *name_steps, *name_timer;
 
 /* Free an object of a heap type, the last step of its deallocation. */
 static inline void free_object(void *object) {

@@ -345,14 +345,9 @@ static Steps *find_steps(Calls *calls, PyObject *kind, PyObject *op, PyObject *r
     return steps;
 }
 
-/* Whether a call made here and now is plain: this thread and loop, no interceptor, an open group, its own timeout. */
-static int may_start(Calls *calls) {
-    if (PyThread_get_thread_ident() != calls->thread || calls->forks != forks_of_process) return 0;
-    PyObject *running = PyObject_CallNoArgs(calls->is_running);
-    DROP(running);
-    if (running != Py_True) return running ? 0 : -1;
-    int found = is_true(owner_of(calls), name_diverts);
-    if (found) return found < 0 ? -1 : 0;
+/* Find how many seconds a call may take: 0 if that is for Python. The timer finds calls that have a timeout of their
+   own only when it hands them over, so that is not a short one. */
+static int find_limit(Calls *calls, PyObject *given, double *limit) {
     PyObject *timeout = PyObject_GetAttr(calls->comm, name_default_timeout);
     if (!timeout) return -1;
     if (timeout != calls->timeout) {
@@ -362,7 +357,28 @@ static int may_start(Calls *calls) {
     }
     DROP(timeout);
     if (calls->limit == -1.0 && PyErr_Occurred()) return -1;
-    return isnan(calls->limit) ? 0 : is_plain(calls);
+    *limit = calls->limit;
+    if (given == Py_None) return !isnan(*limit);
+    if (!PyFloat_CheckExact(given) && !PyLong_CheckExact(given)) return 0;
+    PyObject *least = PyObject_GetAttr(calls->watch, name_least_timeout);
+    double shortest = least ? PyFloat_AsDouble(least) : -1.0;
+    DROP(least);
+    if (shortest == -1.0 && PyErr_Occurred()) return -1;
+    *limit = PyFloat_AsDouble(given);
+    if (*limit == -1.0 && PyErr_Occurred()) PyErr_Clear(); /* a number that is too large */
+    return *limit >= shortest;
+}
+
+/* Whether a call made here and now is plain: this thread and loop, no interceptor, an open group. */
+static int may_start(Calls *calls, PyObject *timeout, double *limit) {
+    if (PyThread_get_thread_ident() != calls->thread || calls->forks != forks_of_process) return 0;
+    PyObject *running = PyObject_CallNoArgs(calls->is_running);
+    DROP(running);
+    if (running != Py_True) return running ? 0 : -1;
+    int found = is_true(owner_of(calls), name_diverts);
+    if (found) return found < 0 ? -1 : 0;
+    found = find_limit(calls, timeout, limit);
+    return found <= 0 ? found : is_plain(calls);
 }
 
 static int share_memory(PyArrayObject *first, PyArrayObject *second) {
@@ -373,14 +389,14 @@ static int share_memory(PyArrayObject *first, PyArrayObject *second) {
 /* one(kind, tensor, op, root, writable, timeout, key): as `Dispatcher.one`, which gets what is not plain. */
 PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_SetString(PyExc_TypeError, "one takes 7 arguments"), NULL;
-    if (calls->comm && args[5] == Py_None && args[6] == Py_None && is_carray(args[1])) {
-        int may = may_start(calls);
+    if (calls->comm && args[6] == Py_None && is_carray(args[1])) {
+        double limit;
+        int may = may_start(calls, args[5], &limit);
         if (may < 0) return NULL;
         Steps *steps = may ? find_steps(calls, args[0], args[2], args[3], args[1], NULL) : NULL;
         if (!steps && PyErr_Occurred()) return NULL;
         PyObject *shape = steps ? PyObject_GetAttr(args[1], name_shape) : NULL;
-        PyObject *work =
-            shape ? (PyObject *)start(calls, steps, args[1], shape, args[1], calls->limit, Py_None, NULL) : NULL;
+        PyObject *work = shape ? (PyObject *)start(calls, steps, args[1], shape, args[1], limit, Py_None, NULL) : NULL;
         DROP(shape);
         DROP(steps);
         if (work || PyErr_Occurred()) return work;
@@ -400,15 +416,15 @@ PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
 PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 8) return PyErr_SetString(PyExc_TypeError, "parts takes 8 arguments"), NULL;
     PyObject *whole = args[1], *other = args[2];
-    if (!calls->comm || args[6] != Py_None || args[7] != Py_None || !is_carray(whole) || !is_carray(other))
-        Py_RETURN_NONE;
+    double limit;
+    if (!calls->comm || args[7] != Py_None || !is_carray(whole) || !is_carray(other)) Py_RETURN_NONE;
     if (share_memory((PyArrayObject *)whole, (PyArrayObject *)other)) Py_RETURN_NONE;
-    int may = may_start(calls);
+    int may = may_start(calls, args[6], &limit);
     if (may < 0) return NULL;
     Steps *steps = may ? find_steps(calls, args[0], args[3], Py_None, whole, other) : NULL;
     if (steps) {
         PyObject *pair = PyTuple_Pack(2, whole, other), *work = NULL;
-        if (pair) work = (PyObject *)start(calls, steps, pair, args[4], args[5], calls->limit, Py_None, NULL);
+        if (pair) work = (PyObject *)start(calls, steps, pair, args[4], args[5], limit, Py_None, NULL);
         DROP(pair);
         DROP(steps);
         if (work || PyErr_Occurred()) return work;

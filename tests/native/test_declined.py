@@ -81,17 +81,27 @@ async def test_hook_declines_calls_until_it_is_removed(ranks: Ranks) -> None:
     await check_plain(ranks)
 
 
-@pytest.mark.parametrize("timeout", [0.1, 5.0, float("inf")])
-async def test_own_timeout_declines_a_call(ranks: Ranks, timeout: float) -> None:
+@pytest.mark.parametrize(
+    ("timeout", "native"), [(0.1, False), (0.5, True), (5.0, True), (60, True), (float("inf"), True)]
+)
+async def test_own_timeout_declines_a_call_if_it_is_short(ranks: Ranks, timeout: float, native: bool) -> None:
     zero, one = ranks
-    works = [zero.allreduce(ones(), timeout=timeout), zero.allgather(None, ones(), timeout=timeout)]
+    works = [zero.allreduce(ones(), timeout=timeout), zero.allreduce(ones(), timeout=timeout, key="step")]
     works.append(zero.allgather_into_tensor(ones(6), ones(), timeout=timeout))
-    assert not any(map(is_native, works))
-    plain = zero.allreduce(ones(), timeout=60)
-    assert is_native(plain), "the group's own timeout by its value"
-    for pg_call in (one.allreduce(ones()), one.allgather(None, ones()), one.allgather_into_tensor(ones(6), ones())):
-        await finish(pg_call)
-    await finish(one.allreduce(ones()), plain, *works)
+    assert [is_native(work) for work in works] == [native] * 3
+    await finish(one.allreduce(ones()), one.allreduce(ones(), key="step"))
+    await finish(one.allgather_into_tensor(ones(6), ones()), *works)
+
+
+async def test_own_timeout_ends_a_call_in_time() -> None:
+    """The timer looks every quarter of a second, and at calls with other timeouts only when it has handed them over."""
+    async with group_of_ranks([True, True]) as (zero, _):
+        works = [zero.allreduce(ones(), timeout=timeout) for timeout in (None, 0.6, 30.0)]
+        assert all(map(is_native, works))
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0\.6 s"):
+            await works[1]
+        assert 0.55 < time.monotonic() - start < 0.85
 
 
 async def test_new_timeout_of_the_group_counts_for_later_calls(ranks: Ranks, limits: Limits) -> None:
@@ -451,8 +461,9 @@ async def test_views_show_calls_in_flight_and_hand_nothing_over(ranks: Ranks) ->
     assert look()[0] == 0
 
 
-async def test_pending_works_are_listed_oldest_first(ranks: Ranks) -> None:
+async def test_pending_works_are_listed_oldest_first(ranks: Ranks, limits: Limits) -> None:
     zero, one = ranks
+    limits(report_after=100.0)  # timeouts of 50 s are short then
     works = [zero.allreduce(ones(), timeout=timeout) for timeout in (None, 50, 51, None)]
     assert list(map(is_native, works)) == [True, False, False, True]
     assert zero.pending() == works

@@ -44,6 +44,11 @@ class Deadlines:
         # Operations with another timeout than the group's: these may expire before older ones.
         self._hurried: dict[Operation, Communicator] = {}
 
+    @property
+    def least_timeout(self) -> float:
+        """The shortest timeout of an operation's own that may become known to `entered` after a tick."""
+        return 2 * REPORT_AFTER
+
     def entered(self, group: Communicator, operation: Operation) -> None:
         """Watch `operation` of `group`; default timeouts need this only while no timer runs."""
         if operation.timeout != group.default_timeout:

@@ -77,6 +77,8 @@ class SlotProgram(Operation):
         """Be in flight, in place of `enter`: this rank has not folded, and last missed the rank `missing`."""
         self._missing = missing
         self.comm.in_flight.adopt(self)
+        if self.timeout != self.comm.default_timeout:
+            self.comm.endpoint.watch.entered(self.comm, self)
         self.comm.polling.readers[self] = None
         if not has_posted:
             try:

@@ -261,7 +261,11 @@ class Dispatcher:
             if interceptor is not None or (interceptor := self.interceptor_here()) is not None:
                 return interceptor.take(PlannedCall(plan, arrays, shape, result, limit, key, unwrap))
         started: Any = None
-        if self.native is not None and unwrap is None and limit == comm.default_timeout:
+        if (
+            self.native is not None
+            and unwrap is None
+            and (limit == comm.default_timeout or limit >= self.endpoint.watch.least_timeout)
+        ):
             started = self.native.start(plan, arrays, shape, result, limit, key)
             if type(started) is Work:
                 return started
