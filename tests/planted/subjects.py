@@ -42,8 +42,8 @@ AGREEMENT = (
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
         "native": Subject(
-            ("InFlight.adopt", "native_calls", "Work.add_done_callback"),
-            (("native/test_declined.py", "native/test_works.py"), ("native/test_mixed.py",)),
+            ("InFlight.adopt", "native_calls", "SlotProgram.adopt", "Work.add_done_callback"),
+            (("native/test_declined.py", "native/test_works.py"), ("native/test_mixed.py", "native/test_waiting.py")),
         ),
         "store core": Subject(
             ("StoreCore.apply", "_compare_set"),
