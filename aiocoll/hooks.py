@@ -87,13 +87,13 @@ class Hooks:
         rank: this rank.
 
     Attributes:
-        active: all of them.
+        active: all of them; one list, of which native code reads the length.
         started: of the operations in flight, the hooks that were told of their start.
         calling: the method of a hook that is being called.
     """
 
     def __init__(self, group: str, rank: int) -> None:
-        self.active: tuple[Hook, ...] = tuple(_everywhere.values())
+        self.active = list(_everywhere.values())
         self.started: dict[Any, tuple[Hook, ...]] = {}
         self.calling = ""
         self._group = group
@@ -115,11 +115,11 @@ class Hooks:
 
     def refresh(self) -> None:
         """Take note that hooks were added or removed."""
-        self.active = tuple({**_everywhere, **self._own}.values())
+        self.active[:] = {**_everywhere, **self._own}.values()
 
     def start(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
         """Tell all hooks that an operation starts; `info` makes what they are told."""
-        self.started[operation] = self._call("on_start", self.active, info)
+        self.started[operation] = self._call("on_start", tuple(self.active), info)
 
     def end(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
         """Tell those that know of its start that an operation has ended."""

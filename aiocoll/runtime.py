@@ -77,7 +77,8 @@ class Runtime:
         self.call_soon: Callable[..., asyncio.Handle] = loop.call_soon
         self.call_later: Callable[..., asyncio.TimerHandle] = loop.call_later
         self.due: list[Callable[[], object]] = []
-        """Callbacks to be called before this iteration of the loop ends; see `before_turn_ends`."""
+        """Callbacks to be called before this iteration of the loop ends, see `before_turn_ends`; one list, of which
+        native code reads the length."""
         _runtimes.add(self)
 
     @property
@@ -99,7 +100,8 @@ class Runtime:
 
     def settle(self) -> None:
         """Call now the callbacks that are due before this iteration ends."""
-        due, self.due = self.due, []
+        due = self.due[:]
+        self.due.clear()
         for callback in due:
             callback()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from asyncio import TimerHandle
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +36,14 @@ from aiocoll.hooks import Hooks, OperationInfo
 from aiocoll.log import logger
 from aiocoll.transport.frame import FrameKind, Header
 
-__all__ = ["Communicator"]
+__all__ = ["BARRED", "DIVERTS", "ENTERED", "Communicator"]
+
+#: Indices in the gate of a group, at which all calls are checked: the number of the last ordered operation; whether
+#: calls take the slow checks, since the group has failed or a hook is running; whether they take the slow path, since
+#: the group is closed or there are interceptors.
+ENTERED: Final = 0
+BARRED: Final = 1
+DIVERTS: Final = 2
 
 _DATA: Final = int(FrameKind.DATA)
 
@@ -97,10 +105,8 @@ class Communicator:
         self.in_flight = InFlight(self._pending, self._operations)
         self.journal = Journal(self.channels, self.in_flight.snapshot, endpoint.runtime.stamp(), spec.options.stats)
         self.cause: GroupError | None = None
-        #: The group has failed, or a hook is running: calls take the slow checks.
-        self.barred = False
-        #: Number of the last ordered operation; a new one takes the next number.
-        self.entered = 0
+        #: An array, which native code reads and writes, too.
+        self.gate = array("q", [0, False, False])
         self.hooks = Hooks(name, self.rank)
         #: Collectives that failed with the revocation, by number, or by key and count; all others this rank entered had
         #: completed by then. Taken from completions, since one collective may run as several operations in turn.
@@ -150,6 +156,11 @@ class Communicator:
 
     # -- entering
 
+    @property
+    def entered(self) -> int:
+        """The number of the last ordered operation; a new one takes the next number."""
+        return self.gate[ENTERED]
+
     def keyed_id(self, key: str) -> tuple[int, int]:
         """Take the next count of `key`; return the operation id and the count."""
         count = self._counts.get(key, 0) + 1
@@ -170,7 +181,7 @@ class Communicator:
         if identity < P2P:
             self._operations[identity] = operation
         watch = self._watch
-        if watch.timer is None or operation.timeout != self.default_timeout:
+        if not watch.armed[0] or operation.timeout != self.default_timeout:
             watch.entered(self, operation)
         if self.stalls.asked_early:
             self.stalls.entered(operation)
@@ -211,11 +222,11 @@ class Communicator:
         seconds: float | None,
     ) -> None:
         """Call the hooks for an operation; they may not call this group meanwhile."""
-        self.barred = True
+        self.gate[BARRED] = True
         try:
             call(operation, lambda: told(operation, error, seconds))
         finally:
-            self.barred = self.cause is not None
+            self.gate[BARRED] = self.cause is not None
 
     def record(self, op: int) -> Record | None:
         """Return the record of a collective, or of a send; for a child operation, the record of its parent."""
@@ -300,7 +311,7 @@ class Communicator:
         if self.cause is not None:
             return
         self.cause = cause
-        self.barred = True
+        self.gate[BARRED] = True
         calls = [operation.completion for operation in self.in_flight.pending if not operation.id & P2P]
         failed = {call.seq if call.key is None else (call.key, call.seq) for call in calls if call.seq is not None}
         self.unfinished = frozenset(failed | self.refused)

@@ -50,6 +50,8 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
             "overwritten": seams.overwritten,
             "find_one": owner.plans.one,
             "find_parts": owner.plans.plan_of_parts,
+            "find_lists": owner.plans.plan_of_lists,
+            "find_barrier": owner.plans.barrier,
             "flatten": owner.plans.flatten,
             "operation": seams.operation,
             "remember": seams.remember,

@@ -48,6 +48,9 @@ class Collectives:
         self._size = dispatcher.size
         self._arguments = Arguments(dispatcher.rank, dispatcher.size)
         self._plans = dispatcher.plans
+        self._one = dispatcher.one
+        if dispatcher.native is not None:
+            self._one = dispatcher.native.one
 
     def reduce_sparse(
         self, error: TypeError, tensor: Any, op: ReduceOp, root: int | None, timeout: Timeout, key: str | None
@@ -85,12 +88,15 @@ class Collectives:
         """Start a scan or an exscan."""
         if op == ReduceOp.AVG:
             raise ValueError(f"op=ReduceOp.AVG is not defined for {kind}: use SUM and divide by the number of ranks")
-        return self._dispatcher.one(kind, tensor, op, None, True, timeout, key)
+        return self._one(kind, tensor, op, None, True, timeout, key)
 
     def barrier(self, timeout: Timeout, key: str | None) -> Work[None]:
         """Start a barrier."""
         d = self._dispatcher
-        return d.start_plan(self._plans.plan("barrier", None, ()), [], (), None, d.limit(timeout), key)
+        work: Work[None] | None = None if d.native is None else d.native.barrier(timeout, key)
+        if work is not None:
+            return work
+        return d.start_plan(self._plans.barrier(), [], (), None, d.limit(timeout), key)
 
     def monitored_barrier(self, timeout: Timeout, wait_all_ranks: bool) -> Work[None]:
         """Start a monitored barrier."""
@@ -107,9 +113,9 @@ class Collectives:
         self, outputs: Sequence[Any] | None, tensor: Any, timeout: Timeout, key: str | None
     ) -> Work[list[Any]]:
         """Start an allgather into an array per rank."""
-        if outputs is not None and (found := self._plans.lists("allgather", outputs, tensor)) is not None:
-            result = outputs if isinstance(outputs, list) else list(outputs)
-            return self._start(found, tensor.shape, result, timeout, key)
+        given = outputs is not None
+        if given and (work := self._on_lists("allgather", outputs, tensor, None, None, timeout, key)) is not None:
+            return work
         try:
             source = view(tensor, name="tensor", writable=False)
         except TypeError as error:
@@ -151,8 +157,8 @@ class Collectives:
         """Start a gather."""
         d = self._dispatcher
         root = d.check_rank(root, "root")
-        if (found := self._plans.lists("gather", outputs, tensor, root=root)) is not None:
-            return self._start(found, tensor.shape, None if outputs is None else list(outputs), timeout, key)
+        if (work := self._on_lists("gather", outputs, tensor, None, root, timeout, key)) is not None:
+            return work
         try:
             source = view(tensor, name="tensor", writable=False)
         except TypeError as error:
@@ -184,8 +190,8 @@ class Collectives:
         """Start a scatter."""
         d = self._dispatcher
         root = d.check_rank(root, "root")
-        if (found := self._plans.lists("scatter", inputs, output, root=root)) is not None:
-            return self._start(found, output.shape, output, timeout, key)
+        if (work := self._on_lists("scatter", inputs, output, None, root, timeout, key)) is not None:
+            return work
         target = view(output, name="output")
         blocks: list[Buffer | None] = [None] * self._size
         counts = [0] * self._size
@@ -208,8 +214,8 @@ class Collectives:
         self, output: Any, inputs: Sequence[Any], op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Start a reduce_scatter of an array per rank."""
-        if (found := self._plans.lists("reduce_scatter", inputs, output, op=op)) is not None:
-            return self._start(found, inputs[self._rank].shape, output, timeout, key)
+        if (work := self._on_lists("reduce_scatter", inputs, output, op, None, timeout, key)) is not None:
+            return work
         target = view(output, name="output")
         if (wrong := self._dispatcher.miscounted(inputs, "inputs", "array")) is not None:
             return self._refuse(wrong, "reduce_scatter", target, timeout, key, op=op)
@@ -232,8 +238,8 @@ class Collectives:
         self, outputs: Sequence[Any], inputs: Sequence[Any], timeout: Timeout, key: str | None
     ) -> Work[list[Any]]:
         """Start an alltoall of an array to and from each rank."""
-        if (found := self._plans.lists("alltoall", inputs, outputs)) is not None:
-            return self._start(found, inputs[0].shape, list(outputs), timeout, key)
+        if (work := self._on_lists("alltoall", inputs, outputs, None, None, timeout, key)) is not None:
+            return work
         for values, name in ((inputs, "inputs"), (outputs, "outputs")):
             if (wrong := self._dispatcher.miscounted(values, name, "array")) is not None:
                 return self._refuse(wrong, "alltoall", None, timeout, key)
@@ -282,17 +288,45 @@ class Collectives:
         """Start a call on an array of equal parts and another one, as of `CallCache.parts`; None if it is not plain."""
         if type(whole) is not np.ndarray or type(other) is not np.ndarray:
             return None
-        if kind == "allgather":
-            shape, result = other.shape, whole
-        else:
-            shape, result = (whole.size // self._size,), other
         native = self._dispatcher.native
         if native is not None:
-            work: Work[Any] | None = native.parts(kind, whole, other, op, shape, result, timeout, key)
+            work: Work[Any] | None = native.parts(kind, whole, other, op, timeout, key)
             if work is not None:
                 return work
-        found = self._plans.parts(kind, whole, other, op)
-        return None if found is None else self._start(found, shape, result, timeout, key)
+        if (found := self._plans.parts(kind, whole, other, op)) is None:
+            return None
+        if kind == "allgather":
+            return self._start(found, other.shape, whole, timeout, key)
+        return self._start(found, (whole.size // self._size,), other, timeout, key)
+
+    def _on_lists(
+        self,
+        kind: str,
+        blocks: Any,
+        other: Any,
+        op: ReduceOp | None,
+        root: int | None,
+        timeout: Timeout,
+        key: str | None,
+    ) -> Work[Any] | None:
+        """Start a call on a list of an array per rank, as of `CallCache.lists`; None if it is not plain."""
+        native = self._dispatcher.native
+        if native is not None:
+            work: Work[Any] | None = native.lists(kind, blocks, other, op, root, timeout, key)
+            if work is not None:
+                return work
+        if (found := self._plans.lists(kind, blocks, other, root=root, op=op)) is None:
+            return None
+        match kind:
+            case "alltoall":
+                return self._start(found, blocks[0].shape, list(other), timeout, key)
+            case "reduce_scatter":
+                return self._start(found, blocks[self._rank].shape, other, timeout, key)
+            case "scatter":
+                return self._start(found, other.shape, other, timeout, key)
+        same = kind == "allgather" and isinstance(blocks, list)
+        result = blocks if same or blocks is None else list(blocks)
+        return self._start(found, other.shape, result, timeout, key)
 
     def _may_differ(self, source: Buffer) -> bool:
         """Whether outputs are allocated by what the other ranks give, not by what this rank gives."""

@@ -130,22 +130,41 @@ typedef struct {
     npy_intp *wait_rows; /* by rank; -1: not known */
 } JournalView;
 
-/* A call like an earlier one, by what identifies it. */
-enum { KNOWN = 64, DIMENSIONS = 4 };
+/* What a call on plain arrays is made with: no array, one, two of which one has a part per rank, or lists. */
+enum { NOTHING, ONE, PARTS, LISTS };
 typedef struct {
-    PyObject *kind, *op, *root;
-    PyArray_Descr *dtype;
+    int form;
+    PyObject *kind, *op, *root, *array, *other; /* other: of PARTS */
+    PyObject *blocks, *others;                  /* of LISTS; array is the first one of `others` */
+} Asked;
+
+/* A call like an earlier one, by what identifies it. */
+enum { KNOWN = 64, WAYS = 4, DIMENSIONS = 4 };
+typedef struct {
+    int form, dimensions, other_dimensions, has_blocks;
+    int gives_whole, gives_list; /* the result is what has a part per rank; a list */
     npy_intp shape[2 * DIMENSIONS];
-    int dimensions, other_dimensions;
+    PyArray_Descr *dtype;
+    PyObject *kind, *op, *root, *main_shape; /* main_shape: of the array that the call is about */
     Steps *steps;
 } Known;
+
+/* A code object in which a call was made, or on the way to one. */
+enum { SITES = 64 };
+typedef struct {
+    PyObject *code;
+    int is_user; /* whether it is outside of the package */
+} Site;
+
+/* The gate of a group; see aiocoll/engine/communicator.py. */
+enum { ENTERED, BARRED, DIVERTS, GATE };
 
 /* The calls of one group that are carried out here. */
 typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
-        *remember, *operation, *guard, *overwritten;
-    PyObject *left, *early, *asked_early, *hooks, *watch, *runtime, *polling, *is_running, *create_future, *rest,
-        *quiet, *wait, *folder, *last_file, *progress;
+        *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten;
+    PyObject *left, *early, *asked_early, *hooks, *due, *watch, *runtime, *polling, *is_running, *create_future, *rest,
+        *quiet, *wait, *folder, *progress; /* hooks and due: lists, which Python changes */
     allocfunc allocate;
     PeerLanes **peers;
     Handle *first, *last, *first_waiting; /* in flight; those that wait for a slot come last */
@@ -158,12 +177,13 @@ typedef struct Calls {
     int rank, size, is_crowded, is_beside, watches;
     unsigned long thread, forks; /* forks: of this process, when the group was made */
     double spin;
-    Py_buffer turn; /* when the loop had its last turn */
+    Py_buffer turn, armed, gate; /* turn: when the loop had its last one; armed: whether the timer of `watch` runs */
     char *scratch;
     npy_intp scratch_nbytes;
     PyObject *timeout; /* the default one; a later one is another object */
     double limit;
-    Known known[KNOWN];
+    Known known[KNOWN + WAYS - 1];
+    Site sites[SITES];
 } Calls;
 
 extern PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type;
@@ -183,9 +203,8 @@ extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Cal
     } while (0)
 
 /* Interned names of attributes that every call looks up. */
-extern PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_least_timeout,
-    *name_shape, *name_code, *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun,
-    *name_steps, *name_timer;
+extern PyObject *name_back, *name_barrier, *name_default_timeout, *name_least_timeout, *name_shape, *name_file,
+    *name_instruction, *name_native, *name_spun, *name_steps;
 
 /* Free an object of a heap type, the last step of its deallocation. */
 static inline void free_object(void *object) {
@@ -222,6 +241,7 @@ int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group);
 int attend(PeerLanes *peer);
 void wake(PeerLanes *peer);
 int is_beside(PeerLanes *peer);
+void note_core(PeerLanes *peer);
 void pin(PeerLanes *peer);
 void unpin(PeerLanes *peer);
 
@@ -257,6 +277,8 @@ PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion);
 void unlink_call(Handle *call);
 
 /* starting.c */
+PyObject *Calls_barrier(Calls *calls, PyObject *const *args, Py_ssize_t count);
+PyObject *Calls_lists(Calls *calls, PyObject *const *args, Py_ssize_t count);
 PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count);
 PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count);
 PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count);

@@ -65,10 +65,20 @@ static PyObject *attribute(PyObject *object, const char *name, PyObject **place)
     return *place = PyObject_GetAttrString(object, name);
 }
 
+/* View an array of Python's, which stays the same one. */
+static int view_numbers(PyObject *object, const char *name, Py_buffer *view, size_t nbytes) {
+    PyObject *found = PyObject_GetAttrString(object, name);
+    int failed = found ? PyObject_GetBuffer(found, view, PyBUF_WRITABLE) : -1;
+    DROP(found);
+    if (!failed && view->len < (Py_ssize_t)nbytes)
+        failed = (PyErr_Format(PyExc_ValueError, "%s has too few numbers", name), -1);
+    return failed;
+}
+
 /* Calls(comm, owner, work_type, seams, folder, group, rank, size, spin, crowded): `seams` are functions of Python,
    `folder` is that of the package. */
 static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
-    PyObject *seams, *turn, *journal = NULL, *endpoint = NULL, *loop = NULL, *stalls = NULL;
+    PyObject *seams, *journal = NULL, *endpoint = NULL, *loop = NULL, *stalls = NULL, *hooks = NULL;
     int failed = -1;
     unsigned long long group;
     if (self->work_type) return PyErr_SetString(PyExc_TypeError, "they were initialized before"), -1;
@@ -98,6 +108,8 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
                      {"flatten", &self->flatten},
                      {"find_parts", &self->find_parts},
                      {"find_one", &self->find_one},
+                     {"find_lists", &self->find_lists},
+                     {"find_barrier", &self->find_barrier},
                      {"remember", &self->remember},
                      {"operation", &self->operation},
                      {"guard", &self->guard},
@@ -111,63 +123,56 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
         KEEP(found), *functions[i].place = found;
     }
     if (!attribute(self->comm, "left", &self->left) || !attribute(self->comm, "early", &self->early)) goto end;
-    if (!attribute(self->comm, "hooks", &self->hooks) || !attribute(self->comm, "stalls", &stalls)) goto end;
+    if (!attribute(self->comm, "hooks", &hooks) || !attribute(hooks, "active", &self->hooks)) goto end;
+    if (!attribute(self->comm, "stalls", &stalls)) goto end;
     if (!attribute(stalls, "asked_early", &self->asked_early) || !attribute(self->comm, "endpoint", &endpoint))
         goto end;
     if (!attribute(endpoint, "watch", &self->watch) || !attribute(endpoint, "runtime", &self->runtime)) goto end;
     if (!attribute(endpoint, "polling", &self->polling) || !attribute(endpoint, "loop", &loop)) goto end;
     if (!attribute(loop, "is_running", &self->is_running) || !attribute(loop, "create_future", &self->create_future))
         goto end;
-    if (!attribute(self->polling, "turn", &turn)) goto end;
-    failed = PyObject_GetBuffer(turn, &self->turn, PyBUF_WRITABLE);
-    DROP(turn);
-    if (!failed && self->turn.len < (Py_ssize_t)sizeof(double))
-        failed = (PyErr_SetString(PyExc_ValueError, "the turn is a number"), -1);
+    if (!attribute(self->runtime, "due", &self->due)) goto end;
+    failed = view_numbers(self->polling, "turn", &self->turn, sizeof(double));
+    if (!failed) failed = view_numbers(self->watch, "armed", &self->armed, 1);
+    if (!failed) failed = view_numbers(self->comm, "gate", &self->gate, GATE * sizeof(int64_t));
+    if (!failed && (!PyList_Check(self->hooks) || !PyList_Check(self->due)))
+        failed = (PyErr_SetString(PyExc_TypeError, "hooks and callbacks are in lists"), -1);
     self->thread = PyThread_get_thread_ident();
     self->forks = forks_of_process;
     if (!failed && (failed = !attribute(self->comm, "journal", &journal) ? -1 : 0) == 0)
         failed = journal_open(&self->journal, journal, self->size);
 end:
     DROP(journal);
+    DROP(hooks);
     self->progress = endpoint;
     DROP(loop);
     DROP(stalls);
     return failed;
 }
 
+/* Where references are: to what belongs to the group, and to what works that have ended need, too: the loop, and the
+   owner, which refuses calls from then on. */
+#define AT(member) offsetof(Calls, member)
+static const size_t OF_GROUP[] = {AT(comm),       AT(resolve),      AT(make_steps), AT(find_one), AT(find_parts),
+                                  AT(find_lists), AT(find_barrier), AT(flatten),    AT(remember), AT(operation),
+                                  AT(guard),      AT(overwritten),  AT(left),       AT(early),    AT(asked_early),
+                                  AT(hooks),      AT(watch),        AT(rest),       AT(quiet),    AT(wait),
+                                  AT(folder),     AT(timeout)};
+static const size_t OF_WORKS[] = {AT(owner), AT(work_type),  AT(runtime),       AT(polling),
+                                  AT(due),   AT(is_running), AT(create_future), AT(progress)};
+#define COUNT_OF(table) (sizeof table / sizeof *table)
+
+static PyObject **place_of(Calls *self, size_t offset) { return (PyObject **)((char *)self + offset); }
+
 static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     Py_VISIT(TYPE_OF(self));
-    PyObject *objects[] = {self->comm,
-                           self->owner,
-                           self->work_type,
-                           self->resolve,
-                           self->make_steps,
-                           self->find_one,
-                           self->find_parts,
-                           self->flatten,
-                           self->remember,
-                           self->operation,
-                           self->guard,
-                           self->overwritten,
-                           self->left,
-                           self->early,
-                           self->asked_early,
-                           self->hooks,
-                           self->watch,
-                           self->runtime,
-                           self->polling,
-                           self->is_running,
-                           self->create_future,
-                           self->rest,
-                           self->quiet,
-                           self->progress,
-                           self->journal.journal,
-                           self->journal.ring,
-                           self->journal.objects,
-                           self->wait};
-    for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) Py_VISIT(objects[i]);
+    for (size_t i = 0; i < COUNT_OF(OF_GROUP); i++) Py_VISIT(*place_of(self, OF_GROUP[i]));
+    for (size_t i = 0; i < COUNT_OF(OF_WORKS); i++) Py_VISIT(*place_of(self, OF_WORKS[i]));
+    Py_VISIT(self->journal.journal);
+    Py_VISIT(self->journal.ring);
+    Py_VISIT(self->journal.objects);
     for (int i = 0; i < self->size && self->peers; i++) Py_VISIT(self->peers[i]);
-    for (int i = 0; i < KNOWN; i++) {
+    for (int i = 0; i < KNOWN + WAYS - 1; i++) {
         Py_VISIT(self->known[i].steps);
         Py_VISIT(self->known[i].op);
         Py_VISIT(self->known[i].root);
@@ -176,34 +181,22 @@ static int Calls_traverse(Calls *self, visitproc visit, void *arg) {
     return 0;
 }
 
-/* Let go of the group. What works that have ended refer to stays: the loop, and the owner, which refuses calls from now
- * on. */
 static void leave_group(Calls *self) {
-    PyObject **places[] = {&self->comm,    &self->resolve,  &self->make_steps,  &self->find_one,  &self->find_parts,
-                           &self->flatten, &self->remember, &self->operation,   &self->guard,     &self->overwritten,
-                           &self->left,    &self->early,    &self->asked_early, &self->hooks,     &self->watch,
-                           &self->rest,    &self->quiet,    &self->folder,      &self->last_file, &self->timeout,
-                           &self->wait};
     while (self->first) {
         Handle *call = self->first;
         unlink_call(call);
         DROP(call);
     }
     for (int i = 0; i < self->size && self->peers; i++) Py_CLEAR(self->peers[i]);
-    for (int i = 0; i < KNOWN; i++) forget(self->known + i);
+    for (int i = 0; i < KNOWN + WAYS - 1; i++) forget(self->known + i);
+    for (int i = 0; i < SITES; i++) Py_CLEAR(self->sites[i].code);
     journal_close(&self->journal);
-    for (size_t i = 0; i < sizeof places / sizeof *places; i++) Py_CLEAR(*places[i]);
+    for (size_t i = 0; i < COUNT_OF(OF_GROUP); i++) Py_CLEAR(*place_of(self, OF_GROUP[i]));
 }
 
 static int Calls_clear(Calls *self) {
     leave_group(self);
-    Py_CLEAR(self->owner);
-    Py_CLEAR(self->work_type);
-    Py_CLEAR(self->runtime);
-    Py_CLEAR(self->polling);
-    Py_CLEAR(self->is_running);
-    Py_CLEAR(self->create_future);
-    Py_CLEAR(self->progress);
+    for (size_t i = 0; i < COUNT_OF(OF_WORKS); i++) Py_CLEAR(*place_of(self, OF_WORKS[i]));
     return 0;
 }
 
@@ -216,6 +209,8 @@ static void Calls_dealloc(Calls *self) {
     PyObject_GC_UnTrack(self);
     Calls_clear(self);
     PyBuffer_Release(&self->turn);
+    PyBuffer_Release(&self->armed);
+    PyBuffer_Release(&self->gate);
     PyMem_Free(self->peers);
     PyMem_Free(self->scratch);
     free_object(self);
@@ -226,6 +221,9 @@ static PyMethodDef Calls_methods[] = {
     {"one", (PyCFunction)(void (*)(void))Calls_one, METH_FASTCALL, "Start a collective on one array."},
     {"parts", (PyCFunction)(void (*)(void))Calls_parts, METH_FASTCALL,
      "Start a collective on an array of equal parts; None if it is not plain."},
+    {"lists", (PyCFunction)(void (*)(void))Calls_lists, METH_FASTCALL,
+     "Start a collective on a list of an array per rank; None if it is not plain."},
+    {"barrier", (PyCFunction)(void (*)(void))Calls_barrier, METH_FASTCALL, "Start a barrier; None if it is not plain."},
     {"look", (PyCFunction)Calls_look, METH_NOARGS, "Look at all calls in flight; return whether any has moved."},
     {"hand_over", (PyCFunction)Calls_hand_over, METH_VARARGS,
      "Hand the call with this id, or all calls, over to Python."},

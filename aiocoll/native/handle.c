@@ -156,10 +156,7 @@ static int turn_is_due(Calls *calls, double now) {
 
 /* Call what is due before the loop's turn ends. */
 static int settle(Calls *calls) {
-    PyObject *due = PyObject_GetAttr(calls->runtime, name_due);
-    Py_ssize_t count = due ? PyList_Size(due) : -1;
-    DROP(due);
-    if (count <= 0) return (int)count;
+    if (!PyList_Size(calls->due)) return 0;
     PyObject *done = PyObject_CallMethod(calls->runtime, "settle", NULL);
     DROP(done);
     return done ? 0 : -1;

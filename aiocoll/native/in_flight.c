@@ -38,9 +38,20 @@ void unlink_call(Handle *call) {
     call->is_in_flight = 0;
 }
 
+static PyObject *flat_list(PyObject *arrays) {
+    PyObject *list = PyList_New(PyList_Size(arrays));
+    for (Py_ssize_t i = 0; list && i < PyList_Size(arrays); i++) {
+        PyObject *each = PyList_GetItem(arrays, i);
+        if (each == Py_None) KEEP(each);
+        else each = PyArray_Ravel((PyArrayObject *)each, NPY_CORDER);
+        if (!each || PyList_SetItem(list, i, each) < 0) Py_CLEAR(list);
+    }
+    return list;
+}
+
 /* Return the flat arrays of a call, as a list. */
 static PyObject *buffers_of(Handle *call, PyObject *arrays) {
-    if (PyList_Check(arrays)) return KEEP(arrays), arrays;
+    if (PyList_Check(arrays)) return flat_list(arrays);
     if (PyTuple_Check(arrays)) {
         KEEP(arrays); /* of a copy, the call may end meanwhile */
         PyObject *made = PyObject_CallFunctionObjArgs(call->calls->flatten, call->steps->kind,

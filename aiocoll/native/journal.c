@@ -111,9 +111,12 @@ static int write_record(JournalView *view, Handle *call, double now) {
         }
         if ((index + 1) * RECORD_NBYTES > view->records.len) return no_room();
     }
-    PyObject *objects =
-        Py_BuildValue("LOOOOO", (long long)number, call->steps->signature, call->shape, call->key, call->code, Py_None);
-    if (!objects || PyList_SetItem(view->objects, index, objects) < 0) return -1;
+    PyObject *objects = PyTuple_New(6), *count = PyLong_FromLongLong(number);
+    if (!objects || !count) return DROP(objects), DROP(count), -1;
+    PyObject *others[] = {call->steps->signature, call->shape, call->key, call->code, Py_None};
+    PyTuple_SetItem(objects, 0, count);
+    for (int i = 0; i < 5; i++) KEEP(others[i]), PyTuple_SetItem(objects, i + 1, others[i]);
+    if (PyList_SetItem(view->objects, index, objects) < 0) return -1;
     ((Record *)view->records.buf)[index] =
         (Record){call->identity, number, call->entered, now, NAN, call->seq, -1, call->instruction};
     return 0;

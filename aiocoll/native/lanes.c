@@ -350,9 +350,15 @@ void wake(PeerLanes *peer) {
     }
 }
 
-/* Return whether the peer was on the core of this rank when it last waited for long. */
-int is_beside(PeerLanes *peer) {
+/* Tell the peers on which core this rank is. */
+void note_core(PeerLanes *peer) {
     uint64_t core = (uint64_t)(sched_getcpu() + 1);
     if (load(peer->own_status + LAYOUT_CORE) != core) store(peer->own_status + LAYOUT_CORE, core);
+}
+
+/* Return whether the peer was on the core of this rank when it last posted, or waited for long. */
+int is_beside(PeerLanes *peer) {
+    note_core(peer);
+    uint64_t core = load(peer->own_status + LAYOUT_CORE);
     return core && load(peer->peer_status + LAYOUT_CORE) == core;
 }

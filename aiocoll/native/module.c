@@ -7,30 +7,23 @@
 
 PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type;
 
-PyObject *name_active, *name_back, *name_barred, *name_default_timeout, *name_diverts, *name_least_timeout, *name_shape,
-    *name_code, *name_due, *name_entered, *name_file, *name_instruction, *name_native, *name_spun, *name_steps,
-    *name_timer;
+PyObject *name_back, *name_barrier, *name_default_timeout, *name_least_timeout, *name_shape, *name_file,
+    *name_instruction, *name_native, *name_spun, *name_steps;
 
 static int intern_names(void) {
     struct {
         PyObject **place;
         const char *name;
-    } names[] = {{&name_active, "active"},
-                 {&name_back, "f_back"},
-                 {&name_barred, "barred"},
+    } names[] = {{&name_back, "f_back"},
+                 {&name_barrier, "barrier"},
                  {&name_default_timeout, "default_timeout"},
                  {&name_least_timeout, "least_timeout"},
-                 {&name_diverts, "diverts"},
                  {&name_shape, "shape"},
-                 {&name_code, "f_code"},
-                 {&name_due, "due"},
-                 {&name_entered, "entered"},
                  {&name_file, "co_filename"},
                  {&name_instruction, "f_lasti"},
                  {&name_native, "native"},
                  {&name_spun, "spun"},
-                 {&name_steps, "steps"},
-                 {&name_timer, "timer"}};
+                 {&name_steps, "steps"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].place = PyUnicode_InternFromString(names[i].name))) return -1;
     return 0;

@@ -48,13 +48,15 @@ static void take_back(Released *released) {
         if (released->pinned[i]) unpin(released->pinned[i]);
 }
 
-/* Look for a call until it can end, for `spin` seconds at most. -1: an exception. */
+/* Look for a call until it can end, for `spin` seconds at most. -1: an exception. The clock is read now and then: most
+   calls end before that. */
 int poll_for(Handle *call) {
     Calls *calls = call->calls;
     PeerLanes *pinned[calls->size];
     Released released = {NULL, pinned, calls->size};
-    double now = seconds(), idle = now + calls->spin, limit = now + BUDGET;
+    if (calls->is_beside) calls->is_beside = has_neighbour(calls);
     int found = 0, gives_way = calls->is_crowded || calls->is_beside;
+    double now = gives_way ? seconds() : 0.0, idle = now + calls->spin, limit = now + BUDGET;
     for (int looks = 1; now < idle && now < limit; looks++) {
         if ((found = look_at(call))) break;
         if (looks % OTHERS == 0 && calls->count > 1) {
@@ -64,19 +66,22 @@ int poll_for(Handle *call) {
                 int moved = look_at_all(calls);
                 if (moved < 0) return -1;
                 if (!call->is_in_flight) return 0;
-                now = seconds();
-                if (moved) idle = now + calls->spin;
+                if (moved && now) idle = (now = seconds()) + calls->spin;
             }
         }
         if (gives_way) {
             release(calls, &released);
-            double before = seconds();
+            double before = now;
             sched_yield();
             now = seconds();
             idle += now - before;
         } else {
             pause_core();
-            if (looks % CLOCK == 0) now = seconds();
+            if (looks % CLOCK == 0) {
+                double before = now;
+                now = seconds();
+                if (!before) idle = now + calls->spin, limit = now + BUDGET;
+            }
         }
         if (looks == DOUBT) {
             calls->is_beside = has_neighbour(calls);
@@ -86,9 +91,9 @@ int poll_for(Handle *call) {
     }
     take_back(&released);
     if (!call->is_in_flight) return 0;
-    *(double *)calls->turn.buf = now;
     if (found) return found > 0 ? complete(call) : hand_over(call);
     /* Nothing came: no other await polls in this turn of the loop. */
+    *(double *)calls->turn.buf = now;
     PyObject *done = PyObject_CallNoArgs(calls->rest);
     DROP(done);
     return done ? 0 : -1;

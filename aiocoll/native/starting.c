@@ -9,13 +9,13 @@
 
 #include <math.h>
 
-static int is_plain(Calls *calls) {
-    if (PySet_Size(calls->left) || PyDict_Size(calls->early) || PyObject_Size(calls->asked_early)) return 0;
-    PyObject *active = PyObject_GetAttr(calls->hooks, name_active);
-    int is_active = active ? PyObject_IsTrue(active) : -1;
-    DROP(active);
-    return is_active < 0 ? -1 : !is_active;
+/* Whether nobody watches the calls of the group, and nothing has come for one that was not made yet. */
+static int is_plain(const Calls *calls) {
+    return !PyList_Size(calls->hooks) && !PySet_Size(calls->left) && !PyDict_Size(calls->early) &&
+           !PyObject_Size(calls->asked_early);
 }
+
+static int64_t *gate_of(const Calls *calls) { return calls->gate.buf; }
 
 static Steps *steps_of(Calls *calls, PyObject *plan) {
     PyObject *steps = PyObject_GetAttr(plan, name_steps);
@@ -60,34 +60,10 @@ static int are_arrays_right(const Steps *steps, PyObject *arrays) {
 
 /* Start the timer that looks at calls that take long, if it does not run. */
 int watch(Calls *calls) {
-    PyObject *timer = PyObject_GetAttr(calls->watch, name_timer);
-    if (!timer) return -1;
-    int runs = timer != Py_None;
-    DROP(timer);
-    if (runs) return 0;
+    if (*(char *)calls->armed.buf) return 0;
     PyObject *done = PyObject_CallMethod(calls->watch, "start", NULL);
-    if (!done) return -1;
     DROP(done);
-    return 0;
-}
-
-/* Return the id of the next call without a key, which is its number. */
-static int next_number(Calls *calls, uint64_t *identity, int64_t *seq) {
-    PyObject *entered = PyObject_GetAttr(calls->comm, name_entered);
-    if (!entered) return -1;
-    long long number = PyLong_AsLongLong(entered);
-    DROP(entered);
-    if (number == -1 && PyErr_Occurred()) return -1;
-    *seq = number + 1;
-    *identity = (uint64_t)*seq;
-    return 0;
-}
-
-static int take_number(Calls *calls, int64_t seq) {
-    PyObject *entered = PyLong_FromLongLong(seq);
-    int failed = !entered || PyObject_SetAttr(calls->comm, name_entered, entered) < 0;
-    DROP(entered);
-    return failed ? -1 : 0;
+    return done ? 0 : -1;
 }
 
 /* Take the next count of a key. */
@@ -103,43 +79,53 @@ static int take_count(Calls *calls, PyObject *key, uint64_t *identity, int64_t *
     return parsed ? 0 : -1;
 }
 
+/* Whether a code object is outside of the package; -1: an exception. */
+static int is_of_user(Calls *calls, PyObject *code) {
+    Site *site = calls->sites + ((uintptr_t)code >> 5 ^ (uintptr_t)code >> 11) % SITES;
+    if (site->code == code) return site->is_user;
+    PyObject *file = PyObject_GetAttr(code, name_file);
+    Py_ssize_t is_inside = file ? PyUnicode_Tailmatch(file, calls->folder, 0, PY_SSIZE_T_MAX, -1) : -1;
+    DROP(file);
+    if (is_inside < 0) return -1;
+    KEEP(code);
+    SET_REFERENCE(site->code, code);
+    return site->is_user = !is_inside;
+}
+
+/* Let a work that nobody awaits lead to a warning. */
+static int set_guard(Handle *call) {
+    PyObject *number = call->key;
+    if (number == Py_None) number = PyLong_FromLongLong(call->seq);
+    else KEEP(number);
+    if (number)
+        call->guard =
+            PyObject_CallFunction(call->calls->guard, "OOOi", call->steps->op, number, call->code, call->instruction);
+    DROP(number);
+    return call->guard ? 0 : -1;
+}
+
 /* Find where the user makes the call: the first frame outside of the package. */
 static int find_call_site(Calls *calls, Handle *call) {
-    PyObject *frame = (PyObject *)PyEval_GetFrame();
+    PyFrameObject *frame = PyEval_GetFrame();
     KEEP(frame);
     while (frame) {
-        PyObject *code = PyObject_GetAttr(frame, name_code), *file = code ? PyObject_GetAttr(code, name_file) : NULL,
-                 *back = NULL;
-        if (!file) {
-            DROP(code);
-            break;
-        }
-        int is_user = file == calls->last_file;
-        if (!is_user) is_user = PyUnicode_Tailmatch(file, calls->folder, 0, PY_SSIZE_T_MAX, -1) == 0;
-        if (!is_user && (back = PyObject_GetAttr(frame, name_back)) == Py_None) is_user = 1;
-        if (is_user) {
-            PyObject *instruction = PyObject_GetAttr(frame, name_instruction);
+        PyObject *code = (PyObject *)PyFrame_GetCode(frame), *back = NULL;
+        int is_user = is_of_user(calls, code);
+        if (!is_user && (back = PyObject_GetAttr((PyObject *)frame, name_back)) == Py_None) is_user = 1;
+        if (is_user > 0) {
+            PyObject *instruction = PyObject_GetAttr((PyObject *)frame, name_instruction);
             call->code = code;
             call->instruction = instruction ? (int)PyLong_AsLong(instruction) : 0;
-            SET_REFERENCE(calls->last_file, file);
             DROP(instruction);
             DROP(back);
             DROP(frame);
             if (!instruction) return -1;
-            if (!calls->watches) return 0;
-            PyObject *number = call->key == Py_None ? PyLong_FromLongLong(call->seq) : (KEEP(call->key), call->key);
-            call->guard =
-                number ? PyObject_CallFunction(calls->guard, "OOOi", call->steps->op, number, code, call->instruction)
-                       : NULL;
-            DROP(number);
-            return call->guard ? 0 : -1;
+            return calls->watches ? set_guard(call) : 0;
         }
-        DROP(file);
         DROP(code);
         DROP(frame);
-        frame = back;
+        frame = (PyFrameObject *)back;
     }
-    DROP(frame);
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a call was made from no frame");
     return -1;
 }
@@ -176,13 +162,10 @@ int is_ready(Handle *call) {
     Calls *calls = call->calls;
     const Steps *steps = call->steps;
     for (int tries = 0; tries < TRIES; tries++) {
-        uint64_t asked = calls->asked, identity;
-        int64_t seq;
-        int is_barred = calls->comm ? is_true(calls->comm, name_barred) : 1;
-        if (is_barred) return is_barred < 0 ? -1 : CANNOT;
+        uint64_t asked = calls->asked;
+        if (!calls->comm || gate_of(calls)[BARRED]) return CANNOT;
         if (call->key == Py_None && !call->is_in_flight) {
-            if (next_number(calls, &identity, &seq) < 0) return -1;
-            if (seq != call->seq) return CANNOT; /* a finalizer has made a call */
+            if (call->seq != gate_of(calls)[ENTERED] + 1) return CANNOT; /* a finalizer has made a call */
             if (calls->waiting) return IN_USE;
         }
         int postable = are_postable(calls, steps->first, steps->first_count, call->identity);
@@ -218,16 +201,18 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
     Handle *call = make_call(calls, steps, arrays, shape, value, limit, key);
     if (!call) return NULL;
     /* The slots follow from the number, which is taken only if they are free. */
-    int failed = key == Py_None ? next_number(calls, &call->identity, &call->seq)
-                                : take_count(calls, key, &call->identity, &call->seq);
+    int failed = 0;
+    if (key == Py_None) call->identity = (uint64_t)(call->seq = gate_of(calls)[ENTERED] + 1);
+    else failed = take_count(calls, key, &call->identity, &call->seq);
     int ready = failed || find_call_site(calls, call) < 0 ? -1 : is_ready(call);
     if (!ready && key != Py_None)
         *taken = Py_BuildValue("KL", (unsigned long long)call->identity, (long long)call->seq);
     if (!ready && note_await(call) < 0) ready = -1; /* nobody gets this work */
-    if (ready <= 0 || (key == Py_None && take_number(calls, call->seq) < 0)) {
+    if (ready <= 0) {
         DROP(call);
         return NULL;
     }
+    if (key == Py_None) gate_of(calls)[ENTERED] = call->seq;
     call->entered = seconds();
     for (int i = 0; i < steps->copies_count; i++)
         memmove(buffer_bytes(call, steps->copies[i].first), buffer_bytes(call, steps->copies[i].second),
@@ -254,11 +239,9 @@ PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (!calls->comm) Py_RETURN_NONE;
     double limit = PyFloat_AsDouble(args[4]);
     if (limit == -1.0 && PyErr_Occurred()) return NULL;
-    int plain = calls->comm ? is_plain(calls) : 0;
-    if (plain < 0) return NULL;
     PyObject *taken = NULL;
     Handle *call = NULL;
-    if (plain) {
+    if (is_plain(calls)) {
         Steps *steps = steps_of(calls, args[0]);
         if (steps && are_arrays_right(steps, args[1]))
             call = start(calls, steps, args[1], args[2], args[3], limit, args[5], &taken);
@@ -271,19 +254,23 @@ PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count) {
 
 /* ---- calls on plain arrays, from the group's methods */
 
+enum { LISTED = 16 }; /* ranks, at most, of a call on lists */
+
 static int is_carray(PyObject *array) {
     return TYPE_OF(array) == &PyArray_Type &&
            (PyArray_FLAGS((PyArrayObject *)array) & NPY_ARRAY_CARRAY) == NPY_ARRAY_CARRAY &&
            PyArray_NDIM((PyArrayObject *)array) <= DIMENSIONS;
 }
 
-static Known *known_at(Calls *calls, PyObject *kind, PyObject *op, PyObject *root, PyArrayObject *array,
-                       PyArrayObject *other) {
-    uintptr_t hash = (uintptr_t)kind ^ (uintptr_t)PyArray_DESCR(array) >> 4 ^ (uintptr_t)op >> 5 ^ (uintptr_t)root >> 3;
-    for (int i = 0; i < PyArray_NDIM(array); i++) hash = hash * 1000003 ^ (uintptr_t)PyArray_DIM(array, i);
-    if (other)
-        for (int i = 0; i < PyArray_NDIM(other); i++) hash = hash * 1000003 ^ (uintptr_t)PyArray_DIM(other, i);
-    return calls->known + (hash ^ hash >> 17 ^ hash >> 7) % KNOWN;
+/* Return the first of the places where a call like this one may be kept. */
+static Known *known_at(Calls *calls, const Asked *asked) {
+    PyArrayObject *arrays[] = {(PyArrayObject *)asked->array, (PyArrayObject *)asked->other};
+    uint64_t hash = (uintptr_t)asked->kind ^ (uintptr_t)asked->op >> 5 ^ (uintptr_t)asked->root >> 3;
+    for (int i = 0; i < 2 && arrays[i]; i++) {
+        hash ^= (uintptr_t)PyArray_DESCR(arrays[i]) >> 4;
+        for (int n = 0; n < PyArray_NDIM(arrays[i]); n++) hash = hash * 1000003 ^ (uintptr_t)PyArray_DIM(arrays[i], n);
+    }
+    return calls->known + (hash * 0x9e3779b97f4a7c15u >> 32) % KNOWN; /* Fibonacci hashing */
 }
 
 static int has_shape(PyArrayObject *array, const npy_intp *shape, int dimensions) {
@@ -298,14 +285,14 @@ static int copy_shape(PyArrayObject *array, npy_intp *shape) {
     return PyArray_NDIM(array);
 }
 
-static int is_like(const Known *known, PyObject *kind, PyObject *op, PyObject *root, PyArrayObject *array,
-                   PyArrayObject *other) {
-    if (!known->steps || known->kind != kind || known->op != op || known->root != root ||
-        known->dtype != PyArray_DESCR(array))
+static int is_like(const Known *known, const Asked *asked) {
+    if (!known->steps || known->form != asked->form || known->kind != asked->kind || known->op != asked->op ||
+        known->root != asked->root || known->has_blocks != (asked->blocks && asked->blocks != Py_None))
         return 0;
-    if (!has_shape(array, known->shape, known->dimensions)) return 0;
-    if (!other) return known->other_dimensions < 0;
-    return PyArray_DESCR(other) == known->dtype && has_shape(other, known->shape + DIMENSIONS, known->other_dimensions);
+    PyArrayObject *first = (PyArrayObject *)asked->array, *second = (PyArrayObject *)asked->other;
+    if (first && (PyArray_DESCR(first) != known->dtype || !has_shape(first, known->shape, known->dimensions))) return 0;
+    return !second || (PyArray_DESCR(second) == known->dtype &&
+                       has_shape(second, known->shape + DIMENSIONS, known->other_dimensions));
 }
 
 void forget(Known *known) {
@@ -313,36 +300,79 @@ void forget(Known *known) {
     Py_CLEAR(known->op);
     Py_CLEAR(known->root);
     Py_CLEAR(known->dtype);
+    Py_CLEAR(known->main_shape);
     Py_CLEAR(known->steps);
 }
 
-/* Return the steps of a call: NULL, without an exception, if there are none. */
-static Steps *find_steps(Calls *calls, PyObject *kind, PyObject *op, PyObject *root, PyObject *array, PyObject *other) {
-    PyArrayObject *first = (PyArrayObject *)array, *second = (PyArrayObject *)other;
-    Known *known = known_at(calls, kind, op, root, first, second);
-    if (is_like(known, kind, op, root, first, second)) return KEEP(known->steps), known->steps;
-    PyObject *plan = other ? PyObject_CallFunctionObjArgs(calls->find_parts, kind, array, other, op, NULL)
-                           : PyObject_CallFunctionObjArgs(calls->find_one, kind, array, op, root, NULL);
+/* Return the shape of the main array of a call: of an array of parts, that of a part. */
+static PyObject *main_shape_of(const Calls *calls, const Known *known, const Asked *asked) {
+    if (!asked->array) return PyTuple_New(0);
+    if (!asked->other) return PyObject_GetAttr(asked->array, name_shape);
+    if (known->gives_whole) return PyObject_GetAttr(asked->other, name_shape);
+    return Py_BuildValue("(n)", (Py_ssize_t)(PyArray_SIZE((PyArrayObject *)asked->array) / calls->size));
+}
+
+static PyObject *plan_of(Calls *calls, const Asked *asked) {
+    switch (asked->form) {
+    case NOTHING:
+        return PyObject_CallNoArgs(calls->find_barrier);
+    case ONE:
+        return PyObject_CallFunctionObjArgs(calls->find_one, asked->kind, asked->array, asked->op, asked->root, NULL);
+    case PARTS:
+        return PyObject_CallFunctionObjArgs(calls->find_parts, asked->kind, asked->array, asked->other, asked->op,
+                                            NULL);
+    default:
+        return PyObject_CallFunctionObjArgs(calls->find_lists, asked->kind, asked->blocks, asked->others, asked->op,
+                                            asked->root, NULL);
+    }
+}
+
+/* Whether the steps of a call fit to its arrays. */
+static int are_right(const Calls *calls, const Steps *steps, const Asked *asked, PyObject *arrays) {
+    if (asked->array && steps->storage != PyArray_DESCR((PyArrayObject *)asked->array)) return 0;
+    if (PyList_Check(arrays)) return are_arrays_right(steps, arrays);
+    return are_plain_arrays_right(calls, steps, (PyArrayObject *)asked->array, (PyArrayObject *)asked->other);
+}
+
+/* Find a call like this one; `made` is for one that is not kept. NULL, without an exception, if it has no steps. */
+static Known *find_known(Calls *calls, const Asked *asked, PyObject *arrays, Known *made) {
+    Known *known = known_at(calls, asked);
+    for (int i = 0; i < WAYS; i++)
+        if (is_like(known + i, asked)) return known + i;
+    PyObject *plan = plan_of(calls, asked);
     if (!plan || plan == Py_None) {
         DROP(plan);
         return NULL;
     }
     Steps *steps = steps_of(calls, plan);
     DROP(plan);
-    if (!steps || steps->storage != PyArray_DESCR(first) || !are_plain_arrays_right(calls, steps, first, second)) {
+    if (!steps || !are_right(calls, steps, asked, arrays)) {
         DROP(steps);
         return NULL;
     }
+    PyArrayObject *first = (PyArrayObject *)asked->array, *second = (PyArrayObject *)asked->other;
+    *made = (Known){asked->form, .kind = asked->kind, .op = asked->op, .root = asked->root, .steps = steps};
+    made->has_blocks = asked->blocks && asked->blocks != Py_None;
+    KEEP(made->kind), KEEP(made->op), KEEP(made->root);
+    if (first) {
+        KEEP(PyArray_DESCR(first)), made->dtype = PyArray_DESCR(first);
+        made->dimensions = copy_shape(first, made->shape);
+    }
+    if (second) made->other_dimensions = copy_shape(second, made->shape + DIMENSIONS);
+    int is_alltoall = !PyUnicode_CompareWithASCIIString(made->kind, "alltoall");
+    made->gives_whole = !PyUnicode_CompareWithASCIIString(made->kind, "allgather") ||
+                        !PyUnicode_CompareWithASCIIString(made->kind, "gather");
+    made->gives_list = asked->form == LISTS && (made->gives_whole || is_alltoall);
+    if (!(made->main_shape = main_shape_of(calls, made, asked))) return NULL;
     /* A root of another type may have another number the next time. */
-    if (root != Py_None && !PyLong_CheckExact(root)) return steps;
-    Known made = {kind, op, root, PyArray_DESCR(first), .other_dimensions = -1, .steps = steps};
-    made.dimensions = copy_shape(first, made.shape);
-    if (other) made.other_dimensions = copy_shape(second, made.shape + DIMENSIONS);
-    KEEP(kind), KEEP(op), KEEP(root), KEEP(made.dtype), KEEP(steps);
-    Known old = *known;
-    *known = made;
-    forget(&old);
-    return steps;
+    if (made->root != Py_None && !PyLong_CheckExact(made->root)) return made;
+    int place = 0;
+    while (place < WAYS - 1 && known[place].steps) place++;
+    Known old = known[place];
+    memmove(known + 1, known, place * sizeof *known); /* the oldest is the last */
+    known[0] = *made;
+    *made = old; /* which is forgotten with it */
+    return known;
 }
 
 /* Find how many seconds a call may take: 0 if that is for Python. The timer finds calls that have a timeout of their
@@ -375,9 +405,8 @@ static int may_start(Calls *calls, PyObject *timeout, double *limit) {
     PyObject *running = PyObject_CallNoArgs(calls->is_running);
     DROP(running);
     if (running != Py_True) return running ? 0 : -1;
-    int found = is_true(owner_of(calls), name_diverts);
-    if (found) return found < 0 ? -1 : 0;
-    found = find_limit(calls, timeout, limit);
+    if (gate_of(calls)[DIVERTS]) return 0;
+    int found = find_limit(calls, timeout, limit);
     return found <= 0 ? found : is_plain(calls);
 }
 
@@ -386,20 +415,44 @@ static int share_memory(PyArrayObject *first, PyArrayObject *second) {
     return a < b + PyArray_NBYTES(second) && b < a + PyArray_NBYTES(first);
 }
 
+/* Return the result of a call: as a list, a new one, but for outputs of an allgather that are one. */
+static PyObject *result_of(const Known *known, const Asked *asked) {
+    PyObject *given = asked->form == NOTHING                                               ? Py_None
+                      : asked->form == ONE || (asked->form == PARTS && known->gives_whole) ? asked->array
+                      : asked->form == PARTS                                               ? asked->other
+                      : known->gives_whole                                                 ? asked->blocks
+                                                                                           : asked->others;
+    int is_same =
+        given == Py_None || !known->gives_list || (known->root == Py_None && known->gives_whole && PyList_Check(given));
+    if (!is_same) return PySequence_List(given);
+    KEEP(given);
+    return given;
+}
+
+/* Start a call on plain arrays, which `arrays` has as calls do: NULL, without an exception, if it is not plain. */
+static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, PyObject *timeout) {
+    double limit;
+    if (!arrays || may_start(calls, timeout, &limit) <= 0) return NULL;
+    Known made = {0}, *known = find_known(calls, asked, arrays, &made);
+    Handle *call = NULL;
+    if (known) {
+        Steps *steps = known->steps;
+        PyObject *shape = known->main_shape, *result = result_of(known, asked);
+        KEEP(steps), KEEP(shape); /* Python may run, and replace what is known */
+        if (result) call = start(calls, steps, arrays, shape, result, limit, Py_None, NULL);
+        DROP(result), DROP(steps), DROP(shape);
+    }
+    forget(&made);
+    return call;
+}
+
 /* one(kind, tensor, op, root, writable, timeout, key): as `Dispatcher.one`, which gets what is not plain. */
 PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_SetString(PyExc_TypeError, "one takes 7 arguments"), NULL;
     if (calls->comm && args[6] == Py_None && is_carray(args[1])) {
-        double limit;
-        int may = may_start(calls, args[5], &limit);
-        if (may < 0) return NULL;
-        Steps *steps = may ? find_steps(calls, args[0], args[2], args[3], args[1], NULL) : NULL;
-        if (!steps && PyErr_Occurred()) return NULL;
-        PyObject *shape = steps ? PyObject_GetAttr(args[1], name_shape) : NULL;
-        PyObject *work = shape ? (PyObject *)start(calls, steps, args[1], shape, args[1], limit, Py_None, NULL) : NULL;
-        DROP(shape);
-        DROP(steps);
-        if (work || PyErr_Occurred()) return work;
+        Asked asked = {ONE, args[0], args[2], args[3], args[1], NULL, NULL, NULL};
+        Handle *call = start_plain(calls, &asked, args[1], args[5]);
+        if (call || PyErr_Occurred()) return (PyObject *)call;
     }
     if (!calls->owner) return PyErr_SetString(PyExc_RuntimeError, "these calls were not initialized"), NULL;
     PyObject *arguments = PyTuple_New(count), *work;
@@ -411,23 +464,95 @@ PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     return work;
 }
 
-/* parts(kind, whole, other, op, shape, result, timeout, key): start a call on an array of equal parts, and one of a
-   part or as many; None if it is not plain. */
+/* parts(kind, whole, other, op, timeout, key): start a call on an array of equal parts, and one of a part or as many;
+   None if it is not plain. */
 PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count) {
-    if (count != 8) return PyErr_SetString(PyExc_TypeError, "parts takes 8 arguments"), NULL;
+    if (count != 6) return PyErr_SetString(PyExc_TypeError, "parts takes 6 arguments"), NULL;
     PyObject *whole = args[1], *other = args[2];
-    double limit;
-    if (!calls->comm || args[7] != Py_None || !is_carray(whole) || !is_carray(other)) Py_RETURN_NONE;
-    if (share_memory((PyArrayObject *)whole, (PyArrayObject *)other)) Py_RETURN_NONE;
-    int may = may_start(calls, args[6], &limit);
-    if (may < 0) return NULL;
-    Steps *steps = may ? find_steps(calls, args[0], args[3], Py_None, whole, other) : NULL;
-    if (steps) {
-        PyObject *pair = PyTuple_Pack(2, whole, other), *work = NULL;
-        if (pair) work = (PyObject *)start(calls, steps, pair, args[4], args[5], limit, Py_None, NULL);
+    if (calls->comm && args[5] == Py_None && is_carray(whole) && is_carray(other) &&
+        !share_memory((PyArrayObject *)whole, (PyArrayObject *)other)) {
+        Asked asked = {PARTS, args[0], args[3], Py_None, whole, other, NULL, NULL};
+        PyObject *pair = PyTuple_Pack(2, whole, other);
+        Handle *call = start_plain(calls, &asked, pair, args[4]);
         DROP(pair);
-        DROP(steps);
-        if (work || PyErr_Occurred()) return work;
+        if (call || PyErr_Occurred()) return (PyObject *)call;
+    }
+    Py_RETURN_NONE;
+}
+
+/* barrier(timeout, key): start a barrier; None if it is not plain. */
+PyObject *Calls_barrier(Calls *calls, PyObject *const *args, Py_ssize_t count) {
+    if (count != 2) return PyErr_SetString(PyExc_TypeError, "barrier takes 2 arguments"), NULL;
+    if (calls->comm && args[1] == Py_None) {
+        Asked asked = {NOTHING, name_barrier, Py_None, Py_None, NULL, NULL, NULL, NULL};
+        PyObject *arrays = PyList_New(0);
+        Handle *call = start_plain(calls, &asked, arrays, args[0]);
+        DROP(arrays);
+        if (call || PyErr_Occurred()) return (PyObject *)call;
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- calls on lists of an array per rank */
+
+static Py_ssize_t length_of(PyObject *list) {
+    return PyList_CheckExact(list) ? PyList_Size(list) : PyTuple_CheckExact(list) ? PyTuple_Size(list) : -1;
+}
+
+static PyObject *item_of(PyObject *list, Py_ssize_t index) {
+    return PyList_CheckExact(list) ? PyList_GetItem(list, index) : PyTuple_GetItem(list, index);
+}
+
+/* Whether any of the arrays from `start` to `end`, which are written, shares memory with another one. */
+static int overlap(PyObject *arrays, Py_ssize_t start, Py_ssize_t end) {
+    for (Py_ssize_t i = start; i < end; i++)
+        for (Py_ssize_t n = 0; n < PyList_Size(arrays); n++) {
+            PyObject *one = PyList_GetItem(arrays, i), *other = PyList_GetItem(arrays, n);
+            if (n != i && other != Py_None && share_memory((PyArrayObject *)one, (PyArrayObject *)other)) return 1;
+        }
+    return 0;
+}
+
+/* Return the arrays of lists in the order of buffers: NULL, without an exception, if they are not plain, of one dtype
+   and shape, or as many as may be compared with each other in no time. */
+static PyObject *arrays_of(const Calls *calls, Asked *asked) {
+    Py_ssize_t blocks = asked->blocks == Py_None ? 0 : length_of(asked->blocks), others = length_of(asked->others);
+    int is_one = others < 0;
+    if (blocks < 0 || (blocks && blocks != calls->size) || (!is_one && others != calls->size) || calls->size > LISTED)
+        return NULL;
+    asked->array = is_one ? asked->others : item_of(asked->others, 0);
+    if (!is_carray(asked->array)) return NULL;
+    PyArrayObject *first = (PyArrayObject *)asked->array;
+    Py_ssize_t count = calls->size + (is_one ? 1 : others);
+    PyObject *arrays = PyList_New(count);
+    for (Py_ssize_t i = 0; arrays && i < count; i++) {
+        PyObject *each = i >= calls->size ? (is_one ? asked->others : item_of(asked->others, i - calls->size))
+                         : blocks         ? item_of(asked->blocks, i)
+                                          : Py_None;
+        int is_right = each == Py_None
+                           ? !blocks && i < calls->size
+                           : is_carray(each) && PyArray_DESCR((PyArrayObject *)each) == PyArray_DESCR(first) &&
+                                 has_shape((PyArrayObject *)each, PyArray_DIMS(first), PyArray_NDIM(first));
+        if (!is_right) return DROP(arrays), NULL;
+        KEEP(each), PyList_SetItem(arrays, i, each);
+    }
+    return arrays;
+}
+
+/* lists(kind, blocks, other, op, root, timeout, key): start a call on a list of an array per rank, or None, and an
+   array or a list; None if it is not plain. */
+PyObject *Calls_lists(Calls *calls, PyObject *const *args, Py_ssize_t count) {
+    if (count != 7) return PyErr_SetString(PyExc_TypeError, "lists takes 7 arguments"), NULL;
+    Asked asked = {LISTS, args[0], args[3], args[4], NULL, NULL, args[1], args[2]};
+    PyObject *arrays = calls->comm && args[6] == Py_None ? arrays_of(calls, &asked) : NULL;
+    if (arrays) {
+        int gathers = !PyUnicode_CompareWithASCIIString(asked.kind, "gather") ||
+                      !PyUnicode_CompareWithASCIIString(asked.kind, "allgather");
+        int clashes = gathers ? args[1] != Py_None && overlap(arrays, 0, calls->size)
+                              : overlap(arrays, calls->size, PyList_Size(arrays));
+        Handle *call = clashes ? NULL : start_plain(calls, &asked, arrays, args[5]);
+        DROP(arrays);
+        if (call) return (PyObject *)call;
     }
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;

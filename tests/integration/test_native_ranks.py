@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 import zlib
 from typing import Any
 
@@ -148,3 +149,35 @@ async def test_mixed_processes_report_a_killed_rank(job: str, set_job: Any) -> N
     for rank, text in enumerate(results):
         if rank != 1:
             assert "rank 1" in text
+
+
+async def other_task_beside_polls(pg: ProcessGroup) -> tuple[int, float, int]:
+    """Make calls whose awaits poll on rank 0, since rank 1 is late; return the turns of another task."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    await pg.allgather(None, np.zeros(1))
+    await pg.barrier()
+    task, start, native = asyncio.ensure_future(count()), time.perf_counter(), 0
+    for _ in range(3000):
+        late = time.perf_counter() + 10e-6
+        while pg.rank() == 1 and time.perf_counter() < late:
+            pass
+        work = pg.allreduce(np.ones(1))
+        await work
+        native += is_native(work)
+    took = time.perf_counter() - start
+    task.cancel()
+    return turns, took, native
+
+
+async def test_calls_that_end_while_an_await_polls_let_other_tasks_run() -> None:
+    """A loop that is never idle has a turn every half a millisecond at the latest."""
+    for turns, took, native in await run_processes(2, other_task_beside_polls, options=SHM):
+        assert native > 2000
+        assert turns > took / 500e-6 / 4, took

@@ -61,7 +61,9 @@ async def test_calls_that_are_closed_take_nothing_and_have_nothing() -> None:
     async with jobs(2) as [pgs]:
         native = native_of(pgs[0])
     assert native.start(None, [], (), None, 1.0, None) is None
-    assert native.parts("allgather", np.ones(8), np.ones(4), None, (4,), None, None, None) is None
+    assert native.parts("allgather", np.ones(8), np.ones(4), None, None, None) is None
+    assert native.lists("gather", None, np.ones(4), None, 1, None, None) is None
+    assert native.barrier(None, None) is None
     assert native.look() is False
     assert native.copies() == []
     native.hand_over()

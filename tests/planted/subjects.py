@@ -43,7 +43,10 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
         "native": Subject(
             ("InFlight.adopt", "native_calls", "SlotProgram.adopt", "Work.add_done_callback"),
-            (("native/test_declined.py", "native/test_works.py"), ("native/test_mixed.py", "native/test_waiting.py")),
+            (
+                ("native/test_declined.py", "native/test_works.py"),
+                ("native/test_mixed.py", "native/test_waiting_calls.py", "native/test_direct.py"),
+            ),
         ),
         "store core": Subject(
             ("StoreCore.apply", "_compare_set"),

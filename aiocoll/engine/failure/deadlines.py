@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -31,14 +32,16 @@ class Deadlines:
         needed: called when an operation waits for other ranks.
 
     Attributes:
-        timer: of the next tick; None while there is nothing to look at.
+        armed: whether there is a timer for the next tick; not while there is nothing to look at. An array, which native
+            code reads, too.
     """
 
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator], needed: Callable[[], None]) -> None:
         self._runtime = runtime
         self._groups = groups
         self._needed = needed
-        self.timer: asyncio.TimerHandle | None = None
+        self.armed = array("b", [False])
+        self._timer: asyncio.TimerHandle | None = None
         #: When it goes off; uvloop's timers of less than a millisecond do not say.
         self._due = 0.0
         # Operations with another timeout than the group's: these may expire before older ones.
@@ -54,7 +57,7 @@ class Deadlines:
         if operation.timeout != group.default_timeout:
             self._hurried[operation] = group
             self._arm(_report_delay(operation))
-        elif self.timer is None:
+        elif not self.armed[0]:
             self.start()
 
     def start(self) -> None:
@@ -67,22 +70,25 @@ class Deadlines:
 
     def close(self) -> None:
         """Stop the timer."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+        self.armed[0] = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _arm(self, delay: float) -> None:
         """Tick in `delay` seconds at the latest."""
         due = self._runtime.time() + delay
-        if self.timer is not None:
+        if self._timer is not None:
             if delay >= REPORT_AFTER or self._due <= due:
                 return
-            self.timer.cancel()
+            self._timer.cancel()
         self._due = due
-        self.timer = self._runtime.call_later(delay, self._tick)
+        self.armed[0] = True
+        self._timer = self._runtime.call_later(delay, self._tick)
 
     def _tick(self) -> None:
-        self.timer = None
+        self._timer = None
+        self.armed[0] = False
         now = self._runtime.time()
         delay = REPORT_AFTER
         for operation, group in list(self._hurried.items()):

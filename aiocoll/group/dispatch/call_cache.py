@@ -154,7 +154,16 @@ class CallCache:
             return None
         return plan, arrays if count else [*[None] * self._size, *arrays]
 
+    def plan_of_lists(self, kind: str, blocks: Any, other: Any, op: ReduceOp | None, root: int | None) -> Plan | None:
+        """Return the plan of a call on lists; arguments and result as of `lists`."""
+        found = self.lists(kind, blocks, other, root=root, op=op)
+        return None if found is None else found[0]
+
     # -- any other call
+
+    def barrier(self) -> Plan:
+        """Return the plan of a barrier."""
+        return self.plan("barrier", None, ())
 
     def of_buffer(self, kind: str, buffer: Buffer, op: ReduceOp | None, root: Any) -> Plan:
         """Return the plan of a call on one buffer of the same count on all ranks."""

@@ -17,7 +17,7 @@ from aiocoll.completion import Completion
 from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.elements.pairs import paired
-from aiocoll.engine.communicator import Communicator
+from aiocoll.engine.communicator import BARRED, DIVERTS, ENTERED, Communicator
 from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.engine.native_calls import native_calls
 from aiocoll.engine.operations.base import Operation
@@ -74,7 +74,6 @@ class Dispatcher:
         closed: this rank has closed the group.
         in_steps: calls that have not ended, and start one operation after the other, of which the engine knows one.
         native: the calls that the accelerator carries out; None without it.
-        diverts: calls take the slow path, since the group is closed or there are interceptors.
         device_state: the group's state on a CUDA device, from the first call on arrays there.
     """
 
@@ -106,14 +105,13 @@ class Dispatcher:
         self._known = self.plans.known
         self.native = None if dry else native_calls(comm, self, Work)
         self._scopes = 0
-        self.diverts = False
 
     # -- checks of the group
 
     def check(self) -> None:
         """Refuse a call that this group cannot accept, before it is numbered."""
         # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
-        if _thread() != self.runtime.thread or not self._is_running() or self.closed or self.comm.barred:
+        if _thread() != self.runtime.thread or not self._is_running() or self.closed or self.comm.gate[BARRED]:
             self.check_owner()
         if self.comm.cause is not None:
             self.comm.raise_if_revoked()
@@ -253,9 +251,9 @@ class Dispatcher:
         """Start the `PlannedCall` of these arguments, which is made only for an interceptor."""
         comm = self.comm
         # hot path: inlined from `check`, and from `interceptor_here` where no other block is inside that of this group
-        if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.barred:
+        if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.gate[BARRED]:
             self.check()
-        if self.diverts:
+        if comm.gate[DIVERTS]:
             scope = scope_here()
             interceptor = None if scope is None or scope.group is not self else scope.interceptor
             if interceptor is not None or (interceptor := self.interceptor_here()) is not None:
@@ -293,7 +291,7 @@ class Dispatcher:
         """
         self.interceptor = interceptor
         self._tell_wrong = tell_wrong
-        self.diverts = True
+        self.comm.gate[DIVERTS] = True
 
     def refuse(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Any
@@ -307,13 +305,13 @@ class Dispatcher:
     def scoped(self, interceptor: Interceptor) -> Iterator[None]:
         """Let `interceptor` take the calls on this group made in this block."""
         self._scopes += 1
-        self.diverts = True
+        self.comm.gate[DIVERTS] = True
         try:
             with scoped(self, interceptor):
                 yield
         finally:
             self._scopes -= 1
-            self.diverts = self.closed or self._scopes > 0 or self.interceptor is not None
+            self.comm.gate[DIVERTS] = self.closed or self._scopes > 0 or self.interceptor is not None
 
     def interceptor_here(self) -> Interceptor | None:
         """Return the interceptor of calls here: that of a block, or the group's own."""
@@ -331,7 +329,8 @@ class Dispatcher:
 
     def close(self) -> None:
         """Accept no more calls."""
-        self.closed = self.diverts = True
+        self.closed = True
+        self.comm.gate[DIVERTS] = True
 
     # -- numbers and keys
 
@@ -339,7 +338,8 @@ class Dispatcher:
         """Take the next number, or the next count of `key`; return the operation id and the number."""
         comm = self.comm
         if key is None:
-            identity = comm.entered = comm.entered + 1
+            identity = comm.gate[ENTERED] + 1
+            comm.gate[ENTERED] = identity
             return identity, identity
         if not isinstance(key, str):
             self.check_key(key)
@@ -411,7 +411,7 @@ class Dispatcher:
             calls = self.on_device(call.arrays)
         else:  # the group is checked as the call is started
             is_current = calls.check(call.arrays)
-        return calls.call(call, is_current and not self.diverts)
+        return calls.call(call, is_current and not self.comm.gate[DIVERTS])
 
     def as_one(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
         """Return what makes one operation of several collectives on CUDA arrays, which have been checked.

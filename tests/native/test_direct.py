@@ -1,0 +1,213 @@
+"""Calls that the accelerator takes from the group's methods: it finds the plans of calls like earlier ones itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import ProcessGroup
+from aiocoll.work import Work
+
+from ..internals import Limits, is_native, native_of
+from .groups import group_of_ranks, waiting
+
+Arrays = Sequence[np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_looked_at_for_its_age(limits: Limits) -> None:
+    limits(report_after=1000.0, stray_after=1000.0)
+
+
+def rows(shape: tuple[int, ...], value: float = 0.0) -> list[np.ndarray]:
+    return [np.full(shape, value + row) for row in range(2)]
+
+
+class Call:
+    """A call of one rank, and what it has to give.
+
+    Args:
+        make: starts it, with the group and its own arrays.
+        mine: the arrays of a rank that it takes and gives.
+        right: what the arrays of rank 0 hold in the end.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[ProcessGroup, Any, Any], Work[Any]],
+        mine: Callable[[int, tuple[int, ...]], tuple[Any, Any]],
+        right: Callable[[Any, Any], bool],
+    ) -> None:
+        self.make, self.mine, self.right = make, mine, right
+
+
+def holds(arrays: Arrays, *values: float) -> bool:
+    return all((array == value).all() for array, value in zip(arrays, values, strict=True))
+
+
+CALLS = {
+    "allgather": Call(
+        lambda pg, outputs, tensor: pg.allgather(outputs, tensor),
+        lambda rank, shape: (rows(shape), np.full(shape, 5.0 + rank)),
+        lambda outputs, _: holds(outputs, 5, 6),
+    ),
+    "gather": Call(
+        lambda pg, outputs, tensor: pg.gather(outputs, tensor, 0),
+        lambda rank, shape: (None if rank else rows(shape), np.full(shape, 5.0 + rank)),
+        lambda outputs, _: holds(outputs, 5, 6),
+    ),
+    "scatter": Call(
+        lambda pg, inputs, output: pg.scatter(output, inputs, 1),
+        lambda rank, shape: (rows(shape, 7.0) if rank else None, np.zeros(shape)),
+        lambda _, output: holds([output], 7),
+    ),
+    "reduce_scatter": Call(
+        lambda pg, inputs, output: pg.reduce_scatter(output, inputs),
+        lambda rank, shape: (rows(shape, 10.0 * rank), np.zeros(shape)),
+        lambda _, output: holds([output], 10),
+    ),
+    "alltoall": Call(
+        lambda pg, inputs, outputs: pg.alltoall(outputs, inputs),
+        lambda rank, shape: (rows(shape, 10.0 * rank), rows(shape)),
+        lambda _, outputs: holds(outputs, 0, 10),
+    ),
+}
+
+
+def no_plan(*_: Any, **__: Any) -> Any:
+    raise AssertionError("Python was asked for the plan of a call like an earlier one")
+
+
+def forbid_plans(pgs: Sequence[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, Python finds no plan and starts no call."""
+    for pg in pgs:
+        dispatcher = pg._parts.collectives._dispatcher
+        monkeypatch.setattr(dispatcher.plans, "known", {})
+        monkeypatch.setattr(type(dispatcher.planner), "plan", no_plan)
+        monkeypatch.setattr(type(dispatcher), "start_plan", no_plan)
+
+
+async def call_all(pgs: Sequence[ProcessGroup], call: Call, shape: tuple[int, ...]) -> list[Work[Any]]:
+    """Make a call on both ranks, and check what it gives."""
+    given = [call.mine(pg.rank(), shape) for pg in pgs]
+    works = [call.make(pg, *arrays) for pg, arrays in zip(pgs, given, strict=True)]
+    async with asyncio.timeout(20):
+        for work in works:
+            await waiting(work)
+    assert call.right(*given[0])
+    return works
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), ()])
+@pytest.mark.parametrize("kind", CALLS)
+async def test_call_on_lists_like_an_earlier_one_asks_python_for_nothing(
+    kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        works = await call_all(pgs, CALLS[kind], shape)
+        assert all(map(is_native, works))
+        with monkeypatch.context() as patch:
+            forbid_plans(pgs, patch)
+            works = await call_all(pgs, CALLS[kind], shape)
+        assert all(map(is_native, works))
+
+
+async def test_call_on_no_list_like_an_earlier_one_asks_python_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with group_of_ranks([True, True]) as pgs:
+
+        def call(pg: ProcessGroup) -> list[Work[Any]]:
+            one, two = np.ones(1), np.ones(2)
+            return [
+                pg.allreduce(one),
+                pg.broadcast(one.copy(), 1),
+                pg.reduce(one.copy(), 0),
+                pg.scan(one.copy()),
+                pg.exscan(one.copy()),
+                pg.barrier(),
+                pg.allgather_into_tensor(np.ones(2), one.copy()),
+                pg.reduce_scatter_tensor(one.copy(), two),
+                pg.alltoall_base(np.ones(2), two.copy()),
+            ]
+
+        first = [work for pg in pgs for work in call(pg)]
+        for work in first:
+            await waiting(work)
+        with monkeypatch.context() as patch:
+            forbid_plans(pgs, patch)
+            again = [work for pg in pgs for work in call(pg)]
+            for work in again:
+                await waiting(work)
+        assert all(map(is_native, first + again))
+
+
+async def test_results_of_lists_are_lists() -> None:
+    async with group_of_ranks([True, True]) as (zero, one):
+        for make in (list, tuple):
+            outputs = make(rows((2,)))
+            work = zero.allgather(outputs, np.ones(2)), one.allgather(rows((2,)), np.ones(2))
+            result = await waiting(work[0])
+            assert (result is outputs) is (make is list)
+            assert all(mine is given for mine, given in zip(result, outputs, strict=True))
+            gathers = zero.gather(outputs, np.ones(2), 0), one.gather(None, np.ones(2), 0)
+            result = await waiting(gathers[0])
+            assert type(result) is list
+            assert result is not outputs
+            assert await waiting(gathers[1]) is None
+            exchanges = [pg.alltoall(make(rows((2,))), make(rows((2,)))) for pg in (zero, one)]
+            assert type(await waiting(exchanges[0])) is list
+            await waiting(exchanges[1])
+
+
+async def test_lists_that_are_not_alike_go_through_python() -> None:
+    """Arrays of several shapes, or more of them than ranks, or what is no list."""
+    async with group_of_ranks([True, True]) as pgs:
+        native = native_of(pgs[0])
+        one = np.ones(2)
+        for blocks in ([one.copy(), np.ones(3)], [one.copy()], [one.copy()] * 3, {0: one}, [one.copy(), None], None):
+            assert native.lists("allgather", blocks, one, None, None, None, None) is None
+        assert native.lists("allgather", rows((2,)), np.ones(2, np.float32), None, None, None, None) is None
+        assert native.lists("allgather", rows((2,)), one, None, None, None, "key") is None
+        uneven = [pg.allgather([np.ones(2), np.ones(3)], np.ones(2 + pg.rank())) for pg in pgs]
+        assert [len(each) for each in await waiting(uneven[0])] == [2, 3]
+        await waiting(uneven[1])
+
+
+@pytest.mark.parametrize("kind", CALLS)
+async def test_arrays_that_are_written_share_no_memory(kind: str) -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        await call_all(pgs, CALLS[kind], (4,))
+        memory = np.zeros(12)
+        parts = [memory[:4], memory[2:6]]
+        alone = np.zeros(4)
+        native = native_of(pgs[1])
+        root = 1 if kind in ("gather", "scatter") else None
+        op = None
+        for blocks, other in (
+            (parts, alone) if kind in ("gather", "allgather") else ([alone, alone.copy()], alone),
+            (rows((4,)), parts) if kind == "alltoall" else ([memory[:4], memory[4:8]], memory[6:10]),
+        ):
+            if kind == "alltoall" and type(other) is not list:
+                continue
+            assert native.lists(kind, blocks, other, op, root, None, None) is None
+        assert native.count == 0
+
+
+@pytest.mark.parametrize("kind", CALLS)
+async def test_call_on_lists_is_handed_over_with_flat_arrays(kind: str) -> None:
+    call = CALLS[kind]
+    async with group_of_ranks([True, True]) as pgs:
+        await call_all(pgs, call, (2, 3))
+        given = [call.mine(pg.rank(), (2, 3)) for pg in pgs]
+        late = 0 if kind == "scatter" else 1  # the root waits for nobody
+        first = call.make(pgs[1 - late], *given[1 - late])
+        if not first.done():
+            native_of(pgs[1 - late]).hand_over()
+            assert not is_native(first)
+        second = call.make(pgs[late], *given[late])
+        for work in (first, second):
+            await waiting(work)
+        assert call.right(*given[0])
