@@ -211,3 +211,17 @@ async def test_call_on_lists_is_handed_over_with_flat_arrays(kind: str) -> None:
         for work in (first, second):
             await waiting(work)
         assert call.right(*given[0])
+
+
+async def test_lists_on_other_ranks_than_those_of_an_earlier_call_are_seen() -> None:
+    """What a rank that is not the root gives is refused; where the root gives no list, it gets a new one."""
+    async with group_of_ranks([True, True]) as pgs:
+        await call_all(pgs, CALLS["gather"], (4,))
+        await call_all(pgs, CALLS["scatter"], (4,))
+        with pytest.raises(ValueError, match="outputs"):
+            pgs[1].gather(rows((4,)), np.ones(4), 0)
+        with pytest.raises(ValueError, match="inputs"):
+            pgs[0].scatter(np.ones(4), rows((4,)), 1)
+        works = [pg.gather(None, np.full(4, 5.0 + pg.rank()), 0) for pg in pgs]
+        assert holds(await waiting(works[0]), 5, 6)
+        assert await waiting(works[1]) is None
