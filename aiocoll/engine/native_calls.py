@@ -8,9 +8,11 @@ on as a `SlotProgram` that has posted.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from aiocoll.completion import Completion
+from aiocoll.engine.job.context import is_quiet
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.errors import ProtocolError
@@ -56,7 +58,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
             "operation": seams.operation,
             "remember": seams.remember,
             "rest": polling.rest,
-            "quiet": comm.endpoint.quiet.run,
+            "quiet": seams.run_quietly,
             "wait": seams.wait,
         },
         _FOLDER,
@@ -115,6 +117,12 @@ class _Seams:
         operation = SlotProgram(self._comm, identity, plan, arrays, completion)
         operation.entered = entered
         return operation
+
+    def run_quietly(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in the context of the engine, in which this may run already."""
+        if is_quiet.get():
+            return function(*arguments)
+        return self._comm.endpoint.quiet.run(function, *arguments)
 
     def overwritten(self, peer: int) -> None:
         """A peer has given this rank up and overwritten what it was reading.

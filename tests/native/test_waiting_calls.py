@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, GroupError, ProcessGroup
+from aiocoll import CollectiveMismatchError, CollectiveTimeoutError, GroupError, ProcessGroup, ReduceOp
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.work import Work
 
@@ -188,3 +188,28 @@ async def test_calls_that_wait_are_in_the_recorder_and_are_counted() -> None:
         assert native_of(pgs[0]).count == CALLS, "nothing was handed over"
         await check(pgs, started)
         assert counted(pgs[0]) == before + CALLS
+
+
+@pytest.mark.parametrize("patient", [True, False])
+async def test_calls_that_a_function_of_python_reduces_may_wait(
+    patient: bool, monkeypatch: pytest.MonkeyPatch, patience: None
+) -> None:
+    """They end where the engine runs in its own context, which cannot be entered twice."""
+    if not patient:
+        monkeypatch.setattr("aiocoll.engine.native_calls.PATIENCE", 0.0)
+    async with group_of_ranks([True, True]) as (zero, one):
+        arrays = [np.full(3, float(number)) for number in range(CALLS)]
+        works = [zero.allreduce(array, ReduceOp.AVG) for array in arrays]
+        assert native_of(zero).waiting > 0
+
+        async def call_slowly() -> None:
+            for number in range(CALLS):
+                one.allreduce(np.full(3, number + 2.0), ReduceOp.AVG)
+                await asyncio.sleep(0)
+
+        async with asyncio.timeout(20):
+            task = asyncio.create_task(call_slowly())
+            for work in works:
+                await work
+            await task
+        assert [array[0] for array in arrays] == [number + 1.0 for number in range(CALLS)]

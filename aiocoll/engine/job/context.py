@@ -14,7 +14,11 @@ from aiocoll.security.handshake import ConnKind
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.byte_stream import ByteStream
 
-__all__ = ["Context"]
+__all__ = ["Context", "is_quiet"]
+
+
+#: Whether code runs in such a context as `Context.quiet`, which cannot be entered twice.
+is_quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("aiocoll_quiet", default=False)
 
 
 class Context:
@@ -43,6 +47,7 @@ class Context:
         self.cards: Mapping[int, Card] = {}
         self.quiet = contextvars.copy_context()
         self.quiet.run(np.seterr, all="ignore")
+        self.quiet.run(is_quiet.set, True)
         self.closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
