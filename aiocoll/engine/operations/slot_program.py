@@ -81,12 +81,19 @@ class SlotProgram(Operation):
             self.comm.endpoint.watch.entered(self.comm, self)
         self.comm.polling.readers[self] = None
         if not has_posted:
-            try:
-                self._post(self._round.first)
-            except Exception as error:
-                self.comm.crashed(error)
-        # The news of what is there may have been taken.
-        self.comm.call_soon(self.look)
+            # Not at once: it may end then, and the caller looks for what is in flight.
+            self._unsent = {rank for each in self._round.first for rank in each.readers}
+            self.comm.call_soon(self._post_late)
+        else:
+            # The news of what is there may have been taken.
+            self.comm.call_soon(self.look)
+
+    def _post_late(self) -> None:
+        """Post what a call that was taken over had not posted."""
+        if not self.done:
+            self._unsent = ()
+            self._post(self._round.first)
+            self.look()
 
     def _post(self, contributions: Sequence[Contribution]) -> None:
         left = self.comm.slots.post(self.id, self.fingerprint, contributions, self._arrays)
