@@ -306,23 +306,26 @@ class Completion:
 
 def make_completion(
     progress: Progress,
-    owner: Owner,
+    owner: Owner | None,
     facts: tuple[Any, ...],
     waiters: list[Any] | None,
     guard: Unretrieved | None,
     handle: Any,
+    completion: Completion | None = None,
 ) -> Completion:
     """Return the completion of a call that the accelerator has begun.
 
     Args:
         progress: carries out the operation.
-        owner: the group.
+        owner: the group; None for a part of another operation.
         facts: its op, seq, key, shape, timeout, value, code and instruction, as of a `Completion`.
         waiters: the futures of awaits.
         guard: the warning about a work that is never awaited.
         handle: the work; None of an operation that has ended well.
+        completion: not initialized; None: a new one.
     """
-    completion = Completion.__new__(Completion)
+    if completion is None:
+        completion = Completion.__new__(Completion)
     completion.progress, completion.owner = progress, owner
     completion.op, completion.seq, completion.key = facts[:3]
     completion.expect(*facts[3:6])

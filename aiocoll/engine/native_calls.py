@@ -29,13 +29,14 @@ PATIENCE: Final = 2e-3
 _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
+def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]) -> Any:
     """Return the accelerator's part in a group; None if there is none, or time is virtual.
 
     Args:
         comm: this rank's part in the group.
         owner: the group, as completions refer to it; not kept.
         work_type: `Work`.
+        scope: returns the block around a call, of any group.
     """
     if core is None or comm.slots.largest < 0 or not comm.runtime.is_real:
         return None
@@ -56,7 +57,8 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any]) -> Any:
             "find_barrier": owner.plans.barrier,
             "flatten": owner.plans.flatten,
             "operation": seams.operation,
-            "remember": seams.remember,
+            "remember": comm.in_flight.remember,
+            "scope": scope,
             "rest": polling.rest,
             "quiet": seams.run_quietly,
             "wait": seams.wait,
@@ -161,7 +163,3 @@ class _Seams:
             os.sched_yield()
         self._is_waiting = True
         comm.call_soon(self._look_for_slots)
-
-    def remember(self, identity: int) -> None:
-        """Keep the id of a keyed call that has ended."""
-        self._comm.in_flight.remember(identity, identity)

@@ -80,6 +80,7 @@ class _Capture:
 
     moves_nothing = True
     records = True
+    native = None
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher

@@ -89,6 +89,7 @@ typedef struct {
     uint64_t fingerprint;
     int copies_count, first_count, takes_count, own_count, moves_count, last_count, buffers_count;
     int size;               /* of its group */
+    int is_small;           /* all contributions lie in small slots */
     int is_private, target; /* target: buffer that is reduced into; -1: none */
     Pair *copies, *own, *moves;
     Contribution *first, *last;
@@ -112,10 +113,11 @@ typedef struct Handle {
     PyObject_HEAD PyObject *completion, *owner; /* owner: the dispatcher, which lives as long as its works */
     struct Calls *calls;
     struct Handle *previous, *next; /* in flight */
+    struct Block *block;            /* of a call of a block, before its end */
     Steps *steps;
     PyObject *arrays, *value, *key, *shape, *code, *waiters, *guard;
     uint64_t identity;
-    int64_t seq;
+    int64_t seq; /* -1: none */
     double entered, limit;
     int instruction, seen, missing;
     char is_in_flight, is_posted, is_done; /* is_posted: else it waits for a slot */
@@ -162,7 +164,7 @@ enum { ENTERED, BARRED, DIVERTS, GATE };
 /* The calls of one group that are carried out here. */
 typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
-        *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten;
+        *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten, *scope;
     PyObject *left, *early, *asked_early, *hooks, *due, *watch, *runtime, *polling, *is_running, *create_future, *rest,
         *quiet, *wait, *folder, *progress; /* hooks and due: lists, which Python changes */
     allocfunc allocate;
@@ -186,8 +188,21 @@ typedef struct Calls {
     Site sites[SITES];
 } Calls;
 
-extern PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type;
-extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Calls_spec, Iteration_spec;
+/* The calls of a block: recorded here, and later in flight, as children of an operation of Python, the flush. */
+typedef struct Block {
+    PyObject_HEAD Calls *calls;
+    PyObject *recording, *members; /* of Python: makes completions; its list of calls */
+    PyObject *flush;
+    uint64_t root, first; /* ids of the flush, and of what its first member would be */
+    int is_ordered;       /* the flush has no key */
+    Py_ssize_t left;      /* in flight here; and one while more are started */
+    Py_ssize_t low;       /* the flush goes on to start members when so few are left; 0: it does not wait for that */
+    double limit;         /* seconds that any of them may take */
+} Block;
+
+extern PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type,
+    *Block_type;
+extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Calls_spec, Iteration_spec, Block_spec;
 
 /* The macros of the limited API take objects only. */
 #define TYPE_OF(object) Py_TYPE((PyObject *)(object))
@@ -203,8 +218,8 @@ extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Cal
     } while (0)
 
 /* Interned names of attributes that every call looks up. */
-extern PyObject *name_back, *name_barrier, *name_default_timeout, *name_least_timeout, *name_shape, *name_file,
-    *name_instruction, *name_native, *name_spun, *name_steps;
+extern PyObject *name_back, *name_barrier, *name_closed, *name_default_timeout, *name_group, *name_least_timeout,
+    *name_shape, *name_file, *name_instruction, *name_interceptor, *name_native, *name_spun, *name_steps;
 
 /* Free an object of a heap type, the last step of its deallocation. */
 static inline void free_object(void *object) {
@@ -264,9 +279,17 @@ int post_all(Handle *call, Contribution *contributions, int count);
 int ring(Calls *calls, const Contribution *contributions, int count);
 uint32_t slot_of(const Calls *calls, uint64_t identity, uint32_t first, uint32_t slots);
 
+/* blocks.c */
+PyObject *block_of(Calls *calls, PyObject *recording);
+Block *block_here(Calls *calls);
+int member_ended(Handle *call);
+int take_member_over(Handle *call);
+Handle *record(Block *block, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit);
+
 /* in_flight.c */
 int advance(Calls *calls);
 int begin(Handle *call);
+PyObject *buffers_of(Handle *call, PyObject *arrays);
 int complete(Handle *call);
 int crash(Calls *calls);
 int hand_over(Handle *call);
@@ -285,8 +308,15 @@ PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count);
 void forget(Known *known);
 Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
               PyObject *key, PyObject **taken);
-int is_ready(Handle *call);
 int watch(Calls *calls);
+int are_arrays_right(const Steps *steps, PyObject *arrays);
+int find_call_site(Calls *calls, Handle *call);
+int is_quiet(const Calls *calls);
+int is_ready(Handle *call);
+int launch(Handle *call, int ready);
+Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
+                  PyObject *key);
+Steps *steps_of(Calls *calls, PyObject *plan);
 extern unsigned long forks_of_process;
 
 /* polling.c */

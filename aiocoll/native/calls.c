@@ -38,7 +38,7 @@ static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
     for (Py_ssize_t i = 0; copies && i < PyList_Size(calls); i++) {
         Handle *call = (Handle *)PyList_GetItem(calls, i);
         PyObject *arrays = call->arrays;
-        if (!call->is_in_flight || !arrays) continue;
+        if (!call->is_in_flight || !arrays || call->block) continue; /* of a block, the flush has the record */
         KEEP(arrays);
         PyObject *completion = completion_of(call, Py_None, Py_None), *copy = NULL;
         if (completion && !call->is_in_flight) { /* it has ended meanwhile */
@@ -116,7 +116,8 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
                      {"overwritten", &self->overwritten},
                      {"rest", &self->rest},
                      {"quiet", &self->quiet},
-                     {"wait", &self->wait}};
+                     {"wait", &self->wait},
+                     {"scope", &self->scope}};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         PyObject *found = PyDict_GetItemString(seams, functions[i].name);
         if (!found) return PyErr_Format(PyExc_KeyError, "%s", functions[i].name), -1;
@@ -157,7 +158,7 @@ static const size_t OF_GROUP[] = {AT(comm),       AT(resolve),      AT(make_step
                                   AT(find_lists), AT(find_barrier), AT(flatten),    AT(remember), AT(operation),
                                   AT(guard),      AT(overwritten),  AT(left),       AT(early),    AT(asked_early),
                                   AT(hooks),      AT(watch),        AT(rest),       AT(quiet),    AT(wait),
-                                  AT(folder),     AT(timeout)};
+                                  AT(folder),     AT(timeout),      AT(scope)};
 static const size_t OF_WORKS[] = {AT(owner), AT(work_type),  AT(runtime),       AT(polling),
                                   AT(due),   AT(is_running), AT(create_future), AT(progress)};
 #define COUNT_OF(table) (sizeof table / sizeof *table)
@@ -224,6 +225,7 @@ static PyMethodDef Calls_methods[] = {
     {"lists", (PyCFunction)(void (*)(void))Calls_lists, METH_FASTCALL,
      "Start a collective on a list of an array per rank; None if it is not plain."},
     {"barrier", (PyCFunction)(void (*)(void))Calls_barrier, METH_FASTCALL, "Start a barrier; None if it is not plain."},
+    {"block", (PyCFunction)block_of, METH_O, "Return what records the calls of a block."},
     {"look", (PyCFunction)Calls_look, METH_NOARGS, "Look at all calls in flight; return whether any has moved."},
     {"hand_over", (PyCFunction)Calls_hand_over, METH_VARARGS,
      "Hand the call with this id, or all calls, over to Python."},

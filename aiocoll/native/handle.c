@@ -27,6 +27,7 @@ static int Handle_traverse(Handle *self, visitproc visit, void *arg) {
     Py_VISIT(self->completion);
     Py_VISIT(self->owner);
     Py_VISIT(self->calls);
+    Py_VISIT(self->block);
     Py_VISIT(self->steps);
     Py_VISIT(self->arrays);
     Py_VISIT(self->value);
@@ -42,6 +43,7 @@ static int Handle_clear(Handle *self) {
     Py_CLEAR(self->completion);
     Py_CLEAR(self->owner);
     Py_CLEAR(self->calls);
+    Py_CLEAR(self->block);
     Py_CLEAR(self->steps);
     Py_CLEAR(self->arrays);
     Py_CLEAR(self->value);
@@ -65,10 +67,23 @@ static int is_owner(const Calls *calls) {
 }
 
 PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
-    return PyObject_CallFunction(make_completion, "OO(OLOOdOOi)OOO", self->calls->progress, self->owner,
-                                 self->steps->op, (long long)self->seq, self->key, self->shape, self->limit,
-                                 self->value, self->code, self->instruction, waiters, guard,
-                                 self->is_done ? Py_None : (PyObject *)self);
+    PyObject *seq = self->seq < 0 ? (KEEP(Py_None), Py_None) : PyLong_FromLongLong(self->seq);
+    if (!seq) return NULL;
+    PyObject *facts = Py_BuildValue("(ONOOdOOi)", self->steps->op, seq, self->key, self->shape, self->limit,
+                                    self->value, self->code, self->instruction),
+             *made = NULL;
+    if (facts && self->block && self->block->recording && !self->is_done) {
+        PyObject *arrays = buffers_of(self, self->arrays);
+        if (arrays)
+            made = PyObject_CallMethod(self->block->recording, "deferred", "OOOOOO", self->steps->plan, arrays, facts,
+                                       waiters, guard, (PyObject *)self);
+        DROP(arrays);
+    } else if (facts) {
+        made = PyObject_CallFunction(make_completion, "OOOOOO", self->calls->progress, self->owner, facts, waiters,
+                                     guard, self->is_done ? Py_None : (PyObject *)self);
+    }
+    DROP(facts);
+    return made;
 }
 
 /* Return the completion of a call, which Python makes from what is here; one in flight goes on with it. */
@@ -178,6 +193,11 @@ static int may_poll(Calls *calls) {
 
 static PyObject *Handle_await(Handle *self) {
     if (self->completion || !self->calls) return call_reference(reference_await, self);
+    if (self->block && !self->is_in_flight) { /* it was recorded, and starts with its block */
+        PyObject *completion = materialize(self);
+        DROP(completion);
+        return completion ? call_reference(reference_await, self) : NULL;
+    }
     if (note_await(self) < 0) return NULL;
     if (!self->is_done) {
         int here = is_here(self->calls);

@@ -50,7 +50,7 @@ static PyObject *flat_list(PyObject *arrays) {
 }
 
 /* Return the flat arrays of a call, as a list. */
-static PyObject *buffers_of(Handle *call, PyObject *arrays) {
+PyObject *buffers_of(Handle *call, PyObject *arrays) {
     if (PyList_Check(arrays)) return flat_list(arrays);
     if (PyTuple_Check(arrays)) {
         KEEP(arrays); /* of a copy, the call may end meanwhile */
@@ -79,6 +79,7 @@ PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion) {
 int hand_over(Handle *call) {
     if (!call->is_in_flight) return 0;
     unlink_call(call);
+    if (call->block) return take_member_over(call);
     PyObject *completion = materialize(call),
              *operation = completion ? operation_of(call, call->arrays, completion) : NULL, *done = NULL;
     if (operation)
@@ -150,9 +151,10 @@ static int crash_call(Handle *call) {
 /* Write the record of a call that has ended well, and count it. */
 static int note_end(Handle *call) {
     Calls *calls = call->calls;
-    if (journal_ended(calls, call, seconds()) < 0) return -1;
-    if (call->key == Py_None) return 0;
-    PyObject *done = PyObject_CallFunction(calls->remember, "K", (unsigned long long)call->identity);
+    unsigned long long root = call->block ? call->block->root : call->identity;
+    if (!call->block && journal_ended(calls, call, seconds()) < 0) return -1; /* that of a block is the flush's */
+    if (!call->block && call->key == Py_None) return 0;
+    PyObject *done = PyObject_CallFunction(calls->remember, "KK", (unsigned long long)call->identity, root);
     DROP(done);
     return done ? 0 : -1;
 }
@@ -209,6 +211,12 @@ static int fold_safely(Handle *call, char **found) {
     return failed;
 }
 
+static npy_intp buffer_nbytes(PyObject *arrays, int buffer, int size) {
+    if (PyList_Check(arrays)) return PyArray_NBYTES((PyArrayObject *)PyList_GetItem(arrays, buffer));
+    if (!PyTuple_Check(arrays)) return PyArray_NBYTES((PyArrayObject *)arrays);
+    return PyArray_NBYTES((PyArrayObject *)PyTuple_GetItem(arrays, 0)) / size;
+}
+
 /* Use all contributions where they lie, free their slots, post the result, and end. */
 int complete(Handle *call) {
     Calls *calls = call->calls;
@@ -219,6 +227,9 @@ int complete(Handle *call) {
     unlink_call(call);
     char *found[steps->takes_count ? steps->takes_count : 1];
     for (int i = 0; i < steps->takes_count; i++) found[i] = contribution_bytes(calls, steps->takes + i, call->identity);
+    for (int i = 0; i < steps->copies_count; i++)
+        memmove(buffer_bytes(call, steps->copies[i].first), buffer_bytes(call, steps->copies[i].second),
+                buffer_nbytes(call->arrays, steps->copies[i].first, calls->size));
     for (int i = 0; i < steps->moves_count; i++) {
         npy_intp nbytes = steps->takes[steps->moves[i].first].nbytes;
         memcpy(buffer_bytes(call, steps->moves[i].second), found[steps->moves[i].first], nbytes);
@@ -239,6 +250,7 @@ int complete(Handle *call) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     int ended = handle_end(call);
+    if (call->block && member_ended(call) < 0) ended = -1;
     if (ended < 0) ended = crash(calls);
     if (type) PyErr_Restore(type, value, traceback);
     DROP(call);

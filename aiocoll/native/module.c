@@ -5,10 +5,10 @@
 
 #include <pthread.h>
 
-PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type;
+PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type, *Block_type;
 
-PyObject *name_back, *name_barrier, *name_default_timeout, *name_least_timeout, *name_shape, *name_file,
-    *name_instruction, *name_native, *name_spun, *name_steps;
+PyObject *name_back, *name_barrier, *name_closed, *name_default_timeout, *name_group, *name_least_timeout, *name_shape,
+    *name_file, *name_instruction, *name_interceptor, *name_native, *name_spun, *name_steps;
 
 static int intern_names(void) {
     struct {
@@ -16,6 +16,9 @@ static int intern_names(void) {
         const char *name;
     } names[] = {{&name_back, "f_back"},
                  {&name_barrier, "barrier"},
+                 {&name_closed, "closed"},
+                 {&name_group, "group"},
+                 {&name_interceptor, "interceptor"},
                  {&name_default_timeout, "default_timeout"},
                  {&name_least_timeout, "least_timeout"},
                  {&name_shape, "shape"},
@@ -56,7 +59,8 @@ static int add_types(PyObject *module) {
                  {&Steps_type, &Steps_spec, "Steps"},
                  {&Handle_type, &Handle_spec, "Handle"},
                  {&Calls_type, &Calls_spec, "Calls"},
-                 {&Iteration_type, &Iteration_spec, NULL}};
+                 {&Iteration_type, &Iteration_spec, NULL},
+                 {&Block_type, &Block_spec, NULL}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (!(*types[i].place = (PyTypeObject *)PyType_FromSpec(types[i].spec))) return -1;
         if (types[i].name && PyModule_AddObjectRef(module, types[i].name, (PyObject *)*types[i].place) < 0) return -1;

@@ -9,15 +9,16 @@
 
 #include <math.h>
 
-/* Whether nobody watches the calls of the group, and nothing has come for one that was not made yet. */
-static int is_plain(const Calls *calls) {
-    return !PyList_Size(calls->hooks) && !PySet_Size(calls->left) && !PyDict_Size(calls->early) &&
-           !PyObject_Size(calls->asked_early);
+/* Whether no rank has left, and nothing has come for a call that was not made yet. */
+int is_quiet(const Calls *calls) {
+    return !PySet_Size(calls->left) && !PyDict_Size(calls->early) && !PyObject_Size(calls->asked_early);
 }
+
+static int is_plain(const Calls *calls) { return !PyList_Size(calls->hooks) && is_quiet(calls); }
 
 static int64_t *gate_of(const Calls *calls) { return calls->gate.buf; }
 
-static Steps *steps_of(Calls *calls, PyObject *plan) {
+Steps *steps_of(Calls *calls, PyObject *plan) {
     PyObject *steps = PyObject_GetAttr(plan, name_steps);
     if (steps == Py_None) {
         DROP(steps);
@@ -39,7 +40,7 @@ static int are_plain_arrays_right(const Calls *calls, const Steps *steps, PyArra
     return !other || PyArray_DESCR(other) == PyArray_DESCR(whole);
 }
 
-static int are_arrays_right(const Steps *steps, PyObject *arrays) {
+int are_arrays_right(const Steps *steps, PyObject *arrays) {
     if (!PyList_Check(arrays) || PyList_Size(arrays) < steps->buffers_count) return 0;
     for (int i = 0; i < steps->buffers_count; i++) {
         PyObject *array = PyList_GetItem(arrays, i);
@@ -105,7 +106,7 @@ static int set_guard(Handle *call) {
 }
 
 /* Find where the user makes the call: the first frame outside of the package. */
-static int find_call_site(Calls *calls, Handle *call) {
+int find_call_site(Calls *calls, Handle *call) {
     PyFrameObject *frame = PyEval_GetFrame();
     KEEP(frame);
     while (frame) {
@@ -120,7 +121,8 @@ static int find_call_site(Calls *calls, Handle *call) {
             DROP(back);
             DROP(frame);
             if (!instruction) return -1;
-            return calls->watches ? set_guard(call) : 0;
+            /* The end of a block waits for its calls. */
+            return calls->watches && !call->block ? set_guard(call) : 0;
         }
         DROP(code);
         DROP(frame);
@@ -130,15 +132,9 @@ static int find_call_site(Calls *calls, Handle *call) {
     return -1;
 }
 
-static npy_intp buffer_nbytes(PyObject *arrays, int buffer, int size) {
-    if (PyList_Check(arrays)) return PyArray_NBYTES((PyArrayObject *)PyList_GetItem(arrays, buffer));
-    if (!PyTuple_Check(arrays)) return PyArray_NBYTES((PyArrayObject *)arrays);
-    return PyArray_NBYTES((PyArrayObject *)PyTuple_GetItem(arrays, 0)) / size;
-}
-
 /* Make a call; nothing is posted yet. */
-static Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
-                         PyObject *key) {
+Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
+                  PyObject *key) {
     Handle *call = (Handle *)calls->allocate((PyTypeObject *)calls->work_type, 0);
     if (!call) return NULL;
     KEEP(calls), call->calls = calls;
@@ -153,8 +149,11 @@ static Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject 
     return call;
 }
 
+/* Whether all ranks start calls in this order, as they do not those with a key. */
+static int is_ordered(const Handle *call) { return call->block ? call->block->is_ordered : call->key == Py_None; }
+
 /* Whether the slots of a call may be free soon: the order of the calls says which one waits. */
-static int may_wait(const Handle *call) { return call->key == Py_None && !call->calls->gave_up; }
+static int may_wait(const Handle *call) { return is_ordered(call) && !call->calls->gave_up; }
 
 /* Whether a call can be posted, or waits for a slot: no function of Python has run since that was found out. Its number
    is its own then; without a key, it is the next one. -1: an exception. */
@@ -164,8 +163,9 @@ int is_ready(Handle *call) {
     for (int tries = 0; tries < TRIES; tries++) {
         uint64_t asked = calls->asked;
         if (!calls->comm || gate_of(calls)[BARRED]) return CANNOT;
-        if (call->key == Py_None && !call->is_in_flight) {
-            if (call->seq != gate_of(calls)[ENTERED] + 1) return CANNOT; /* a finalizer has made a call */
+        if (!call->is_in_flight && is_ordered(call)) {
+            int is_next = call->block || call->seq == gate_of(calls)[ENTERED] + 1;
+            if (!is_next) return CANNOT; /* a finalizer has made a call */
             if (calls->waiting) return IN_USE;
         }
         int postable = are_postable(calls, steps->first, steps->first_count, call->identity);
@@ -193,6 +193,16 @@ static int wait_for_slots(Calls *calls) {
     return advance(calls);
 }
 
+/* Put a call in flight that is `ready`, and end it if all is there: it may have been handed over. */
+int launch(Handle *call, int ready) {
+    call->entered = seconds();
+    call->is_posted = ready == CAN;
+    link_call(call);
+    if (ready != CAN) return wait_for_slots(call->calls);
+    call->calls->gave_up = 0;
+    return begin(call);
+}
+
 /* Start a call with prepared steps: NULL without an exception if Python has to carry it out, before anything was
    posted. The count of a key is taken then, as `taken` has it. */
 Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
@@ -213,19 +223,7 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
         return NULL;
     }
     if (key == Py_None) gate_of(calls)[ENTERED] = call->seq;
-    call->entered = seconds();
-    for (int i = 0; i < steps->copies_count; i++)
-        memmove(buffer_bytes(call, steps->copies[i].first), buffer_bytes(call, steps->copies[i].second),
-                buffer_nbytes(arrays, steps->copies[i].first, calls->size));
-    call->is_posted = ready == CAN;
-    link_call(call);
-    if (ready == CAN) {
-        calls->gave_up = 0;
-        failed = begin(call);
-    } else {
-        failed = wait_for_slots(calls);
-    }
-    if (failed) {
+    if (launch(call, ready) < 0) {
         DROP(call);
         return NULL;
     }
@@ -399,15 +397,16 @@ static int find_limit(Calls *calls, PyObject *given, double *limit) {
     return *limit >= shortest;
 }
 
-/* Whether a call made here and now is plain: this thread and loop, no interceptor, an open group. */
-static int may_start(Calls *calls, PyObject *timeout, double *limit) {
+/* Whether a call made here and now is plain: this thread and loop, an open group, and no interceptor but a `block`,
+   which records it. */
+static int may_start(Calls *calls, PyObject *timeout, double *limit, Block **block) {
     if (PyThread_get_thread_ident() != calls->thread || calls->forks != forks_of_process) return 0;
     PyObject *running = PyObject_CallNoArgs(calls->is_running);
     DROP(running);
     if (running != Py_True) return running ? 0 : -1;
-    if (gate_of(calls)[DIVERTS]) return 0;
+    if (gate_of(calls)[DIVERTS] && (gate_of(calls)[BARRED] || !(*block = block_here(calls)))) return 0;
     int found = find_limit(calls, timeout, limit);
-    return found <= 0 ? found : is_plain(calls);
+    return found <= 0 || *block ? found : is_plain(calls);
 }
 
 static int share_memory(PyArrayObject *first, PyArrayObject *second) {
@@ -429,20 +428,24 @@ static PyObject *result_of(const Known *known, const Asked *asked) {
     return given;
 }
 
-/* Start a call on plain arrays, which `arrays` has as calls do: NULL, without an exception, if it is not plain. */
+/* Start or record a call on plain arrays, which `arrays` has as calls do: NULL, without an exception, if it is not
+   plain. */
 static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, PyObject *timeout) {
     double limit;
-    if (!arrays || may_start(calls, timeout, &limit) <= 0) return NULL;
-    Known made = {0}, *known = find_known(calls, asked, arrays, &made);
+    Block *block = NULL;
+    int may = arrays ? may_start(calls, timeout, &limit, &block) : 0;
+    Known made = {0}, *known = may > 0 ? find_known(calls, asked, arrays, &made) : NULL;
     Handle *call = NULL;
     if (known) {
         Steps *steps = known->steps;
         PyObject *shape = known->main_shape, *result = result_of(known, asked);
         KEEP(steps), KEEP(shape); /* Python may run, and replace what is known */
-        if (result) call = start(calls, steps, arrays, shape, result, limit, Py_None, NULL);
+        if (result && block) call = record(block, steps, arrays, shape, result, limit);
+        else if (result) call = start(calls, steps, arrays, shape, result, limit, Py_None, NULL);
         DROP(result), DROP(steps), DROP(shape);
     }
     forget(&made);
+    DROP(block);
     return call;
 }
 

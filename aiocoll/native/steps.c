@@ -166,6 +166,10 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     if (pairs_from(own, &self->own, &self->own_count) < 0 || pairs_from(moves, &self->moves, &self->moves_count) < 0)
         return -1;
     if (check(self) < 0) return -1;
+    self->is_small = 1;
+    for (int i = 0; i < self->first_count; i++) self->is_small &= self->first[i].first_slot < LAYOUT_SMALL_SLOTS;
+    for (int i = 0; i < self->last_count; i++) self->is_small &= self->last[i].first_slot < LAYOUT_SMALL_SLOTS;
+    for (int i = 0; i < self->takes_count; i++) self->is_small &= self->takes[i].first_slot < LAYOUT_SMALL_SLOTS;
     if (self->target >= 0) {
         if (ufunc != Py_None && PyObject_TypeCheck(ufunc, &PyUFunc_Type)) find_loop(self, ufunc);
         KEEP(fold_function), self->fold = fold_function;

@@ -1,4 +1,4 @@
-"""The completions of calls that a coalescing block has recorded, and of operations that stand for several of them."""
+"""Calls that a coalescing block has recorded, their completions, and those of operations that stand for several."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from aiocoll.completion import Completion, Progress
 from aiocoll.engine.interfaces import Progressive
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.work import completion_of
 
-__all__ = ["DeferredCompletion", "FlushCompletion", "MemberCompletion"]
+__all__ = ["DeferredCompletion", "FlushCompletion", "Member", "MemberCompletion", "completion_of_member"]
 
 
 class DeferredCompletion(Completion):
@@ -77,6 +78,16 @@ class MemberCompletion(DeferredCompletion):
 
     def report_failure(self, error: BaseException) -> None:
         """Leave the failure to the list."""
+
+
+#: A call of a block: its completion, or the work of one that the accelerator has recorded, which has none before it is
+#: asked for it.
+Member = Any
+
+
+def completion_of_member(member: Member) -> DeferredCompletion:
+    """Return the completion of a call; if the accelerator has it in flight, Python takes it over."""
+    return member if isinstance(member, DeferredCompletion) else cast(DeferredCompletion, completion_of(member))
 
 
 class FlushCompletion(Completion):

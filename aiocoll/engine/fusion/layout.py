@@ -28,15 +28,17 @@ class Layout(NamedTuple):
         signature: of the flush.
         fingerprint: of the whole list.
         buckets: in the order of their first members.
+        singles: the plan of each member that is carried out by itself, None of any other one; () if there are none.
     """
 
     signature: Signature
     fingerprint: int
     buckets: tuple[Bucket, ...]
+    singles: tuple[Plan | None, ...]
 
 
 class Bucket(NamedTuple):
-    """Members that are carried out as one operation.
+    """Members that are carried out as one operation, or are `single`.
 
     Members on a CUDA device have no plan: all of them take part in one operation, for which no memory is packed.
 
@@ -54,6 +56,7 @@ class Bucket(NamedTuple):
         cuts: positions in `members` that divide it into parts of about a `CHUNK`.
         alike: all members have the same plan.
         scales: each member multiplies this rank's data by its own factor first.
+        single: its members are alike, and each is carried out by itself.
     """
 
     members: tuple[int, ...]
@@ -66,6 +69,7 @@ class Bucket(NamedTuple):
     cuts: tuple[int, ...] = ()
     alike: bool = False
     scales: bool = False
+    single: bool = False
 
     def first(self, buffer: int) -> int:
         """Return how many elements of a buffer the stamp takes."""

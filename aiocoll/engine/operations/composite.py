@@ -59,6 +59,23 @@ class Children:
             ended: called at its end, unless the parent has ended before.
             reported: until its end, stall reports and expiry refer to it in place of the parent.
         """
+        child = self.add(parent, KEYED | hash62(name), make, ended, reported=reported)
+        self.enter(parent, child)
+        if reported:
+            child.entered = parent.entered
+
+    def enter(self, parent: Operation, child: Operation) -> None:
+        """Put a child in flight."""
+        parent.comm.enter(child)
+        parent.root.started = child.entered
+
+    def note_start(self, parent: Operation, algorithm: str | None, now: float) -> None:
+        """Note that children start that the accelerator carries out."""
+        self.algorithm = algorithm
+        parent.root.started = now
+
+    def add(self, parent: Operation, identity: int, make: Make, ended: Ended, *, reported: bool = False) -> Operation:
+        """Return a child that has not started; the arguments are as of `start`, but for its id."""
         #: The child until its end: it would keep itself, and its arrays, by what its completion reports to.
         running: list[Operation] = []
 
@@ -73,7 +90,7 @@ class Children:
                 ended(result, error)
                 parent.set_waited_for(-1)
 
-        child = make(KEYED | hash62(name), ChildCompletion(parent.completion, report))
+        child = make(identity, ChildCompletion(parent.completion, report))
         running.append(child)
         child.parent = parent
         self.algorithm = child.algorithm()
@@ -81,10 +98,7 @@ class Children:
         speaker.warned = parent.warned
         silent.silence()
         self._running[child] = None
-        parent.comm.enter(child)
-        parent.root.started = child.entered
-        if reported:
-            child.entered = parent.entered
+        return child
 
     def fail(self, error: BaseException) -> None:
         """Fail all running children: the parent has failed."""

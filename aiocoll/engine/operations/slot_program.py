@@ -65,11 +65,8 @@ class SlotProgram(Operation):
 
     def enter(self) -> None:
         """Post what this rank has."""
-        step, arrays = self._round, self._arrays
-        for target, source in step.copies:
-            arrays[target][...] = arrays[source]
-        if step.first:
-            self._post(step.first)
+        if self._round.first:
+            self._post(self._round.first)
         if not self.done and not self.look():
             self.comm.polling.readers[self] = None
 
@@ -126,6 +123,9 @@ class SlotProgram(Operation):
             return False
         if not self._has_folded:
             self._has_folded = True
+            # Only now: what a call that fails has written nobody could take back.
+            for target, source in step.copies:
+                self._arrays[target][...] = self._arrays[source]
             if (count or step.fold is not None) and not self._fold():
                 return True
             if step.last:

@@ -103,7 +103,7 @@ class Dispatcher:
         self._enter = comm.enter
         self._pid = os.getpid()
         self._known = self.plans.known
-        self.native = None if dry else native_calls(comm, self, Work)
+        self.native = None if dry else native_calls(comm, self, Work, scope_here)
         self._scopes = 0
 
     # -- checks of the group

@@ -29,10 +29,12 @@ class Interceptor(Protocol):
     Attributes:
         moves_nothing: what it takes ends at once, without a look at the arrays.
         records: it keeps calls, to start them later.
+        native: what records plain calls in C; None: nothing does.
     """
 
     moves_nothing: bool
     records: bool
+    native: Any
 
     def take(self, call: PreparedCall) -> Work[Any]:
         """Return the work of `call`; called once all its arguments are checked."""
@@ -43,6 +45,7 @@ class Wrapper(ABC):
 
     moves_nothing = False
     records = False
+    native = None
 
     @abstractmethod
     def take(self, call: PreparedCall) -> Work[Any]:

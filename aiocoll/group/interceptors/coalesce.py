@@ -38,7 +38,8 @@ class Batch:
         self._open = open_batches
         self._failures: list[DeferredCompletion] = []
         #: Records calls until the next flush.
-        self.recording = self._new()
+        self.recording: Recording
+        self.native: Any = None
         self._started: list[Completion] = []
         self._outer: Interceptor | None = None
 
@@ -52,6 +53,7 @@ class Batch:
             )
         # The interceptor outside of the block takes the fused calls.
         self._outer = d.interceptor_here()
+        self._record()
         self._open[self] = None
         d.comm.on_revoked.append(self._revoked)
         self._scope = d.scoped(self)
@@ -75,6 +77,7 @@ class Batch:
             del self._open[self]
             # They have this block.
             self._started.clear()
+            self.native = self.recording.native = None
             del self.recording
         for each in self._failures:
             # A receive that was withdrawn does not matter any more.
@@ -115,10 +118,9 @@ class Batch:
         recording = self.recording
         if recording.is_empty():
             return
-        self.recording = self._new()
+        self._record()
         if self._dispatcher.failures.watching:
-            for completion in recording.completions():  # the end of the block waits for them
-                completion.note_await()
+            recording.note_awaits()
         part = self._flusher.flush(recording, self._outer)
         started = [*self._started, *(loose for loose, _ in recording.loose), *recording.followed]
         recording.loose, recording.followed = [], []
@@ -127,8 +129,12 @@ class Batch:
             started.append(part)
         self._started = [completion for completion in started if not completion.done]
 
-    def _new(self) -> Recording:
-        return Recording(self._dispatcher, self._flush_quietly, self._failures.append)
+    def _record(self) -> None:
+        """Record calls for the next flush."""
+        self.recording = Recording(self._dispatcher, self._flush_quietly, self._failures.append)
+        if self._outer is None:
+            self._flusher.record_natively(self.recording)
+        self.native = self.recording.native
 
     def _flush_quietly(self) -> None:
         """Flush for an await, which gets any error through its work."""
@@ -179,6 +185,8 @@ class Coalescer:
         block = d.block_here()
         inside = isinstance(block, Batch) and key is None
         recording = block.recording if isinstance(block, Batch) and inside else Recording(d, _nothing)
+        if not inside and d.interceptor_here() is None:
+            self._flusher.record_natively(recording)
         before = len(recording.members)
         limit = recording.limit
         try:
@@ -187,14 +195,13 @@ class Coalescer:
         except BaseException:
             del recording.members[before:]
             recording.limit = limit
+            if not inside:
+                recording.native = None
             raise
         members = recording.members[before:]
         whole = DeferredCompletion(recording, op, None, key, d)
         work: Work[list[Any]] = Work(whole)
-        for member in members:
-            assert isinstance(member, MemberCompletion)
-            member.whole = whole
-        recording.lists.append((whole, members))
+        recording.add_list(whole, members)
         if not inside:
             flushed = self._flusher.flush(recording, d.interceptor_here(), key)
             whole.seq = None if flushed is None else flushed.seq
@@ -215,6 +222,7 @@ class _Collector:
     records = True
 
     def __init__(self, dispatcher: Dispatcher, recording: Recording) -> None:
+        self.native = recording.native
         self._dispatcher = dispatcher
         self._recording = recording
 

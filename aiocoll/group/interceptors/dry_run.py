@@ -23,6 +23,7 @@ class DryRun:
 
     moves_nothing = False
     records = False
+    native = None
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher

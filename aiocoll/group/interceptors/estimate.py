@@ -57,6 +57,7 @@ class Estimator:
 
     moves_nothing = True
     records = False
+    native = None
 
     def __init__(self, dispatcher: Dispatcher, estimate: Estimate) -> None:
         self._dispatcher = dispatcher

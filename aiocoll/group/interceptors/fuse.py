@@ -1,5 +1,7 @@
 """Which recorded calls are fused into one operation, and its plan; calculated once for equal lists of calls.
 
+Where the accelerator runs on all ranks, small calls are single: packing 100 of 4 KiB takes twice as long (bench/).
+
 Decisions that must be equal on all ranks depend only on the equal parts of their calls; else see `Bucket.stamps`.
 """
 
@@ -20,6 +22,7 @@ from aiocoll.engine.fusion.layout import CHUNK, Bucket, Layout
 from aiocoll.engine.operations.manifest import Manifest
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature
+from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.group.dispatch.planner import Planner
 
 __all__ = ["LARGE", "Fuser"]
@@ -54,20 +57,29 @@ class Fuser:
         self._rank = comm.rank
         self._size = len(comm.ranks)
         self._planner = planner
-        self._layouts: dict[tuple[Called | None, ...], Layout] = {}
+        self._small = comm.slots.small
+        #: Whether small calls go by themselves: the accelerator takes a microsecond for one, less than packing does.
+        self.has_singles = bool(comm.chunk_nbytes) and self._size > 1 and comm.is_on_all_cards("native")
+        self._layouts: dict[tuple[bool, bool, tuple[Called, ...]], Layout] = {}
 
-    def layout(self, calls: tuple[Called, ...], together: bool = True) -> Layout:
-        """Return the layout of a list of calls; those on a device are one bucket if `together`, else one each."""
+    def layout(self, calls: tuple[Called, ...], together: bool = True, *, apart: bool = False) -> Layout:
+        """Return the layout of a list of calls.
+
+        Args:
+            calls: the list.
+            together: the calls on a device are one bucket, else one each.
+            apart: in a group that `has_singles`, small calls are carried out each by itself.
+        """
         layouts = self._layouts
-        key = calls if together else (None, *calls)
+        key = together, apart, calls
         found = layouts.get(key)
         if found is None:
             if len(layouts) >= LAYOUTS:
                 del layouts[next(iter(layouts))]
-            found = layouts[key] = self._lay_out(calls, together)
+            found = layouts[key] = self._lay_out(calls, together, apart and self.has_singles)
         return found
 
-    def _lay_out(self, calls: tuple[Called, ...], together: bool) -> Layout:
+    def _lay_out(self, calls: tuple[Called, ...], together: bool, apart: bool) -> Layout:
         names = _Names()
         entries = [names.entry(call) for call in calls]
         manifest = Manifest([entry.signature for entry in entries])
@@ -80,21 +92,41 @@ class Fuser:
                 if together and call.device != "cpu":
                     bucket = call.device
             elif not _is_large(call):
-                bucket = entry.signature[:2] + entry.signature[3:5]
+                bucket = *entry.signature[:2], *entry.signature[3:5], apart and self._is_single(call)
             members.setdefault(bucket, []).append(position)
-        buckets = [self._bucket(calls, positions) for positions in members.values()]
-        for plan in (bucket.plan for bucket in buckets):
+        buckets = [self._bucket(calls, positions, apart) for positions in members.values()]
+        singles: list[Plan | None] = [None] * len(calls)
+        made: dict[int, Plan] = {}
+        for bucket in buckets:
+            if bucket.single:
+                for position in bucket.members:
+                    call = calls[position]
+                    assert isinstance(call, Plan)
+                    singles[position] = made.get(id(call)) or made.setdefault(id(call), call.copy())
+        for plan in (*(bucket.plan for bucket in buckets if not bucket.single), *made.values()):
             if plan is not None:
                 plan.signature, plan.fingerprint = plan.signature._replace(members=manifest), fingerprint
-        return Layout(Signature("COALESCED", None, (), None, None, members=manifest), fingerprint, tuple(buckets))
+        signature = Signature("COALESCED", None, (), None, None, members=manifest)
+        return Layout(signature, fingerprint, tuple(buckets), tuple(singles) if made else ())
 
-    def _bucket(self, calls: Sequence[Called], positions: Sequence[int]) -> Bucket:
+    def _is_single(self, plan: Plan) -> bool:
+        """Whether a call is carried out by itself; of a call with private counts, no rank knows those of all others."""
+        if plan.kernel is not None and (plan.kernel.ufunc is None or not plan.kernel.portable):
+            return False  # a function of Python reduces
+        if plan.signature.spec.private:
+            return True
+        longest = max(plan.signature.counts, default=0) * plan.unit * plan.itemsize
+        return plan.executor is SlotProgram and longest <= self._small
+
+    def _bucket(self, calls: Sequence[Called], positions: Sequence[int], apart: bool) -> Bucket:
         plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
         if not plans:
             return Bucket(tuple(positions), None)
         signature, spec = plans[0].signature, plans[0].signature.spec
         reads = spec.inputs(self._rank, self._size, signature.root)
         writes = spec.outputs(self._rank, self._size, signature.root)
+        if apart and self._is_single(plans[0]):
+            return Bucket(tuple(positions), plans[0], reads=reads, writes=writes, single=True)
         if len(positions) == 1:
             return Bucket(tuple(positions), plans[0].copy(), reads=reads, writes=writes)
         counts = _columns([self._counts(spec, plan) for plan in plans])

@@ -10,15 +10,22 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from aiocoll.completion import Completion
+from aiocoll.completion import Completion, make_completion
 from aiocoll.engine.communicator import Communicator
-from aiocoll.engine.fusion.deferred_completion import DeferredCompletion, FlushCompletion
+from aiocoll.engine.fusion.deferred_completion import (
+    DeferredCompletion,
+    FlushCompletion,
+    Member,
+    MemberCompletion,
+    completion_of_member,
+)
 from aiocoll.engine.fusion.layout import Bucket, Layout
 from aiocoll.engine.fusion.overlap import Span, check_no_overlap, check_spans
 from aiocoll.engine.fusion.packer import Flush, Packer, fail
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.composite import Ended, Make
 from aiocoll.engine.operations.monitored_barrier import MonitoredBarrier
+from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.dispatch.interceptor import Interceptor, Wrapper
@@ -44,6 +51,7 @@ class Recording:
         limit: smallest timeout of the members, in seconds.
         followed: completions that end after some of these.
         flushed: they have been started.
+        native: records plain calls in C, as works among the members; None: nothing does.
     """
 
     def __init__(
@@ -57,9 +65,12 @@ class Recording:
         self.turn_is_due = dispatcher.endpoint.turn_is_due
         self.failed = failed
         self._dispatcher = dispatcher
-        self.members: list[DeferredCompletion] = []
+        self.members: list[Member] = []
+        self.native: Any = None
         self.loose: list[tuple[DeferredCompletion, PreparedCall]] = []
-        self.lists: list[tuple[DeferredCompletion, list[DeferredCompletion]]] = []
+        self.lists: list[tuple[DeferredCompletion, list[Member]]] = []
+        # The lists of works that the accelerator has recorded.
+        self._wholes: dict[Work[Any], Completion] = {}
         self.limit = inf
         self.followed: list[Completion] = []
         self.flushed = False
@@ -101,8 +112,39 @@ class Recording:
     def completions(self) -> list[Completion]:
         """Return the completions of the user's works."""
         lists = (whole for whole, _ in self.lists)
-        each = (*(member.visible() for member in self.members), *lists, *(loose for loose, _ in self.loose))
+        members = (completion_of_member(member).visible() for member in self.members)
+        each = (*members, *lists, *(loose for loose, _ in self.loose))
         return list(dict.fromkeys(each))
+
+    def note_awaits(self) -> None:
+        """Record that the end of the block waits for all of them, which works of the accelerator do not ask for."""
+        members = [member for member in self.members if type(member) is not Work]
+        for completion in (*members, *(whole for whole, _ in self.lists), *(loose for loose, _ in self.loose)):
+            completion.note_await()
+
+    def deferred(
+        self, plan: Plan, arrays: list[Any], facts: tuple[Any, ...], waiters: Any, guard: Any, work: Any
+    ) -> DeferredCompletion:
+        """Return the completion of a call that was recorded in C; for the last arguments, see `make_completion`."""
+        whole = self._wholes.get(work)
+        completion: DeferredCompletion
+        if whole is None:
+            completion = DeferredCompletion.__new__(DeferredCompletion)
+        else:
+            completion = member = MemberCompletion.__new__(MemberCompletion)
+            member.whole = whole
+        make_completion(self, None if whole else self._dispatcher, facts, waiters, guard, work, completion)
+        completion.plan, completion.arrays = plan, arrays
+        return completion
+
+    def add_list(self, whole: DeferredCompletion, members: list[Member]) -> None:
+        """Let recorded calls be the members of a call on a list."""
+        for member in members:
+            if type(member) is Work:
+                self._wholes[member] = whole
+            else:
+                member.whole = whole
+        self.lists.append((whole, members))
 
     def is_empty(self) -> bool:
         """Whether there is nothing to start."""
@@ -110,8 +152,8 @@ class Recording:
 
     def fail(self, error: BaseException) -> None:
         """Start nothing: fail all calls with `error`."""
-        self.flushed = True
-        fail([*self.members, *(loose for loose, _ in self.loose)], error)
+        self.flushed, self.native = True, None
+        fail([*map(completion_of_member, self.members), *(loose for loose, _ in self.loose)], error)
         self.settle(error)
 
     def settle(self, error: BaseException | None) -> None:
@@ -119,12 +161,13 @@ class Recording:
         for whole, members in self.lists:
             if not whole.done:
                 # One may have failed without the group.
-                wrong = error or next((each.exception for each in members if each.exception is not None), None)
+                wrong = error or next((wrong for wrong in map(_failure, members) if wrong is not None), None)
                 if wrong is None:
-                    whole.finish([member.result for member in members])
+                    whole.finish([each.result() if type(each) is Work else each.result for each in members])
                 else:
                     fail([whole], wrong)
         self.lists = []
+        self._wholes = {}
 
     def _withdraw(self, receive: DeferredCompletion) -> None:
         """Drop a receive that has not started and that no task waits for any more."""
@@ -148,6 +191,12 @@ class Flusher:
         self._comm = dispatcher.comm
         self._fuser = Fuser(dispatcher.comm, dispatcher.planner)
 
+    def record_natively(self, recording: Recording) -> None:
+        """Let the accelerator record plain calls, if small ones go by themselves."""
+        native = self._dispatcher.native
+        if native is not None and self._fuser.has_singles:
+            recording.native = native.block(recording)
+
     def flush(self, recording: Recording, outer: Interceptor | None, key: str | None = None) -> FlushCompletion | None:
         """Start recorded calls.
 
@@ -164,14 +213,10 @@ class Flusher:
         if wrapper is not None:
             outer = None  # it is the engine that takes the calls, as children of others
         recording.flushed = True
-        members = recording.members
+        native = recording.native
         try:
             d.check()
-            calls = tuple([member.plan or member.call.signature for member in members])
-            layout = self._fuser.layout(calls, outer is None)
-            check_no_overlap(layout, members)
-            if d.device_state is not None:
-                check_spans(_device_spans(members, d.rank, d.size), members)
+            layout, members = self._laid_out(recording, outer is None, outer is None and wrapper is None)
             if recording.loose:
                 self._start_all_loose(recording.loose, outer, wrapper)
                 # One of them may have revoked the group.
@@ -180,7 +225,7 @@ class Flusher:
             d.failures.expect(error)
             recording.fail(error)
             raise
-        recording.members = []
+        recording.members, recording.native = [], None
         if not members and not recording.lists:
             return None
         if outer is not None and outer.moves_nothing:
@@ -192,6 +237,8 @@ class Flusher:
             return None
         limit = recording.limit if members else self._comm.timeout
         flush: Flush
+        if native is None and d.native is not None and layout.singles:
+            native = d.native.block(recording)
         identity, seq = d.numbered(key) if outer is None else (0, None)
 
         def start(number: int, bucket: Bucket, arrays: list[NDArray[Any] | None], ended: Ended) -> None:
@@ -214,7 +261,7 @@ class Flusher:
                 packer.fail(error)
             recording.settle(error)
 
-        packer = Packer(self._comm, layout, members, start, outer is not None)
+        packer = Packer(self._comm, layout, members, start, outer is not None, native)
         completion = FlushCompletion(d.endpoint, layout.signature.op, packer.pending, ended)
         completion.seq, completion.key = seq, key
         completion.expect((), limit, None)
@@ -227,6 +274,30 @@ class Flusher:
             packer.ended = lambda: completion.finish(None)
             packer.advance()
         return completion
+
+    def _laid_out(self, recording: Recording, together: bool, apart: bool) -> tuple[Layout, list[Member]]:
+        """Return the layout of recorded calls, and the calls; refuse those that share memory."""
+        d, members, native = self._dispatcher, recording.members, recording.native
+        if native is None:
+            calls = tuple([member.plan or member.call.signature for member in members])
+        else:
+            recording.limit = min(recording.limit, native.limit)
+            plans = zip(native.plans(members), members, strict=True)
+            calls = tuple([plan or member.plan or member.call.signature for plan, member in plans])
+        layout = self._fuser.layout(calls, together, apart=apart)
+        if native is None:
+            check_no_overlap(layout, members)
+        elif not native.are_disjoint(members):
+            members = [*map(completion_of_member, members)]
+            check_no_overlap(layout, members)
+        else:
+            for bucket in layout.buckets:
+                if not bucket.single:
+                    for position in bucket.members:
+                        members[position] = completion_of_member(members[position])
+        if d.device_state is not None:
+            check_spans(_device_spans(members, d.rank, d.size), members)
+        return layout, members
 
     def _bucket_call(
         self,
@@ -277,6 +348,12 @@ class Flusher:
         return wrapper.wrap(identity, call.signature, partial(call.operation, self._comm), completion)
 
 
+def _failure(member: Member) -> BaseException | None:
+    """Return the error of a call that has ended; None if it has ended well."""
+    error: BaseException | None = member.exception() if type(member) is Work else member.exception
+    return error
+
+
 def _in_flush(comm: Communicator, call: PreparedCall, layout: Layout, limit: float) -> Make:
     """Make the operation of a bucket: the flush is what the ranks talk about."""
 
@@ -290,10 +367,10 @@ def _in_flush(comm: Communicator, call: PreparedCall, layout: Layout, limit: flo
     return make
 
 
-def _device_spans(members: Sequence[DeferredCompletion], rank: int, size: int) -> Iterator[Span]:
+def _device_spans(members: Sequence[Member], rank: int, size: int) -> Iterator[Span]:
     """Return where the CUDA arrays of members are."""
     for position, member in enumerate(members):
-        call = None if member.plan is not None else member.call
+        call = None if type(member) is Work or member.plan is not None else member.call
         if call is not None and call.is_on_device:
             signature = call.signature
             writes = signature.spec.outputs(rank, size, signature.root)

@@ -1,0 +1,662 @@
+"""Blocks of calls in groups of which the accelerator carries out all ranks, or some, or none: small calls go alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, GroupError, GroupRevokedError, ProcessGroup, ReduceOp, Work
+from aiocoll.engine.fusion.packer import Flush
+from aiocoll.hooks import OperationInfo
+from aiocoll.transport.shared_memory import SMALL_SLOTS
+
+from ..engine.test_flush_mismatch import CASES
+from ..internals import comm_of, is_native, native_of
+from ..ranks import until
+from .cases import DTYPES, Case, cases, counts
+from .groups import group_of_ranks, in_python
+
+#: Which ranks run natively, as the first letter tells: N, or P for those whose accelerator takes no part.
+JOBS = ("NN", "NP", "PN", "PP", "NNN", "NPN", "NPNP", "NNNN")
+SMALL = 4096
+
+
+def natives(job: str) -> list[bool]:
+    return [letter == "N" for letter in job]
+
+
+def ones(count: int = 4, value: float = 1.0) -> Any:
+    return np.full(count, value, float)
+
+
+async def on_all(pgs: Sequence[ProcessGroup], rank: Callable[[ProcessGroup], Awaitable[Any]]) -> list[Any]:
+    async with asyncio.timeout(20):
+        return await asyncio.gather(*map(rank, pgs))
+
+
+@pytest.fixture
+def in_python_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the ids of the calls of blocks that Python starts, as they come."""
+    started: list[int] = []
+    start = Flush.start_single
+
+    def counted(flush: Flush, position: int, identity: int) -> None:
+        started.append(identity)
+        start(flush, position, identity)
+
+    monkeypatch.setattr(Flush, "start_single", counted)
+    return started
+
+
+# -- results
+
+
+async def results_of(pgs: Sequence[ProcessGroup], chosen: Sequence[Case], *, block: bool) -> list[list[bytes]]:
+    """Make all calls in a block, or alone; return the bytes of all results of each rank."""
+
+    async def rank(pg: ProcessGroup) -> list[bytes]:
+        if block:
+            async with pg.coalescing():
+                made = [case.call(pg) for case in chosen]
+        else:
+            made = [case.call(pg) for case in chosen]
+            for work, _ in made:
+                await work
+        return [array.tobytes() for _, arrays in made for array in arrays]
+
+    return await on_all(pgs, rank)
+
+
+def some_of(size: int, number: int) -> list[Case]:
+    """Return all kinds of calls, on arrays of all dtypes and of counts by turns."""
+    turns = itertools.count(number)
+    chosen = []
+    for dtype in DTYPES:
+        found = counts(size, dtype)
+        chosen += list(cases(size, dtype, found[next(turns) % len(found)]))
+    return chosen[number % 5 :: 5]  # more are in flight at a time than there are slots, and go in frames
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("job", JOBS)
+async def test_block_of_every_kind_has_the_bits_of_calls_alone(job: str) -> None:
+    chosen = some_of(len(job), JOBS.index(job))
+    async with group_of_ranks(natives(job)) as pgs:
+        alone = await results_of(pgs, chosen, block=False)
+        assert await results_of(pgs, chosen, block=True) == alone
+        assert await results_of(pgs, chosen, block=True) == alone, "as the first block, whose layout is known"
+        assert [in_python(pg) for pg in pgs] == [0] * len(job)
+
+
+async def test_group_of_one_rank_has_blocks() -> None:
+    async with group_of_ranks([True], linked=False) as (pg,):
+        x = ones()
+        async with pg.coalescing():
+            work = pg.allreduce(x)
+            pg.barrier()
+        assert work.result() is x
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+async def test_small_calls_of_a_block_are_carried_out_in_c(size: int, in_python_only: list[int]) -> None:
+    async with group_of_ranks([True] * size) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            tensors = [ones(count, pg.rank()) for count in (1, 5, SMALL // 8)]
+            parts = ones(size), ones(1, pg.rank())
+            async with pg.coalescing() as block:
+                works: list[Work[Any]] = [pg.allreduce(tensor) for tensor in tensors]
+                works += [pg.broadcast(ones(), 0), pg.allgather_into_tensor(*parts)]
+                assert not any(work.done() for work in works)
+                lists = pg.allgather([ones(2, -1) for _ in range(size)], ones(2, pg.rank()))
+                number = pg.allreduce(pg.rank() + 1)
+                pg.barrier()
+            assert all(is_native(work) for work in works)
+            assert block.seq == comm_of(pg).entered
+            assert {work.seq for work in works} == {None}
+            total = size * (size - 1) / 2
+            assert all((tensor == total).all() for tensor in tensors)
+            assert [each[0] for each in lists.result()] == parts[0].tolist() == [*range(size)]
+            assert number.result() == total + size
+
+        await on_all(pgs, rank)
+    assert not in_python_only
+
+
+async def test_larger_calls_and_functions_of_python_are_packed(in_python_only: list[int]) -> None:
+    add = ReduceOp.custom(lambda a, b, out: np.add(a, b, out=out))
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            tensors = [ones(SMALL // 8 + 1) for _ in range(4)]
+            halves = [np.ones(3, np.float16) for _ in range(4)]
+            others = [ones() for _ in range(4)]
+            small = ones()
+            async with pg.coalescing():
+                works: list[Work[Any]] = [pg.allreduce(each) for each in (*tensors, *halves)]
+                works += [pg.allreduce(each, ReduceOp.AVG) for each in others]
+                works += [pg.allreduce(each, add) for each in (ones(), ones())]
+                alone = pg.allreduce(small)
+            assert is_native(alone)
+            assert not any(is_native(work) for work in works)
+            assert all((each == 2).all() for each in (*tensors, *halves, small))
+            assert all((each == 1).all() for each in others)
+
+        await on_all(pgs, rank)
+    assert not in_python_only
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PP", "NNN"])
+async def test_more_calls_than_slots(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            tensors = [ones(2, number) for number in range(300)]
+            async with pg.coalescing():
+                for tensor in tensors:
+                    pg.allreduce(tensor)
+            assert [tensor[0] for tensor in tensors] == [number * len(job) for number in range(300)]
+
+        await on_all(pgs, rank)
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PP"])
+async def test_lists(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            tensors = [ones(3, number) for number in range(5)]
+            work = pg.allreduce_coalesced(tensors)
+            assert work.op == "ALLREDUCE_COALESCED"
+            result = await work
+            assert all(each is tensor for each, tensor in zip(result, tensors, strict=True))
+            assert [tensor[0] for tensor in tensors] == [2 * number for number in range(5)]
+            assert (await pg.allreduce_coalesced([ones(), ones(2)], key="k"))[1].tolist() == [2, 2]
+            async with pg.coalescing() as block:
+                one, two = pg.allreduce(ones()), pg.allreduce_coalesced([ones(), ones()])
+                assert pg.pending() == [one, two]
+                three = pg.allreduce(ones())
+            assert block.seq == comm_of(pg).entered
+            assert [each.tolist() for each in (*two.result(), one.result(), three.result())] == [[2.0] * 4] * 4
+
+        await on_all(pgs, rank)
+
+
+async def test_block_is_one_operation_in_records_and_counters() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            async with pg.coalescing() as block:
+                for _ in range(3):
+                    pg.allreduce(ones())
+            counted = {each.op: each for each in pg.stats().operations}
+            assert {*counted} == {"ALLGATHER_ALLOCATED", "COALESCED"}
+            block_stats = counted["COALESCED"]
+            assert (block_stats.calls, block_stats.nbytes, block_stats.failures) == (1, 3 * 32, 0)
+            assert (block_stats.algorithm, block_stats.transport) == ("oneshot", "shm")
+            record = comm_of(pg).journal.snapshot()[-1]
+            assert (record.signature.op, record.seq, record.error) == ("COALESCED", block.seq, None)
+            assert record.entered <= record.started <= record.ended
+
+        await on_all(pgs, rank)
+
+
+# -- works of a block
+
+
+async def waiting(work: Work[Any]) -> Any:
+    return await work
+
+
+@pytest.mark.parametrize("how", ["await", "future", "join", "thread", "drain", "task", "wait"])
+@pytest.mark.parametrize("job", ["NN", "NP"])
+async def test_program_that_waits_inside_sends_what_is_recorded(job: str, how: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            async with pg.coalescing() as block:
+                first, second = pg.allreduce(ones()), pg.allreduce(ones())
+                assert not first.done()
+                if how == "await":
+                    await first
+                elif how == "future":
+                    await first.get_future()
+                elif how == "join":
+                    await asyncio.create_task(first.join())
+                elif how == "thread":
+                    await asyncio.to_thread(first.wait, 20)
+                elif how == "drain":
+                    await pg.drain()
+                elif how == "wait":
+                    await asyncio.wait([asyncio.ensure_future(first.join())])
+                else:
+                    await asyncio.create_task(waiting(first))
+                assert first.result().tolist() == (await second).tolist() == [2.0] * 4
+                sent = block.seq
+                assert sent == comm_of(pg).entered
+                third = pg.allreduce(ones())
+            assert third.result().tolist() == [2.0] * 4
+            assert block.seq == sent + 1
+
+        await on_all(pgs, rank)
+
+
+async def test_works_of_a_block_can_be_looked_at_before_it_is_sent() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            called: list[Any] = []
+            async with pg.coalescing():
+                works = [pg.allreduce(ones(4, number)) for number in range(4)]
+                assert pg.pending() == works
+                assert repr(works[0]) == "<Work ALLREDUCE pending>"
+                assert (works[1].op, works[1].seq, works[1].key, works[1].group) == ("ALLREDUCE", None, None, pg)
+                works[2].add_done_callback(called.append)
+                with pytest.raises(asyncio.InvalidStateError):
+                    works[3].result()
+                works.append(pg.allreduce(ones(4, 4)))
+            assert [work.result()[0] for work in works] == [2 * number for number in range(5)]
+            assert pg.pending() == []
+            assert repr(works[4]) == "<Work ALLREDUCE done>"
+            await until(lambda: called)
+            assert called == [works[2]]
+
+        await on_all(pgs, rank)
+
+
+async def test_calls_in_flight_are_taken_over_if_the_program_looks_at_them() -> None:
+    async with group_of_ranks([True, True]) as (zero, one):
+        tensors = [ones(4, number) for number in range(3)]
+
+        async def block(pg: ProcessGroup, works: list[Work[Any]]) -> None:
+            async with pg.coalescing():
+                works += [pg.allreduce(each.copy()) for each in tensors]
+
+        works: list[Work[Any]] = []
+        task = asyncio.create_task(block(zero, works))
+        await until(lambda: native_of(zero).count == 3)
+        assert in_python(zero) == 1, "the flush"
+        assert repr(works[1]) == "<Work ALLREDUCE pending>"
+        assert native_of(zero).count == 2
+        assert zero.pending() == works
+        assert native_of(zero).count == 0
+        waiter = asyncio.create_task(waiting(works[2]))
+        await block(one, [])
+        await task
+        assert (await waiter).tolist() == [4.0] * 4
+        assert [work.result()[0] for work in works] == [0, 2, 4]
+
+
+async def test_await_of_a_call_in_flight_leaves_it_where_it_is() -> None:
+    async with group_of_ranks([True, True]) as (zero, one):
+        works: list[Work[Any]] = []
+
+        async def block() -> None:
+            async with zero.coalescing():
+                works.append(zero.allreduce(ones()))
+
+        task = asyncio.create_task(block())
+        await until(lambda: native_of(zero).count == 1)
+        waiter = asyncio.create_task(waiting(works[0]))
+        await asyncio.sleep(0)
+        async with one.coalescing():
+            one.allreduce(ones())
+        assert (await waiter).tolist() == [2.0] * 4
+        await task
+        assert is_native(works[0])
+
+
+async def test_tasks_of_a_block_record_into_it_and_others_do_not() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            go = asyncio.Event()
+
+            async def outside() -> int:
+                await go.wait()
+                work = pg.allreduce(ones(4, 3))
+                assert (await work).tolist() == [6.0] * 4
+                return work.seq
+
+            task = asyncio.create_task(outside())
+            await asyncio.sleep(0)
+            before = comm_of(pg).entered
+            async with pg.coalescing() as block:
+                works = [pg.allreduce(ones())]
+                go.set()
+                await task
+                await asyncio.create_task(waiting(works[0]))
+            assert task.result() == before + 1
+            assert block.seq == before + 2
+
+        await on_all(pgs, rank)
+
+
+async def test_calls_that_share_memory_are_refused() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            whole, before = np.zeros(10), comm_of(pg).entered
+            for first, second in ((whole, whole), (whole[:6], whole[5:])):
+                with pytest.raises(ValueError, match=r"members 0 \(ALLREDUCE\) and 2 \(ALLREDUCE\) .* share memory"):
+                    async with pg.coalescing():
+                        works = [pg.allreduce(each) for each in (first, ones(), second)]
+                assert all(isinstance(work.exception(), ValueError) for work in works)
+            assert comm_of(pg).entered == before
+            assert pg.pending() == []
+            outputs = ones(20, -1), ones(20, -1)
+            async with pg.coalescing():  # reading twice is fine
+                pg.allgather_into_tensor(outputs[0], whole)
+                pg.allgather_into_tensor(outputs[1], whole)
+            assert not any(each.any() for each in outputs)
+
+        await on_all(pgs, rank)
+
+
+# -- blocks that fail
+
+
+async def test_exception_inside_sends_nothing() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            before = comm_of(pg).entered
+            with pytest.raises(KeyError):  # noqa: PT012
+                async with pg.coalescing():
+                    works = [pg.allreduce(ones()), pg.allreduce_coalesced([ones()])]
+                    raise KeyError("mine")
+            for work in works:
+                with pytest.raises(
+                    GroupError, match=r"the call was not sent: its coalescing block .* KeyError: 'mine'"
+                ):
+                    await work
+            assert comm_of(pg).entered == before
+            assert native_of(pg).count == 0
+            assert pg.pending() == []
+            assert (await pg.allreduce(ones())).tolist() == [2.0] * 4
+
+        await on_all(pgs, rank)
+
+
+@pytest.mark.parametrize("job", ["NN", "NP"])
+async def test_cancelling_the_end_of_a_block_leaves_its_calls_in_flight(job: str) -> None:
+    async with group_of_ranks(natives(job)) as (zero, one):
+        works: list[Work[Any]] = []
+
+        async def block() -> None:
+            async with zero.coalescing():
+                works.extend(zero.allreduce(ones()) for _ in range(3))
+
+        task = asyncio.create_task(block())
+        await until(lambda: native_of(zero).count == 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with one.coalescing():
+            for _ in range(3):
+                one.allreduce(ones())
+        for work in works:
+            assert (await work).tolist() == [2.0] * 4
+
+
+async def test_cancelling_a_block_that_records_leaves_nothing_pending() -> None:
+    async with group_of_ranks([True, True]) as (zero, _):
+        works: list[Work[Any]] = []
+
+        async def block() -> None:
+            async with zero.coalescing():
+                works.append(zero.allreduce(ones()))
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(block())
+        await until(lambda: works)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert zero.pending() == []
+        assert isinstance(works[0].exception(), GroupError)
+
+
+@pytest.mark.parametrize("when", ["recorded", "in flight"])
+async def test_revocation_fails_the_calls_of_a_block(when: str) -> None:
+    async with group_of_ranks([True, True]) as (zero, one):
+        works: list[Work[Any]] = []
+
+        async def block() -> None:
+            async with zero.coalescing():
+                works.extend(zero.allreduce(ones()) for _ in range(3))
+                if when == "recorded":
+                    one.abort("enough")
+                    await zero.wait_revoked()
+                    with pytest.raises(GroupRevokedError):
+                        zero.allreduce(ones())
+
+        task = asyncio.create_task(block())
+        if when == "in flight":
+            await until(lambda: native_of(zero).count == 3)
+            one.abort("enough")
+        with pytest.raises(GroupError, match="aborted by rank 1: enough"):
+            await task
+        assert {type(work.exception()) for work in works} == {GroupError}
+        assert native_of(zero) is None or native_of(zero).count == 0
+
+
+async def test_block_takes_as_long_as_its_least_timeout() -> None:
+    async with group_of_ranks([True, True]) as (zero, one):
+        with pytest.raises(TimeoutError, match=r"COALESCED .* did not complete within 0.1 s .*ALLREDUCE"):  # noqa: PT012
+            async with zero.coalescing():
+                zero.allreduce(ones())
+                works = [zero.allreduce(ones(), timeout=0.1), zero.allreduce(ones())]
+        assert all(isinstance(work.exception(), TimeoutError) for work in works)
+        assert (await one.wait_revoked()).ranks == (1,)
+
+
+# -- ranks that differ
+
+
+async def differing(pgs: Sequence[ProcessGroup], record: Callable[[ProcessGroup], object], text: str) -> None:
+    """Record something in a block of each rank, and expect that all of them get an error with `text`."""
+
+    async def rank(pg: ProcessGroup) -> None:
+        start = asyncio.get_running_loop().time()
+        with pytest.raises(CollectiveMismatchError, match=text):  # noqa: PT012
+            async with pg.coalescing():
+                record(pg)
+            # Complete here, perhaps: what only one rank reads is no news to its sender.
+            await pg.wait_revoked()
+            raise comm_of(pg).cause  # type: ignore[misc]
+        assert asyncio.get_running_loop().time() - start < 1.0
+        assert pg.pending() == []
+
+    await on_all(pgs, rank)
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN", "PP", "NNN", "NPN"])
+@pytest.mark.parametrize("name", CASES)
+async def test_ranks_that_record_other_calls(name: str, job: str) -> None:
+    most, one, text = CASES[name]
+    async with group_of_ranks(natives(job)) as pgs:
+        odd = len(job) % 2
+        await differing(pgs, lambda pg: (one if pg.rank() == odd else most)(pg), text)
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_shorter_block_that_reads_nothing_is_a_mismatch(job: str) -> None:
+    """Each rank sends what the other never reads, so only the stall report can find it."""
+    async with group_of_ranks(natives(job)) as pgs:
+
+        def record(pg: ProcessGroup) -> None:
+            for _ in range(3):
+                pg.gather(None, ones(1), 1 - pg.rank())
+            if pg.rank() == 0:
+                pg.allreduce(ones())
+
+        await differing(pgs, record, r"rank 0 called COALESCED\(members=\[3 x GATHER\(.*, ALLREDUCE\(")
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+@pytest.mark.parametrize("which", [0, 1])
+async def test_rank_that_does_not_coalesce_is_a_mismatch(job: str, which: int) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            tensors = [ones(4, 7) for _ in range(3)]
+            with pytest.raises(CollectiveMismatchError, match="Collectives differ in the following: op"):  # noqa: PT012
+                if pg.rank() == which:
+                    async with pg.coalescing():
+                        for tensor in tensors:
+                            pg.allreduce(tensor)
+                else:
+                    for tensor in tensors:
+                        await pg.allreduce(tensor)
+            assert all((tensor == 7).all() for tensor in tensors)
+
+        await on_all(pgs, rank)
+
+
+async def test_next_block_of_the_same_calls_is_no_part_of_the_last_one() -> None:
+    """One rank makes one block of four calls, the other one two of two."""
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            with pytest.raises(CollectiveMismatchError, match="member 2 is"):  # noqa: PT012
+                for count in (4,) if pg.rank() == 0 else (2, 2):
+                    async with pg.coalescing():
+                        for _ in range(count):
+                            pg.allreduce(ones())
+
+        await on_all(pgs, rank)
+
+
+# -- what stays
+
+
+async def test_nothing_of_a_block_is_left_for_the_garbage_collector() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            async with pg.coalescing():
+                for _ in range(5):
+                    pg.allreduce(ones())
+                pg.allreduce_coalesced([ones(), ones()])
+            async with pg.coalescing():
+                pass
+            await pg.allreduce_coalesced([ones()])
+
+        await on_all(pgs, rank)
+        gc.collect()
+        gc.disable()
+        try:
+            await on_all(pgs, rank)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            kinds = {type(each).__name__ for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert not kinds & {"Work", "Block", "Recording", "Batch", "Flush", "ndarray", "DeferredCompletion"}
+
+
+async def test_block_records_no_calls_of_a_group_without_limit() -> None:
+    async with group_of_ranks([True, True], timeout=inf) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            async with pg.coalescing():
+                work = pg.allreduce(ones())
+            assert work.result().tolist() == [2.0] * 4
+
+        await on_all(pgs, rank)
+
+
+async def test_hooks_are_told_of_a_block_once() -> None:
+    told: list[tuple[str, str]] = []
+
+    class Recorder:
+        def on_start(self, info: OperationInfo) -> None:
+            told.append(("start", info.op))
+
+        def on_end(self, info: OperationInfo) -> None:
+            told.append(("end", info.op))
+
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            if pg.rank() == 0:
+                pg.add_hook(Recorder())
+            async with pg.coalescing():
+                works = [pg.allreduce(ones()) for _ in range(3)]
+            assert all(map(is_native, works))
+
+        await on_all(pgs, rank)
+    assert told == [("start", "COALESCED"), ("end", "COALESCED")]
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_long_block_whose_peer_is_late_goes_on_with_the_peer(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            if pg.rank() == 1:
+                await asyncio.sleep(0.05)
+            tensors = [ones(2, number) for number in range(400)]
+            async with pg.coalescing():
+                for tensor in tensors:
+                    pg.allreduce(tensor)
+            assert [tensor[0] for tensor in tensors] == [2 * number for number in range(400)]
+
+        async def few_are_in_flight() -> None:
+            native = native_of(pgs[0])
+            await until(lambda: native.count)
+            assert native.count <= SMALL_SLOTS // 2
+            assert not native.waiting
+
+        checks = [few_are_in_flight()] if job.startswith("N") else []
+        await asyncio.gather(on_all(pgs, rank), *checks)
+
+
+async def test_long_block_ends_with_the_group() -> None:
+    async with group_of_ranks([True, True]) as (zero, one):
+        works: list[Work[Any]] = []
+
+        async def block() -> None:
+            async with zero.coalescing():
+                works.extend(zero.allreduce(ones()) for _ in range(400))
+
+        task = asyncio.create_task(block())
+        await until(lambda: native_of(zero).count)
+        waiter = asyncio.create_task(waiting(works[-1]))  # it has not started
+        await asyncio.sleep(0)
+        one.abort("enough")
+        with pytest.raises(GroupError, match="enough"):
+            await task
+        with pytest.raises(GroupError, match="enough"):
+            await waiter
+        assert {type(work.exception()) for work in works} == {GroupError}
+
+
+async def test_call_of_a_long_block_that_has_not_started_can_be_awaited() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+
+        async def rank(pg: ProcessGroup) -> None:
+            works: list[Work[Any]] = []
+
+            async def block() -> None:
+                async with pg.coalescing():
+                    works.extend(pg.allreduce(ones()) for _ in range(400))
+
+            task = asyncio.create_task(block())
+            await until(lambda: works)
+            if pg.rank() == 1:
+                await asyncio.sleep(0.01)
+            assert (await works[-1]).tolist() == [2.0] * 4
+            await task
+
+        await on_all(pgs, rank)
