@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["native_calls"]
 
-#: Seconds for which calls wait for slots without one becoming free.
-PATIENCE: Final = 2e-3
+#: Seconds for which calls wait for slots without one becoming free: a few time slices of a kernel whose cores are busy.
+PATIENCE: Final = 10e-3
 
 _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -159,7 +159,7 @@ class _Seams:
             return
         if native.waiting < before:
             self._since = now
-        elif comm.polling.crowded:
-            os.sched_yield()
+        else:
+            os.sched_yield()  # a reader may need this core
         self._is_waiting = True
         comm.call_soon(self._look_for_slots)
