@@ -112,6 +112,21 @@ async def test_call_that_is_looked_at_stops_waiting() -> None:
         await check(pgs, [zero, call_all(pgs[1])])
 
 
+async def test_call_that_is_asked_for_while_it_waits_is_in_flight() -> None:
+    """It could end as soon as it has posted; who asks would take it for a call that was not made."""
+    async with group_of_ranks([True, True]) as (zero, one):
+        works = [zero.broadcast(np.full(5, float(number)), 0) for number in range(CALLS)]
+        last = works[-1].seq
+        assert last is not None
+        found = comm_of(zero).in_flight.find(last)
+        assert found is not None
+        assert not found.done
+        works += [one.broadcast(np.zeros(5), 0) for _ in range(CALLS)]
+        async with asyncio.timeout(20):
+            for work in works:
+                await waiting(work)
+
+
 async def test_keyed_call_waits_for_none() -> None:
     async with group_of_ranks([True, True]) as pgs:
         zero = call_all(pgs[0])
