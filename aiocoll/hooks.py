@@ -85,6 +85,7 @@ class Hooks:
     Args:
         group: its name.
         rank: this rank.
+        on_change: called when there are other hooks.
 
     Attributes:
         active: all of them; one list, of which native code reads the length.
@@ -92,12 +93,13 @@ class Hooks:
         calling: the method of a hook that is being called.
     """
 
-    def __init__(self, group: str, rank: int) -> None:
+    def __init__(self, group: str, rank: int, on_change: Callable[[], None]) -> None:
         self.active = list(_everywhere.values())
         self.started: dict[Any, tuple[Hook, ...]] = {}
         self.calling = ""
         self._group = group
         self._rank = rank
+        self._on_change = on_change
         self._own: dict[int, Hook] = {}
         _groups.add(self)
 
@@ -116,6 +118,7 @@ class Hooks:
     def refresh(self) -> None:
         """Take note that hooks were added or removed."""
         self.active[:] = {**_everywhere, **self._own}.values()
+        self._on_change()
 
     def start(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
         """Tell all hooks that an operation starts; `info` makes what they are told."""

@@ -19,7 +19,7 @@ import aiocoll
 from aiocoll.credentials import TlsFiles, tls_files
 from aiocoll.errors import AiocollError, RendezvousError
 from aiocoll.machine_load import MAX_LOAD, MachineLoad, show_cores, show_quota, show_share, usable_cores
-from aiocoll.native import describe_implementation
+from aiocoll.native import core, describe_implementation
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.launchers import EXPLICIT, LAUNCHERS, local_numbers, recognise
 from aiocoll.rendezvous.where import find_where
@@ -89,6 +89,7 @@ def look(ranks: int, master: str | None = None) -> Iterator[CheckResult]:
     yield _try("shared memory", _use_memfd, unshared)
     yield _try("wake-ups", _use_eventfd, unshared)
     yield _single_copy()
+    yield _accelerator(os.environ)
     yield _try("unix sockets", _use_unix, "ranks of one host can only meet over TCP: set AIOCOLL_TRANSPORT=tcp")
     yield from _addresses(master)
 
@@ -239,6 +240,19 @@ def _single_copy() -> CheckResult:
         return CheckResult(topic, name, "process_vm_readv works among ranks that one launcher has started", advice)
     advice = "large arrays of ranks of this host are copied twice: sysctl -w kernel.yama.ptrace_scope=1"
     return CheckResult(topic, name, f"Yama forbids it (ptrace_scope is {scope})", advice, fine=False)
+
+
+def _accelerator(env: Mapping[str, str]) -> CheckResult:
+    """Return whether the accelerator in C takes small collectives, as far as this installation and `env` say."""
+    reason, remedy = "", ""
+    if core is None:
+        reason, remedy = "the accelerator does not run", "docs/native.md says how to get it"
+    elif (transport := env.get("AIOCOLL_TRANSPORT")) in ("tcp", "unix"):
+        reason, remedy = f"AIOCOLL_TRANSPORT={transport}", "the accelerator needs shared memory"
+    elif env.get("AIOCOLL_DEBUG") == "detail":
+        reason, remedy = "AIOCOLL_DEBUG=detail", "it compares all calls"
+    value = f"in Python: {reason}" if reason else "in C where everything is plain (docs/native.md)"
+    return CheckResult("means", "small collectives", value, f"slower than in C; {remedy}" if reason else "")
 
 
 def _use_unix() -> str:

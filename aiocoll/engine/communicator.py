@@ -26,6 +26,7 @@ from aiocoll.engine.job.ids import StrangerError, hash62
 from aiocoll.engine.journal import Journal, Record
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
+from aiocoll.engine.native_reasons import log_reasons
 from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.engine.operations.slots import Slots
@@ -107,7 +108,9 @@ class Communicator:
         self.cause: GroupError | None = None
         #: An array, which native code reads and writes, too.
         self.gate = array("q", [0, False, False])
-        self.hooks = Hooks(name, self.rank)
+        self.hooks = Hooks(name, self.rank, partial(log_reasons, self))
+        #: Those that the log has named why collectives run in Python although the accelerator could take them.
+        self.python_reasons: set[str] = set()
         #: Collectives that failed with the revocation, by number, or by key and count; all others this rank entered had
         #: completed by then. Taken from completions, since one collective may run as several operations in turn.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
@@ -153,6 +156,7 @@ class Communicator:
         self.timeout = timeout
         # Later operations may expire before those that are in flight.
         self.default_timeout = nan if len(self.in_flight) or timeout < REPORT_AFTER else timeout
+        log_reasons(self)
 
     # -- entering
 

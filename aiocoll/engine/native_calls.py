@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiocoll.completion import Completion
 from aiocoll.engine.job.context import is_quiet
+from aiocoll.engine.native_reasons import log_obstacle, log_reasons, obstacle
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.errors import ProtocolError
@@ -30,15 +31,18 @@ _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]) -> Any:
-    """Return the accelerator's part in a group; None if there is none, or time is virtual.
+    """Return the accelerator's part in a group; None if there is none, and the log says why.
 
     Args:
         comm: this rank's part in the group.
-        owner: the group, as completions refer to it; not kept.
+        owner: the dispatcher of the group, to which completions refer; not kept.
         work_type: `Work`.
         scope: returns the block around a call, of any group.
     """
-    if core is None or comm.slots.largest < 0 or not comm.runtime.is_real:
+    if core is None:
+        return None
+    if reason := obstacle(comm, owner.options.debug):
+        log_obstacle(comm, reason)
         return None
     seams = _Seams(comm)
     polling = comm.polling
@@ -72,6 +76,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Ca
     )
     comm.in_flight.native = calls
     polling.readers[calls] = None
+    log_reasons(comm)
     return calls
 
 

@@ -491,3 +491,30 @@ def test_single_copy_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) ->
     finding = found("single copy")
     assert (finding.value, finding.fine) == ("it refuses", False)
     assert "--cap-add SYS_PTRACE" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [
+        ("AIOCOLL_TRANSPORT=tcp", "slower than in C; the accelerator needs shared memory"),
+        ("AIOCOLL_TRANSPORT=unix", "slower than in C; the accelerator needs shared memory"),
+        ("AIOCOLL_DEBUG=detail", "slower than in C; it compares all calls"),
+        ("AIOCOLL_TRANSPORT=shm", ""),
+        ("PYTHONASYNCIODEBUG=1", ""),
+    ],
+)
+def test_reason_why_small_collectives_run_in_python(
+    variable: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "core", checks)
+    monkeypatch.setenv(*variable.split("="))
+    finding = found("small collectives")
+    assert (finding.advice, finding.fine) == (advice, True)
+    assert finding.value == (f"in Python: {variable}" if advice else "in C where everything is plain (docs/native.md)")
+
+
+def test_missing_accelerator_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "core", None)
+    finding = found("small collectives")
+    assert (finding.value, finding.fine) == ("in Python: the accelerator does not run", True)
+    assert "docs/native.md" in finding.advice

@@ -1,0 +1,149 @@
+"""The log says why collectives of a group run in Python although the accelerator runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupOptions, HashStore, ProcessGroup, hooks, new_group
+from aiocoll.testing import run_ranks
+from aiocoll.testing.virtual import run_virtual
+
+from ..internals import is_native, native_of
+from ..ranks import options
+from .groups import group_of_ranks
+
+REASON = "collectives run in Python: "
+
+
+class Quiet:
+    """A hook that does nothing."""
+
+    def on_end(self, info: Any) -> None:
+        pass
+
+
+class Other(Quiet):
+    """A hook of another type."""
+
+
+@pytest.fixture(autouse=True)
+def all_levels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "aiocoll")
+
+
+def reasons(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
+    """Return the reasons that rank 0 has logged since the last call, all with this level."""
+    found = [
+        record
+        for record in caplog.records
+        if REASON in record.getMessage() and record.rank == 0  # type: ignore[attr-defined]
+    ]
+    caplog.clear()
+    assert {record.levelno for record in found} <= {level}
+    return [record.getMessage().partition(REASON)[2] for record in found]
+
+
+async def check_calls(pgs: list[ProcessGroup], *, native: bool) -> None:
+    works = [pg.allreduce(np.ones(3)) for pg in pgs]
+    assert [is_native(work) for work in works] == [native for _ in works]
+    await asyncio.gather(*works)
+
+
+async def test_native_group_logs_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        await check_calls(pgs, native=True)
+        pgs[0].timeout = 50.0
+        await check_calls(pgs, native=True)
+    assert reasons(caplog) == []
+
+
+async def test_hook_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with group_of_ranks([True, True], "watched") as pgs:
+        handles = [pg.add_hook(Quiet()) for pg in pgs]
+        (record, _) = [each for each in caplog.records if REASON in each.getMessage()]
+        assert record.getMessage().startswith("group 'watched', rank 0: ")
+        assert (record.group, record.rank) == ("watched", 0)  # type: ignore[attr-defined]
+        assert reasons(caplog) == ["hook Quiet observes them, until it is removed"]
+        await check_calls(pgs, native=False)
+        for handle in handles:
+            handle.remove()
+        await check_calls(pgs, native=True)
+        pgs[0].add_hook(Quiet()).remove()
+        assert reasons(caplog) == []
+        pgs[0].add_hook(Other()).remove()
+        assert reasons(caplog) == ["hook Other observes them, until it is removed"]
+
+
+async def test_hook_of_all_groups_is_named_by_each_group(caplog: pytest.LogCaptureFixture) -> None:
+    handle = hooks.add_hook(Quiet())
+    try:
+        async with group_of_ranks([True, True]) as pgs:
+            assert reasons(caplog) == ["hook Quiet observes them, until it is removed"]
+            await check_calls(pgs, native=False)
+    finally:
+        handle.remove()
+    async with group_of_ranks([True, True]):
+        assert reasons(caplog) == []
+        handle = hooks.add_hook(Quiet())
+        handle.remove()
+        assert reasons(caplog) == ["hook Quiet observes them, until it is removed"]
+
+
+async def test_short_timeout_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        pgs[0].timeout = 0.1
+        pgs[0].timeout = 0.2
+        assert reasons(caplog) == ["the timeout of the group is less than 0.25 s"]
+    async with group_of_ranks([True, True], timeout=0.2, linked=False):
+        assert reasons(caplog) == ["the timeout of the group is less than 0.25 s"]
+
+
+async def no_part_in_c(pg: ProcessGroup) -> None:
+    assert native_of(pg) is None
+    assert (await pg.allreduce(np.ones(3)) == pg.size()).all()
+
+
+@pytest.mark.parametrize(
+    ("group", "reason"),
+    [
+        (GroupOptions(), "its ranks do not use shared memory"),
+        (GroupOptions(transport="unix"), "its ranks do not use shared memory"),
+        (GroupOptions(transport="shm", debug="detail"), "debug='detail' compares all calls"),
+    ],
+    ids=["memory", "unix", "compared"],
+)
+async def test_group_without_a_part_in_c_says_why(
+    group: GroupOptions, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def rank(pg: ProcessGroup) -> None:
+        await no_part_in_c(pg)
+        pg.add_hook(Quiet())
+
+    await run_ranks(2, rank, options=group)
+    assert reasons(caplog, logging.DEBUG) == [reason]
+
+
+async def test_group_of_one_rank_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    await run_ranks(1, no_part_in_c, options=options("shm"))
+    assert reasons(caplog, logging.DEBUG) == ["it has one rank"]
+
+
+def test_group_in_virtual_time_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    run_virtual(2, no_part_in_c)
+    assert reasons(caplog, logging.DEBUG) == ["time is virtual"]
+
+
+async def test_group_of_several_hosts_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def rank(store: HashStore, number: int) -> None:
+        group = GroupOptions(host_id=f"host {number}", bind="127.0.0.1", encryption="none")
+        async with await new_group(store=store, rank=number, world_size=2, options=group) as pg:
+            await no_part_in_c(pg)
+
+    async with HashStore() as store:
+        await asyncio.gather(rank(store, 0), rank(store, 1))
+    assert reasons(caplog, logging.DEBUG) == ["its ranks are on several hosts"]
