@@ -107,7 +107,7 @@ def test_built_wheel_runs_natively(source: Path, tmp_path: Path) -> None:
     unpacked = tmp_path / "unpacked"
     with zipfile.ZipFile(path) as archived:
         names = {name for name in archived.namelist() if name.startswith("aiocoll/native/")}
-        assert names == {"aiocoll/native/__init__.py", "aiocoll/native/layout.py", MODULE}
+        assert names == {"aiocoll/native/__init__.py", "aiocoll/native/_core.pyi", "aiocoll/native/layout.py", MODULE}
         info = next(archived.read(name).decode() for name in archived.namelist() if name.endswith(".dist-info/WHEEL"))
         assert "Root-Is-Purelib: false" in info
         archived.extractall(unpacked)

@@ -413,7 +413,8 @@ class Communicator:
 
     def close(self) -> None:
         """Leave the group: nothing is received for it any more."""
-        self.polling.readers.pop(self.in_flight.native, None)
+        if self.in_flight.native is not None:
+            self.polling.readers.pop(self.in_flight.native, None)
         self.in_flight.close()
         self._drop_early()
         self._purge()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from aiocoll.engine.journal import HISTORY
 from aiocoll.engine.operations.base import Operation
+
+if TYPE_CHECKING:
+    from aiocoll.native import core
 
 __all__ = ["InFlight"]
 
@@ -29,10 +32,10 @@ class InFlight:
         self._operations = operations
         # Keyed operations and children that have ended, with the call each belonged to; ordered ones need no entry.
         self._ended: dict[int, int] = {}
-        self.native: Any = None
+        self.native: core.Calls | None = None
 
     def __len__(self) -> int:
-        return len(self._pending) if self.native is None else len(self._pending) + int(self.native.count)
+        return len(self._pending) if self.native is None else len(self._pending) + self.native.count
 
     @property
     def pending(self) -> dict[Operation, None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from aiocoll.completion import Completion
 from aiocoll.engine.job.context import is_quiet
@@ -30,7 +30,9 @@ PATIENCE: Final = 10e-3
 _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]) -> Any:
+def native_calls(
+    comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]
+) -> core.Calls | None:
     """Return the accelerator's part in a group; None if there is none, and the log says why.
 
     Args:
@@ -89,14 +91,13 @@ class _Seams:
         self._is_waiting = False
         self._since = 0.0
 
-    def make_steps(self, plan: Plan) -> Any:
+    def make_steps(self, plan: Plan) -> core.Steps | Literal[False]:
         """Return a plan as the accelerator carries it out; False if it cannot."""
         plan.steps = False
         step = plan.round
         kernel = plan.kernel
         if step is None or plan.executor is not SlotProgram or (kernel is not None and not kernel.is_builtin):
             return False
-        assert core is not None
         arrays = [each.buffer for each in (*step.first, *step.last) if each.nbytes]
         arrays += [buffer for _, buffer in (*step.own, *step.moves)]
         arrays += [buffer for pair in step.copies for buffer in pair]

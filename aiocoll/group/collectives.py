@@ -50,7 +50,7 @@ class Collectives:
         self._plans = dispatcher.plans
         self._one = dispatcher.one
         if dispatcher.native is not None:
-            self._one = dispatcher.native.one
+            self._one = dispatcher.native.one  # type: ignore[assignment]  # which takes no argument by its name
 
     def reduce_sparse(
         self, error: TypeError, tensor: Any, op: ReduceOp, root: int | None, timeout: Timeout, key: str | None
@@ -93,7 +93,7 @@ class Collectives:
     def barrier(self, timeout: Timeout, key: str | None) -> Work[None]:
         """Start a barrier."""
         d = self._dispatcher
-        work: Work[None] | None = None if d.native is None else d.native.barrier(timeout, key)
+        work = None if d.native is None else d.native.barrier(timeout, key)
         if work is not None:
             return work
         return d.start_plan(self._plans.barrier(), [], (), None, d.limit(timeout), key)
@@ -290,7 +290,7 @@ class Collectives:
             return None
         native = self._dispatcher.native
         if native is not None:
-            work: Work[Any] | None = native.parts(kind, whole, other, op, timeout, key)
+            work = native.parts(kind, whole, other, op, timeout, key)
             if work is not None:
                 return work
         if (found := self._plans.parts(kind, whole, other, op)) is None:
@@ -312,7 +312,7 @@ class Collectives:
         """Start a call on a list of an array per rank, as of `CallCache.lists`; None if it is not plain."""
         native = self._dispatcher.native
         if native is not None:
-            work: Work[Any] | None = native.lists(kind, blocks, other, op, root, timeout, key)
+            work = native.lists(kind, blocks, other, op, root, timeout, key)
             if work is not None:
                 return work
         if (found := self._plans.lists(kind, blocks, other, root=root, op=op)) is None:

@@ -122,7 +122,7 @@ class ProcessGroup:
         # Bound once: most calls are short.
         self._one = dispatcher.one
         if dispatcher.native is not None:
-            self._one = dispatcher.native.one
+            self._one = dispatcher.native.one  # type: ignore[assignment]  # which takes no argument by its name
         self._check_rank, self._rank = dispatcher.check_rank, comm.rank
         objects, coalescer = Objects(dispatcher), Coalescer(dispatcher)
         reconfigurer = Reconfigurer(dispatcher, objects, origin, spec)

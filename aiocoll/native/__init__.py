@@ -6,7 +6,7 @@ import os
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiocoll.native import layout
 
@@ -48,9 +48,13 @@ def _choose() -> tuple[ModuleType | None, str]:
         return None, reason
 
 
-core: ModuleType | None
-"""The extension module; None: pure Python runs."""
-core, _reason = _choose()
+if TYPE_CHECKING:
+    from aiocoll.native import _core as core  # only its types: it may be None
+
+    _reason = ""
+else:
+    core, _reason = _choose()
+    """The extension module; None: pure Python runs."""
 #: Which of both runs, in a word or two.
 IMPLEMENTATION: Final = "pure Python" if core is None else "native"
 

@@ -75,8 +75,7 @@ static int view_numbers(PyObject *object, const char *name, Py_buffer *view, siz
     return failed;
 }
 
-/* Calls(comm, owner, work_type, seams, folder, group, rank, size, spin, crowded): `seams` are functions of Python,
-   `folder` is that of the package. */
+/* `seams` are functions of Python, `folder` is that of the package. */
 static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     PyObject *seams, *journal = NULL, *endpoint = NULL, *loop = NULL, *stalls = NULL, *hooks = NULL;
     int failed = -1;
@@ -218,22 +217,31 @@ static void Calls_dealloc(Calls *self) {
 }
 
 static PyMethodDef Calls_methods[] = {
-    {"start", (PyCFunction)(void (*)(void))Calls_start, METH_FASTCALL, "Start a prepared collective."},
-    {"one", (PyCFunction)(void (*)(void))Calls_one, METH_FASTCALL, "Start a collective on one array."},
+    {"start", (PyCFunction)(void (*)(void))Calls_start, METH_FASTCALL,
+     "start($self, plan, arrays, shape, result, limit, key, /)\n--\n\nStart a prepared collective."},
+    {"one", (PyCFunction)(void (*)(void))Calls_one, METH_FASTCALL,
+     "one($self, kind, tensor, op, root, writable, timeout, key, /)\n--\n\nStart a collective on one array."},
     {"parts", (PyCFunction)(void (*)(void))Calls_parts, METH_FASTCALL,
+     "parts($self, kind, whole, other, op, timeout, key, /)\n--\n\n"
      "Start a collective on an array of equal parts; None if it is not plain."},
     {"lists", (PyCFunction)(void (*)(void))Calls_lists, METH_FASTCALL,
+     "lists($self, kind, blocks, other, op, root, timeout, key, /)\n--\n\n"
      "Start a collective on a list of an array per rank; None if it is not plain."},
-    {"barrier", (PyCFunction)(void (*)(void))Calls_barrier, METH_FASTCALL, "Start a barrier; None if it is not plain."},
-    {"block", (PyCFunction)block_of, METH_O, "Return what records the calls of a block."},
-    {"look", (PyCFunction)Calls_look, METH_NOARGS, "Look at all calls in flight; return whether any has moved."},
+    {"barrier", (PyCFunction)(void (*)(void))Calls_barrier, METH_FASTCALL,
+     "barrier($self, timeout, key, /)\n--\n\nStart a barrier; None if it is not plain."},
+    {"block", (PyCFunction)block_of, METH_O,
+     "block($self, recording, /)\n--\n\nReturn what records the calls of a block."},
+    {"look", (PyCFunction)Calls_look, METH_NOARGS,
+     "look($self, /)\n--\n\nLook at all calls in flight; return whether any has moved."},
     {"hand_over", (PyCFunction)Calls_hand_over, METH_VARARGS,
-     "Hand the call with this id, or all calls, over to Python."},
-    {"give_up", (PyCFunction)Calls_give_up, METH_NOARGS, "Hand the calls that wait for slots over to Python."},
+     "hand_over($self, identity=0, /)\n--\n\nHand the call with this id, or all calls, over to Python."},
+    {"give_up", (PyCFunction)Calls_give_up, METH_NOARGS,
+     "give_up($self, /)\n--\n\nHand the calls that wait for slots over to Python."},
     {"copies", (PyCFunction)Calls_copies, METH_NOARGS,
-     "Return operations like the calls in flight, for readers in any thread."},
-    {"relink", (PyCFunction)Calls_relink, METH_NOARGS, "Forget what follows from the links of the group."},
-    {"close", (PyCFunction)Calls_close, METH_NOARGS, "Let go of the group."},
+     "copies($self, /)\n--\n\nReturn operations like the calls in flight, for readers in any thread."},
+    {"relink", (PyCFunction)Calls_relink, METH_NOARGS,
+     "relink($self, /)\n--\n\nForget what follows from the links of the group."},
+    {"close", (PyCFunction)Calls_close, METH_NOARGS, "close($self, /)\n--\n\nLet go of the group."},
     {0}};
 static PyMemberDef Calls_members[] = {
     {"count", T_PYSSIZET, offsetof(Calls, count), READONLY, "Calls in flight."},
@@ -242,14 +250,16 @@ static PyMemberDef Calls_members[] = {
     {"watches", T_INT, offsetof(Calls, watches), 0, "Whether a work that is never awaited leads to a warning."},
     {"comm", T_OBJECT_EX, offsetof(Calls, comm), READONLY, "The group."},
     {0}};
-static PyType_Slot Calls_slots[] = {{Py_tp_doc, "The calls of one group that are carried out in C."},
-                                    {Py_tp_new, PyType_GenericNew},
-                                    {Py_tp_init, Calls_init},
-                                    {Py_tp_traverse, Calls_traverse},
-                                    {Py_tp_clear, Calls_clear},
-                                    {Py_tp_dealloc, Calls_dealloc},
-                                    {Py_tp_methods, Calls_methods},
-                                    {Py_tp_members, Calls_members},
-                                    {0}};
+static PyType_Slot Calls_slots[] = {
+    {Py_tp_doc, "Calls(comm, owner, work_type, seams, folder, group, rank, size, spin, crowded, /)\n--\n\n"
+                "The calls of one group that are carried out in C."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, Calls_init},
+    {Py_tp_traverse, Calls_traverse},
+    {Py_tp_clear, Calls_clear},
+    {Py_tp_dealloc, Calls_dealloc},
+    {Py_tp_methods, Calls_methods},
+    {Py_tp_members, Calls_members},
+    {0}};
 PyType_Spec Calls_spec = {"aiocoll.native._core.Calls", sizeof(Calls), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                           Calls_slots};

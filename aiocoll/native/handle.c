@@ -343,14 +343,16 @@ static PyObject *Handle_exception(Handle *self, PyObject *Py_UNUSED(unused)) {
 }
 
 static PyMethodDef Handle_methods[] = {
-    {"done", (PyCFunction)Handle_done, METH_NOARGS, "Return whether the operation has ended."},
-    {"result", (PyCFunction)Handle_result, METH_NOARGS, "Return the result of an operation that has ended."},
-    {"exception", (PyCFunction)Handle_exception, METH_NOARGS, "Return the error of an operation that has ended."},
+    {"done", (PyCFunction)Handle_done, METH_NOARGS, "done($self, /)\n--\n\nReturn whether the operation has ended."},
+    {"result", (PyCFunction)Handle_result, METH_NOARGS,
+     "result($self, /)\n--\n\nReturn the result of an operation that has ended."},
+    {"exception", (PyCFunction)Handle_exception, METH_NOARGS,
+     "exception($self, /)\n--\n\nReturn the error of an operation that has ended."},
     {0}};
 static PyGetSetDef Handle_getset[] = {{"_completion", (getter)Handle_completion, NULL,
                                        "The completion; a call in flight is handed over to Python.", NULL},
                                       {0}};
-static PyType_Slot Handle_slots[] = {{Py_tp_doc, "Handle(completion)\n--\n\nThe base of works."},
+static PyType_Slot Handle_slots[] = {{Py_tp_doc, "Handle(completion, /)\n--\n\nThe base of works."},
                                      {Py_tp_new, PyType_GenericNew},
                                      {Py_tp_init, Handle_init},
                                      {Py_tp_traverse, Handle_traverse},

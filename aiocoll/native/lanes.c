@@ -96,16 +96,19 @@ static PyObject *CommonLane_close(CommonLane *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-static PyMethodDef CommonLane_methods[] = {
-    {"close", (PyCFunction)CommonLane_close, METH_NOARGS, "Let go of the memory: no link is open any more."}, {0}};
-static PyType_Slot CommonLane_slots[] = {{Py_tp_doc, "The common lane of this rank's outbox."},
-                                         {Py_tp_new, PyType_GenericNew},
-                                         {Py_tp_init, CommonLane_init},
-                                         {Py_tp_traverse, CommonLane_traverse},
-                                         {Py_tp_clear, CommonLane_clear},
-                                         {Py_tp_dealloc, CommonLane_dealloc},
-                                         {Py_tp_methods, CommonLane_methods},
-                                         {0}};
+static PyMethodDef CommonLane_methods[] = {{"close", (PyCFunction)CommonLane_close, METH_NOARGS,
+                                            "close($self, /)\n--\n\nLet go of the memory: no link is open any more."},
+                                           {0}};
+static PyType_Slot CommonLane_slots[] = {
+    {Py_tp_doc,
+     "CommonLane(memory, layout, posted, ready, readers, reserve, /)\n--\n\nThe common lane of this rank's outbox."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, CommonLane_init},
+    {Py_tp_traverse, CommonLane_traverse},
+    {Py_tp_clear, CommonLane_clear},
+    {Py_tp_dealloc, CommonLane_dealloc},
+    {Py_tp_methods, CommonLane_methods},
+    {0}};
 PyType_Spec CommonLane_spec = {"aiocoll.native._core.CommonLane", sizeof(CommonLane), 0,
                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, CommonLane_slots};
 
@@ -212,18 +215,22 @@ void unpin(PeerLanes *peer) {
     DROP(peer);
 }
 
-static PyMethodDef PeerLanes_methods[] = {
-    {"retire", (PyCFunction)PeerLanes_retire, METH_NOARGS, "Post nothing more: the link is not used any more."},
-    {"close", (PyCFunction)PeerLanes_close, METH_NOARGS, "Let go of the memory: the link has ended."},
+static PyMethodDef PeerLanes_methods[] = {{"retire", (PyCFunction)PeerLanes_retire, METH_NOARGS,
+                                           "retire($self, /)\n--\n\nPost nothing more: the link is not used any more."},
+                                          {"close", (PyCFunction)PeerLanes_close, METH_NOARGS,
+                                           "close($self, /)\n--\n\nLet go of the memory: the link has ended."},
+                                          {0}};
+static PyType_Slot PeerLanes_slots[] = {
+    {Py_tp_doc, "PeerLanes(memory, layout, posted, ready, theirs, lane_start, common_layout, lane_layout, status, "
+                "reserve, attend, "
+                "writer, common, eventfd, /)\n--\n\nThe lane of this rank for a peer, and the lanes of the peer."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, PeerLanes_init},
+    {Py_tp_traverse, PeerLanes_traverse},
+    {Py_tp_clear, PeerLanes_clear},
+    {Py_tp_dealloc, PeerLanes_dealloc},
+    {Py_tp_methods, PeerLanes_methods},
     {0}};
-static PyType_Slot PeerLanes_slots[] = {{Py_tp_doc, "The lane of this rank for a peer, and the lanes of the peer."},
-                                        {Py_tp_new, PyType_GenericNew},
-                                        {Py_tp_init, PeerLanes_init},
-                                        {Py_tp_traverse, PeerLanes_traverse},
-                                        {Py_tp_clear, PeerLanes_clear},
-                                        {Py_tp_dealloc, PeerLanes_dealloc},
-                                        {Py_tp_methods, PeerLanes_methods},
-                                        {0}};
 PyType_Spec PeerLanes_spec = {"aiocoll.native._core.PeerLanes", sizeof(PeerLanes), 0,
                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, PeerLanes_slots};
 

@@ -32,7 +32,6 @@ static int intern_names(void) {
     return 0;
 }
 
-/* configure(await_, done, result, exception, make_completion): functions of the reference. */
 static PyObject *configure(PyObject *module, PyObject *args) {
     PyObject *await_, *done, *result, *exception, *make;
     if (!PyArg_ParseTuple(args, "OOOOO", &await_, &done, &result, &exception, &make)) return NULL;
@@ -46,8 +45,10 @@ static PyObject *configure(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {
-    {"configure", configure, METH_VARARGS, "Set the functions of the reference that works call."}, {0}};
+static PyMethodDef functions[] = {{"configure", configure, METH_VARARGS,
+                                   "configure(await_, done, result, exception, make_completion, /)\n--\n\nSet the "
+                                   "functions of the reference that works call."},
+                                  {0}};
 
 static int add_types(PyObject *module) {
     struct {

@@ -130,7 +130,6 @@ static void find_loop(Steps *steps, PyObject *ufunc) {
     }
 }
 
-/* Steps(plan, kind, op, signature, fingerprint, storage, buffers, size, round, ufunc, fold) */
 static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     PyObject *plan, *kind, *op, *signature, *storage, *round, *ufunc, *fold_function, *copies, *first, *takes, *target,
         *own, *moves, *last;
@@ -217,14 +216,16 @@ static void Steps_dealloc(Steps *self) {
 
 static PyMemberDef Steps_members[] = {
     {"plan", T_OBJECT, offsetof(Steps, plan), READONLY, "The plan that it was made from."}, {0}};
-static PyType_Slot Steps_slots[] = {{Py_tp_doc, "A collective of one round, prepared for one rank."},
-                                    {Py_tp_new, PyType_GenericNew},
-                                    {Py_tp_init, Steps_init},
-                                    {Py_tp_traverse, Steps_traverse},
-                                    {Py_tp_clear, Steps_clear},
-                                    {Py_tp_dealloc, Steps_dealloc},
-                                    {Py_tp_members, Steps_members},
-                                    {0}};
+static PyType_Slot Steps_slots[] = {
+    {Py_tp_doc, "Steps(plan, kind, op, signature, fingerprint, storage, buffers, size, round, ufunc, fold, /)\n--\n\n"
+                "A collective of one round, prepared for one rank."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, Steps_init},
+    {Py_tp_traverse, Steps_traverse},
+    {Py_tp_clear, Steps_clear},
+    {Py_tp_dealloc, Steps_dealloc},
+    {Py_tp_members, Steps_members},
+    {0}};
 PyType_Spec Steps_spec = {"aiocoll.native._core.Steps", sizeof(Steps), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                           Steps_slots};
 

@@ -16,6 +16,7 @@ from aiocoll.transport.frame import Header
 from aiocoll.transport.shared_memory import PeerOutbox
 
 if TYPE_CHECKING:
+    from aiocoll.native import core
     from aiocoll.transport.shm.chunk_queue import Chunks
     from aiocoll.transport.shm.references import ReferenceWriter
     from aiocoll.transport.shm.registered_memory import RegisteredMemory
@@ -101,7 +102,7 @@ class SharedMemoryLink(Link, Protocol):
     """A link through memory that both ends map; operations use its parts besides its frames."""
 
     @property
-    def native(self) -> Any:
+    def native(self) -> core.PeerLanes | None:
         """The accelerator's view of its lanes; None without it."""
 
     @property

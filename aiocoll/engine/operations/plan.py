@@ -7,7 +7,7 @@ destinations of arriving messages, and the fingerprint of what all ranks must ag
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from aiocoll.transport.frame import SEGMENT
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
+    from aiocoll.native import core
 
 __all__ = ["EAGER_WINDOW", "Executor", "Plan"]
 
@@ -40,10 +41,10 @@ class Plan:
     of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window; `round`
     is the program sorted for `SlotProgram`, if that carries it out; `from_slots` are actions of other programs that
     receive what may be in a slot; `single_copy_from` are bytes of a message from which its receiver reads it where it
-    lies, None where the rule for any message holds; `steps` is what the accelerator makes of it, None before;
-    `executor` carries it out; `op` is how the call that it was made for reduces; `on_device` is what calls on a device
-    know of it. Arrays, `count` and the program are in elements of `storage`, of `itemsize` bytes; the signature is in
-    elements of the dtype, which have `unit` of them.
+    lies, None where the rule for any message holds; `steps` is what the accelerator makes of it, None before, False if
+    nothing; `executor` carries it out; `op` is how the call that it was made for reduces; `on_device` is what calls on
+    a device know of it. Arrays, `count` and the program are in elements of `storage`, of `itemsize` bytes; the
+    signature is in elements of the dtype, which have `unit` of them.
     """
 
     __slots__ = (
@@ -86,7 +87,7 @@ class Plan:
         self.op: ReduceOp | None = None
         self.on_device: Any = None
         self.round: Round | None = None
-        self.steps: Any = None
+        self.steps: core.Steps | Literal[False] | None = None
         self.from_slots: tuple[int, ...] = ()
         self.single_copy_from: float | None = None
         self.program = program.actions

@@ -20,6 +20,7 @@ from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL
 
 if TYPE_CHECKING:
     from aiocoll.engine.links.channel import Channel
+    from aiocoll.native import core
     from aiocoll.transport.base import SlotReader
 
 __all__ = ["EMPTY", "Slots"]
@@ -100,7 +101,7 @@ class Slots:
         links[0].announce_to(links)
         return missed
 
-    def native_lanes(self, rank: int) -> Any:
+    def native_lanes(self, rank: int) -> core.PeerLanes | None:
         """Return the accelerator's view of the lanes of a rank and this one; None while there is no link for them."""
         channel = self._channels[rank]
         link = channel.shared

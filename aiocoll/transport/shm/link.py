@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiocoll.errors import ProtocolError
 from aiocoll.process import PidFd, peer_process
@@ -32,6 +32,9 @@ from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.ring import ELSEWHERE, ENTRY, VOID, RingWriter
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
 from aiocoll.transport.shm.slots import LaneWriter
+
+if TYPE_CHECKING:
+    from aiocoll.native import core
 
 __all__ = ["PIECE_TIME", "Own", "Pair", "Peer", "ShmLink"]
 
@@ -75,7 +78,7 @@ class Peer(NamedTuple):
     doorbell: PeerDoorbell
     outbox: PeerOutbox
 
-    def native_lanes(self, own: Own) -> Any:
+    def native_lanes(self, own: Own) -> core.PeerLanes | None:
         """Return the accelerator's view of the lanes of both; None without it."""
         doorbell = own.doorbell
         return self.outbox.native_lanes(doorbell.outbox, own.lane, self.doorbell.eventfd, doorbell.attend)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from typing import Any
 
 from aiocoll.errors import ProtocolError
 from aiocoll.native import core
@@ -154,7 +153,9 @@ class PeerOutbox:
         self._order = fences.order
         self._seen = 0
 
-    def native_lanes(self, own: Outbox, lane: LaneWriter, eventfd: int, attend: Callable[[], None]) -> Any:
+    def native_lanes(
+        self, own: Outbox, lane: LaneWriter, eventfd: int, attend: Callable[[], None]
+    ) -> core.PeerLanes | None:
         """Return the accelerator's view of these lanes and of this rank's for the peer; None without it.
 
         Args:

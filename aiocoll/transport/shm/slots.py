@@ -167,7 +167,7 @@ class LaneWriter(_Writer):
         self.common_named = words[COMMON_NAMED : COMMON_NAMED + SLOTS]
         self.disconnect()
         self._has_lines = False
-        self.native: Any = None
+        self.native: core.PeerLanes | None = None
 
     @property
     def total(self) -> int:

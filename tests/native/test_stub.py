@@ -1,0 +1,106 @@
+"""The type stub of the accelerator has the names and arguments of the module."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiocoll import native
+from aiocoll.native import core
+
+STUB = ast.parse(Path(native.__file__).with_name("_core.pyi").read_text())
+CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
+#: Special methods that the stub has if a class defines them; type checkers take others from `object`.
+SPECIAL = {"__init__", "__await__"}
+
+
+def names_of(body: list[ast.stmt]) -> set[str]:
+    """Return the names that a part of the stub defines."""
+    named = {node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    return named | {ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)}
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions of the stub, by their dotted names, but those that are attributes."""
+    for name, body in {"": STUB.body, **{name: node.body for name, node in CLASSES.items()}}.items():
+        for node in body:
+            if isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name != "__await__":
+                yield f"{name}.{node.name}".strip("."), node
+
+
+FUNCTIONS = dict(functions())
+
+
+def found(name: str) -> Callable[..., Any]:
+    """Return what the module has under a dotted name; in place of `__init__`, the class."""
+    made: Any = core
+    for part in name.removesuffix(".__init__").split("."):
+        made = getattr(made, part)
+    return made
+
+
+def bound(name: str) -> Callable[..., Any]:
+    """Return what a caller calls: a method of an object that was not initialized, or a function."""
+    kind, _, method = name.rpartition(".")
+    if not kind or method == "__init__":
+        return found(name)
+    made: Any = getattr(core, kind)
+    return getattr(made.__new__(made), method)
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function takes so many arguments; None is a wrong one of most."""
+    try:
+        function(*[None] * count)
+    except Exception as error:
+        return "takes" not in str(error)
+    return True
+
+
+def test_stub_names_all_that_the_module_has() -> None:
+    assert names_of(STUB.body) == {name for name in vars(core) if not name.startswith("__")}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_stub_names_all_that_a_class_has(name: str) -> None:
+    has = {each for each in vars(getattr(core, name)) if not each.startswith("__") or each in SPECIAL}
+    assert names_of(CLASSES[name].body) == has
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_stub_says_whether_a_class_is_final(name: str) -> None:
+    is_final = [ast.unparse(each) for each in CLASSES[name].decorator_list] == ["final"]
+    try:
+        type("Derived", (getattr(core, name),), {})
+    except TypeError:
+        assert is_final
+    else:
+        assert not is_final
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_are_those_of_the_docstring(name: str) -> None:
+    arguments = FUNCTIONS[name].args
+    named = [each.arg for each in (*arguments.posonlyargs, *arguments.args) if each.arg != "self"]
+    shown = inspect.signature(found(name)).parameters.values()
+    assert named == [each.name for each in shown if each.name != "self"]
+    assert len(arguments.defaults) == sum(each.default is not each.empty for each in shown)
+    assert {each.kind for each in shown} <= {inspect.Parameter.POSITIONAL_ONLY}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_as_many_arguments_are_taken_as_the_stub_says(name: str) -> None:
+    arguments = FUNCTIONS[name].args
+    most = sum(each.arg != "self" for each in (*arguments.posonlyargs, *arguments.args))
+    least = most - len(arguments.defaults)
+    function = bound(name)
+    # Functions that are configured stay so.
+    tried = [least - 1, most + 1] if name == "configure" else range(most + 2)
+    assert [count for count in tried if count >= 0 and takes(function, count)] == [
+        count for count in tried if least <= count <= most
+    ]
