@@ -416,6 +416,7 @@ class Communicator:
         if self.in_flight.native is not None:
             self.polling.readers.pop(self.in_flight.native, None)
         self.in_flight.close()
+        self.polling.rescan()
         self._drop_early()
         self._purge()
         self.matching.clear()

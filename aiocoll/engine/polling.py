@@ -184,6 +184,10 @@ class Polling:
                 break
         return moved
 
+    def rescan(self) -> None:
+        """Let all readers look, and keep none that has ended: views of slots would keep memory mapped."""
+        self._scan, self._news = [], True
+
     def _read(self) -> bool:
         """Call all readers once after each post, over several calls if need be."""
         if not self._scan:

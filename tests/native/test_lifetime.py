@@ -124,3 +124,13 @@ async def test_what_was_seen_of_a_link_that_has_ended_is_read_by_python() -> Non
         for work in works:
             await work
         assert all((array == 7).all() for array in arrays)
+
+
+async def test_operations_of_a_closed_group_are_not_kept_for_a_scan() -> None:
+    async with group_of_ranks([True, False]) as (zero, one):
+        polling, work = comm_of(one).polling, one.allreduce(np.ones(4))
+        polling._scan = list(polling.readers)
+        assert len(polling._scan) == 1
+        await zero.allreduce(np.ones(4))
+        await work
+    assert polling._scan == []
