@@ -7,7 +7,7 @@ VENV ?= .venv
 ARGS ?=
 
 .PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products native dist dist-aarch64 \
-	native-sanitize release-check planted soak bench docs gpu clean
+	native-sanitize native-refs release-check planted soak bench docs gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make matrix        every product of arguments; test-all with Python 3.11 to 3.13, asyncio and uvloop'
 	@echo 'make native        the accelerator in C, built in place; needs a C compiler'
 	@echo 'make native-sanitize  its tests under the sanitizers of gcc, and the protocol between two threads'
+	@echo 'make native-refs   its tests by a debug interpreter (python3-dbg of Debian), which counts references'
 	@echo 'make dist          in dist/: the source archive, the pure wheel, the wheel with the accelerator in C'
 	@echo 'make dist-aarch64  behind it, the wheel for aarch64; needs gcc-aarch64-linux-gnu and qemu-user of Debian'
 	@echo 'make release-check what is in dist/ installs and works in clean environments of Python 3.11 to 3.13'
@@ -134,6 +135,21 @@ native-sanitize: $(VENV)/installed
 		$(abspath $(VENV))/bin/python -m pytest -q -p no:cacheprovider -m 'not slow and not matrix and not soak' tests/native \
 		tests/engine/test_slot_program*.py tests/engine/test_outbox.py tests/group/test_waiting.py tests/fuzz/test_outboxes.py \
 		tests/test_work.py $(ARGS)
+
+# A debug interpreter checks what C does with references and memory, and counts references. Its headers are links to those
+# of the other one, behind which gcc finds the settings of the other one: Py_DEBUG is one of them.
+DEBUG_PYTHON ?= python3-dbg
+REFS = build/refs
+native-refs:
+	rm -rf $(REFS)
+	mkdir -p $(REFS)
+	cp -r aiocoll tests pyproject.toml hatch_build.py $(REFS)
+	rm -f $(REFS)/aiocoll/native/_core.abi3.so
+	$(DEBUG_PYTHON) -m venv $(REFS)/.venv
+	$(REFS)/.venv/bin/python -m pip install --quiet hatchling hypothesis ml_dtypes msgpack numpy pytest pytest-asyncio uvloop
+	cd $(REFS) && CFLAGS=-DPy_DEBUG AIOCOLL_NATIVE=1 .venv/bin/python hatch_build.py
+	cd $(REFS) && AIOCOLL_NATIVE=1 PYTHONPATH=$(abspath $(REFS)) .venv/bin/python -m pytest -q -p no:cacheprovider \
+		-m 'not slow and not matrix and not soak' tests/native --ignore=tests/native/test_mixed.py $(ARGS)
 
 # The pure wheel is made from the source archive; auditwheel names the systems that the other one runs on, and abi3audit
 # finds what is not in Python's stable ABI. Without the extra `md` of readme_renderer, twine would pass a README that it
