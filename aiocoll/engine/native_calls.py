@@ -30,9 +30,7 @@ PATIENCE: Final = 10e-3
 _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def native_calls(
-    comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]
-) -> core.Calls | None:
+def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]) -> core.Calls | None:
     """Return the accelerator's part in a group; None if there is none, and the log says why.
 
     Args:
