@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("-n", type=int, nargs="+", default=[2, 4], metavar="RANKS", help="world sizes (default: 2 4)")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    add("--sizes", type=size, nargs="+", metavar="SIZE", help="of allreduce, such as 8 64K 1M")
+    add("--sizes", type=size, nargs="+", metavar="SIZE", help="such as 8 64K 1M (default: more of allreduce)")
     add("--collectives", nargs="+", choices=KINDS[1:], default=list(KINDS[1:]), help="besides allreduce (default: all)")
     add("--transports", nargs="+", choices=TRANSPORTS, help="of aiocoll (default: auto pure unix tcp; --quick: auto)")
     add(
@@ -94,6 +94,7 @@ def arguments() -> argparse.Namespace:
         parser.error("--launches: at least 1")
     if args.busy < 0:
         parser.error("--busy: at least 0")
+    args.other_sizes = sorted(args.sizes or (QUICK_OTHER_SIZES if args.quick else OTHER_SIZES))
     args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
     args.launches = args.launches or (QUICK_LAUNCHES if args.quick else LAUNCHES)
     args.transports = args.transports or (DEFAULT_TRANSPORTS[:1] if args.quick else DEFAULT_TRANSPORTS)
@@ -148,12 +149,11 @@ def _environments(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
-    sizes = QUICK_OTHER_SIZES if args.quick else OTHER_SIZES
     if "allreduce" in args.parts:
         yield from (Case("allreduce", nbytes) for nbytes in args.sizes)
     if "collectives" in args.parts:
         for kind in args.collectives:
-            yield from (Case(kind, nbytes) for nbytes in ((0,) if kind == "barrier" else sizes))
+            yield from (Case(kind, nbytes) for nbytes in ((0,) if kind == "barrier" else args.other_sizes))
     if "inflight" in args.parts:
         yield Case("allreduce", INFLIGHT_SIZE, INFLIGHT)
 
