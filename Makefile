@@ -133,7 +133,8 @@ native-sanitize: $(VENV)/installed
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 AIOCOLL_NATIVE=1 PYTHONPATH=$(abspath $(SANITIZED)) \
 		$(abspath $(VENV))/bin/python -m pytest -q -p no:cacheprovider -m 'not slow and not matrix and not soak' tests/native \
-		tests/engine/test_slot_program*.py tests/engine/test_outbox.py tests/group/test_waiting.py tests/fuzz/test_outboxes.py \
+		tests/engine/test_slot_program*.py tests/engine/test_outbox.py tests/engine/test_relay.py tests/engine/test_in_place.py \
+		tests/group/test_waiting.py tests/fuzz/test_outboxes.py \
 		tests/test_work.py $(ARGS)
 
 # A debug interpreter checks what C does with references and memory, and counts references. Its headers are links to those

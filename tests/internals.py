@@ -50,6 +50,7 @@ __all__ = [
     "waiter_of",
     "waiting_bytes",
     "waits_of",
+    "without_accelerator",
     "wrapped",
 ]
 
@@ -77,6 +78,7 @@ LIMITS = {
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),
     "packing_budget": ("aiocoll.engine.fusion.packer.BUDGET",),
+    "chunks": ("aiocoll.transport.shm.chunk_queue.CHUNKS",),
     "ring_budget": ("aiocoll.engine.operations.shm_ring.BUDGET",),
     "stray_after": ("aiocoll.engine.stray_posts.AFTER",),
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
@@ -357,6 +359,13 @@ def make_pure(pg: ProcessGroup) -> None:
     comm.in_flight.native = dispatcher.native = None
     pg._one = dispatcher.one
     native.close()
+
+
+def without_accelerator(pg: ProcessGroup) -> None:
+    """Plan calls as where some rank has no accelerator, which takes most large ones."""
+    comm = comm_of(pg)
+    for rank in comm.ranks:
+        comm.endpoint.cards[rank]["native"] = False
 
 
 def dispatcher_of(pg: ProcessGroup) -> Dispatcher:

@@ -50,7 +50,7 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
         return None
     found: dict[bool, list[_Seconds]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        always = _write(Path(folder), SingleCopy(0, 0, 0))
+        always = _write(Path(folder), SingleCopy(0, 0, 0, 0))
         for number, single_copy in enumerate([True, False] * launches, 1):
             progress.show(f"launch {number} of {2 * launches}: single copy")
             try:
@@ -65,14 +65,16 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
 
 
 async def use(pg: ProcessGroup) -> _Seconds:
-    """Send, exchange and reduce arrays whose messages have all sizes; return the lower quartiles."""
+    """Send, exchange, reduce and relay arrays whose messages have all sizes; return the lower quartiles."""
     found = {}
     for size in SIZES:
         ours, both = np.zeros(size // 4, np.float32), np.zeros(size // 2, np.float32)
+        blocks = [np.zeros(size // 4, np.float32) for _ in range(2)] if pg.rank() == 0 else None
         calls: list[Callable[[], Work[Any]]] = [
-            partial(pg.broadcast, ours, 0),
-            partial(pg.allgather_into_tensor, both, ours),
+            partial(pg.gather, blocks, ours, 0),
+            partial(pg.alltoall_base, np.zeros(size // 2, np.float32), both),
             partial(pg.allreduce, both),
+            partial(pg.allgather_into_tensor, both, ours),
         ]
         found[size] = [await _lower_quartile(pg, call, max(_TIMES, _NBYTES // size // len(SIZES))) for call in calls]
     return found

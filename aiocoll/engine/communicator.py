@@ -415,6 +415,7 @@ class Communicator:
         """Leave the group: nothing is received for it any more."""
         if self.in_flight.native is not None:
             self.polling.readers.pop(self.in_flight.native, None)
+            self.polling.lookers.pop(self.in_flight.native, None)
         self.in_flight.close()
         self.polling.rescan()
         self._drop_early()

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from aiocoll.completion import Completion
 from aiocoll.engine.job.context import is_quiet
 from aiocoll.engine.native_reasons import log_obstacle, log_reasons, obstacle
+from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.relay import Relay
 from aiocoll.engine.operations.slot_program import SlotProgram
 from aiocoll.errors import ProtocolError
 from aiocoll.native import core
@@ -94,33 +96,42 @@ class _Seams:
         plan.steps = False
         step = plan.round
         kernel = plan.kernel
+        if plan.relay is not None:
+            return self._make_relay(plan, plan.relay)
         if step is None or plan.executor is not SlotProgram or (kernel is not None and not kernel.is_builtin):
             return False
         arrays = [each.buffer for each in (*step.first, *step.last) if each.nbytes]
         arrays += [buffer for _, buffer in (*step.own, *step.moves)]
         arrays += [buffer for pair in step.copies for buffer in pair]
         arrays += [] if step.fold is None else [step.fold]
-        plan.steps = core.Steps(
-            plan,
-            plan.signature.op.lower(),
-            plan.signature.op,
-            plan.signature,
-            plan.fingerprint,
-            plan.storage,
-            max(arrays, default=-1) + 1,
-            len(self._comm.ranks),
-            tuple(step),
-            # Of an array of one element, NumPy rounds a complex product differently from its own loop.
-            None if kernel is None or not kernel.portable else kernel.ufunc,
-            None if kernel is None else kernel.fold,
-        )
-        return plan.steps
+        # Of an array of one element, NumPy rounds a complex product differently from its own loop.
+        ufunc = None if kernel is None or not kernel.portable else kernel.ufunc
+        return self._make(plan, max(arrays, default=-1) + 1, tuple(step), ufunc)
+
+    def _make_relay(self, plan: Plan, relay: Relay) -> core.Steps | Literal[False]:
+        """As `make_steps`, of a large collective."""
+        kernel, ends = plan.kernel, {region.count % relay.chunk for region in relay.sources}
+        # Of an array of one element, NumPy makes other NaNs than its own loop.
+        if relay.sources and (kernel is None or kernel.ufunc is None or not kernel.is_builtin or 1 in ends):
+            return False
+        ways = relay.puts, relay.takes, relay.sources, relay.copy or ()
+        regions = [tuple((each.buffer, each.start, each.stop) for each in way) for way in ways]
+        buffers = 1 + max(buffer for way in regions for buffer, _, _ in way)
+        return self._make(plan, buffers, (relay.chunk, *regions), None if kernel is None else kernel.ufunc)
+
+    def _make(self, plan: Plan, buffers: int, step: tuple[Any, ...], ufunc: Any) -> core.Steps:
+        assert core is not None
+        kernel, signature = plan.kernel, plan.signature
+        described = plan, signature.op.lower(), signature.op, signature, plan.fingerprint, plan.storage
+        fold = None if kernel is None else kernel.fold
+        plan.steps = steps = core.Steps(*described, buffers, len(self._comm.ranks), step, ufunc, fold)
+        return steps
 
     def operation(
         self, identity: int, plan: Plan, arrays: list[Any], completion: Completion, entered: float
-    ) -> SlotProgram:
+    ) -> Operation:
         """Return an operation like a call; its `adopt` takes the call over."""
-        operation = SlotProgram(self._comm, identity, plan, arrays, completion)
+        operation = plan.executor(self._comm, identity, plan, arrays, completion)
         operation.entered = entered
         return operation
 

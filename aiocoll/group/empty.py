@@ -18,7 +18,7 @@ from aiocoll.log import logger
 __all__ = ["empty"]
 
 #: A rank contributes this part of a chunk, or less, by posting all of it: nothing would be saved.
-_SMALL_PART = 4
+_SMALL_PART = 2
 
 
 async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:

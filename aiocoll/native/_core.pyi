@@ -64,6 +64,16 @@ class PeerLanes:
         eventfd: int,
         /,
     ) -> None: ...
+    def connect_queues(
+        self,
+        memory: WriteableBuffer,
+        outward: tuple[int, int, int, int, int],
+        state: WriteableBuffer,
+        inward: tuple[int, int, int, int, int],
+        peer_state: WriteableBuffer,
+        reserve: Callable[[], bool],
+        /,
+    ) -> None: ...
     def retire(self) -> None: ...
     def close(self) -> None: ...
 

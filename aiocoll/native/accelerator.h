@@ -45,9 +45,20 @@ typedef struct {
     PyObject *reserve; /* function of Python: makes the memory of a slot */
 } CommonLane;
 
+/* One end of a chunk queue. */
+typedef struct {
+    char *chunks;
+    Word *lines, *taken, *waiting;
+    uint64_t *state;
+} Queue;
+
 /* This rank's lane for one peer, and what the peer has for this rank. */
 typedef struct {
     PyObject_HEAD Py_buffer memory, posted, ready, theirs, status;
+    Py_buffer region, out_state, in_state; /* of the chunk queues */
+    Queue out, in;
+    npy_intp chunk_nbytes; /* 0: there are no queues */
+    PyObject *reserve_queue;
     Slots slots, common_slots, lane_slots; /* of this rank; of the peer */
     Word *words, *peer_words;              /* of both lanes */
     Word *own_status, *peer_status;
@@ -82,7 +93,20 @@ typedef struct {
     int first, second;
 } Pair;
 
-/* What one rank does in a collective of one round: `Round` of Python. */
+/* Elements of a buffer. */
+typedef struct {
+    int buffer;
+    npy_intp start, count;
+} Region;
+
+/* One direction of a relay: a region for each step, and the chunks of each. */
+typedef struct {
+    Region *regions;
+    int steps;
+    npy_intp chunks;
+} Way;
+
+/* What one rank does in a collective of one round, or in a relay: `Round` and `Relay` of Python. */
 typedef struct {
     PyObject_HEAD PyObject *plan, *kind, *op, *signature,
         *fold; /* fold: function of Python, of what `loop` does not do */
@@ -100,6 +124,10 @@ typedef struct {
     PyArray_Descr *storage;
     PyUFuncGenericFunction loop;
     void *loop_data;
+    /* Of a relay: elements of a chunk, else 0; what goes, and comes; what that is reduced with; a copy's two regions.
+     */
+    npy_intp chunk;
+    Way outward, inward, operands, local;
     /* Where its calls are counted, as long as the links of the group stay. */
     npy_intp row;
     double nbytes;
@@ -108,6 +136,21 @@ typedef struct {
 
 struct Calls;
 
+/* Where an end of a relay is: the next chunk, in the order of `shm_ring.order`, and how many came before. */
+typedef struct {
+    npy_intp count, column;
+    int step;
+} Cursor;
+
+/* What a call that goes through the ring of chunk queues needs besides; `ShmRing` of Python. */
+typedef struct {
+    Cursor put, taken;
+    npy_intp copied; /* elements */
+    int left, right;
+    int holds;     /* the queue to the right */
+    char *bytes[]; /* of the buffers */
+} Relay;
+
 /* The base of `Work`. A work that is carried out here has `calls`, and no completion until Python asks for one. */
 typedef struct Handle {
     PyObject_HEAD PyObject *completion, *owner; /* owner: the dispatcher, which lives as long as its works */
@@ -115,6 +158,7 @@ typedef struct Handle {
     struct Handle *previous, *next; /* in flight */
     struct Block *block;            /* of a call of a block, before its end */
     Steps *steps;
+    Relay *relay;
     PyObject *arrays, *value, *key, *shape, *code, *waiters, *guard;
     uint64_t identity;
     int64_t seq; /* -1: none */
@@ -166,12 +210,14 @@ typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
         *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten, *scope;
     PyObject *left, *early, *asked_early, *hooks, *due, *watch, *runtime, *polling, *is_running, *create_future, *rest,
-        *quiet, *wait, *folder, *progress; /* hooks and due: lists, which Python changes */
+        *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists, which Python changes */
     allocfunc allocate;
     PeerLanes **peers;
     Handle *first, *last, *first_waiting; /* in flight; those that wait for a slot come last */
-    Py_ssize_t count, waiting;
-    int gave_up; /* calls waited too long for slots: none waits until one finds a slot free */
+    Py_ssize_t count, waiting, relays;
+    uint64_t moved;  /* how many chunks have been put or taken */
+    double deadline; /* until when they may, without a turn of the loop */
+    int gave_up;     /* calls waited too long for slots: none waits until one finds a slot free */
     JournalView journal;
     uint64_t group, epoch;
     uint64_t asked; /* how often functions of Python were asked that may have changed anything */
@@ -253,6 +299,7 @@ int common_reserve(CommonLane *common, uint32_t slot, npy_intp nbytes);
 int common_post(const Post *post, PeerLanes **peers, int count, PyObject *lanes);
 int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Head *expected, int compares_length);
 int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group);
+int queue_is_ready(PeerLanes *peer);
 int attend(PeerLanes *peer);
 void wake(PeerLanes *peer);
 int is_beside(PeerLanes *peer);
@@ -263,6 +310,14 @@ void unpin(PeerLanes *peer);
 /* steps.c */
 char *buffer_bytes(Handle *call, int buffer);
 int fold(Handle *call, char **found);
+
+/* relay.c */
+#define BUDGET 300e-6 /* seconds that one callback may take */
+int relay_open(Handle *call);
+void relay_close(Handle *call);
+int relay_is_startable(Handle *call);
+int relay_move(Handle *call);
+int relay_attend(Handle *call);
 
 /* journal.c */
 int journal_open(JournalView *view, PyObject *journal, int size);
@@ -295,6 +350,7 @@ int crash(Calls *calls);
 int hand_over(Handle *call);
 void link_call(Handle *call);
 int look_at(Handle *call);
+int look_once(Handle *call);
 int look_at_all(Calls *calls);
 PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion);
 void unlink_call(Handle *call);

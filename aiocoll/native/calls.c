@@ -3,6 +3,9 @@
 
 static PyObject *Calls_look(Calls *self, PyObject *Py_UNUSED(unused)) {
     int moved = self->count ? look_at_all(self) : 0;
+    if (!self->relays && self->lookers && PyDict_GetItemWithError(self->lookers, (PyObject *)self) &&
+        PyDict_DelItem(self->lookers, (PyObject *)self) < 0)
+        return NULL;
     return moved < 0 ? NULL : PyBool_FromLong(moved);
 }
 
@@ -131,6 +134,7 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     if (!attribute(endpoint, "polling", &self->polling) || !attribute(endpoint, "loop", &loop)) goto end;
     if (!attribute(loop, "is_running", &self->is_running) || !attribute(loop, "create_future", &self->create_future))
         goto end;
+    if (!attribute(self->polling, "lookers", &self->lookers) || !PyDict_Check(self->lookers)) goto end;
     if (!attribute(self->runtime, "due", &self->due)) goto end;
     failed = view_numbers(self->polling, "turn", &self->turn, sizeof(double));
     if (!failed) failed = view_numbers(self->watch, "armed", &self->armed, 1);
@@ -158,8 +162,8 @@ static const size_t OF_GROUP[] = {AT(comm),       AT(resolve),      AT(make_step
                                   AT(guard),      AT(overwritten),  AT(left),       AT(early),    AT(asked_early),
                                   AT(hooks),      AT(watch),        AT(rest),       AT(quiet),    AT(wait),
                                   AT(folder),     AT(timeout),      AT(scope)};
-static const size_t OF_WORKS[] = {AT(owner), AT(work_type),  AT(runtime),       AT(polling),
-                                  AT(due),   AT(is_running), AT(create_future), AT(progress)};
+static const size_t OF_WORKS[] = {AT(owner),      AT(work_type),     AT(runtime),  AT(polling), AT(due),
+                                  AT(is_running), AT(create_future), AT(progress), AT(lookers)};
 #define COUNT_OF(table) (sizeof table / sizeof *table)
 
 static PyObject **place_of(Calls *self, size_t offset) { return (PyObject **)((char *)self + offset); }

@@ -57,6 +57,7 @@ static int Handle_clear(Handle *self) {
 
 static void Handle_dealloc(Handle *self) {
     PyObject_GC_UnTrack(self);
+    relay_close(self);
     Handle_clear(self);
     free_object(self);
 }

@@ -12,6 +12,7 @@ void link_call(Handle *call) {
     if (call->next) call->next->previous = call;
     else calls->last = call;
     calls->count++;
+    calls->relays += call->relay != NULL;
     call->is_in_flight = 1;
     if (call->is_posted) return;
     calls->waiting++;
@@ -35,6 +36,7 @@ void unlink_call(Handle *call) {
     else calls->last = call->previous;
     call->previous = call->next = NULL;
     calls->count--;
+    calls->relays -= call->relay != NULL;
     call->is_in_flight = 0;
 }
 
@@ -82,8 +84,13 @@ int hand_over(Handle *call) {
     if (call->block) return take_member_over(call);
     PyObject *completion = materialize(call),
              *operation = completion ? operation_of(call, call->arrays, completion) : NULL, *done = NULL;
-    if (operation)
+    const Relay *relay = call->relay;
+    if (operation && relay)
+        done = PyObject_CallMethod(operation, "adopt", "nnnO", relay->put.count, relay->taken.count, relay->copied,
+                                   relay->holds ? Py_True : Py_False);
+    else if (operation)
         done = PyObject_CallMethod(operation, "adopt", "iO", call->missing, call->is_posted ? Py_True : Py_False);
+    relay_close(call);
     DROP(completion);
     DROP(operation);
     Py_CLEAR(call->arrays);
@@ -99,6 +106,7 @@ int look_at(Handle *call) {
     const Calls *calls = call->calls;
     const Steps *steps = call->steps;
     if (!call->is_posted) return 0;
+    if (call->relay) return relay_move(call);
     for (; call->seen < steps->takes_count; call->seen++) {
         const Take *take = steps->takes + call->seen;
         PeerLanes *peer = calls->peers[take->peer];
@@ -217,10 +225,30 @@ static npy_intp buffer_nbytes(PyObject *arrays, int buffer, int size) {
     return PyArray_NBYTES((PyArrayObject *)PyTuple_GetItem(arrays, 0)) / size;
 }
 
+/* End a call that was taken out of the list, whose reference is given up. */
+static int end(Handle *call) {
+    Calls *calls = call->calls;
+    int failed = calls->comm ? note_end(call) : 0; /* its doorbell may have closed the group */
+    if (failed) failed = crash(calls);             /* the call itself has ended well */
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int ended = handle_end(call);
+    if (call->block && member_ended(call) < 0) ended = -1;
+    if (ended < 0) ended = crash(calls);
+    if (type) PyErr_Restore(type, value, traceback);
+    DROP(call);
+    return failed || ended ? -1 : 0;
+}
+
 /* Use all contributions where they lie, free their slots, post the result, and end. */
 int complete(Handle *call) {
     Calls *calls = call->calls;
     Steps *steps = call->steps;
+    if (call->relay) { /* all has been used */
+        unlink_call(call);
+        relay_close(call);
+        return end(call);
+    }
     int may = may_complete(call);
     if (may <= 0) return may < 0 ? crash(calls) : 0;
     /* From here on nothing takes it over; its reference is this function's. */
@@ -245,20 +273,28 @@ int complete(Handle *call) {
         }
     }
     if (post_all(call, steps->last, steps->last_count) < 0) return crash_call(call);
-    int failed = calls->comm ? note_end(call) : 0; /* its doorbell may have closed the group */
-    if (failed) failed = crash(calls);             /* the call itself has ended well */
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    int ended = handle_end(call);
-    if (call->block && member_ended(call) < 0) ended = -1;
-    if (ended < 0) ended = crash(calls);
-    if (type) PyErr_Restore(type, value, traceback);
-    DROP(call);
-    return failed || ended ? -1 : 0;
+    return end(call);
+}
+
+/* Look at a call in flight, and end it or hand it over if that is due: 1 if it was, -1 for an exception. */
+int look_once(Handle *call) {
+    int found = look_at(call);
+    if (!found) return 0;
+    return (found > 0 ? complete(call) : hand_over(call)) < 0 ? -1 : 1;
+}
+
+/* Begin a relay: put and take what can be. */
+static int begin_relay(Handle *call) {
+    Calls *calls = call->calls;
+    if (PyDict_SetItem(calls->lookers, (PyObject *)calls, Py_None) < 0) return crash(calls);
+    if (relay_attend(call) < 0) return crash(calls);
+    calls->deadline = seconds() + BUDGET;
+    return call->is_in_flight && look_once(call) < 0 ? -1 : 0;
 }
 
 /* Post what a call has, and end it if nothing is missing. */
 int begin(Handle *call) {
+    if (call->relay) return begin_relay(call);
     if (post_all(call, call->steps->first, call->steps->first_count) < 0) return crash(call->calls);
     int found = call->is_in_flight ? look_at(call) : 0;
     return !found ? 0 : found > 0 ? complete(call) : hand_over(call);
@@ -288,33 +324,34 @@ static int post_waiting(Calls *calls) {
 int advance(Calls *calls) {
     Handle *call;
     while ((call = calls->first)) {
-        int found = look_at(call);
-        if (!found) break;
         KEEP(call);
-        int failed = found > 0 ? complete(call) : hand_over(call);
+        int found = look_once(call);
         DROP(call);
-        if (failed) return -1;
+        if (found < 0) return -1;
+        if (!found) break;
     }
     return post_waiting(calls);
 }
 
-/* Look at all calls that were posted, oldest first, and post what waits: whether any has ended, or was posted; -1 for
+/* Look at all calls that were posted, oldest first, and post what waits: whether any has moved, or was posted; -1 for
    an exception. */
 int look_at_all(Calls *calls) {
+    uint64_t before = calls->moved;
     int moved = 0;
     Handle *call = calls->first;
+    if (calls->relays) calls->deadline = seconds() + BUDGET;
     KEEP(call);
     while (call && call->is_posted) {
         Handle *next = call->next;
         KEEP(next);
         if (call->is_in_flight) {
-            int found = look_at(call);
-            if (found && (found > 0 ? complete(call) : hand_over(call)) < 0) {
+            int found = look_once(call);
+            if (found < 0) {
                 DROP(next);
                 DROP(call);
                 return -1;
             }
-            moved |= found != 0;
+            moved |= found;
         }
         DROP(call);
         /* What was called may have handed the next one over. */
@@ -328,5 +365,5 @@ int look_at_all(Calls *calls) {
     DROP(call);
     Py_ssize_t waiting = calls->waiting;
     if (post_waiting(calls) < 0) return -1;
-    return moved || calls->waiting != waiting;
+    return moved || calls->waiting != waiting || calls->moved != before;
 }

@@ -162,6 +162,7 @@ static int PeerLanes_init(PeerLanes *self, PyObject *args, PyObject *kwargs) {
 static int PeerLanes_traverse(PeerLanes *self, visitproc visit, void *arg) {
     Py_VISIT(TYPE_OF(self));
     Py_VISIT(self->reserve);
+    Py_VISIT(self->reserve_queue);
     Py_VISIT(self->attend);
     Py_VISIT(self->writer);
     Py_VISIT(self->common);
@@ -170,6 +171,7 @@ static int PeerLanes_traverse(PeerLanes *self, visitproc visit, void *arg) {
 
 static int PeerLanes_clear(PeerLanes *self) {
     Py_CLEAR(self->reserve);
+    Py_CLEAR(self->reserve_queue);
     Py_CLEAR(self->attend);
     Py_CLEAR(self->writer);
     Py_CLEAR(self->common);
@@ -178,6 +180,10 @@ static int PeerLanes_clear(PeerLanes *self) {
 
 static void release_memory(PeerLanes *self) {
     self->can_post = self->can_look = 0;
+    self->chunk_nbytes = 0;
+    PyBuffer_Release(&self->region);
+    PyBuffer_Release(&self->out_state);
+    PyBuffer_Release(&self->in_state);
     PyBuffer_Release(&self->memory);
     PyBuffer_Release(&self->posted);
     PyBuffer_Release(&self->ready);
@@ -215,7 +221,58 @@ void unpin(PeerLanes *peer) {
     DROP(peer);
 }
 
-static PyMethodDef PeerLanes_methods[] = {{"retire", (PyCFunction)PeerLanes_retire, METH_NOARGS,
+/* ---- chunk queues */
+
+static int queue_from(Queue *queue, const Py_buffer *region, Py_ssize_t lines, Py_ssize_t chunks, Py_ssize_t nbytes,
+                      Py_ssize_t taken, Py_ssize_t waiting, Py_buffer *state, PyObject *numbers) {
+    if (PyObject_GetBuffer(numbers, state, PyBUF_WRITABLE) < 0) return -1;
+    int fits = (uintptr_t)region->buf % LAYOUT_LINE == 0 && lines % LAYOUT_LINE == 0 && nbytes > 0 &&
+               is_inside(lines, LAYOUT_CHUNKS, LAYOUT_LINE, region->len) &&
+               is_inside(chunks, LAYOUT_CHUNKS, nbytes, region->len) && is_inside(taken, 1, 1, region->len / 8 - 1) &&
+               is_inside(waiting, 1, 1, region->len / 8 - 1) && state->len >= 8 * LAYOUT_CHUNK_STATE;
+    if (!fits) return PyErr_SetString(PyExc_ValueError, "the queue does not fit into its memory"), -1;
+    char *base = region->buf;
+    Word *words = region->buf;
+    *queue = (Queue){base + chunks, (Word *)(base + lines), words + taken, words + waiting, state->buf};
+    return 0;
+}
+
+/* connect_queues(memory, outward, state, inward, peer_state, reserve): layout and state of both queues of the link, and
+   what makes the memory of this rank's. */
+static PyObject *PeerLanes_connect_queues(PeerLanes *self, PyObject *args) {
+    PyObject *memory, *out_state, *in_state, *reserve;
+    Py_ssize_t out[5], in[5];
+    if (self->region.obj) return once(), NULL;
+    if (!PyArg_ParseTuple(args, "O(nnnnn)O(nnnnn)OO", &memory, out, out + 1, out + 2, out + 3, out + 4, &out_state, in,
+                          in + 1, in + 2, in + 3, in + 4, &in_state, &reserve))
+        return NULL;
+    if (PyObject_GetBuffer(memory, &self->region, PyBUF_WRITABLE) < 0) return NULL;
+    if (queue_from(&self->out, &self->region, out[0], out[1], out[2], out[3], out[4], &self->out_state, out_state) <
+            0 ||
+        queue_from(&self->in, &self->region, in[0], in[1], in[2], in[3], in[4], &self->in_state, in_state) < 0)
+        return NULL;
+    KEEP(reserve), self->reserve_queue = reserve;
+    self->chunk_nbytes = out[2] < in[2] ? out[2] : in[2];
+    Py_RETURN_NONE;
+}
+
+/* Make the memory of the queue to the peer: 0 if there is no queue, or the host has none; -1 for an exception. */
+int queue_is_ready(PeerLanes *peer) {
+    if (!peer->chunk_nbytes || !peer->reserve_queue) return 0;
+    if (peer->out.state[LAYOUT_CHUNK_READY]) return 1;
+    PyObject *function = peer->reserve_queue;
+    KEEP(function);
+    PyObject *done = PyObject_CallNoArgs(function);
+    DROP(function);
+    int is_there = done ? PyObject_IsTrue(done) : -1;
+    DROP(done);
+    return is_there;
+}
+
+static PyMethodDef PeerLanes_methods[] = {{"connect_queues", (PyCFunction)PeerLanes_connect_queues, METH_VARARGS,
+                                           "connect_queues($self, memory, outward, state, inward, peer_state, reserve, "
+                                           "/)\n--\n\nUse the chunk queues of the link, too."},
+                                          {"retire", (PyCFunction)PeerLanes_retire, METH_NOARGS,
                                            "retire($self, /)\n--\n\nPost nothing more: the link is not used any more."},
                                           {"close", (PyCFunction)PeerLanes_close, METH_NOARGS,
                                            "close($self, /)\n--\n\nLet go of the memory: the link has ended."},

@@ -8,6 +8,14 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "CHUNKS",
+    "CHUNK_GROUPS_OVER",
+    "CHUNK_HOLDER",
+    "CHUNK_HOLDER_GROUP",
+    "CHUNK_NUMBER",
+    "CHUNK_READY",
+    "CHUNK_STATE",
+    "CHUNK_TAINTED",
     "COMMON_CONSUMED",
     "COMMON_NAMED",
     "CORE",
@@ -24,6 +32,10 @@ __all__ = [
 
 #: Bytes of a cache line.
 LINE: Final = 64
+
+#: Chunks that a queue holds. All of them together are as large as a second-level cache: what one core has just read is
+#: dear to overwrite for another one. With queues of 256 KiB an allreduce of 1 MiB takes twice as long.
+CHUNKS: Final = 8
 
 #: Slots of a lane, the small ones first: operations in flight at once that need no frames, twice over, since a
 #: rank may be through with all of them before a peer has read the first.
@@ -52,3 +64,19 @@ LANE_CONSUMED: Final = COMMON_CONSUMED + _ROW
 """The same of the slots of the reader's lane for this rank."""
 LANE_WORDS: Final = LANE_CONSUMED + _ROW
 """How many words a lane has."""
+
+# What the two ends of a chunk queue keep to themselves; Python and C share these numbers.
+CHUNK_NUMBER: Final = 0
+"""Of the writer: how many chunks have been put. Of the reader: the number of the next one."""
+CHUNK_HOLDER: Final = 1
+"""Of the writer: id of the operation that has the queue; 0 while it is free."""
+CHUNK_HOLDER_GROUP: Final = 2
+"""Of the writer: the group of that operation."""
+CHUNK_TAINTED: Final = 3
+"""Of the writer: an operation has failed, of which chunks are left in the queue that may never be read."""
+CHUNK_READY: Final = 4
+"""Of the writer: the memory of the queue is there."""
+CHUNK_GROUPS_OVER: Final = 5
+"""Of the reader: how many groups are over of which there may still be chunks."""
+CHUNK_STATE: Final = 6
+"""How many numbers these are."""

@@ -3,7 +3,6 @@
 
 #include <sched.h>
 
-#define BUDGET 300e-6 /* seconds that one callback may take */
 enum {
     LOOKS_WITH_INTERPRETER = 64, /* some 2 µs, before other threads may run */
     DOUBT = 32,                  /* looks after which it asks whether a peer is on this core */
@@ -56,9 +55,17 @@ int poll_for(Handle *call) {
     Released released = {NULL, pinned, calls->size};
     if (calls->is_beside) calls->is_beside = has_neighbour(calls);
     int found = 0, gives_way = calls->is_crowded || calls->is_beside;
-    double now = gives_way ? seconds() : 0.0, idle = now + calls->spin, limit = now + BUDGET;
+    double now = gives_way || call->relay ? seconds() : 0.0, idle = now + calls->spin, limit = now + BUDGET;
+    uint64_t moved = calls->moved;
+    calls->deadline = limit;
+    if (call->relay) release(calls, &released); /* its chunks take long */
     for (int looks = 1; now < idle && now < limit; looks++) {
         if ((found = look_at(call))) break;
+        if (calls->moved != moved) {
+            moved = calls->moved;
+            now = seconds();
+            idle = now + calls->spin;
+        }
         if (looks % OTHERS == 0 && calls->count > 1) {
             take_back(&released);
             if (!call->is_in_flight) return 0; /* another thread has handed it over */
@@ -91,6 +98,11 @@ int poll_for(Handle *call) {
     }
     take_back(&released);
     if (!call->is_in_flight) return 0;
+    if (!found && call->relay) {
+        /* There may be chunks when the time is over, for which nothing wakes this rank. */
+        if (relay_attend(call) < 0) return crash(calls);
+        if (!call->is_in_flight) return 0;
+    }
     if (found) return found > 0 ? complete(call) : hand_over(call);
     /* Nothing came: no other await polls in this turn of the loop. */
     *(double *)calls->turn.buf = now;

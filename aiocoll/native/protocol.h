@@ -59,6 +59,44 @@ static inline int consume(const Word *named, Word *consumed, const Word *line, u
     return 1;
 }
 
+/* ---- chunk queues; aiocoll/transport/shm/chunk_queue.py is the reference */
+
+/* Words of a chunk's line. */
+enum { CHUNK_NUMBER, CHUNK_GROUP, CHUNK_IDENTITY, CHUNK_SEGMENT, CHUNK_OFFSET, CHUNK_FINGERPRINT, CHUNK_LENGTH };
+
+typedef struct {
+    uint64_t identity, group, fingerprint, length; /* length: bytes of the message that it is a part of */
+} Chunk;
+
+/* Return whether the reader is done with so many chunks; if not, it will wake this rank. */
+static inline int are_taken(const Word *taken, Word *waiting, uint64_t number) {
+    if (load_acquire(taken) >= number) return 1;
+    store(waiting, 1);
+    fence_full();
+    return load_acquire(taken) >= number;
+}
+
+/* Let the reader have a chunk, which is in the queue; its number counts from 1. */
+static inline void put_chunk(Word *line, const Chunk *chunk, uint64_t number) {
+    store(line + CHUNK_GROUP, chunk->group);
+    store(line + CHUNK_IDENTITY, chunk->identity);
+    store(line + CHUNK_SEGMENT, 0);
+    store(line + CHUNK_FINGERPRINT, chunk->fingerprint);
+    store(line + CHUNK_LENGTH, chunk->length);
+    store_release(line + CHUNK_NUMBER, number);
+}
+
+static inline int has_chunk(const Word *line, uint64_t number) { return load_acquire(line + CHUNK_NUMBER) == number; }
+
+/* Be done with a chunk; return whether the writer may have to be woken. */
+static inline int take_chunk(Word *taken, Word *waiting, uint64_t number) {
+    store_release(taken, number);
+    fence_full();
+    if (!load(waiting)) return 0;
+    store(waiting, 0);
+    return 1;
+}
+
 /* ---- the doorbell */
 
 /* Return the status of a peer that sleeps and was not woken yet, else 0. A full fence is between the post and this, as

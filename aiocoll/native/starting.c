@@ -25,6 +25,7 @@ Steps *steps_of(Calls *calls, PyObject *plan) {
         steps = PyObject_CallFunctionObjArgs(calls->make_steps, plan, NULL);
     }
     if (steps && (TYPE_OF(steps) != Steps_type || ((Steps *)steps)->size != calls->size)) return DROP(steps), NULL;
+    if (steps && ((Steps *)steps)->operands.steps && !((Steps *)steps)->loop) return DROP(steps), NULL;
     return (Steps *)steps;
 }
 
@@ -168,7 +169,8 @@ int is_ready(Handle *call) {
             if (!is_next) return CANNOT; /* a finalizer has made a call */
             if (calls->waiting) return IN_USE;
         }
-        int postable = are_postable(calls, steps->first, steps->first_count, call->identity);
+        int postable = call->relay ? relay_is_startable(call)
+                                   : are_postable(calls, steps->first, steps->first_count, call->identity);
         if (postable == IN_USE) return may_wait(call) ? IN_USE : CANNOT;
         for (int i = 0; i < steps->takes_count && postable == CAN; i++) {
             const Take *take = steps->takes + i;
@@ -214,6 +216,7 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
     int failed = 0;
     if (key == Py_None) call->identity = (uint64_t)(call->seq = gate_of(calls)[ENTERED] + 1);
     else failed = take_count(calls, key, &call->identity, &call->seq);
+    if (!failed && steps->chunk) failed = relay_open(call);
     int ready = failed || find_call_site(calls, call) < 0 ? -1 : is_ready(call);
     if (!ready && key != Py_None)
         *taken = Py_BuildValue("KL", (unsigned long long)call->identity, (long long)call->seq);

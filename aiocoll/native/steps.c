@@ -130,6 +130,51 @@ static void find_loop(Steps *steps, PyObject *ufunc) {
     }
 }
 
+/* Take over the regions of one direction of a relay: buffer, start and stop of each. */
+static int way_from(Steps *steps, PyObject *regions, Way *way) {
+    if (!(way->regions = rows(regions, &way->steps, sizeof(Region)))) return -1;
+    npy_intp longest = 0;
+    for (int i = 0; i < way->steps; i++) {
+        int buffer;
+        Py_ssize_t start, stop;
+        if (!PyArg_ParseTuple(ITEM(regions, i), "inn", &buffer, &start, &stop)) return -1;
+        if (start < 0 || stop < start || stop > PY_SSIZE_T_MAX / steps->itemsize || buffer < 0 ||
+            buffer >= steps->buffers_count)
+            return PyErr_SetString(PyExc_ValueError, "there is no such region"), -1;
+        if (need(steps, buffer, stop * steps->itemsize) < 0) return -1;
+        way->regions[i] = (Region){buffer, start, stop - start};
+        if (stop - start > longest) longest = stop - start;
+    }
+    way->chunks = (longest + steps->chunk - 1) / steps->chunk;
+    return 0;
+}
+
+/* A relay: elements of a chunk; regions that are put, that are taken, and that these are reduced with, by step; and the
+   target and the source of a copy. */
+static int relay_from(Steps *self, PyObject *relay) {
+    PyObject *puts, *takes, *sources, *copy;
+    Py_ssize_t chunk;
+    const Way *outward = &self->outward, *inward = &self->inward, *operands = &self->operands, *local = &self->local;
+    if (!PyArg_ParseTuple(relay, "nO!O!O!O!", &chunk, &PyTuple_Type, &puts, &PyTuple_Type, &takes, &PyTuple_Type,
+                          &sources, &PyTuple_Type, &copy))
+        return -1;
+    if (chunk < 1 || self->size < 2) goto wrong;
+    self->chunk = chunk;
+    if (way_from(self, puts, &self->outward) < 0 || way_from(self, takes, &self->inward) < 0) return -1;
+    if (way_from(self, sources, &self->operands) < 0 || way_from(self, copy, &self->local) < 0) return -1;
+    /* What is passed on in a step has come in the step before. */
+    if (outward->steps > 1 && (inward->steps != outward->steps || inward->chunks != outward->chunks)) goto wrong;
+    if (operands->steps > inward->steps) goto wrong;
+    for (int i = 0; i < operands->steps; i++)
+        if (operands->regions[i].count != inward->regions[i].count) goto wrong;
+    if (!local->steps) return 0;
+    if (local->steps == 2 && local->regions[0].count == local->regions[1].count) return 0;
+wrong:
+    PyErr_SetString(PyExc_ValueError, "the relay does not fit together");
+    return -1;
+}
+
+/* `round` is a `Round`, or what `relay_from` takes. */
 static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     PyObject *plan, *kind, *op, *signature, *storage, *round, *ufunc, *fold_function, *copies, *first, *takes, *target,
         *own, *moves, *last;
@@ -139,7 +184,9 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     if (!PyArg_ParseTuple(args, "OOOOKO!iiO!OO", &plan, &kind, &op, &signature, &fingerprint, &PyArrayDescr_Type,
                           &storage, &self->buffers_count, &size, &PyTuple_Type, &round, &ufunc, &fold_function))
         return -1;
-    if (!PyArg_ParseTuple(round, "O!O!O!OO!O!O!p", &PyTuple_Type, &copies, &PyTuple_Type, &first, &PyTuple_Type, &takes,
+    enum { OF_RELAY = 5 };
+    if (PyTuple_Size(round) != OF_RELAY &&
+        !PyArg_ParseTuple(round, "O!O!O!OO!O!O!p", &PyTuple_Type, &copies, &PyTuple_Type, &first, &PyTuple_Type, &takes,
                           &target, &PyTuple_Type, &own, &PyTuple_Type, &moves, &PyTuple_Type, &last, &self->is_private))
         return -1;
     KEEP(plan), self->plan = plan;
@@ -154,6 +201,11 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
         return PyErr_SetString(PyExc_ValueError, "there is no such round"), -1;
     if (!(self->needed = PyMem_Calloc(self->buffers_count ? self->buffers_count : 1, sizeof(npy_intp))))
         return PyErr_NoMemory(), -1;
+    self->target = -1;
+    if (PyTuple_Size(round) == OF_RELAY) {
+        if (PyObject_TypeCheck(ufunc, &PyUFunc_Type)) find_loop(self, ufunc);
+        return relay_from(self, round);
+    }
     long number = target == Py_None ? -1 : PyLong_AsLong(target);
     if (PyErr_Occurred()) return -1;
     if (number < -1 || number >= self->buffers_count)
@@ -210,6 +262,8 @@ static void Steps_dealloc(Steps *self) {
     for (int i = 0; i < self->first_count && self->first; i++) PyMem_Free(self->first[i].readers);
     for (int i = 0; i < self->last_count && self->last; i++) PyMem_Free(self->last[i].readers);
     PyMem_Free(self->first), PyMem_Free(self->last), PyMem_Free(self->copies);
+    PyMem_Free(self->outward.regions), PyMem_Free(self->inward.regions);
+    PyMem_Free(self->operands.regions), PyMem_Free(self->local.regions);
     PyMem_Free(self->takes), PyMem_Free(self->own), PyMem_Free(self->moves), PyMem_Free(self->needed);
     free_object(self);
 }

@@ -17,6 +17,7 @@ from aiocoll.transport.frame import SEGMENT
 
 __all__ = [
     "LEAST_BY_REFERENCE",
+    "MIDDLE_PER_CHUNK",
     "MIDDLE_SLOTS",
     "MOST_BY_REFERENCE",
     "SMALL_PER_CHUNK",
@@ -25,8 +26,9 @@ __all__ = [
     "Segment",
 ]
 
-#: So many small slots hold what one chunk holds, as all middle slots together do.
-SMALL_PER_CHUNK = 64
+#: So many small slots, or middle ones, hold what one chunk holds.
+SMALL_PER_CHUNK = 32
+MIDDLE_PER_CHUNK = 2
 
 #: Bytes of a payload from which it is faster to read it where it lies.
 LEAST_BY_REFERENCE = 64 * 1024

@@ -22,7 +22,7 @@ ARGS = argparse.Namespace(tune=True)
 QUIET, BUSY = Machine(20e-6, 5e-6, 1e-9, 1e-10), Machine(80e-6, 4e-6, 2e-9, 2e-10)
 
 
-TUNING = Tuning(tcp=QUIET, unix=QUIET, single_copy=SingleCopy(1 << 20, 1 << 18, math.inf))
+TUNING = Tuning(tcp=QUIET, unix=QUIET, single_copy=SingleCopy(1 << 20, 1 << 18, math.inf, 1 << 23))
 
 
 @pytest.fixture
@@ -70,7 +70,10 @@ def test_the_quietest_launch_is_written_where_groups_look_for_it(
     assert "tcp       20.0 µs        5.0 µs     1.0 GB/s    10.0 GB/s    20 KiB\n" in printed
     assert "tcp: latency was 20.0 to 80.0 µs: something else keeps this machine busy" in printed
     assert "unix: latency" not in printed
-    assert "single copy: moved from 1024 KiB on, spread from 256 KiB on, reduced never\n" in printed
+    assert (
+        "single copy: moved from 1024 KiB on, spread from 256 KiB on, reduced never, relayed from 8192 KiB on\n"
+        in printed
+    )
     assert f"Written to {path}" in printed
 
 

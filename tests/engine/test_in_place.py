@@ -30,7 +30,7 @@ from aiocoll.transport.frame import HEADER, SEGMENT
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
 
-from ..internals import comm_of, plans_of, replaced, spied, wrapped
+from ..internals import comm_of, plans_of, replaced, spied, without_accelerator, wrapped
 from ..ranks import over
 
 pytestmark = pytest.mark.skipif(can_read() is not None, reason=f"no process can be read here: {can_read()}")
@@ -98,9 +98,11 @@ CALLS: dict[str, Call] = {
 }
 
 
-def always(pg: ProcessGroup) -> None:
+def always(pg: ProcessGroup, way: str = "in place") -> None:
     """Single copy pays for whatever is no small operation."""
     comm = comm_of(pg)
+    if way != "through queues":
+        without_accelerator(pg)
     comm.tuning = comm.tuning._replace(single_copy=SingleCopy(0, 0, 0))
 
 
@@ -283,6 +285,7 @@ def test_limits(kind: str, reduces: bool, size: int, limit: int) -> None:
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "scatter", "alltoall"])
 async def test_below_the_limit_nothing_is_referenced(kind: str, references: list[int]) -> None:
     async def rank(pg: ProcessGroup, limit: int) -> None:
+        without_accelerator(pg)
         comm = comm_of(pg)
         comm.tuning = comm.tuning._replace(single_copy=SingleCopy(math.inf, limit, limit))
         await CALLS[kind](pg, 9 * FITS)
@@ -297,16 +300,19 @@ async def test_below_the_limit_nothing_is_referenced(kind: str, references: list
 # -- ends before the end
 
 PATTERN = -7.0
+#: How large arrays move: read in place, or through chunk queues, as where all ranks have the accelerator.
+WAYS = ("in place", "through queues")
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CALLS)
-async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(kind: str) -> None:
+async def test_what_fails_is_never_seen_with_what_its_owner_puts_there_then(kind: str, way: str) -> None:
     """Rank 0 aborts, and overwrites what it has given, at every moment of a call. Other groups of the link go on."""
     count = 64 * SEGMENT // 8
     outcomes = set()
 
     async def rank(pg: ProcessGroup, turns: int) -> None:
-        always(pg)
+        always(pg, way)
         other = await pg.split_group([0, 1])
         assert other is not None
         given = np.full(2 * count, pg.rank() + 1.0)
@@ -371,6 +377,12 @@ MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGrou
         lambda pg: pg.allreduce(np.zeros(LARGE, np.int64)),
     ),
     "root": (lambda pg: pg.broadcast(np.zeros(LARGE), 0), lambda pg: pg.broadcast(np.zeros(LARGE), 1)),
+    "small from the root": (lambda pg: pg.broadcast(np.zeros(LARGE), 0), lambda pg: pg.broadcast(np.zeros(1), 0)),
+    "small to the root": (lambda pg: pg.reduce(np.zeros(1), 0), lambda pg: pg.reduce(np.zeros(LARGE), 0)),
+    "small of both": (
+        lambda pg: pg.reduce_scatter_tensor(np.zeros(LARGE), np.zeros(2 * LARGE)),
+        lambda pg: pg.reduce_scatter_tensor(np.zeros(1), np.zeros(2)),
+    ),
     "kind": (lambda pg: pg.broadcast(np.zeros(LARGE), 0), lambda pg: pg.allreduce(np.zeros(LARGE))),
     "barrier": (lambda pg: pg.broadcast(np.zeros(LARGE), 0), lambda pg: pg.barrier()),
     "block": (
@@ -394,12 +406,13 @@ MISMATCHES: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGrou
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MISMATCHES)
-async def test_calls_that_do_not_match(name: str) -> None:
+async def test_calls_that_do_not_match(name: str, way: str) -> None:
     """All find out, within a second, but for those that were done before."""
 
     async def rank(pg: ProcessGroup, swapped: bool) -> None:
-        always(pg)
+        always(pg, way)
         await allreduce(pg, LARGE)
         with suppress(CollectiveMismatchError):
             async with asyncio.timeout(1):
@@ -408,7 +421,7 @@ async def test_calls_that_do_not_match(name: str) -> None:
         with pytest.raises(GroupRevokedError, match="Collectives differ"):
             await pg.barrier()
 
-    for swapped in (False,) if "block" in name else (False, True):  # only the root has blocks to scatter
+    for swapped in (False,) if "block" in name or "root" in name else (False, True):  # the roots differ
         await run_ranks(2, rank, swapped, options=SHM)
 
 

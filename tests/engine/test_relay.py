@@ -13,13 +13,15 @@ from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
 from aiocoll.transport.shm.layout import CHUNKS
 
-from ..internals import Limits, comm_of
+from ..internals import Limits, comm_of, make_pure
 from ..ranks import over, until
 from .test_slot_program import call, check, fails, jobs, mine, shrunk
 
 MIB = 1024 * 1024
 #: Elements of float64 in a piece.
-PIECE = 32768
+PIECE = 16384
+#: Chunks of a queue that two operations can fill.
+FEW = 4
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def pieces_put(pg: ProcessGroup, peer: int) -> int:
     """Return how many pieces this rank has put into its lane to `peer`."""
     shared = comm_of(pg).channels[peer].shared
     assert shared is not None
-    return shared.chunks.writer._number
+    return shared.chunks.number
 
 
 def in_the_lane(pg: ProcessGroup) -> list[bool]:
@@ -264,12 +266,15 @@ async def test_what_is_put_after_the_peer_has_given_up_is_in_nobodys_way() -> No
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
-async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
     """Ranks of one loop find the free block by themselves; those of processes may be asleep."""
+    limits(chunks=FEW)
     async with jobs(2) as (pgs,):
+        for pg in pgs:
+            make_pure(pg)
         calls = [call(pgs[1], 6 * PIECE), call(pgs[0], 6 * PIECE)]
         look(pgs[0])
-        full = pieces_put(pgs[0], 1) == CHUNKS
+        full = pieces_put(pgs[0], 1) == FEW
         link = comm_of(pgs[1]).channels[0].shared
         assert link is not None
         put, announce = [pieces_put(pgs[1], 0)], link.announce
@@ -281,14 +286,17 @@ async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest
         assert [one == other for one, other in pairwise(put)].count(True) == 1
 
 
-async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken() -> None:
+async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken(limits: Limits) -> None:
+    limits(chunks=FEW)
     async with jobs(2, "ab") as (a, b):
+        for pg in (*a, *b):
+            make_pure(pg)
         count = PIECE + 1
         # Rank 0 is done with the lane, but the last piece lies there unread, and another group's behind it.
         calls = [call(a[1], count), call(a[0], count)]
         later = call(b[0], 300_000)
         assert in_the_lane(b[0]) == [True]
-        assert pieces_put(b[0], 1) == CHUNKS
+        assert pieces_put(b[0], 1) == FEW
         a[1].abort("a test")
         for _, work in calls:
             await fails(work)

@@ -11,7 +11,9 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup
 from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.engine.operations.shm_ring import ShmRing
 from aiocoll.engine.operations.slot_program import SlotProgram
+from aiocoll.native import core
 from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_SLOTS
 from aiocoll.work import Work
 
@@ -77,6 +79,10 @@ def executors(pgs: list[ProcessGroup]) -> set[type]:
     return {type(operation) for pg in pgs for operation in comm_of(pg).in_flight.pending}
 
 
+def executor_of_large(call: Call, world_size: int) -> type:
+    return ShmRing if core is not None and world_size == 2 and call is not gather else ProgramExecutor
+
+
 @CALLS
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 async def test_what_fits_goes_through_slots(call: Call, world_size: int) -> None:
@@ -85,7 +91,7 @@ async def test_what_fits_goes_through_slots(call: Call, world_size: int) -> None
             for root in range(world_size):
                 before = sum(posts(pg, peer) for pg in pgs for peer in comm_of(pg).others)
                 calls = [call(pg, lambda a, b, count=count: count, root) for pg in pgs]
-                assert executors(pgs) <= {SlotProgram if count < LARGE else ProgramExecutor}
+                assert executors(pgs) <= {SlotProgram if count < LARGE else executor_of_large(call, world_size)}
                 await finish(calls)
                 after = sum(posts(pg, peer) for pg in pgs for peer in comm_of(pg).others)
                 messages = (world_size - 1) * (world_size if call is alltoall else 1)
@@ -109,7 +115,7 @@ async def test_small_blocks_beside_large_ones(call: Call, world_size: int) -> No
                 ]
                 seen |= executors(pgs)
                 await finish(calls)
-    expected = {ProgramExecutor, SlotProgram} if world_size > 2 else {ProgramExecutor}
+    expected = {ProgramExecutor, SlotProgram} if world_size > 2 else {executor_of_large(call, world_size)}
     assert seen >= expected - ({ProgramExecutor} if call is scatter else set()), "the root of a scatter ends at once"
 
 

@@ -17,7 +17,7 @@ from aiocoll.testing import run_processes, run_ranks
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.transport.shm.references import ReferenceWriter
 
-from ..internals import channels_of, spied, unasked
+from ..internals import channels_of, spied, unasked, without_accelerator
 from ..pairwise import Case, cover
 from ..reductions import DTYPES, OPS
 from .test_collectives import MOVING, REDUCING, ROOTED, SIZES, check, label, valid
@@ -37,7 +37,7 @@ def options(tmp_path: Path) -> GroupOptions:
 
 def tuning(folder: Path) -> str:
     path = folder / "tuning.json"
-    sizes = {"moved": 0, "spread": 0, "reduced": 0}
+    sizes = {"moved": 0, "spread": 0, "reduced": 0, "relayed": 0}
     path.write_text(json.dumps({"format": "aiocoll tuning", "version": 1, "media": {}, "single_copy": sizes}))
     return str(path)
 
@@ -152,6 +152,7 @@ async def test_arrays_of_empty_are_read_in_their_segments(
     """Single copy or not: of keyed calls and of sub-groups, too."""
 
     async def rank(pg: ProcessGroup) -> None:
+        without_accelerator(pg)
         group = await pg.split_group([0, 1]) if sub else pg
         if keyed and kind == "broadcast":
             mine = await pg.empty(LARGE, np.float64)

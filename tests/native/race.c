@@ -1,8 +1,10 @@
-/* Two threads over one mapping run the protocol of the outboxes: post, look, fold, free, give up, sleep and wake.
+/* Two threads over one mapping run the protocol of the outboxes: post, look, fold, free, give up, sleep and wake; and
+   that of chunk queues.
 
    race ROUNDS [SEED]: both post, fold and free in each round, and sleep if nothing comes. Then one posts as many times
-   and gives half of its posts up while the other reads them. The bytes of the first part are not atomic, so that
-   ThreadSanitizer sees a missing release or acquire; what it cannot see (fences, lost wake-ups) the checks find. */
+   and gives half of its posts up while the other reads them. Then one puts as many chunks, and the other takes them.
+   The bytes of the first and the last part are not atomic, so that ThreadSanitizer sees a missing release or acquire;
+   what it cannot see (fences, lost wake-ups) the checks find. */
 #define _GNU_SOURCE
 #include "protocol.h"
 
@@ -23,6 +25,11 @@ typedef struct {
     _Alignas(LAYOUT_LINE) Word lane[LAYOUT_LANE_WORDS];
     _Alignas(LAYOUT_LINE) Word lines[SLOTS][LINE_WORDS];
     _Alignas(LAYOUT_LINE) uint64_t bytes[SLOTS][WORDS];
+    /* of the queue from this rank; the peer writes the first two */
+    _Alignas(LAYOUT_LINE) Word taken[LINE_WORDS];
+    _Alignas(LAYOUT_LINE) Word waiting[LINE_WORDS];
+    _Alignas(LAYOUT_LINE) Word chunk_lines[LAYOUT_CHUNKS][LINE_WORDS];
+    _Alignas(LAYOUT_LINE) uint64_t chunks[LAYOUT_CHUNKS][WORDS];
 } Outbox;
 
 typedef struct {
@@ -60,13 +67,18 @@ static void ring(Rank *self) {
     if (write(self->peer_eventfd, &one, sizeof one) < 0) fail("the eventfd is full", status);
 }
 
+static int has_post(const Rank *self, uint64_t round) {
+    int slot = (int)(round % SLOTS);
+    Head expected = head_of(round, 1);
+    return look_for(self->peer->lane + LAYOUT_LANE_NAMED + slot, self->own->lane + LAYOUT_LANE_CONSUMED + slot,
+                    self->peer->lines[slot], &expected, 1) != MISSING;
+}
+
 /* Sleep until the peer rings, unless something is there. */
-static void rest(Rank *self, int slot, const Head *expected, uint64_t round) {
+static void rest(Rank *self, int (*is_there)(const Rank *, uint64_t), uint64_t round) {
     set_status(self);
     fence_full();
-    const Word *named = self->peer->lane + LAYOUT_LANE_NAMED + slot,
-               *consumed = self->own->lane + LAYOUT_LANE_CONSUMED + slot;
-    if (look_for(named, consumed, self->peer->lines[slot], expected, 1) == MISSING) {
+    if (!is_there(self, round)) {
         struct pollfd waits = {self->eventfd, POLLIN, 0};
         self->sleeps++;
         if (poll(&waits, 1, PATIENCE) == 0) fail("a wake-up was lost", round);
@@ -93,7 +105,7 @@ static void *exchange(void *argument) {
         Word *consumed = self->own->lane + LAYOUT_LANE_CONSUMED + slot;
         int looks = (int)(rand_r(&self->seed) % 64 ? rand_r(&self->seed) % LOOKS : 0), found;
         while ((found = look_for(named, consumed, self->peer->lines[slot], &head, 1)) == MISSING) {
-            if (looks-- <= 0) rest(self, slot, &head, round), looks = LOOKS;
+            if (looks-- <= 0) rest(self, has_post, round), looks = LOOKS;
             else pause_core();
         }
         if (found == DIFFERENT) fail("the line has another call", round);
@@ -159,6 +171,48 @@ static void *read_what_is_there(void *argument) {
     return NULL;
 }
 
+/* ---- one puts chunks into a queue, the other takes them */
+
+static int has_room(const Rank *self, uint64_t number) {
+    return number <= LAYOUT_CHUNKS || are_taken(self->own->taken, self->own->waiting, number - LAYOUT_CHUNKS);
+}
+static int is_put(const Rank *self, uint64_t number) {
+    return has_chunk(self->peer->chunk_lines[number % LAYOUT_CHUNKS], number);
+}
+static void wait_for(Rank *self, int (*is_there)(const Rank *, uint64_t), uint64_t number) {
+    int looks = (int)(rand_r(&self->seed) % 64 ? rand_r(&self->seed) % LOOKS : 0);
+    while (!is_there(self, number)) {
+        if (looks-- <= 0) rest(self, is_there, number), looks = LOOKS;
+        else pause_core();
+    }
+}
+
+static void *put_chunks(void *argument) {
+    Rank *self = argument;
+    for (uint64_t number = 1; number <= rounds; number++) {
+        wait_for(self, has_room, number);
+        for (int i = 0; i < WORDS; i++) self->own->chunks[number % LAYOUT_CHUNKS][i] = value(0, number, i);
+        Chunk chunk = {number, 1, number * 31, WORDS * 8};
+        put_chunk(self->own->chunk_lines[number % LAYOUT_CHUNKS], &chunk, number);
+        ring(self);
+    }
+    return NULL;
+}
+
+static void *take_chunks(void *argument) {
+    Rank *self = argument;
+    for (uint64_t number = 1; number <= rounds; number++) {
+        wait_for(self, is_put, number);
+        const Word *line = self->peer->chunk_lines[number % LAYOUT_CHUNKS];
+        if (load(line + CHUNK_IDENTITY) != number || load(line + CHUNK_FINGERPRINT) != number * 31)
+            fail("the line is that of another chunk", number);
+        for (int i = 0; i < WORDS; i++)
+            if (self->peer->chunks[number % LAYOUT_CHUNKS][i] != value(0, number, i)) fail("a chunk is wrong", number);
+        if (take_chunk(self->peer->taken, self->peer->waiting, number)) ring(self);
+    }
+    return NULL;
+}
+
 static void run(Rank *ranks, void *(*first)(void *), void *(*second)(void *)) {
     pthread_t threads[2];
     if (pthread_create(threads, NULL, first, ranks) || pthread_create(threads + 1, NULL, second, ranks + 1))
@@ -187,6 +241,9 @@ int main(int count, char **arguments) {
     run(ranks, post_and_give_up, read_what_is_there);
     /* One may be read after it was given up, so the reader has as many, or more. */
     if (ranks[1].kept + 1 < ranks[0].kept) fail("a post counts as read that was not", ranks[0].kept - ranks[1].kept);
+    Rank ends[2];
+    open_pair(ends, seed);
+    run(ends, put_chunks, take_chunks);
     printf("%llu rounds, %llu sleeps; %llu of as many posts were not given up, %llu were read\n",
            (unsigned long long)rounds, (unsigned long long)sleeps, (unsigned long long)ranks[0].kept,
            (unsigned long long)ranks[1].kept);

@@ -64,6 +64,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (
                 ("test_relay.py", "test_shared_memory.py"),
                 ("test_empty.py", "-k", "read or tells or failing or counts_around and shm and not 7"),
+                ("native/test_relays.py", "-k", "over or between"),
             ),
         ),
         "exchange": Subject(

@@ -17,6 +17,7 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.errors import PeerLostError
+from aiocoll.native.layout import CHUNK_HOLDER
 from aiocoll.runtime import Runtime
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shared_memory import SMALL_SLOTS
@@ -264,7 +265,7 @@ def test_the_lane_is_reserved_when_it_is_taken(ranks: int, direction: int, made:
     assert reader.look(1, 7) == -1
     assert ends.reserved() == idle
     for number in range(1, 2 * CHUNKS):
-        assert writer.take("holder")
+        assert writer.take(1, 7)
         assert ends.reserved() == idle + CHUNKS * writer.nbytes
         assert writer.put(1, 7, 1, memoryview(bytes([number]) * writer.nbytes))
         assert reader.look(1, 7) == 1
@@ -309,7 +310,7 @@ def test_nobody_touches_what_is_not_reserved(
         sent += out.put(*frame(identity, bytes(nbytes)))
         if chance.random() < 0.1:
             words[ends.there.taken] = sent
-        if chance.random() < 0.02 and writer.take("holder"):
+        if chance.random() < 0.02 and writer.take(1, 7):
             assert writer.put(identity, 7, 1, memoryview(bytes(min(nbytes, writer.nbytes))))
             assert reader.look(identity, 7) == 1
             reader.free()
@@ -332,7 +333,7 @@ def test_an_old_kernel_reserves_a_region_at_once(ranks: int, made: Made, kernel:
     assert ends.reserved() == LinkLayout(ranks).nbytes
     out, (writer, _) = ends.outgoing(), ends.chunk_queue()
     assert out.put(*frame(1, b"x" * 100_000))
-    assert writer.take("holder")
+    assert writer.take(1, 7)
 
 
 @pytest.mark.parametrize("ranks", [8, 9])
@@ -422,13 +423,13 @@ def test_a_lane_without_memory_is_not_to_be_had(code: int, made: Made, kernel: K
     ends = made(2)
     writer, _ = ends.chunk_queue()
     kernel.fails(code)
-    assert not writer.take("holder")
-    assert writer.holder is None
+    assert not writer.take(1, 7)
+    assert writer.state[CHUNK_HOLDER] == 0
     kernel.fails(0)
-    assert writer.take("holder")
+    assert writer.take(1, 7)
     writer.leave(failed=False)
     kernel.fails(code)
-    assert writer.take("holder")
+    assert writer.take(1, 7)
 
 
 @CODES

@@ -616,8 +616,8 @@ def got(reader: ChunkQueueReader, group: int = NEW, identity: int = 3) -> int | 
 
 def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
     writer, reader = both()
-    assert writer.take("one")
-    assert not writer.take("two")
+    assert writer.take(3, NEW)
+    assert not writer.take(4, NEW)
     for start in range(0, 40, CHUNKS):
         for number in range(CHUNKS):
             assert put(writer, start + number)
@@ -631,7 +631,7 @@ def test_pieces_arrive_in_order_and_only_for_their_operation() -> None:
 
 def test_a_reader_tells_a_writer_that_waits() -> None:
     writer, reader = both()
-    assert writer.take("one")
+    assert writer.take(3, NEW)
     for number in range(CHUNKS):
         assert put(writer, number)
     assert reader.look(3, NEW) == PRINT
@@ -646,7 +646,7 @@ def test_a_reader_tells_a_writer_that_waits() -> None:
 def test_space_comes_while_the_writer_begins_to_wait(step: int) -> None:
     """It finds the space, or it is told."""
     writer, reader = both()
-    assert writer.take("one")
+    assert writer.take(3, NEW)
     for number in range(CHUNKS):
         assert put(writer, number)
     told: list[bool] = []
@@ -657,7 +657,7 @@ def test_space_comes_while_the_writer_begins_to_wait(step: int) -> None:
 
 def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes() -> None:
     writer, reader = both()
-    assert writer.take("one")
+    assert writer.take(3, NEW)
     assert put(writer, 1, OLD)
     assert put(writer, 2, NEW)
     reader.end(NEW)
@@ -674,30 +674,30 @@ def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes()
 
 def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:
     writer, reader = both()
-    assert writer.take("one")
+    assert writer.take(3, NEW)
     assert put(writer, 1, OLD)
     assert put(writer, 2, OLD)
     writer.leave(failed=True)
-    assert not writer.take("two")
+    assert not writer.take(4, NEW)
     assert got(reader, OLD) == 1
-    assert not writer.take("two")
+    assert not writer.take(4, NEW)
     reader.end(OLD)
     reader.reclaim()
-    assert writer.take("two")
+    assert writer.take(4, NEW)
     assert put(writer, 3, NEW, 4)
     assert got(reader, NEW, 4) == 3
 
 
 def test_pieces_for_a_group_that_is_over_are_given_back_when_they_are_in_the_way() -> None:
     writer, reader = both()
-    assert writer.take("one")
+    assert writer.take(3, NEW)
     reader.end(OLD)
     reader.reclaim()
     assert put(writer, 1, OLD)
     writer.leave(failed=True)
-    assert not writer.take("two")
+    assert not writer.take(4, NEW)
     reader.reclaim()
-    assert writer.take("two")
+    assert writer.take(4, NEW)
     assert put(writer, 2, NEW, 4)
     reader.reclaim()
     assert got(reader, NEW, 4) == 2

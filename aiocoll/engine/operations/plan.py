@@ -16,6 +16,7 @@ from aiocoll.completion import Completion
 from aiocoll.elements.dtypes import DType
 from aiocoll.elements.ops import Kernel, ReduceOp
 from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.relay import Relay
 from aiocoll.engine.operations.round import Round
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.transport.frame import SEGMENT
@@ -38,13 +39,13 @@ class Plan:
     """A compiled program.
 
     Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
-    of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window; `round`
-    is the program sorted for `SlotProgram`, if that carries it out; `from_slots` are actions of other programs that
-    receive what may be in a slot; `single_copy_from` are bytes of a message from which its receiver reads it where it
-    lies, None where the rule for any message holds; `steps` is what the accelerator makes of it, None before, False if
-    nothing; `executor` carries it out; `op` is how the call that it was made for reduces; `on_device` is what calls on
-    a device know of it. Arrays, `count` and the program are in elements of `storage`, of `itemsize` bytes; the
-    signature is in elements of the dtype, which have `unit` of them.
+    of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
+    `round` is the program sorted for `SlotProgram`, if that carries it out; `relay` is what `ShmRing` does;
+    `from_slots` are actions of other programs that receive what may be in a slot; `single_copy_from` are bytes of a
+    message from which its receiver reads it where it lies, None where the rule for any message holds; `steps` is what
+    the accelerator makes of it, None before, False if nothing; `executor` carries it out; `op` is how the call that
+    it was made for reduces; `on_device` is what calls on a device know of it. Arrays, `count` and the program are in
+    elements of `storage`, of `itemsize` bytes; the signature is in elements of the dtype, which have `unit` of them.
     """
 
     __slots__ = (
@@ -66,6 +67,7 @@ class Plan:
         "on_device",
         "op",
         "program",
+        "relay",
         "round",
         "scratch",
         "signature",
@@ -87,6 +89,7 @@ class Plan:
         self.op: ReduceOp | None = None
         self.on_device: Any = None
         self.round: Round | None = None
+        self.relay: Relay | None = None
         self.steps: core.Steps | Literal[False] | None = None
         self.from_slots: tuple[int, ...] = ()
         self.single_copy_from: float | None = None
@@ -123,7 +126,7 @@ class Plan:
         """Return another plan for the same."""
         program = Program(self.program, self.scratch, self.algorithm)
         made = Plan(self.signature, program, self.dtype, self.kernel, self.executor)
-        made.op, made.round = self.op, self.round
+        made.op, made.round, made.relay = self.op, self.round, self.relay
         made.from_slots, made.single_copy_from = self.from_slots, self.single_copy_from
         return made
 

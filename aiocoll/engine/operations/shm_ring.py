@@ -1,4 +1,4 @@
-"""The executor of large reductions in shared memory: a ring of ranks, each with a chunk queue to its right neighbour.
+"""The executor of large arrays in shared memory: a ring of ranks, each with a chunk queue to its right neighbour.
 
 The schedule is that of `aiocoll.algorithms.flat.ring`: in steps 0 to p-2 a rank adds what comes from the left to a part
 of its tensor, in steps p-1 to 2p-3 it copies finished parts; it passes on what it has added or copied. Here the parts
@@ -8,7 +8,8 @@ header nor look-up, and is passed on while it is in the cache:
     step 0    0 1 2 3 4              p = 2, 5 chunks per part: the order is by columns, from the bottom up
     step 1        0 1 2 3 4
 
-Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank.
+Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank. Between two ranks other collectives go the same
+way, in one step (`Relay`).
 If the queue is in use by another operation, or not available, the same chunks travel as frames.
 
 For a tensor in memory that peers can read (`aiocoll.transport.shared_memory`) the queue carries no chunks, but their
@@ -28,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aiocoll.algorithms.program import Region
 from aiocoll.completion import Completion
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
+from aiocoll.engine.operations.relay import Relay
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import SharedMemoryLink
@@ -63,25 +66,26 @@ def order(steps: int, chunks: int) -> tuple[tuple[int, int, int], ...]:
 
 
 class ShmRing(Operation):
-    """One rank's part in one allreduce; arguments as for `ProgramExecutor`."""
+    """One rank's part in one collective that has a `Relay`; arguments as for `ProgramExecutor`."""
 
     __slots__ = (
-        "_array",
-        "_bytes",
+        "_arrays",
+        "_copied",
         "_framed",
         "_holds",
         "_left",
-        "_length",
         "_offset",
-        "_order",
-        "_parts",
         "_plan",
         "_pointed",
         "_put",
+        "_puts",
+        "_relay",
         "_right",
         "_segment",
         "_taken",
+        "_takes",
         "_unsent",
+        "_views",
     )
 
     def __init__(
@@ -94,23 +98,25 @@ class ShmRing(Operation):
     ) -> None:
         super().__init__(comm, identity, plan.signature, plan.fingerprint, completion)
         self._plan = plan
-        self._array = arrays[0]
-        self._bytes = byte_view(self._array)
+        assert plan.relay is not None
+        self._relay: Relay = plan.relay
+        self._arrays = arrays
+        self._views: dict[int, memoryview] = {}
         size, rank = len(comm.ranks), comm.rank
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
-        self._parts = [(plan.count * part // size, plan.count * (part + 1) // size) for part in range(size)]
-        self._length = comm.chunk_nbytes // plan.itemsize
-        longest = max(stop - start for start, stop in self._parts)
-        self._order = order(2 * (size - 1), -(-longest // self._length))
+        self._puts = order(len(plan.relay.puts), plan.relay.chunks(plan.relay.puts))
+        self._takes = order(len(plan.relay.takes), plan.relay.chunks(plan.relay.takes))
         self._holds = False
         self._put = 0
         self._taken = 0
+        # Elements of the local copy that have been copied.
+        self._copied = 0
         self._unsent = 0
         self._framed: dict[int, bytearray] | None = None
         registered_memory = comm.registered_memory
         place = (
-            registered_memory.find(self._array)
-            if registered_memory is not None and registered_memory.segments
+            registered_memory.find(arrays[0])
+            if registered_memory is not None and registered_memory.segments and not comm.is_on_all_cards("native")
             else None
         )
         self._segment: Segment | None = None if place is None else place[0]
@@ -120,27 +126,50 @@ class ShmRing(Operation):
 
     def enter(self) -> None:
         """Reserve the queue, if it is free, and start."""
-        channel = self.comm.channels[self._right]
-        link = channel.shared
-        self._holds = link is not None and link is channel.link and link.chunks.take(self)
+        self._take_queue()
         self.comm.polling.lookers[self] = None
         self.look()
 
+    def adopt(self, put: int, taken: int, copied: int, holds: bool) -> None:
+        """Be in flight, in place of `enter`, where the accelerator has begun.
+
+        Args:
+            put: chunks that went to the right.
+            taken: chunks that came from the left.
+            copied: elements of the local copy.
+            holds: it has the queue.
+        """
+        self._put, self._taken, self._copied, self._holds = put, taken, copied, holds
+        self.comm.in_flight.adopt(self)
+        if self.timeout != self.comm.default_timeout:
+            self.comm.endpoint.watch.entered(self.comm, self)
+        if not holds and not put:
+            self._take_queue()
+        self.comm.polling.lookers[self] = None
+        self.comm.call_soon(self.look)
+
+    def _take_queue(self) -> None:
+        channel = self.comm.channels[self._right]
+        link = channel.shared if self._puts else None
+        self._holds = link is not None and link is channel.link and link.chunks.take(self.id, self.comm.id)
+
     def look(self) -> bool:
         """Put chunks while the queue has room, take what has arrived; return whether anything moved."""
-        chunks = self._order
         ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         moved = False
         while not self.done:
             going = self._put_next()
-            if self._taken < len(chunks) and self._take_next():
+            if self._taken < len(self._takes) and self._take_next():
                 going = True
             if self.done:
                 return True
-            if self._put == self._taken == len(chunks) and not self._unsent and self._is_read():
+            if self._relay.copy is not None and not going:
+                going = self._copy_next(*self._relay.copy)
+            if self._has_moved_all() and not self._unsent and self._is_read():
                 self._end()
-                self.set_waited_for(self._right if self._pointed else self._left)
+                if self._takes:
+                    self.set_waited_for(self._right if self._pointed else self._left)
                 self.succeed(self.completion.value)
                 return True
             if not going:
@@ -155,23 +184,35 @@ class ShmRing(Operation):
         """Continue in the next turn of the loop."""
         self.look()
 
+    def _has_moved_all(self) -> bool:
+        copy = self._relay.copy
+        has_copied = copy is None or self._copied == copy[0].count
+        return has_copied and self._put == len(self._puts) and self._taken == len(self._takes)
+
+    def _copy_next(self, target: Region, source: Region) -> bool:
+        if self._copied == target.count:
+            return False
+        chunk = self._copied // self._relay.chunk
+        piece = self._piece(target, chunk)
+        piece[:] = self._piece(source, chunk)
+        self._copied += len(piece)
+        return True
+
     # -- sending to the right
 
     def _put_next(self) -> bool:
-        if self._put == len(self._order):
+        if self._put == len(self._puts):
             return False
-        step, chunk, before = self._order[self._put]
+        step, chunk, before = self._puts[self._put]
         if before >= self._taken:
             return False
-        rank, size = self.comm.rank, len(self._parts)
-        start, stop = self._bounds((rank - step - 1) % size, chunk)
-        itemsize = self._plan.itemsize
-        view = self._bytes[start * itemsize : stop * itemsize]
+        region = self._relay.puts[step]
+        view = self._bytes(region, chunk)
         channel = self.comm.channels[self._right]
         if self._holds:
             link = channel.shared
             assert link is not None
-            if not self._put_in_queue(link, start * itemsize, view):
+            if not self._put_in_queue(link, region, chunk, view):
                 return False
             if link is channel.link:
                 link.announce()
@@ -181,16 +222,17 @@ class ShmRing(Operation):
             number, self._put = self._put, self._put + 1
             self._unsent += 1
             channel.kick(Message(self, number, number, view, view.nbytes))
-        if self._put == len(self._order):
+        if self._put == len(self._puts):
             self._leave_queue(failed=False)
         return True
 
-    def _put_in_queue(self, link: SharedMemoryLink, start: int, view: memoryview) -> bool:
-        queue = link.chunks
+    def _put_in_queue(self, link: SharedMemoryLink, region: Region, chunk: int, view: memoryview) -> bool:
+        queue, itemsize = link.chunks, self._plan.itemsize
+        length = region.count * itemsize
         if self._segment is None or not queue.can_map(self._segment):
-            return queue.put(self.id, self.comm.id, self.fingerprint, view)
-        place = self._segment.number, self._offset + start
-        if not queue.point(self.id, self.comm.id, self.fingerprint, *place):
+            return queue.put(self.id, self.comm.id, self.fingerprint, view, length)
+        place = self._segment.number, self._offset + (region.start + chunk * self._relay.chunk) * itemsize
+        if not queue.point(self.id, self.comm.id, self.fingerprint, *place, length):
             return False
         self._pointed = queue.number
         return True
@@ -211,27 +253,27 @@ class ShmRing(Operation):
     # -- receiving from the left
 
     def _take_next(self) -> bool:
-        step, chunk, _ = self._order[self._taken]
-        start, stop = self._bounds((self.comm.rank - step - 2) % len(self._parts), chunk)
-        count = stop - start
+        step, chunk, _ = self._takes[self._taken]
+        region = self._relay.takes[step]
+        place = self._piece(region, chunk)
         framed = None if self._framed is None else self._framed.get(self._taken)
         link = self.comm.channels[self._left].shared
-        if framed is not None and len(framed) == count * self._plan.itemsize:
+        if framed is not None and len(framed) == place.nbytes:
             assert self._framed is not None
-            self._compute(step, start, stop, np.frombuffer(framed, self._plan.storage))
+            self._compute(step, chunk, place, np.frombuffer(framed, self._plan.storage))
             del self._framed[self._taken]
         elif link is None:
             return False
         elif (found := link.chunks.look(self.id, self.comm.id)) < 0:
             return link.chunks.reclaim()
-        elif found != self.fingerprint:
+        elif found != self.fingerprint or link.chunks.length() != region.count * self._plan.itemsize:
             self.comm.mismatches.disagree(self._left, self.id, self.describe())
             return False
         else:
-            incoming = link.chunks.read(self._plan.storage, count)
+            incoming = link.chunks.read(self._plan.storage, len(place))
             if incoming is None:
                 return False
-            self._compute(step, start, stop, incoming)
+            self._compute(step, chunk, place, incoming)
             if self.done:  # it has failed, and its group has released the chunks
                 return True
             if link.chunks.is_void():
@@ -241,35 +283,37 @@ class ShmRing(Operation):
         self._taken += 1
         return True
 
-    def _compute(self, step: int, start: int, stop: int, incoming: NDArray[Any]) -> None:
-        own = self._array[start:stop]
-        adding = len(self._parts) - 1
-        if step >= adding:
-            own[:] = incoming
+    def _compute(self, step: int, chunk: int, place: NDArray[Any], incoming: NDArray[Any]) -> None:
+        sources = self._relay.sources
+        if step >= len(sources):
+            place[:] = incoming
             return
+        own = self._piece(sources[step], chunk)
         kernel = self._plan.kernel
         assert kernel is not None
         # NumPy adds a single element in place differently, with another NaN if both are: so not in place.
-        out = own if len(own) > 1 else np.empty_like(own)
+        out = place if len(place) > 1 else np.empty_like(place)
         try:
             kernel.combine(incoming, own, out)
-            if step == adding - 1 and kernel.finalize is not None:
+            if step == len(sources) - 1 and kernel.finalize is not None:
                 kernel.finalize(out)
         except Exception as error:  # raised by a user's function
             self.comm.broke(self, error, "its reduce function raised ")
-        if out is not own:
-            own[:] = out
+        if out is not place:
+            place[:] = out
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
         """Store chunks that come in frames until it is their turn."""
-        if peer != self._left or step >= len(self._order) or payload is None:
+        if peer != self._left or step >= len(self._takes) or payload is None:
             return False
         if self._framed is None:
             self._framed = {}
         framed = self._framed.setdefault(step, bytearray())
-        ring_step, chunk, _ = self._order[step]
-        start, stop = self._bounds((self.comm.rank - ring_step - 2) % len(self._parts), chunk)
-        if step < self._taken or len(framed) + length > (stop - start) * self._plan.itemsize:
+        ring_step, chunk, _ = self._takes[step]
+        expected = self._piece(self._relay.takes[ring_step], chunk).nbytes
+        if total != expected:
+            return False
+        if step < self._taken or len(framed) + length > expected:
             raise ProtocolError(f"rank {peer} sent more than piece {step} of its message")
         if (link := self.comm.channels[peer].shared) is not None:
             link.chunks.reclaim()  # unread chunks may have been the reason for the frame
@@ -289,15 +333,15 @@ class ShmRing(Operation):
             pass
         if self.done:
             return False
-        if peer == self._left and self._taken < len(self._order):
+        if peer == self._left and self._taken < len(self._takes):
             return True
-        return peer == self._right and (self._put < len(self._order) or bool(self._unsent) or not self._is_read())
+        return peer == self._right and (self._put < len(self._puts) or bool(self._unsent) or not self._is_read())
 
     def awaited(self) -> list[int]:
         """Return the left neighbour while it has something to send, then the right one while it reads."""
-        if self._taken < len(self._order):
+        if self._taken < len(self._takes):
             return [self._left]
-        return [] if self._is_read() else [self._right]
+        return [] if self._put == len(self._puts) and self._is_read() else [self._right]
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
@@ -318,6 +362,16 @@ class ShmRing(Operation):
             if link is not None:
                 link.chunks.leave(failed=failed)
 
-    def _bounds(self, part: int, chunk: int) -> tuple[int, int]:
-        start, stop = self._parts[part]
-        return min(start + chunk * self._length, stop), min(start + (chunk + 1) * self._length, stop)
+    def _bytes(self, region: Region, chunk: int) -> memoryview:
+        """Return the bytes of a chunk of a region."""
+        view = self._views.get(region.buffer)
+        if view is None:
+            view = self._views[region.buffer] = byte_view(self._arrays[region.buffer])
+        start, itemsize = region.start + chunk * self._relay.chunk, self._plan.itemsize
+        return view[start * itemsize : min(start + self._relay.chunk, region.stop) * itemsize]
+
+    def _piece(self, region: Region, chunk: int) -> NDArray[Any]:
+        """Return what a chunk of a region has, which may be nothing."""
+        start = region.start + chunk * self._relay.chunk
+        piece: NDArray[Any] = self._arrays[region.buffer][start : min(start + self._relay.chunk, region.stop)]
+        return piece

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.round import Contribution, Round, Take, slots_of
 from aiocoll.errors import ProtocolError
-from aiocoll.transport.shared_memory import MIDDLE_SLOTS, SMALL_PER_CHUNK, SMALL_SLOTS
+from aiocoll.transport.shared_memory import MIDDLE_PER_CHUNK, SMALL_PER_CHUNK, SMALL_SLOTS
 
 if TYPE_CHECKING:
     from aiocoll.engine.links.channel import Channel
@@ -37,7 +37,7 @@ class Slots:
     Args:
         channels: the channel to each rank.
         group: id of the group on the wire.
-        chunk_nbytes: bytes of shared memory for the contributions of one operation; 0 if not all ranks share memory.
+        chunk_nbytes: bytes of a chunk in shared memory; 0 if not all ranks share memory.
 
     Attributes:
         small, largest: bytes of the longest contribution that fits into a small slot, and into any.
@@ -50,7 +50,7 @@ class Slots:
         self._group = group
         self._shift = group % SMALL_SLOTS
         self.small = chunk_nbytes // SMALL_PER_CHUNK
-        self.largest = chunk_nbytes // MIDDLE_SLOTS if chunk_nbytes else -1
+        self.largest = chunk_nbytes // MIDDLE_PER_CHUNK if chunk_nbytes else -1
 
     def post(
         self, identity: int, fingerprint: int, contributions: Sequence[Contribution], arrays: Sequence[NDArray[Any]]

@@ -13,6 +13,7 @@ from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
+from aiocoll.engine.operations.relay import BETWEEN_TWO, Relay, messages_between_two
 from aiocoll.engine.operations.round import Round
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
 from aiocoll.engine.operations.signature import Signature
@@ -118,18 +119,26 @@ class Planner:
             hosts=self._comm.hosts,
         )
         executor: Executor = ProgramExecutor
-        in_place = self._reads(kind, nbytes, sizes, made)
+        relays = self._relays(kind, algorithm, nbytes, made)
+        if not relays and dtype is not None and (made is None or made.prescale is None):
+            relays = self._relays_between_two(kind, sizes, dtype.itemsize, root or 0, made)
+        in_place = self._reads(kind, nbytes, sizes, made, relays=relays and self._comm.is_on_all_cards("native"))
         if in_place:
             algorithm = _IN_PLACE[kind]
         elif made is None or made.prescale is None:
             if (name := self._slot_algorithm(kind, nbytes, sizes, made)) is not None:
                 algorithm, executor = name, SlotProgram
-            elif self._relays(kind, algorithm, nbytes, made):
-                return Plan(signature, Program((), (), "relay"), dtype, made, ShmRing)
+            elif relays:
+                algorithm, executor = "relay", ShmRing
         if dtype is not None and (unit := dtype.unit) != 1:  # programs count elements of the storage
             sizes = tuple(
                 tuple(each * unit for each in size) if isinstance(size, tuple) else size * unit for size in sizes
             )
+        if executor is ShmRing:
+            plan = Plan(signature, Program((), (), algorithm), dtype, made, executor)
+            chunk = self._comm.chunk_nbytes // plan.itemsize
+            plan.relay = Relay.of(kind, sizes, self._rank, self._size, root or 0, chunk)
+            return plan
         program = self._program(kind, algorithm, sizes, root, made)
         private = spec_of(kind).private
         if private and self._is_small(program, dtype):
@@ -182,16 +191,34 @@ class Planner:
     def _relays(self, kind: str, algorithm: str, nbytes: int, made: Kernel | None) -> bool:
         """Whether a call goes through the ring of chunk queues."""
         piece = self._comm.chunk_nbytes
-        if not piece or self._size == 1 or kind != "allreduce" or made is None or made.ordered or not nbytes:
+        if not piece or self._size == 1 or not nbytes or (made is not None and (made.ordered or made.prescale)):
+            return False
+        if kind != "allreduce":
             return False
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
         return (self._size <= CIRCLE or algorithm == "ring") and pieces < MOST_PIECES
+
+    def _relays_between_two(
+        self, kind: str, sizes: tuple[Any, ...], itemsize: int, root: int, made: Kernel | None
+    ) -> bool:
+        """Whether a call of two ranks goes through their chunk queues: then the accelerator is faster than frames."""
+        comm = self._comm
+        if kind not in BETWEEN_TWO or self._size != 2 or not comm.chunk_nbytes or (made is not None and made.ordered):
+            return False
+        if kind == "scan" and made is not None and (made.finalize or made.of_one):
+            return False  # rank 0 has something to do
+        longest = max(messages_between_two(kind, sizes, self._rank, root)) * itemsize
+        if longest <= comm.slots.largest or longest // comm.chunk_nbytes + 2 >= MOST_PIECES:
+            return False
+        if spec_of(kind).private and longest >= comm.tuning.single_copy.relayed and comm.is_on_all_cards("reads"):
+            return False
+        return comm.is_on_all_cards("native")
 
     def _is_portable(self, made: Kernel) -> bool:
         """Whether several ranks may compute the same element: they get the same bits, those of a NaN included."""
         return made.portable and (not made.nan_varies or self._comm.makes_same_nans)
 
-    def _reads(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> bool:
+    def _reads(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None, *, relays: bool) -> bool:
         """Whether all messages of a call are so large that they are read where they lie."""
         comm = self._comm
         if not comm.chunk_nbytes or self._size == 1 or kind not in _IN_PLACE or (made and made.ordered):
@@ -200,7 +227,7 @@ class Planner:
             nbytes //= self._size
         elif kind != "broadcast":
             nbytes = nbytes // max(sum(sizes[0]), 1) * min(sizes[0])
-        limit = comm.tuning.single_copy.limit(kind, self._size, reduces=made is not None)
+        limit = comm.tuning.single_copy.limit(kind, self._size, reduces=made is not None, relays=relays)
         return not self._fits(nbytes) and nbytes >= limit and comm.is_on_all_cards("reads")
 
     def _is_small(self, program: Program, dtype: DType | None) -> bool:

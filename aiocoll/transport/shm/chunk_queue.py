@@ -9,10 +9,12 @@ they belong to. So an operation that its reader has not entered delays no other 
     word 3  where the chunk is: 0 in the queue, else the number of a segment of the writer's (`registered_memory`)
     word 4  its offset in the segment
     word 5  fingerprint
+    word 6  bytes of the message that it is a part of
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiocoll.errors import ProtocolError
+from aiocoll.native.layout import (
+    CHUNK_GROUPS_OVER,
+    CHUNK_HOLDER,
+    CHUNK_HOLDER_GROUP,
+    CHUNK_NUMBER,
+    CHUNK_READY,
+    CHUNK_STATE,
+    CHUNK_TAINTED,
+)
 from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import CHUNKS, LINE, Direction
@@ -33,9 +44,26 @@ _VOID = (1 << 64) - 1
 
 
 class _QueueEnd:
-    """What both ends know: where the chunks are."""
+    """What both ends know: where the chunks are.
 
-    __slots__ = ("_full", "_lines", "_memory", "_order", "_places", "_taken", "_words", "_writer_waiting")
+    Attributes:
+        layout: offsets in bytes of the lines and of the chunks, size of a chunk, and two words, of which the first says
+            how many chunks are taken, and the second that the writer waits for room.
+        state: numbers that the accelerator uses, too; see `aiocoll.native.layout`.
+    """
+
+    __slots__ = (
+        "_full",
+        "_lines",
+        "_memory",
+        "_order",
+        "_places",
+        "_taken",
+        "_words",
+        "_writer_waiting",
+        "layout",
+        "state",
+    )
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         self._memory = memory
@@ -45,6 +73,8 @@ class _QueueEnd:
         self._taken = direction.chunks_taken
         self._lines = [(direction.lines >> 3) + number * LINE // 8 for number in range(CHUNKS)]
         self._places = [direction.chunks + number * direction.chunk_nbytes for number in range(CHUNKS)]
+        self.layout = direction.lines, direction.chunks, direction.chunk_nbytes, self._taken, self._writer_waiting
+        self.state = array("Q", bytes(8 * CHUNK_STATE))
 
 
 class ChunkQueueWriter(_QueueEnd):
@@ -52,62 +82,61 @@ class ChunkQueueWriter(_QueueEnd):
 
     Attributes:
         nbytes: of the largest chunk.
-        holder: who uses the queue; None if nobody.
-        tainted: an operation has failed, of which chunks are left in the queue that may never be read.
     """
 
-    __slots__ = ("_number", "_ready", "_region", "holder", "nbytes", "tainted")
+    __slots__ = ("_region", "nbytes")
 
     def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
         self.nbytes = direction.chunk_nbytes
-        self.holder: object = None
-        self.tainted = False
         self._region = region
-        self._ready = False
         super().__init__(memoryview(region.memory), direction, fences)
-        self._number = 0
 
     @property
     def number(self) -> int:
         """How many chunks have been put."""
-        return self._number
+        return self.state[CHUNK_NUMBER]
 
-    def take(self, holder: object) -> bool:
-        """Reserve the queue for `holder`; False if it is not available.
+    def take(self, identity: int, group: int) -> bool:
+        """Reserve the queue for an operation of a group; False if it is not available.
 
-        The first time, its memory is reserved, which takes half a millisecond for chunks of 256 KiB.
+        The first time, its memory is reserved, which takes half a millisecond for a MiB.
         """
-        if self.holder is not None or (self.tainted and self._words[self._taken] != self._number):
+        state = self.state
+        if state[CHUNK_HOLDER] or (state[CHUNK_TAINTED] and self._words[self._taken] != state[CHUNK_NUMBER]):
             return False
-        if not self._ready and not self._reserve():
+        if not self.reserve():
             return False
-        self.tainted = False
-        self.holder = holder
+        state[CHUNK_TAINTED] = 0
+        state[CHUNK_HOLDER], state[CHUNK_HOLDER_GROUP] = identity, group
         return True
 
-    def _reserve(self) -> bool:
-        self._ready = self._region.reserve(self._places[0], self._places[-1] + self.nbytes)
-        return self._ready
+    def reserve(self) -> bool:
+        """Make the memory of the queue; False if the host has none."""
+        state = self.state
+        if not state[CHUNK_READY]:
+            state[CHUNK_READY] = self._region.reserve(self._places[0], self._places[-1] + self.nbytes)
+        return bool(state[CHUNK_READY])
 
     def leave(self, *, failed: bool) -> None:
         """Let others use the queue."""
-        self.holder = None
-        self.tainted = failed
+        self.state[CHUNK_HOLDER] = 0
+        self.state[CHUNK_TAINTED] = failed
 
-    def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview) -> bool:
+    def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview, length: int = 0) -> bool:
         """Copy the next chunk into the queue; False if there is no room, and the reader will then wake this rank."""
-        if not self.is_taken(self._number - CHUNKS + 1):
+        number = self.state[CHUNK_NUMBER]
+        if not self.is_taken(number - CHUNKS + 1):
             return False
-        place = self._places[self._number % CHUNKS]
+        place = self._places[number % CHUNKS]
         self._memory[place : place + chunk.nbytes] = chunk
-        self._announce(identity, group, fingerprint, 0, 0)
+        self._announce(identity, group, fingerprint, 0, 0, length)
         return True
 
-    def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int) -> bool:
+    def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int = 0) -> bool:
         """As `put`, of a chunk that is read in place; it has to stay as it is until it is taken, or `void`."""
-        if not self.is_taken(self._number - CHUNKS + 1):
+        if not self.is_taken(self.state[CHUNK_NUMBER] - CHUNKS + 1):
             return False
-        self._announce(identity, group, fingerprint, segment, offset)
+        self._announce(identity, group, fingerprint, segment, offset, length)
         return True
 
     def is_taken(self, number: int) -> bool:
@@ -122,45 +151,55 @@ class ChunkQueueWriter(_QueueEnd):
     def void(self, identity: int, group: int) -> None:
         """Tell the reader that what a failed operation points to may change from now on."""
         words = self._words
-        for number in range(words[self._taken], self._number):
+        for number in range(words[self._taken], self.state[CHUNK_NUMBER]):
             line = self._lines[number % CHUNKS]
             if words[line + 3] and words[line + 2] == identity and words[line + 1] == group:
                 words[line + 3] = _VOID
         self._full()
 
-    def _announce(self, identity: int, group: int, fingerprint: int, segment: int, offset: int) -> None:
-        words, line = self._words, self._lines[self._number % CHUNKS]
+    def _announce(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int) -> None:
+        words, number = self._words, self.state[CHUNK_NUMBER]
+        line = self._lines[number % CHUNKS]
         words[line + 1] = group
         words[line + 2] = identity
         words[line + 3] = segment
         words[line + 4] = offset
         words[line + 5] = fingerprint
+        words[line + 6] = length
         if self._order is not None:
             self._order()
-        self._number += 1
-        words[line] = self._number
+        self.state[CHUNK_NUMBER] = words[line] = number + 1
 
 
 class ChunkQueueReader(_QueueEnd):
     """The reader's end."""
 
-    __slots__ = ("_last", "_next", "_over")
+    __slots__ = ("_last", "_over")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         super().__init__(memory, direction, fences)
-        self._next = 1
+        self.state[CHUNK_NUMBER] = 1
         self._over: set[int] = set()
         #: By released group, the number of its last chunk, which waits behind chunks that are still to be read.
         self._last: dict[int, int] = {}
 
+    @property
+    def _next(self) -> int:
+        return self.state[CHUNK_NUMBER]
+
     def look(self, identity: int, group: int) -> int:
         """Return the fingerprint of the next chunk, if it is for an operation of a group; -1 if not."""
-        words, line = self._words, self._lines[(self._next - 1) % CHUNKS]
-        if words[line] != self._next:
+        words, number = self._words, self.state[CHUNK_NUMBER]
+        line = self._lines[(number - 1) % CHUNKS]
+        if words[line] != number:
             return -1
         if self._order is not None:
             self._order()
         return words[line + 5] if words[line + 2] == identity and words[line + 1] == group else -1
+
+    def length(self) -> int:
+        """Return the bytes of the message that the next chunk is a part of."""
+        return self._words[self._lines[(self._next - 1) % CHUNKS] + 6]
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """Return the next chunk where it lies, until `free`."""
@@ -182,8 +221,8 @@ class ChunkQueueReader(_QueueEnd):
         if self._order is not None:
             self._order()
         words = self._words
-        words[self._taken] = self._next
-        self._next += 1
+        words[self._taken] = self.state[CHUNK_NUMBER]
+        self.state[CHUNK_NUMBER] += 1
         self._full()
         if words[self._writer_waiting]:
             words[self._writer_waiting] = 0
@@ -193,6 +232,7 @@ class ChunkQueueReader(_QueueEnd):
     def end(self, group: int) -> None:
         """Know that a group is over: what is, or will be, written for it has no reader."""
         self._over.add(group)
+        self.state[CHUNK_GROUPS_OVER] = len(self._over)
 
     def release(self, group: int) -> None:
         """Forget that a group is over when its last chunk is freed: nothing more is written for it."""
@@ -202,7 +242,7 @@ class ChunkQueueReader(_QueueEnd):
         if left:
             self._last[group] = left[-1]
         else:
-            self._over.discard(group)
+            self._forget(group)
 
     def reclaim(self) -> tuple[bool, bool]:
         """Be done with what comes next for groups that are over.
@@ -223,8 +263,12 @@ class ChunkQueueReader(_QueueEnd):
             for group, last in list(self._last.items()):
                 if last < self._next:
                     del self._last[group]
-                    self._over.discard(group)
+                    self._forget(group)
         return freed, wanted
+
+    def _forget(self, group: int) -> None:
+        self._over.discard(group)
+        self.state[CHUNK_GROUPS_OVER] = len(self._over)
 
 
 class Chunks:
@@ -266,9 +310,14 @@ class Chunks:
         """How many chunks have been put."""
         return self.writer.number
 
-    def take(self, holder: object) -> bool:
-        """Reserve the queue to the peer for `holder`; False if it is not available."""
-        return self.writer.take(holder)
+    def connect(self, native: Any, memory: memoryview) -> None:
+        """Let the accelerator use the queues, in the memory of the link."""
+        writer, reader = self.writer, self.reader
+        native.connect_queues(memory, writer.layout, writer.state, reader.layout, reader.state, writer.reserve)
+
+    def take(self, identity: int, group: int) -> bool:
+        """Reserve the queue to the peer for an operation of a group; False if it is not available."""
+        return self.writer.take(identity, group)
 
     def leave(self, *, failed: bool) -> None:
         """Let others use the queue to the peer; `failed`: chunks may be in it that are never read."""
@@ -278,13 +327,21 @@ class Chunks:
         """Return whether the peer has mapped `segment`, which is offered to it if it has not been."""
         return self._sharing.can_map(segment)
 
-    def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview) -> bool:
-        """Copy the next chunk into the queue; False if there is no room, and the peer will then wake this rank."""
-        return self.writer.put(identity, group, fingerprint, chunk)
+    def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview, length: int) -> bool:
+        """Copy the next chunk, of a message of so many bytes, into the queue to the peer.
 
-    def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int) -> bool:
+        Returns:
+            False if there is no room, and the peer will then wake this rank.
+        """
+        return self.writer.put(identity, group, fingerprint, chunk, length)
+
+    def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int) -> bool:
         """As `put`, of a chunk that is read in place: it has to stay as it is until it is taken, or `void`."""
-        return self.writer.point(identity, group, fingerprint, segment, offset)
+        return self.writer.point(identity, group, fingerprint, segment, offset, length)
+
+    def length(self) -> int:
+        """Return the bytes of the message that the peer's next chunk is a part of."""
+        return self.reader.length()
 
     def is_taken(self, number: int) -> bool:
         """Return whether the peer is done with the first `number` chunks; if not, it will wake this rank."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from aiocoll.native.layout import (
+    CHUNKS,
     COMMON_CONSUMED,
     COMMON_NAMED,
     CORE,
@@ -36,7 +37,7 @@ from aiocoll.native.layout import (
     STATUS,
 )
 from aiocoll.transport.frame import SEGMENT
-from aiocoll.transport.shared_memory import SMALL_PER_CHUNK
+from aiocoll.transport.shared_memory import MIDDLE_PER_CHUNK, SMALL_PER_CHUNK
 from aiocoll.transport.shm.region import PAGE
 
 __all__ = [
@@ -62,9 +63,6 @@ __all__ = [
 ENTRIES = 256
 #: Bytes of a ring's data that are reserved from the beginning: enough for some small frames.
 FIRST = 8 * 1024
-#: Chunks that a queue holds: one is written while one is read, and as many again for when either is late.
-CHUNKS = 4
-
 _FEW = 8
 """Ranks of a host up to which links are large: 3 MiB each, if all is used. In larger worlds a rank has many."""
 
@@ -184,7 +182,7 @@ class OutboxLayout:
 
 def _slots(lines: int, ranks: int) -> SlotsLayout:
     chunk = _chunk_nbytes(ranks)
-    small_nbytes, middle_nbytes = chunk // SMALL_PER_CHUNK, chunk // MIDDLE_SLOTS
+    small_nbytes, middle_nbytes = chunk // SMALL_PER_CHUNK, chunk // MIDDLE_PER_CHUNK
     small = lines + SLOTS * LINE
     small += -small % PAGE
     middle = small + SMALL_SLOTS * small_nbytes
@@ -192,4 +190,4 @@ def _slots(lines: int, ranks: int) -> SlotsLayout:
 
 
 def _chunk_nbytes(ranks: int) -> int:
-    return SEGMENT if ranks <= _FEW else SEGMENT // 4
+    return SEGMENT // 2 if ranks <= _FEW else SEGMENT // 8

@@ -192,6 +192,8 @@ class ShmLink:
             self.announce,
             self.refuse,
         )
+        if self.native is not None:
+            self.chunks.connect(self.native, memory)
         self._order = fences.order
         self._writer_waiting = theirs.writer_waiting
         self._taken = theirs.taken

@@ -68,7 +68,7 @@ class Sharing:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of the largest chunk; the largest slot holds a quarter of it. 0 if there is no shared memory."""
+        """Bytes of the largest chunk; the largest slot holds half of it. 0 if there is no shared memory."""
         return 0 if self.trouble is not None else self._layout.directions[0].chunk_nbytes
 
     @property

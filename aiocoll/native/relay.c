@@ -1,0 +1,237 @@
+/* Relays: large arrays through the ring of chunk queues.
+
+   The schedule, the order of the chunks and the memory are those of aiocoll/engine/operations/shm_ring.py, so each rank
+   may run either. A call that finds anything else than chunks, such as a queue in other use, goes on there. Calls of a
+   group wait here only for earlier ones of the same order, which all ranks know. */
+#include "accelerator.h"
+
+enum { LAG = 2 }; /* columns by which a step is behind the one before */
+
+static npy_intp total_of(const Way *way) { return way->steps * way->chunks; }
+
+/* Go to the next chunk: by columns, in each of them the highest step first. */
+static void next_chunk(const Way *way, Cursor *cursor) {
+    if (++cursor->count == total_of(way)) return;
+    do {
+        if (cursor->step) {
+            cursor->step--;
+        } else {
+            npy_intp deepest = ++cursor->column / LAG;
+            cursor->step = deepest < way->steps ? (int)deepest : way->steps - 1;
+        }
+    } while (cursor->column - LAG * cursor->step >= way->chunks);
+}
+
+/* Whether the chunk that has to come before the next one to be put has been taken. */
+static int is_due(const Handle *call) {
+    const Cursor *put = &call->relay->put, *taken = &call->relay->taken;
+    if (!put->step || taken->count == total_of(&call->steps->inward)) return 1;
+    npy_intp column = put->column - LAG;
+    return column < taken->column || (column == taken->column && put->step - 1 > taken->step);
+}
+
+typedef struct {
+    char *bytes;
+    npy_intp count;
+} Piece;
+
+/* Return what a chunk of a region has, which may be nothing. */
+static Piece piece_of(const Handle *call, const Region *region, npy_intp chunk) {
+    const Steps *steps = call->steps;
+    npy_intp first = chunk * steps->chunk;
+    if (first > region->count) first = region->count;
+    npy_intp count = region->count - first < steps->chunk ? region->count - first : steps->chunk;
+    return (Piece){call->relay->bytes[region->buffer] + (region->start + first) * steps->itemsize, count};
+}
+
+static Piece piece_at(const Handle *call, const Way *way, const Cursor *cursor) {
+    return piece_of(call, way->regions + cursor->step, cursor->column - LAG * cursor->step);
+}
+
+static Word *line_of(const Queue *queue, uint64_t number) {
+    return queue->lines + (number - 1) % LAYOUT_CHUNKS * LINE_WORDS;
+}
+static char *bytes_of(const PeerLanes *peer, const Queue *queue, uint64_t number) {
+    return queue->chunks + (number - 1) % LAYOUT_CHUNKS * peer->chunk_nbytes;
+}
+
+/* ---- the queue to the right */
+
+static int is_free(const Queue *queue) {
+    return !queue->state[LAYOUT_CHUNK_HOLDER] &&
+           (!queue->state[LAYOUT_CHUNK_TAINTED] || load_acquire(queue->taken) == queue->state[LAYOUT_CHUNK_NUMBER]);
+}
+
+static int is_ordered(const Handle *call) { return call->key == Py_None; }
+
+/* Whether an earlier call of this group has the queue: all ranks carry that out first. Ids of ordered calls are their
+   numbers, which are smaller than those of keyed ones. */
+static int is_next_in_line(const Handle *call, const Queue *queue) {
+    uint64_t holder = queue->state[LAYOUT_CHUNK_HOLDER];
+    return is_ordered(call) && holder && holder < call->identity &&
+           queue->state[LAYOUT_CHUNK_HOLDER_GROUP] == call->calls->group;
+}
+
+static int is_behind_another(const Handle *call) {
+    for (Handle *each = call->previous; each && is_ordered(call); each = each->previous)
+        if (each->relay && is_ordered(each) && each->relay->put.count < total_of(&each->steps->outward)) return 1;
+    return 0;
+}
+
+/* Take the queue: 0 if it is not this call's turn yet, -1 if it has to go on in frames. */
+static int take_queue(Handle *call, Queue *queue) {
+    if (is_behind_another(call) || is_next_in_line(call, queue)) return 0;
+    if (!is_free(queue)) return -1;
+    queue->state[LAYOUT_CHUNK_TAINTED] = 0;
+    queue->state[LAYOUT_CHUNK_HOLDER] = call->identity;
+    queue->state[LAYOUT_CHUNK_HOLDER_GROUP] = call->calls->group;
+    return call->relay->holds = 1;
+}
+
+static void leave_queue(Handle *call, Queue *queue) {
+    queue->state[LAYOUT_CHUNK_HOLDER] = queue->state[LAYOUT_CHUNK_TAINTED] = 0;
+    call->relay->holds = 0;
+}
+
+/* Put the next chunk: 1 if that was done, 0 if not yet, -1 if the call has to be handed over. */
+static int put_next(Handle *call, PeerLanes *right) {
+    Relay *relay = call->relay;
+    Queue *queue = &right->out;
+    const Way *puts = &call->steps->outward;
+    if (relay->put.count == total_of(puts) || !is_due(call)) return 0;
+    if (!relay->holds) {
+        int taken = take_queue(call, queue);
+        if (taken <= 0) return taken;
+    }
+    uint64_t number = queue->state[LAYOUT_CHUNK_NUMBER] + 1;
+    if (number > LAYOUT_CHUNKS && !are_taken(queue->taken, queue->waiting, number - LAYOUT_CHUNKS)) return 0;
+    Piece piece = piece_at(call, puts, &relay->put);
+    npy_intp length = puts->regions[relay->put.step].count * call->steps->itemsize;
+    Chunk chunk = {call->identity, call->calls->group, call->steps->fingerprint, (uint64_t)length};
+    memcpy(bytes_of(right, queue, number), piece.bytes, piece.count * call->steps->itemsize);
+    put_chunk(line_of(queue, number), &chunk, number);
+    queue->state[LAYOUT_CHUNK_NUMBER] = number;
+    fence_full();
+    wake(right);
+    next_chunk(puts, &relay->put);
+    if (relay->put.count == total_of(puts)) leave_queue(call, queue);
+    return 1;
+}
+
+/* ---- the queue from the left */
+
+static void use(const Handle *call, char *incoming) {
+    const Steps *steps = call->steps;
+    const Cursor *taken = &call->relay->taken;
+    Piece piece = piece_at(call, &steps->inward, taken);
+    if (taken->step >= steps->operands.steps) {
+        memcpy(piece.bytes, incoming, piece.count * steps->itemsize);
+    } else if (piece.count) {
+        char *arguments[3] = {incoming, piece_at(call, &steps->operands, taken).bytes, piece.bytes};
+        npy_intp strides[3] = {steps->itemsize, steps->itemsize, steps->itemsize};
+        steps->loop(arguments, &piece.count, strides, steps->loop_data);
+    }
+}
+
+/* Take the next chunk; returns as `put_next`. */
+static int take_next(Handle *call, PeerLanes *left) {
+    Relay *relay = call->relay;
+    Queue *queue = &left->in;
+    if (relay->taken.count == total_of(&call->steps->inward)) return 0;
+    uint64_t number = queue->state[LAYOUT_CHUNK_NUMBER];
+    Word *line = line_of(queue, number);
+    if (!has_chunk(line, number)) return 0;
+    if (load(line + CHUNK_GROUP) != call->calls->group) return queue->state[LAYOUT_CHUNK_GROUPS_OVER] ? -1 : 0;
+    if (load(line + CHUNK_IDENTITY) != call->identity) return 0;
+    npy_intp length = call->steps->inward.regions[relay->taken.step].count * call->steps->itemsize;
+    if (load(line + CHUNK_FINGERPRINT) != call->steps->fingerprint) return -1;
+    if (load(line + CHUNK_LENGTH) != (uint64_t)length) return -1;
+    if (load(line + CHUNK_SEGMENT)) return -1; /* it lies elsewhere */
+    use(call, bytes_of(left, queue, number));
+    queue->state[LAYOUT_CHUNK_NUMBER] = number + 1;
+    if (take_chunk(queue->taken, queue->waiting, number)) wake(left);
+    next_chunk(&call->steps->inward, &relay->taken);
+    return 1;
+}
+
+/* ---- a call */
+
+/* Go on with the local copy: whether there was anything left. */
+static int copy_next(Handle *call) {
+    const Way *copy = &call->steps->local;
+    npy_intp chunk = call->relay->copied / call->steps->chunk;
+    if (!copy->steps || call->relay->copied == copy->regions[0].count) return 0;
+    Piece target = piece_of(call, copy->regions, chunk), source = piece_of(call, copy->regions + 1, chunk);
+    memmove(target.bytes, source.bytes, target.count * call->steps->itemsize);
+    call->relay->copied += target.count;
+    return 1;
+}
+
+static int has_moved_all(const Handle *call) {
+    const Steps *steps = call->steps;
+    const Relay *relay = call->relay;
+    return relay->put.count == total_of(&steps->outward) && relay->taken.count == total_of(&steps->inward) &&
+           (!steps->local.steps || relay->copied == steps->local.regions[0].count);
+}
+
+/* Put and take chunks until there are none, or the time of this callback is over; needs no interpreter. Returns as
+   `look_at`. */
+int relay_move(Handle *call) {
+    Calls *calls = call->calls;
+    Relay *relay = call->relay;
+    for (;;) {
+        PeerLanes *left = calls->peers[relay->left], *right = calls->peers[relay->right];
+        if (!left || !right || !left->can_look || !right->can_post || !left->chunk_nbytes || !right->chunk_nbytes)
+            return -1;
+        int put = put_next(call, right), taken = put < 0 ? -1 : take_next(call, left);
+        if (taken < 0) return -1;
+        int moved = put + taken;
+        if (!moved) moved = copy_next(call);
+        calls->moved += moved;
+        if (has_moved_all(call)) return 1;
+        if (!moved) return 0;
+        if (seconds() > calls->deadline) return 0;
+    }
+}
+
+/* Prepare a call, which is not in flight yet. */
+int relay_open(Handle *call) {
+    Calls *calls = call->calls;
+    const Steps *steps = call->steps;
+    Relay *relay = call->relay = PyMem_Calloc(1, sizeof *relay + steps->buffers_count * sizeof *relay->bytes);
+    if (!relay) return PyErr_NoMemory(), -1;
+    relay->left = (calls->rank + calls->size - 1) % calls->size;
+    relay->right = (calls->rank + 1) % calls->size;
+    for (int i = 0; i < steps->buffers_count; i++)
+        if (steps->needed[i]) relay->bytes[i] = buffer_bytes(call, i);
+    if (steps->inward.steps) call->missing = relay->left;
+    return 0;
+}
+
+void relay_close(Handle *call) {
+    PyMem_Free(call->relay);
+    call->relay = NULL;
+}
+
+/* Whether a call has both queues, now or after earlier calls of its group; see `is_ready`. */
+int relay_is_startable(Handle *call) {
+    Calls *calls = call->calls;
+    npy_intp nbytes = call->steps->chunk * call->steps->itemsize;
+    PeerLanes *left = peer_of(calls, call->relay->left), *right = left ? peer_of(calls, call->relay->right) : NULL;
+    if (!right) return PyErr_Occurred() ? -1 : CANNOT;
+    if (!right->chunk_nbytes || !left->chunk_nbytes || nbytes > right->chunk_nbytes || nbytes > left->chunk_nbytes)
+        return CANNOT;
+    if (!call->steps->outward.steps) return CAN;
+    if (!right->out.state[LAYOUT_CHUNK_READY]) {
+        calls->asked++;
+        int is_there = queue_is_ready(right);
+        if (is_there <= 0) return is_there < 0 ? -1 : CANNOT;
+    }
+    return is_free(&right->out) || is_next_in_line(call, &right->out) ? CAN : CANNOT;
+}
+
+/* Let this rank look at its links in the next turn of the loop. */
+int relay_attend(Handle *call) {
+    PeerLanes *right = call->calls->peers[call->relay->right];
+    return right && right->can_post ? attend(right) : 0;
+}

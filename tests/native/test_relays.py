@@ -1,0 +1,342 @@
+"""Large allreduces that the accelerator carries out through chunk queues, alone and together with Python."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import CollectiveMismatchError, GroupError, ProcessGroup, ReduceOp
+from aiocoll.engine.operations.shm_ring import LAG, ShmRing
+from aiocoll.work import Work
+
+from ..internals import Limits, comm_of, is_native, native_of
+from ..reductions import DTYPES, OPS, allowed, numpy_dtype, reduce_op
+from .cases import bits
+from .groups import group_of_ranks, in_python, link
+
+#: Which ranks run natively, as the first letter tells: N, or P for pure.
+JOBS = ("NN", "NP", "PN", "NPN", "NNNN", "PNNP")
+#: Elements of float64 in a chunk.
+CHUNK = 16384
+#: Dtypes and ops for which NumPy has loops.
+WITH_LOOPS = ("int8", "int16", "int32", "uint64", "float32", "float64", "complex64", "complex128")
+UFUNCS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_looked_at_for_its_age(limits: Limits) -> None:
+    """Calls that take long are handed over; on a loaded machine that would be any."""
+    limits(report_after=1000.0, stray_after=1000.0)
+
+
+def natives(job: str) -> list[bool]:
+    return [letter == "N" for letter in job]
+
+
+def call(pg: ProcessGroup, count: int, key: str | None = None) -> tuple[Work[Any], np.ndarray]:
+    array = np.full(count, 2.0 ** pg.rank())
+    return pg.allreduce(array, key=key), array
+
+
+async def check(calls: Sequence[tuple[Work[Any], np.ndarray]], size: int) -> None:
+    async with asyncio.timeout(20):
+        for work, array in calls:
+            await work
+            assert (array == 2.0**size - 1).all()
+
+
+def queue(pg: ProcessGroup) -> Any:
+    """Return the queue to the right."""
+    shared = comm_of(pg).channels[(pg.rank() + 1) % pg.size()].shared
+    assert shared is not None
+    return shared.chunks.writer
+
+
+def counts(size: int, chunk: int) -> list[int]:
+    """Return counts around those at which another chunk is needed; and one of whose chunks one has one element."""
+    return [chunk * size + extra for extra in (-size - 1, -1, 0, 2 * size, size)] + [5 * chunk + 7]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("job", JOBS)
+async def test_relay_has_the_bits_of_pure_ranks(job: str) -> None:
+    size = len(job)
+    async with group_of_ranks(natives(job)) as pgs, group_of_ranks([False] * size, "pure") as pure:
+        for number, (dtype, op) in enumerate((dtype, op) for dtype in DTYPES for op in OPS if allowed(op, dtype)):
+            if size > 2 and (number + JOBS.index(job)) % 3:
+                continue
+            chunk = CHUNK * 8 // numpy_dtype(dtype).itemsize
+            count = counts(size, chunk)[number % 6]
+            found: list[list[bytes]] = []
+            for group in (pgs, pure):
+                arrays = [bits(dtype, count, rank) for rank in range(size)]
+                works = [pg.allreduce(x, reduce_op(op, pg.rank())) for pg, x in zip(group, arrays, strict=True)]
+                async with asyncio.timeout(20):
+                    for work in works:
+                        await work
+                found.append([array.tobytes() for array in arrays])
+                ends = {(count * (part + 1) // size - count * part // size) % chunk for part in range(size)}
+                if group is pgs and op in UFUNCS and dtype in WITH_LOOPS:
+                    assert [is_native(work) for work in works] == [each and 1 not in ends for each in natives(job)]
+            assert found[0] == found[1], f"{op} of {count} {dtype}"
+        assert [in_python(pg) for pg in pgs] == [0] * size
+
+
+def between_two(pg: ProcessGroup, kind: str, dtype: str, count: int, op: str) -> tuple[Work[Any], list[np.ndarray]]:
+    """Start a collective; return its work, and the arrays of this rank."""
+    rank = pg.rank()
+    mine, other = bits(dtype, count, kind, rank), np.zeros(2 * count, numpy_dtype(dtype))
+    reduce = reduce_op(op, rank)
+    if kind.startswith("broadcast"):
+        return pg.broadcast(mine, int(kind[-1])), [mine]
+    if kind.startswith("reduce from"):
+        return pg.reduce(mine, int(kind[-1]), reduce), [mine]
+    if kind == "scan":
+        return pg.scan(mine, reduce), [mine]
+    if kind == "exscan":
+        return pg.exscan(mine, reduce), [mine]
+    if kind == "allgather_into_tensor":
+        return pg.allgather_into_tensor(other, mine), [other, mine]
+    if kind == "allgather":
+        blocks = [other[: count - 5], other[count:]]
+        return pg.allgather(blocks, mine[: len(blocks[rank])]), [other, mine]
+    if kind == "alltoall_base":
+        return pg.alltoall_base(other, bits(dtype, 2 * count, rank)), [other]
+    if kind == "alltoall":
+        counts = [[9, count], [count - 7, 0]]  # of what each rank sends, by rank
+        outputs = [np.zeros(counts[peer][rank], numpy_dtype(dtype)) for peer in range(2)]
+        return pg.alltoall(outputs, [bits(dtype, counts[rank][peer], rank, peer) for peer in range(2)]), outputs
+    if kind.startswith("scatter"):
+        root, blocks = int(kind[-1]), [other[: count - 5], other[count:]]
+        block = mine[: len(blocks[rank])]
+        given = [bits(dtype, len(each), number) for number, each in enumerate(blocks)]
+        return pg.scatter(block, given if rank == root else None, root), [mine]
+    half = mine[: count // 2]
+    if kind == "reduce_scatter_tensor":
+        return pg.reduce_scatter_tensor(half, other[: 2 * len(half)] + bits(dtype, 2 * len(half), rank), reduce), [half]
+    inputs = [bits(dtype, len(half) - 3, rank, 0), bits(dtype, len(half), rank, 1)]
+    return pg.reduce_scatter(half[: len(inputs[rank])], inputs, reduce), [half, *inputs]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("job", "dtype"), [("NN", "float32"), ("NP", "complex64"), ("PN", "int16"), ("NN", "float16")])
+async def test_collectives_between_two_ranks_have_the_bits_of_pure_ones(job: str, dtype: str) -> None:
+    rooted = ("broadcast", "reduce", "scatter")
+    kinds = [f"{name} from {root}" for name in rooted for root in range(2)]
+    kinds += [
+        "scan",
+        "exscan",
+        "alltoall_base",
+        "alltoall",
+        "allgather_into_tensor",
+        "allgather",
+        "reduce_scatter_tensor",
+        "reduce_scatter",
+    ]
+    async with group_of_ranks(natives(job)) as pgs, group_of_ranks([False] * 2, "pure") as pure:
+        for kind in kinds:
+            for count in (2 * CHUNK, 30 * CHUNK + 14):
+                found = []
+                for group in (pgs, pure):
+                    made = [between_two(pg, kind, dtype, count, "SUM") for pg in group]
+                    async with asyncio.timeout(20):
+                        for work, _ in made:
+                            await work
+                    found.append([[array.tobytes() for array in arrays] for _, arrays in made])
+                    if group is pgs and dtype in WITH_LOOPS:
+                        assert [is_native(work) for work, _ in made] == natives(job), kind
+                assert found[0] == found[1], f"{kind} of {count} {dtype}"
+
+
+async def test_collectives_between_two_ranks_give_what_they_shall() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        count = 30 * CHUNK + 14
+        kinds = ("broadcast from 0", "reduce from 1", "allgather_into_tensor", "reduce_scatter_tensor")
+        for kind in (*kinds, "scan", "exscan", "alltoall_base", "alltoall", "scatter from 0"):
+            made = [between_two(pg, kind, "int64", count, "SUM") for pg in pgs]
+            for work, _ in made:
+                await work
+            (first, *_), (second, *_) = (arrays for _, arrays in made)
+            given = [bits("int64", count, kind, rank) for rank in range(2)]
+            if kind.startswith("broadcast"):
+                assert (second == given[0]).all()
+            elif kind.startswith("reduce from") or kind == "scan":
+                assert (second == given[0] + given[1]).all()
+                assert (first == given[0]).all()
+            elif kind == "exscan":
+                assert (second == given[0]).all()
+                assert (first == given[0]).all()
+            elif kind == "allgather_into_tensor":
+                assert (first == np.concatenate(given)).all()
+                assert (second == first).all()
+            elif kind == "alltoall_base":
+                sent = np.stack([bits("int64", 2 * count, rank).reshape(2, count) for rank in range(2)])
+                assert (np.stack([first, second]).reshape(2, 2, count) == sent.swapaxes(0, 1)).all()
+            elif kind == "alltoall":
+                for rank, (_, outputs) in enumerate(made):
+                    for peer, output in enumerate(outputs):
+                        assert (output == bits("int64", len(output), peer, rank)).all()
+            elif kind == "scatter from 0":
+                assert (first[: count - 5] == bits("int64", count - 5, 0)).all()
+                assert (second == bits("int64", count, 1)).all()
+            else:
+                whole = sum(bits("int64", 2 * len(first), rank) for rank in range(2))
+                assert (np.concatenate([first, second]) == whole).all()
+
+
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize(
+    "kind", ["broadcast from 0", "reduce from 1", "allgather_into_tensor", "reduce_scatter_tensor"]
+)
+async def test_python_takes_collectives_between_two_ranks_over(kind: str, turns: int) -> None:
+    count = 60 * CHUNK
+    async with group_of_ranks([True, True]) as pgs, group_of_ranks([True, True], "other") as others:
+        results = []
+        for group in (pgs, others):
+            made = []
+            for pg in group:
+                made.append(between_two(pg, kind, "int64", count, "SUM"))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                    if group is pgs:
+                        native_of(pg).hand_over()
+            for work, _ in made:
+                async with asyncio.timeout(20):
+                    await work
+            results.append([[array.tobytes() for array in arrays] for _, arrays in made])
+        assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "NNN"])
+async def test_calls_in_flight_wait_for_the_queue_in_their_order(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        calls = [call(pg, (9 - number) * CHUNK) for pg in pgs for number in range(6)]
+        calls += [call(pg, 3) for pg in pgs]
+        await check(calls, len(job))
+        if "P" not in job:
+            assert all(is_native(work) for work, _ in calls)
+        assert [in_python(pg) for pg in pgs] == [0] * len(job)
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "NNN"])
+async def test_keyed_calls_meet_in_any_order(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        calls, keys = [], list("abcde")
+        for pg in pgs:
+            for number, key in enumerate(keys[pg.rank() :] + keys[: pg.rank()]):
+                calls.append(call(pg, 5 * CHUNK, key))
+                if number == 1:
+                    calls.append(call(pg, 4 * CHUNK))
+        await check(calls, len(job))
+
+
+async def test_groups_that_share_a_queue_do_not_wait_for_each_other() -> None:
+    """Each rank has made the call first that the other one makes last."""
+    async with group_of_ranks([True, True]) as pgs:
+        others = await asyncio.gather(*(pg.split(0) for pg in pgs))
+        await link(others)
+
+        first = [call(pg, 6 * CHUNK) for pg in (pgs[0], others[1])]
+        await asyncio.gather(check([call(others[0], 6 * CHUNK)], 2), check([call(pgs[1], 6 * CHUNK)], 2))
+        await check(first, 2)
+        await asyncio.gather(*(pg.shutdown() for pg in others))
+
+
+@pytest.mark.parametrize("turns", range(0, 12, 2))
+@pytest.mark.parametrize("size", [2, 3])
+async def test_python_takes_a_call_over_at_any_chunk(size: int, turns: int) -> None:
+    async with group_of_ranks([True] * size) as pgs:
+        calls = [call(pg, 40 * CHUNK) for pg in pgs[1:]]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        calls.append(call(pgs[0], 40 * CHUNK))
+        for pg in pgs:
+            native_of(pg).hand_over()
+        (operation,) = comm_of(pgs[1]).in_flight.pending
+        assert isinstance(operation, ShmRing)
+        assert operation._put >= LAG
+        assert operation._holds
+        await check(calls, size)
+        assert not any(is_native(work) for work, _ in calls)
+        later = [call(pg, 4 * CHUNK) for pg in pgs]
+        await check(later, size)
+        assert all(is_native(work) for work, _ in later)
+
+
+async def test_call_that_waits_for_the_queue_is_taken_over_without_it() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        calls = [call(pgs[0], 4 * CHUNK), call(pgs[0], 4 * CHUNK)]
+        assert native_of(pgs[0]).count == 2
+        native_of(pgs[0]).hand_over()
+        held = [operation._holds for operation in comm_of(pgs[0]).in_flight.pending]
+        assert held == [True, False]
+        await check([*calls, call(pgs[1], 4 * CHUNK), call(pgs[1], 4 * CHUNK)], 2)
+
+
+async def test_queue_in_other_use_leaves_a_call_to_python() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        assert queue(pgs[0]).take(1, 99)
+        calls = [call(pg, 4 * CHUNK) for pg in pgs]
+        assert [is_native(work) for work, _ in calls] == [False, True]
+        await check(calls, 2)
+        queue(pgs[0]).leave(failed=False)
+        calls = [call(pg, 4 * CHUNK) for pg in pgs]
+        await check(calls, 2)
+        assert all(is_native(work) for work, _ in calls)
+
+
+async def test_chunks_of_a_group_that_has_failed_are_in_nobodys_way() -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        others = await asyncio.gather(*(pg.split(0) for pg in pgs))
+        await link(others)
+        lost, _ = call(others[0], 8 * CHUNK)
+        assert is_native(lost)
+        others[0].abort("a test")
+        with pytest.raises(GroupError, match="a test"):
+            await lost
+        calls = [call(pg, 8 * CHUNK) for pg in pgs for _ in range(3)]
+        await check(calls, 2)
+        later = [call(pg, 8 * CHUNK) for pg in pgs]
+        await check(later, 2)
+        assert all(is_native(work) for work, _ in later)
+        await asyncio.gather(*(pg.shutdown() for pg in others))
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_calls_that_differ_are_named(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        arrays = [np.ones(8 * CHUNK) for _ in pgs]
+        works = [pg.allreduce(x, op) for pg, x, op in zip(pgs, arrays, (ReduceOp.SUM, ReduceOp.MAX), strict=True)]
+        for work in works:
+            with pytest.raises(CollectiveMismatchError, match=r"rank 0 called ALLREDUCE.*SUM.*; rank 1 called .*MAX"):
+                async with asyncio.timeout(20):
+                    await work
+
+
+async def test_counters_and_records_are_those_of_python() -> None:
+    async with group_of_ranks([True, True]) as pgs, group_of_ranks([False, False], "pure") as pure:
+        for group in (pgs, pure):
+            await check([call(pg, 8 * CHUNK) for pg in group], 2)
+        counted = [
+            [line.split()[:7] for line in str(pg.stats()).splitlines() if line.startswith("ALLREDUCE ")]
+            for pg in (*pgs, *pure)
+        ]
+        assert counted == [[["ALLREDUCE", "relay", "shm", "1", "0", "1", "MiB"]]] * 4
+        waits = [re.findall(r"(?m)^rank (\d+) +(\d+)", str(pg.stats())) for pg in (*pgs, *pure)]
+        assert waits[:2] == waits[2:]
+
+
+async def test_arrays_of_empty_are_reduced() -> None:
+    for job in ("NN", "NP"):
+        async with group_of_ranks(natives(job)) as pgs:
+            arrays = [await pg.empty(9 * CHUNK, np.float64) for pg in pgs]
+            for _ in range(4):
+                for pg, array in zip(pgs, arrays, strict=True):
+                    array[:] = 2.0 ** pg.rank()
+                await asyncio.gather(*(pg.allreduce(x).join() for pg, x in zip(pgs, arrays, strict=True)))
+                assert all((array == 3).all() for array in arrays)
