@@ -56,6 +56,8 @@ STRAIGHT: dict[str, Callable[[ProcessGroup, Arrays], Work[Any]]] = {
     "alltoall_base": lambda pg, a: pg.alltoall_base(a["whole"], a["other"]),
 }
 NATIVE = STRAIGHT | {
+    "large": lambda pg, a: pg.allreduce(a["large"]),
+    "large broadcast": lambda pg, a: pg.broadcast(a["large"], 0),
     "half precision": lambda pg, a: pg.allreduce(a["half"]),
     "key": lambda pg, a: pg.allreduce(a["x"], key="key"),
     "own timeout": lambda pg, a: pg.allreduce(a["x"], timeout=50),
@@ -66,7 +68,7 @@ NATIVE = STRAIGHT | {
 }
 PYTHON: dict[str, Callable[[ProcessGroup, Arrays], Work[Any]]] = {
     "short timeout": lambda pg, a: pg.allreduce(a["x"], timeout=0.4),
-    "large": lambda pg, a: pg.allreduce(a["large"]),
+    "large half precision": lambda pg, a: pg.allreduce(a["large"].view(np.float16)),
     "number": lambda pg, a: pg.allreduce(1.0),
     "no outputs": lambda pg, a: pg.allgather(None, a["x"]),
 }

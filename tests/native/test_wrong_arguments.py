@@ -131,3 +131,42 @@ def test_steps_that_fit_together_are_taken() -> None:
 def test_steps_that_do_not_fit_together_are_refused(parts: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"there (is|are) no|not fit together|no rank|has a reader"):
         steps(**parts)
+
+
+def relay(**parts: Any) -> Any:
+    """Make the steps of a reduction from one rank to the other, with some parts replaced."""
+    assert core is not None
+    size = parts.pop("size", 2)
+    given = {"chunk": 4, "puts": (), "takes": ((0, 0, 9),), "sources": ((0, 0, 9),), "copy": ()} | parts
+    numbers: Any = (None, "reduce", "REDUCE", None, 1, np.dtype("f8"), 2, size)
+    return core.Steps(*numbers, tuple(given.values()), np.add, lambda *_: None)
+
+
+def test_relay_that_fits_together_is_taken() -> None:
+    relay()
+    relay(copy=((0, 0, 5), (1, 4, 9)))
+    relay(puts=((0, 0, 4), (0, 4, 9)), takes=((0, 4, 9), (0, 0, 4)), sources=((0, 4, 9),))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"size": 1},
+        {"chunk": 0},
+        {"chunk": -1},
+        {"takes": ((2, 0, 9),)},
+        {"takes": ((-1, 0, 9),)},
+        {"takes": ((0, -1, 8),)},
+        {"takes": ((0, 9, 0),)},
+        {"takes": ((0, 0, 2**62),), "sources": ((0, 0, 2**62),)},
+        {"sources": ((0, 0, 8),)},
+        {"sources": ((0, 0, 9), (0, 0, 9))},
+        {"puts": ((0, 0, 9), (0, 0, 9))},
+        {"puts": ((0, 0, 4), (0, 4, 8)), "takes": ((0, 0, 9), (0, 0, 9))},
+        {"copy": ((0, 0, 5),)},
+        {"copy": ((0, 0, 5), (1, 0, 6))},
+    ],
+)
+def test_relay_that_does_not_fit_together_is_refused(parts: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"there is no such|does not fit together"):
+        relay(**parts)
