@@ -57,9 +57,9 @@ class Fuser:
         self._rank = comm.rank
         self._size = len(comm.ranks)
         self._planner = planner
-        self._small = comm.slots.small
         #: Whether small calls go by themselves: the accelerator takes a microsecond for one, less than packing does.
         self.has_singles = bool(comm.chunk_nbytes) and self._size > 1 and comm.is_on_all_cards("native")
+        self._small = comm.slots.small if self.has_singles else 0
         self._layouts: dict[tuple[bool, bool, tuple[Called, ...]], Layout] = {}
 
     def layout(self, calls: tuple[Called, ...], together: bool = True, *, apart: bool = False) -> Layout:
