@@ -639,8 +639,9 @@ class ProcessGroup:
                 for gradient in gradients:
                     pg.allreduce(gradient)
 
-        Calls of the same kind, dtype, op and root become one operation. All ranks record the same calls in the same
-        order; together they take one number. Leaving the block sends them and waits for all; awaiting one of them
+        Calls of the same kind, dtype, op and root become one operation; where all ranks share memory and run the
+        accelerator, small ones are carried out each by itself, in about 2 µs. All ranks record the same calls in the
+        same order; together they take one number. Leaving the block sends them and waits for all; awaiting one of them
         inside sends what is recorded at the end of this turn of the loop. The order in which the calls of a block are
         carried out is not defined: none may write where another one reads or writes. Calls on CUDA arrays are one group
         of NCCL calls; those that NCCL cannot carry out are staged one by one.
@@ -657,7 +658,6 @@ class ProcessGroup:
             CollectiveMismatchError: on sending: the ranks have recorded different calls; it names some that differ.
 
         Cost: that of one call on all arrays of a kind, and two copies of each that is small; large ones travel alone.
-        Where all ranks share memory and run the accelerator, small ones travel alone, too, about 2 µs each.
         """
         return self._parts.coalescer.block()
 
