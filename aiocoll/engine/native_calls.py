@@ -109,7 +109,7 @@ class _Seams:
         return self._make(plan, max(arrays, default=-1) + 1, tuple(step), ufunc)
 
     def _make_relay(self, plan: Plan, relay: Relay) -> core.Steps | Literal[False]:
-        """As `make_steps`, of a large collective."""
+        """Return a large collective as the accelerator carries it out; False if it cannot."""
         kernel, ends = plan.kernel, {region.count % relay.chunk for region in relay.sources}
         # Of an array of one element, NumPy makes other NaNs than its own loop.
         if relay.sources and (kernel is None or kernel.ufunc is None or not kernel.is_builtin or 1 in ends):
