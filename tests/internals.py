@@ -368,6 +368,13 @@ def without_accelerator(pg: ProcessGroup) -> None:
         comm.endpoint.cards[rank]["native"] = False
 
 
+def forget_stalls(pg: ProcessGroup) -> None:
+    """Forget what a rank keeps of stalled operations: a bounded number of reports, some after each pause of a rank."""
+    stalls = comm_of(pg).stalls
+    for table in (stalls._reports, stalls._findings, stalls._asked, stalls.asked_early):
+        table.clear()
+
+
 def dispatcher_of(pg: ProcessGroup) -> Dispatcher:
     """Return what all calls of a group go through."""
     return parts_of(pg).dispatcher
