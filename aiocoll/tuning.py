@@ -2,7 +2,7 @@
 
     {"format": "aiocoll tuning", "version": 1, "machine": "its host name", "date": "when it was measured",
      "media": {"tcp": {"alpha": 3.1e-05, "overhead": 9e-06, "beta": 4.2e-10, "gamma": 5e-11}, "unix": ...},
-     "single_copy": {"moved": 2097152, "spread": 524288, "reduced": null, "relayed": 4194304}}
+     "single_copy": {"moved": 2097152, "spread": 524288, "reduced": null}}
 
 What is missing has its defaults, which do well without a file; those of single copy are the processor's. A size of null
 is never reached.

@@ -6,6 +6,7 @@ Before each step it waits for a line on its standard input; what it has seen it 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import sys
@@ -18,6 +19,9 @@ import numpy as np
 import uvloop
 
 from aiocoll import GroupOptions, ProcessGroup, Recv, Send, new_group
+
+#: Linux, <linux/fcntl.h>. Outboxes have the seal; the regions of links do not.
+GET_SEALS, SEAL_FUTURE_WRITE = 1034, 0x0010
 
 
 def main() -> None:
@@ -45,19 +49,22 @@ async def step(**seen: Any) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this rank costs the host: its own, and half of what it shares with another.
+    """Bytes of memory that this rank costs the host: its own, its outbox, and half of each region of a link.
 
-    Shared memory counts as far as it is reserved, whoever touches it. (From Python 3.13 on a mapping keeps no
-    descriptor, and nothing tells what it has reserved.)
+    Shared memory counts as far as it is reserved, whoever touches it. A peer's outbox is the peer's. (From Python 3.13
+    on a mapping keeps no descriptor, and nothing tells what it has reserved.)
     """
-    own = int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
-    shared = {}
+    nbytes = int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
+    mappings = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:aiocoll" in line]
+    written = {int(inode) for _, mode, _, _, inode, *_ in mappings if mode.startswith("rw")}
     for fd in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the one that listed them
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:aiocoll"):
-                status = os.fstat(fd)
-                shared[status.st_ino] = status.st_blocks * 512
-    return own + sum(shared.values()) // 2
+            status = os.fstat(fd)
+            if status.st_ino in written:
+                written.remove(status.st_ino)
+                reserved = status.st_blocks * 512
+                nbytes += reserved if fcntl.fcntl(fd, GET_SEALS) & SEAL_FUTURE_WRITE else reserved // 2
+    return nbytes
 
 
 async def link(pg: ProcessGroup) -> None:

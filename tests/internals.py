@@ -78,7 +78,7 @@ LIMITS = {
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),
     "packing_budget": ("aiocoll.engine.fusion.packer.BUDGET",),
-    "chunks": ("aiocoll.transport.shm.chunk_queue.CHUNKS",),
+    "chunks": ("aiocoll.transport.shm.layout.CHUNKS",),
     "ring_budget": ("aiocoll.engine.operations.shm_ring.BUDGET",),
     "stray_after": ("aiocoll.engine.stray_posts.AFTER",),
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
@@ -364,8 +364,8 @@ def make_pure(pg: ProcessGroup) -> None:
 def without_accelerator(pg: ProcessGroup) -> None:
     """Plan calls as where some rank has no accelerator, which takes most large ones."""
     comm = comm_of(pg)
-    for rank in comm.ranks:
-        comm.endpoint.cards[rank]["native"] = False
+    # Cards of its own, since ranks of one process share them.
+    comm.endpoint.cards = {rank: {**card, "native": False} for rank, card in comm.endpoint.cards.items()}
 
 
 def forget_stalls(pg: ProcessGroup) -> None:

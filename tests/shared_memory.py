@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
 
-__all__ = ["mapped"]
+from aiocoll.native import core
+from aiocoll.transport.shm.layout import Direction, LinkLayout
+
+__all__ = ["QUEUE", "mapped"]
+
+_BETWEEN_NATIVE = LinkLayout(2).directions[0]
+#: The chunk queue between two ranks that run what this process runs.
+QUEUE: Final[Direction] = _BETWEEN_NATIVE if core is not None else _BETWEEN_NATIVE.with_large_chunks()
 
 
 def mapped() -> list[str]:

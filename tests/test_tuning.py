@@ -92,7 +92,7 @@ def test_sizes_that_make_no_sense(sizes: object, path: Path) -> None:
         load(write(path, single_copy=sizes), {})
 
 
-@pytest.mark.parametrize("sizes", [None, [], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, "4"], [float("nan"), 1, 2, 3]])
+@pytest.mark.parametrize("sizes", [None, [], [1, 2], [1, 2, 3, 4], [1, 2, "3"], [float("nan"), 1, 2]])
 def test_sizes_of_rank_0_that_make_no_sense(sizes: object) -> None:
     with pytest.raises(RendezvousError, match="single_copy"):
         from_wire([*to_wire(Tuning(), 4)[:-1], sizes], "shm", 2)
@@ -199,7 +199,7 @@ FINE = [1.0] * 4
 
 @pytest.mark.parametrize(
     "numbers",
-    [[], [2], [2, FINE, FINE], [2, FINE, FINE, FINE, FINE[1:]], [2, FINE, FINE, [1.0] * 3], [2, FINE, FINE, [0.0] * 4]]
+    [[], [2], [2, FINE, FINE], [2, FINE, FINE, FINE, FINE], [2, FINE, FINE, [1.0] * 3], [2, FINE, FINE, [0.0] * 4]]
     + [[cores, FINE, FINE, FINE] for cores in (0, -1, 1.5, "2", True, None)]
     + [b"x", {}],
 )

@@ -61,19 +61,14 @@ class SingleCopy(NamedTuple):
         moved: of a message that is copied.
         spread: of one that is copied while its sender or its receiver has others to copy, too.
         reduced: of one that is reduced into something.
-        relayed: of one that is copied, where all ranks have the accelerator, which could send it through chunk queues.
-            There, none is read in place to be reduced.
     """
 
     moved: float = 2.0 * 1024 * 1024
     spread: float = 512.0 * 1024
     reduced: float = math.inf
-    relayed: float = 4.0 * 1024 * 1024
 
-    def limit(self, kind: str, size: int, *, reduces: bool, relays: bool = False) -> float:
-        """Return that of the messages of a collective among `size` ranks; `relays`: see `relayed`."""
-        if relays:
-            return math.inf if reduces else self.relayed
+    def limit(self, kind: str, size: int, *, reduces: bool) -> float:
+        """Return that of the messages of a collective among `size` ranks."""
         if reduces:
             return self.reduced
         return self.moved if size == 2 and kind in ("gather", "broadcast") else self.spread

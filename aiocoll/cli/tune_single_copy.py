@@ -2,13 +2,16 @@
 
 Two processes make three calls whose messages have several sizes, both with single copy and without, in launches that
 take turns: one sends to the other, each to the other one, and both reduce. Of each size the quickest launch counts;
-single copy pays from the smallest size from which on it is never slower.
+single copy pays from the smallest size from which on it is never slower. The processes run without the accelerator,
+which between two ranks copies through chunk queues at every size.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -28,7 +31,7 @@ from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.tuning import dumps
 from aiocoll.work import Work
 
-__all__ = ["SIZES", "measure_single_copy", "paying", "use"]
+__all__ = ["SIZES", "measure_single_copy", "paying", "use", "without_accelerator"]
 
 #: Bytes of an array: in steps of 4 times, up to what no cache holds.
 SIZES = tuple(LEAST_BY_REFERENCE << 2 * step for step in range(5))
@@ -49,8 +52,8 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
     if can_read() is not None:
         return None
     found: dict[bool, list[_Seconds]] = {True: [], False: []}
-    with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        always = _write(Path(folder), SingleCopy(0, 0, 0, 0))
+    with tempfile.TemporaryDirectory() as folder, Progress() as progress, without_accelerator():
+        always = _write(Path(folder), SingleCopy(0, 0, 0))
         for number, single_copy in enumerate([True, False] * launches, 1):
             progress.show(f"launch {number} of {2 * launches}: single copy")
             try:
@@ -64,8 +67,21 @@ async def measure_single_copy(launches: int) -> SingleCopy | None:
     return SingleCopy(*(paying({size: with_[size][call] / without[size][call] for size in SIZES}) for call in calls))
 
 
+@contextmanager
+def without_accelerator() -> Iterator[None]:
+    """Start processes that run in pure Python."""
+    before = os.environ.get("AIOCOLL_NATIVE")
+    os.environ["AIOCOLL_NATIVE"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["AIOCOLL_NATIVE"]
+        if before is not None:
+            os.environ["AIOCOLL_NATIVE"] = before
+
+
 async def use(pg: ProcessGroup) -> _Seconds:
-    """Send, exchange, reduce and relay arrays whose messages have all sizes; return the lower quartiles."""
+    """Send, exchange and reduce arrays whose messages have all sizes; return the lower quartiles."""
     found = {}
     for size in SIZES:
         ours, both = np.zeros(size // 4, np.float32), np.zeros(size // 2, np.float32)
@@ -74,7 +90,6 @@ async def use(pg: ProcessGroup) -> _Seconds:
             partial(pg.gather, blocks, ours, 0),
             partial(pg.alltoall_base, np.zeros(size // 2, np.float32), both),
             partial(pg.allreduce, both),
-            partial(pg.allgather_into_tensor, both, ours),
         ]
         found[size] = [await _lower_quartile(pg, call, max(_TIMES, _NBYTES // size // len(SIZES))) for call in calls]
     return found

@@ -35,6 +35,7 @@ from aiocoll.engine.split_history import Splits
 from aiocoll.errors import GroupError
 from aiocoll.hooks import Hooks, OperationInfo
 from aiocoll.log import logger
+from aiocoll.native.layout import CHUNKS, LARGE_CHUNKS
 from aiocoll.transport.frame import FrameKind, Header
 
 __all__ = ["BARRED", "DIVERTS", "ENTERED", "Communicator"]
@@ -64,7 +65,7 @@ class Communicator:
         identity: id of the group on the wire: a hash of its name.
         ranks: rank in the job of each rank of the group.
         spec: of the group, with its name.
-        chunk_nbytes: size of a chunk in shared memory if all ranks share memory; else 0.
+        chunk_nbytes: size of the smallest chunks in shared memory if all ranks share memory; else 0.
         tuning: measured speed of the machine and of the group's transport, the same on all ranks.
     """
 
@@ -83,7 +84,6 @@ class Communicator:
         self.id = identity
         self.name = name = spec.name
         self.ranks = tuple(ranks)
-        self.chunk_nbytes = chunk_nbytes
         self.timeout = spec.timeout
         #: Timeout of operations that expire in order of entry, and that need not be registered with the deadlines; nan
         #: if all of them must be registered.
@@ -100,6 +100,9 @@ class Communicator:
         self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
         self.channels = endpoint.channels.of_group(self.ranks)
         self.slots = Slots(self.channels, identity, chunk_nbytes)
+        natives = sum(endpoint.cards[rank].get("native", False) for rank in self.ranks)
+        # Queues between ranks of which one has no accelerator have larger chunks.
+        self.chunk_nbytes = chunk_nbytes if natives > 1 else chunk_nbytes * CHUNKS // LARGE_CHUNKS
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self._operations: dict[int, Operation] = {}
         self._pending: dict[Operation, None] = {}

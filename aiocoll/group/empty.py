@@ -17,9 +17,6 @@ from aiocoll.log import logger
 
 __all__ = ["empty"]
 
-#: A rank contributes this part of a chunk, or less, by posting all of it: nothing would be saved.
-_SMALL_PART = 2
-
 
 async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
     """Return a new array; see `aiocoll.group.process_group.ProcessGroup.empty`."""
@@ -34,8 +31,9 @@ async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DType
     nbytes = math.prod(sizes) * kind.itemsize
     if nbytes > sys.maxsize:
         raise ValueError(f"shape={shape!r} of {kind} is {nbytes} bytes: there are not so many addresses")
-    registered_memory, chunk_nbytes = comm.endpoint.registered_memory, comm.chunk_nbytes
-    if registered_memory is None or not chunk_nbytes or dispatcher.size == 1 or nbytes <= chunk_nbytes // _SMALL_PART:
+    registered_memory = comm.endpoint.registered_memory
+    # Nothing would be saved where it fits into a slot.
+    if registered_memory is None or not comm.chunk_nbytes or dispatcher.size == 1 or nbytes <= comm.slots.largest:
         return np.empty(sizes, kind)
     try:
         memory = await registered_memory.make(nbytes)

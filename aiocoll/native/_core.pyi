@@ -67,9 +67,9 @@ class PeerLanes:
     def connect_queues(
         self,
         memory: WriteableBuffer,
-        outward: tuple[int, int, int, int, int],
+        outward: tuple[int, int, int, int, int, int],
         state: WriteableBuffer,
-        inward: tuple[int, int, int, int, int],
+        inward: tuple[int, int, int, int, int, int],
         peer_state: WriteableBuffer,
         reserve: Callable[[], bool],
         /,

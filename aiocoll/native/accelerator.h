@@ -50,6 +50,8 @@ typedef struct {
     char *chunks;
     Word *lines, *taken, *waiting;
     uint64_t *state;
+    npy_intp count; /* of the chunks that it holds */
+    int far;        /* how many of the next chunks are written past the caches */
 } Queue;
 
 /* This rank's lane for one peer, and what the peer has for this rank. */
@@ -148,6 +150,7 @@ typedef struct {
     npy_intp copied; /* elements */
     int left, right;
     int holds;     /* the queue to the right */
+    int streams;   /* what comes is written past the caches */
     char *bytes[]; /* of the buffers */
 } Relay;
 

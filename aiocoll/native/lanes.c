@@ -223,17 +223,19 @@ void unpin(PeerLanes *peer) {
 
 /* ---- chunk queues */
 
-static int queue_from(Queue *queue, const Py_buffer *region, Py_ssize_t lines, Py_ssize_t chunks, Py_ssize_t nbytes,
-                      Py_ssize_t taken, Py_ssize_t waiting, Py_buffer *state, PyObject *numbers) {
+static int queue_from(Queue *queue, const Py_buffer *region, const Py_ssize_t *layout, Py_buffer *state,
+                      PyObject *numbers) {
+    Py_ssize_t lines = layout[0], chunks = layout[1], nbytes = layout[2], count = layout[3], taken = layout[4],
+               waiting = layout[5];
     if (PyObject_GetBuffer(numbers, state, PyBUF_WRITABLE) < 0) return -1;
-    int fits = (uintptr_t)region->buf % LAYOUT_LINE == 0 && lines % LAYOUT_LINE == 0 && nbytes > 0 &&
-               is_inside(lines, LAYOUT_CHUNKS, LAYOUT_LINE, region->len) &&
-               is_inside(chunks, LAYOUT_CHUNKS, nbytes, region->len) && is_inside(taken, 1, 1, region->len / 8 - 1) &&
-               is_inside(waiting, 1, 1, region->len / 8 - 1) && state->len >= 8 * LAYOUT_CHUNK_STATE;
+    int fits = (uintptr_t)region->buf % LAYOUT_LINE == 0 && lines % LAYOUT_LINE == 0 && nbytes > 0 && count > 0 &&
+               is_inside(lines, count, LAYOUT_LINE, region->len) && is_inside(chunks, count, nbytes, region->len) &&
+               is_inside(taken, 1, 1, region->len / 8 - 1) && is_inside(waiting, 1, 1, region->len / 8 - 1) &&
+               state->len >= 8 * LAYOUT_CHUNK_STATE;
     if (!fits) return PyErr_SetString(PyExc_ValueError, "the queue does not fit into its memory"), -1;
     char *base = region->buf;
     Word *words = region->buf;
-    *queue = (Queue){base + chunks, (Word *)(base + lines), words + taken, words + waiting, state->buf};
+    *queue = (Queue){base + chunks, (Word *)(base + lines), words + taken, words + waiting, state->buf, count, 0};
     return 0;
 }
 
@@ -241,15 +243,14 @@ static int queue_from(Queue *queue, const Py_buffer *region, Py_ssize_t lines, P
    what makes the memory of this rank's. */
 static PyObject *PeerLanes_connect_queues(PeerLanes *self, PyObject *args) {
     PyObject *memory, *out_state, *in_state, *reserve;
-    Py_ssize_t out[5], in[5];
+    Py_ssize_t out[6], in[6];
     if (self->region.obj) return once(), NULL;
-    if (!PyArg_ParseTuple(args, "O(nnnnn)O(nnnnn)OO", &memory, out, out + 1, out + 2, out + 3, out + 4, &out_state, in,
-                          in + 1, in + 2, in + 3, in + 4, &in_state, &reserve))
+    if (!PyArg_ParseTuple(args, "O(nnnnnn)O(nnnnnn)OO", &memory, out, out + 1, out + 2, out + 3, out + 4, out + 5,
+                          &out_state, in, in + 1, in + 2, in + 3, in + 4, in + 5, &in_state, &reserve))
         return NULL;
     if (PyObject_GetBuffer(memory, &self->region, PyBUF_WRITABLE) < 0) return NULL;
-    if (queue_from(&self->out, &self->region, out[0], out[1], out[2], out[3], out[4], &self->out_state, out_state) <
-            0 ||
-        queue_from(&self->in, &self->region, in[0], in[1], in[2], in[3], in[4], &self->in_state, in_state) < 0)
+    if (queue_from(&self->out, &self->region, out, &self->out_state, out_state) < 0 ||
+        queue_from(&self->in, &self->region, in, &self->in_state, in_state) < 0)
         return NULL;
     KEEP(reserve), self->reserve_queue = reserve;
     self->chunk_nbytes = out[2] < in[2] ? out[2] : in[2];

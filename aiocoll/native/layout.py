@@ -22,6 +22,7 @@ __all__ = [
     "LANE_CONSUMED",
     "LANE_NAMED",
     "LANE_WORDS",
+    "LARGE_CHUNKS",
     "LINE",
     "MIDDLE_SLOTS",
     "POSTS",
@@ -33,9 +34,12 @@ __all__ = [
 #: Bytes of a cache line.
 LINE: Final = 64
 
-#: Chunks that a queue holds. All of them together are as large as a second-level cache: what one core has just read is
-#: dear to overwrite for another one. With queues of 256 KiB an allreduce of 1 MiB takes twice as long.
+#: Chunks that a queue holds if both of its ends run the accelerator. All are together as large as a second-level cache:
+#: what one core has just read is dear to overwrite for another one. With queues of 256 KiB an allreduce of 1 MiB takes
+#: twice as long.
 CHUNKS: Final = 8
+#: Chunks of any other queue, which are larger, since each takes Python 3 µs.
+LARGE_CHUNKS: Final = 4
 
 #: Slots of a lane, the small ones first: operations in flight at once that need no frames, twice over, since a
 #: rank may be through with all of them before a peer has read the first.

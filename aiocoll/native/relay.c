@@ -5,7 +5,15 @@
    group wait here only for earlier ones of the same order, which all ranks know. */
 #include "accelerator.h"
 
-enum { LAG = 2 }; /* columns by which a step is behind the one before */
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+enum { LAG = 2 };             /* columns by which a step is behind the one before */
+enum { STREAMED = 16 << 20 }; /* bytes written by a call of which no cache holds anything when it ends */
+enum { FAR = 64 };            /* chunks that are streamed to a core far away, until that is measured again */
+#define MOMENT 1e-6           /* seconds that it takes to look at the clock, and to begin */
+#define NEAR 0.2e-9           /* seconds that a byte takes at most to a core that shares a cache with this one */
 
 static npy_intp total_of(const Way *way) { return way->steps * way->chunks; }
 
@@ -49,10 +57,49 @@ static Piece piece_at(const Handle *call, const Way *way, const Cursor *cursor) 
 }
 
 static Word *line_of(const Queue *queue, uint64_t number) {
-    return queue->lines + (number - 1) % LAYOUT_CHUNKS * LINE_WORDS;
+    return queue->lines + (number - 1) % queue->count * LINE_WORDS;
 }
 static char *bytes_of(const PeerLanes *peer, const Queue *queue, uint64_t number) {
-    return queue->chunks + (number - 1) % LAYOUT_CHUNKS * peer->chunk_nbytes;
+    return queue->chunks + (number - 1) % queue->count * peer->chunk_nbytes;
+}
+
+/* ---- copying */
+
+/* Copy past the caches. A core that overwrites a line reads it first: from memory, or from another core that has it,
+   which takes longest if they share no cache. Not so with these stores. */
+static void stream(char *target, const char *source, npy_intp nbytes) {
+#ifdef __SSE2__
+    npy_intp head = -(uintptr_t)target & 15;
+    if (nbytes >= head + 64) {
+        memcpy(target, source, head);
+        target += head, source += head, nbytes -= head;
+        for (; nbytes >= 64; target += 64, source += 64, nbytes -= 64) {
+            __m128i words[4];
+            memcpy(words, source, 64);
+            for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i *)target + i, words[i]);
+        }
+        _mm_sfence(); /* they are not in order with other stores */
+    }
+#endif
+    memcpy(target, source, nbytes);
+}
+
+/* Copy to the queue; past the caches, if the reader's core is far away. */
+static void copy_to_queue(Queue *queue, char *target, const char *source, npy_intp nbytes) {
+    if (queue->far) {
+        queue->far--;
+        stream(target, source, nbytes);
+    } else {
+        double start = seconds();
+        memcpy(target, source, nbytes);
+        if (seconds() - start > MOMENT + nbytes * NEAR) queue->far = FAR;
+    }
+}
+
+/* Copy to where it belongs. */
+static void copy_to_target(const Handle *call, char *target, const char *source, npy_intp nbytes) {
+    if (call->relay->streams) stream(target, source, nbytes);
+    else memcpy(target, source, nbytes);
 }
 
 /* ---- the queue to the right */
@@ -104,11 +151,11 @@ static int put_next(Handle *call, PeerLanes *right) {
         if (taken <= 0) return taken;
     }
     uint64_t number = queue->state[LAYOUT_CHUNK_NUMBER] + 1;
-    if (number > LAYOUT_CHUNKS && !are_taken(queue->taken, queue->waiting, number - LAYOUT_CHUNKS)) return 0;
+    if (number > (uint64_t)queue->count && !are_taken(queue->taken, queue->waiting, number - queue->count)) return 0;
     Piece piece = piece_at(call, puts, &relay->put);
     npy_intp length = puts->regions[relay->put.step].count * call->steps->itemsize;
     Chunk chunk = {call->identity, call->calls->group, call->steps->fingerprint, (uint64_t)length};
-    memcpy(bytes_of(right, queue, number), piece.bytes, piece.count * call->steps->itemsize);
+    copy_to_queue(queue, bytes_of(right, queue, number), piece.bytes, piece.count * call->steps->itemsize);
     put_chunk(line_of(queue, number), &chunk, number);
     queue->state[LAYOUT_CHUNK_NUMBER] = number;
     fence_full();
@@ -125,7 +172,7 @@ static void use(const Handle *call, char *incoming) {
     const Cursor *taken = &call->relay->taken;
     Piece piece = piece_at(call, &steps->inward, taken);
     if (taken->step >= steps->operands.steps) {
-        memcpy(piece.bytes, incoming, piece.count * steps->itemsize);
+        copy_to_target(call, piece.bytes, incoming, piece.count * steps->itemsize);
     } else if (piece.count) {
         char *arguments[3] = {incoming, piece_at(call, &steps->operands, taken).bytes, piece.bytes};
         npy_intp strides[3] = {steps->itemsize, steps->itemsize, steps->itemsize};
@@ -158,11 +205,14 @@ static int take_next(Handle *call, PeerLanes *left) {
 
 /* Go on with the local copy: whether there was anything left. */
 static int copy_next(Handle *call) {
-    const Way *copy = &call->steps->local;
+    const Way *local = &call->steps->local;
     npy_intp chunk = call->relay->copied / call->steps->chunk;
-    if (!copy->steps || call->relay->copied == copy->regions[0].count) return 0;
-    Piece target = piece_of(call, copy->regions, chunk), source = piece_of(call, copy->regions + 1, chunk);
-    memmove(target.bytes, source.bytes, target.count * call->steps->itemsize);
+    if (!local->steps || call->relay->copied == local->regions[0].count) return 0;
+    Piece target = piece_of(call, local->regions, chunk), source = piece_of(call, local->regions + 1, chunk);
+    npy_intp nbytes = target.count * call->steps->itemsize;
+    int is_apart = target.bytes + nbytes <= source.bytes || source.bytes + nbytes <= target.bytes;
+    if (is_apart) copy_to_target(call, target.bytes, source.bytes, nbytes);
+    else memmove(target.bytes, source.bytes, nbytes);
     call->relay->copied += target.count;
     return 1;
 }
@@ -194,6 +244,13 @@ int relay_move(Handle *call) {
     }
 }
 
+/* Bytes that a call writes which only copies. */
+static npy_intp written_by(const Steps *steps) {
+    npy_intp count = steps->local.steps ? steps->local.regions[0].count : 0;
+    for (int step = 0; step < steps->inward.steps; step++) count += steps->inward.regions[step].count;
+    return count * steps->itemsize;
+}
+
 /* Prepare a call, which is not in flight yet. */
 int relay_open(Handle *call) {
     Calls *calls = call->calls;
@@ -205,6 +262,7 @@ int relay_open(Handle *call) {
     for (int i = 0; i < steps->buffers_count; i++)
         if (steps->needed[i]) relay->bytes[i] = buffer_bytes(call, i);
     if (steps->inward.steps) call->missing = relay->left;
+    relay->streams = !steps->operands.steps && written_by(steps) >= STREAMED;
     return 0;
 }
 

@@ -3,6 +3,8 @@
 import argparse
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from aiocoll.algorithms import Machine, Tuning
 from aiocoll.algorithms.machine import SingleCopy
 from aiocoll.cli import tune
 from aiocoll.cli.main import main
-from aiocoll.cli.tune_single_copy import SIZES, measure_single_copy, paying
+from aiocoll.cli.tune_single_copy import SIZES, measure_single_copy, paying, without_accelerator
 from aiocoll.errors import RendezvousError
 from aiocoll.transport.shm.process_memory import can_read
 from aiocoll.tuning import default_path, load
@@ -22,7 +24,7 @@ ARGS = argparse.Namespace(tune=True)
 QUIET, BUSY = Machine(20e-6, 5e-6, 1e-9, 1e-10), Machine(80e-6, 4e-6, 2e-9, 2e-10)
 
 
-TUNING = Tuning(tcp=QUIET, unix=QUIET, single_copy=SingleCopy(1 << 20, 1 << 18, math.inf, 1 << 23))
+TUNING = Tuning(tcp=QUIET, unix=QUIET, single_copy=SingleCopy(1 << 20, 1 << 18, math.inf))
 
 
 @pytest.fixture
@@ -70,10 +72,7 @@ def test_the_quietest_launch_is_written_where_groups_look_for_it(
     assert "tcp       20.0 µs        5.0 µs     1.0 GB/s    10.0 GB/s    20 KiB\n" in printed
     assert "tcp: latency was 20.0 to 80.0 µs: something else keeps this machine busy" in printed
     assert "unix: latency" not in printed
-    assert (
-        "single copy: moved from 1024 KiB on, spread from 256 KiB on, reduced never, relayed from 8192 KiB on\n"
-        in printed
-    )
+    assert "single copy: moved from 1024 KiB on, spread from 256 KiB on, reduced never\n" in printed
     assert f"Written to {path}" in printed
 
 
@@ -87,6 +86,17 @@ def test_single_copy_that_is_not_to_be_had(
     assert tune.run(ARGS) == 0
     assert load(None, {"XDG_CACHE_HOME": str(path.parents[1])}) == Tuning(tcp=QUIET, unix=QUIET)
     assert "single copy: no process of this host can read another one's memory\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_single_copy_is_measured_without_the_accelerator(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIOCOLL_NATIVE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("AIOCOLL_NATIVE", given)
+    with without_accelerator():
+        command = [sys.executable, "-c", "from aiocoll.native import IMPLEMENTATION; print(IMPLEMENTATION)"]
+        assert subprocess.check_output(command, text=True).startswith("pure Python")
+    assert os.environ.get("AIOCOLL_NATIVE") == given
 
 
 @pytest.mark.slow

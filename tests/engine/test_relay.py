@@ -11,16 +11,16 @@ import pytest
 
 from aiocoll import CollectiveMismatchError, ProcessGroup, ReduceOp
 from aiocoll.engine.operations.shm_ring import LAG, ShmRing, order
-from aiocoll.transport.shm.layout import CHUNKS
 
 from ..internals import Limits, comm_of, make_pure
 from ..ranks import over, until
+from ..shared_memory import QUEUE
 from .test_slot_program import call, check, fails, jobs, mine, shrunk
 
 MIB = 1024 * 1024
-#: Elements of float64 in a piece.
-PIECE = 16384
-#: Chunks of a queue that two operations can fill.
+#: Elements of float64 in a piece, and pieces that a queue holds.
+PIECE, CHUNKS = QUEUE.chunk_nbytes // 8, QUEUE.chunks_count
+#: Pieces of a queue that two operations can fill.
 FEW = 4
 
 
@@ -266,9 +266,16 @@ async def test_what_is_put_after_the_peer_has_given_up_is_in_nobodys_way() -> No
         await asyncio.gather(*(pg.shutdown() for pg in groups))
 
 
-async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+@pytest.fixture
+def _short_queues(limits: Limits) -> None:
+    """Let queues hold few pieces."""
+    if CHUNKS > FEW:
+        limits(chunks=FEW)
+
+
+@pytest.mark.usefixtures("_short_queues")
+async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one loop find the free block by themselves; those of processes may be asleep."""
-    limits(chunks=FEW)
     async with jobs(2) as (pgs,):
         for pg in pgs:
             make_pure(pg)
@@ -282,12 +289,12 @@ async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest
         look(pgs[1])
         await check(calls, 2)
         assert full
-        # To announce something else than a piece, it tells of blocks: as the first of four is free.
+        # To announce something else than a piece, it tells of blocks: as the first one is free.
         assert [one == other for one, other in pairwise(put)].count(True) == 1
 
 
-async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken(limits: Limits) -> None:
-    limits(chunks=FEW)
+@pytest.mark.usefixtures("_short_queues")
+async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken() -> None:
     async with jobs(2, "ab") as (a, b):
         for pg in (*a, *b):
             make_pure(pg)

@@ -21,14 +21,14 @@ from aiocoll.group.dispatch.planner import CIRCLE
 from aiocoll.testing import run_processes
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter, Chunks
-from aiocoll.transport.shm.layout import CHUNKS, LinkLayout
 
 from ..internals import comm_of, failing, replaced, wrapped
 from ..pairwise import Case, cover
 from ..ranks import LINKS, over, run_ranks, until
 from ..reductions import DTYPES, OPS, allowed, data, equal, reduce_op, reduced
+from ..shared_memory import QUEUE
 
-PIECE = LinkLayout(2).directions[0].chunk_nbytes
+PIECE = QUEUE.chunk_nbytes
 LARGE = 1_000_000
 #: Calls after which the right neighbour has answered that it has mapped an array.
 WARM = 3
@@ -139,7 +139,7 @@ async def test_results_are_those_of_plain_arrays(pg: ProcessGroup, cases: list[C
 @over(*LINKS)
 @pytest.mark.ranks(1, 2, 3, 4, 7)
 async def test_counts_around_pieces(pg: ProcessGroup) -> None:
-    for pieces in (0, 1, 2, 2 * CHUNKS + 1):
+    for pieces in (0, 1, 2, 2 * QUEUE.chunks_count + 1):
         for more in (-1, 0, 1):
             count = max(0, pieces * pg.size() * PIECE // 8 + more)
             array = await pg.empty(count, np.int64)

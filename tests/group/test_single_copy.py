@@ -37,7 +37,7 @@ def options(tmp_path: Path) -> GroupOptions:
 
 def tuning(folder: Path) -> str:
     path = folder / "tuning.json"
-    sizes = {"moved": 0, "spread": 0, "reduced": 0, "relayed": 0}
+    sizes = {"moved": 0, "spread": 0, "reduced": 0}
     path.write_text(json.dumps({"format": "aiocoll tuning", "version": 1, "media": {}, "single_copy": sizes}))
     return str(path)
 
@@ -73,7 +73,11 @@ def some() -> list[Case]:
     ids=label,
 )
 async def test_results(case: Case, options: GroupOptions, references: list[tuple[int, int]]) -> None:
-    first, *others = await run_ranks(case["world_size"], check, [case, case], options=options)
+    async def rank(pg: ProcessGroup) -> list[bytes]:
+        without_accelerator(pg)
+        return await check(pg, [case, case])
+
+    first, *others = await run_ranks(case["world_size"], rank, options=options)
     assert case["kind"] in ROOTED or all(each == first for each in others), "the ranks differ in their bits"
 
 
@@ -84,6 +88,7 @@ async def test_nothing_is_copied_but_what_nobody_has_asked_for_yet(
     """The second time, when all have shown their memory."""
 
     async def rank(pg: ProcessGroup) -> None:
+        without_accelerator(pg)
         mine = np.full(LARGE, pg.rank(), np.float64)
         outputs = [np.empty(LARGE) for _ in range(2)]
         for _ in range(2):
@@ -267,6 +272,7 @@ async def test_what_is_taken_back_counts_no_more_against_the_window(options: Gro
 
 async def overwriting(pg: ProcessGroup, rounds: int) -> int:
     """Overwrite what was sent with a pattern the moment its work ends; return how often it was seen."""
+    without_accelerator(pg)
     seen, size, rank = 0, pg.size(), pg.rank()
     array, found = np.empty(LARGE), np.empty(LARGE)
     for step in range(rounds):

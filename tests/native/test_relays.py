@@ -340,3 +340,39 @@ async def test_arrays_of_empty_are_reduced() -> None:
                     array[:] = 2.0 ** pg.rank()
                 await asyncio.gather(*(pg.allreduce(x).join() for pg, x in zip(pgs, arrays, strict=True)))
                 assert all((array == 3).all() for array in arrays)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 15])
+async def test_results_that_are_written_past_the_caches_are_whole_at_any_address(shift: int) -> None:
+    """From 16 MiB on; the bytes before and behind stay as they were."""
+    count = (17 << 20) + 13
+    async with group_of_ranks([True, True]) as pgs:
+        given = [np.arange(count + rank, dtype=np.uint32).view(np.uint8)[: count + 40] for rank in range(2)]
+        for name in ("broadcast", "allgather", "alltoall"):
+            works, targets = [], []
+            for pg, source in zip(pgs, given, strict=True):
+                room = np.full(2 * count + 64, 255, np.uint8)
+                mine, target = source[shift : shift + count], room[32 + shift : 32 + shift + 2 * count]
+                if name == "broadcast":
+                    target[:count] = mine
+                    works.append(pg.broadcast(target[:count], 1))
+                elif name == "allgather":
+                    works.append(pg.allgather_into_tensor(target, mine))
+                else:
+                    works.append(pg.alltoall_base(target, np.concatenate([mine, mine[::-1]])))
+                targets.append((room, target))
+            async with asyncio.timeout(20):
+                for work in works:
+                    await work
+            assert [is_native(work) for work in works] == [True, True]
+            first, second = (source[shift : shift + count] for source in given)
+            for rank, (room, target) in enumerate(targets):
+                assert (room[: 32 + shift] == 255).all()
+                assert (room[32 + shift + 2 * count :] == 255).all()
+                if name == "broadcast":
+                    assert (target[:count] == second).all()
+                    assert (target[count:] == 255).all()
+                else:
+                    turned = name == "alltoall" and rank == 1
+                    blocks = [each[::-1] if turned else each for each in (first, second)]
+                    assert (target == np.concatenate(blocks)).all()

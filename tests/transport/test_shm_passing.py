@@ -350,7 +350,7 @@ class NoThreads(ThreadPoolExecutor):
 
 
 def message(offered: int = 1, ranks: int = 2, lane: int = 0) -> bytes:
-    return passing._MESSAGE.pack(offered, False, ranks, lane, 0, 0)
+    return passing._MESSAGE.pack(offered, False, False, ranks, lane, 0, 0)
 
 
 def plain(_: int) -> int:

@@ -122,7 +122,7 @@ class Planner:
         relays = self._relays(kind, algorithm, nbytes, made)
         if not relays and dtype is not None and (made is None or made.prescale is None):
             relays = self._relays_between_two(kind, sizes, dtype.itemsize, root or 0, made)
-        in_place = self._reads(kind, nbytes, sizes, made, relays=relays and self._comm.is_on_all_cards("native"))
+        in_place = not (relays and self._comm.is_on_all_cards("native")) and self._reads(kind, nbytes, sizes, made)
         if in_place:
             algorithm = _IN_PLACE[kind]
         elif made is None or made.prescale is None:
@@ -210,15 +210,13 @@ class Planner:
         longest = max(messages_between_two(kind, sizes, self._rank, root)) * itemsize
         if longest <= comm.slots.largest or longest // comm.chunk_nbytes + 2 >= MOST_PIECES:
             return False
-        if spec_of(kind).private and longest >= comm.tuning.single_copy.relayed and comm.is_on_all_cards("reads"):
-            return False
         return comm.is_on_all_cards("native")
 
     def _is_portable(self, made: Kernel) -> bool:
         """Whether several ranks may compute the same element: they get the same bits, those of a NaN included."""
         return made.portable and (not made.nan_varies or self._comm.makes_same_nans)
 
-    def _reads(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None, *, relays: bool) -> bool:
+    def _reads(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> bool:
         """Whether all messages of a call are so large that they are read where they lie."""
         comm = self._comm
         if not comm.chunk_nbytes or self._size == 1 or kind not in _IN_PLACE or (made and made.ordered):
@@ -227,7 +225,7 @@ class Planner:
             nbytes //= self._size
         elif kind != "broadcast":
             nbytes = nbytes // max(sum(sizes[0]), 1) * min(sizes[0])
-        limit = comm.tuning.single_copy.limit(kind, self._size, reduces=made is not None, relays=relays)
+        limit = comm.tuning.single_copy.limit(kind, self._size, reduces=made is not None)
         return not self._fits(nbytes) and nbytes >= limit and comm.is_on_all_cards("reads")
 
     def _is_small(self, program: Program, dtype: DType | None) -> bool:

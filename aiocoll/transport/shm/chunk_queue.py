@@ -33,7 +33,7 @@ from aiocoll.native.layout import (
 )
 from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm.fence import Fences
-from aiocoll.transport.shm.layout import CHUNKS, LINE, Direction
+from aiocoll.transport.shm.layout import LINE, Direction
 from aiocoll.transport.shm.region import SharedRegion
 from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
@@ -47,12 +47,13 @@ class _QueueEnd:
     """What both ends know: where the chunks are.
 
     Attributes:
-        layout: offsets in bytes of the lines and of the chunks, size of a chunk, and two words, of which the first says
-            how many chunks are taken, and the second that the writer waits for room.
+        layout: offsets in bytes of the lines and of the chunks, size and number of the chunks, and two words, of which
+            the first says how many chunks are taken, and the second that the writer waits for room.
         state: numbers that the accelerator uses, too; see `aiocoll.native.layout`.
     """
 
     __slots__ = (
+        "_count",
         "_full",
         "_lines",
         "_memory",
@@ -71,9 +72,11 @@ class _QueueEnd:
         self._order, self._full = fences
         self._writer_waiting = direction.chunk_writer_waiting
         self._taken = direction.chunks_taken
-        self._lines = [(direction.lines >> 3) + number * LINE // 8 for number in range(CHUNKS)]
-        self._places = [direction.chunks + number * direction.chunk_nbytes for number in range(CHUNKS)]
-        self.layout = direction.lines, direction.chunks, direction.chunk_nbytes, self._taken, self._writer_waiting
+        self._count = count = direction.chunks_count
+        self._lines = [(direction.lines >> 3) + number * LINE // 8 for number in range(count)]
+        self._places = [direction.chunks + number * direction.chunk_nbytes for number in range(count)]
+        chunks = direction.chunks, direction.chunk_nbytes, count
+        self.layout = direction.lines, *chunks, self._taken, self._writer_waiting
         self.state = array("Q", bytes(8 * CHUNK_STATE))
 
 
@@ -125,16 +128,16 @@ class ChunkQueueWriter(_QueueEnd):
     def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview, length: int = 0) -> bool:
         """Copy the next chunk into the queue; False if there is no room, and the reader will then wake this rank."""
         number = self.state[CHUNK_NUMBER]
-        if not self.is_taken(number - CHUNKS + 1):
+        if not self.is_taken(number - self._count + 1):
             return False
-        place = self._places[number % CHUNKS]
+        place = self._places[number % self._count]
         self._memory[place : place + chunk.nbytes] = chunk
         self._announce(identity, group, fingerprint, 0, 0, length)
         return True
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int = 0) -> bool:
         """As `put`, of a chunk that is read in place; it has to stay as it is until it is taken, or `void`."""
-        if not self.is_taken(self.state[CHUNK_NUMBER] - CHUNKS + 1):
+        if not self.is_taken(self.state[CHUNK_NUMBER] - self._count + 1):
             return False
         self._announce(identity, group, fingerprint, segment, offset, length)
         return True
@@ -152,14 +155,14 @@ class ChunkQueueWriter(_QueueEnd):
         """Tell the reader that what a failed operation points to may change from now on."""
         words = self._words
         for number in range(words[self._taken], self.state[CHUNK_NUMBER]):
-            line = self._lines[number % CHUNKS]
+            line = self._lines[number % self._count]
             if words[line + 3] and words[line + 2] == identity and words[line + 1] == group:
                 words[line + 3] = _VOID
         self._full()
 
     def _announce(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int) -> None:
         words, number = self._words, self.state[CHUNK_NUMBER]
-        line = self._lines[number % CHUNKS]
+        line = self._lines[number % self._count]
         words[line + 1] = group
         words[line + 2] = identity
         words[line + 3] = segment
@@ -190,7 +193,7 @@ class ChunkQueueReader(_QueueEnd):
     def look(self, identity: int, group: int) -> int:
         """Return the fingerprint of the next chunk, if it is for an operation of a group; -1 if not."""
         words, number = self._words, self.state[CHUNK_NUMBER]
-        line = self._lines[(number - 1) % CHUNKS]
+        line = self._lines[(number - 1) % self._count]
         if words[line] != number:
             return -1
         if self._order is not None:
@@ -199,22 +202,22 @@ class ChunkQueueReader(_QueueEnd):
 
     def length(self) -> int:
         """Return the bytes of the message that the next chunk is a part of."""
-        return self._words[self._lines[(self._next - 1) % CHUNKS] + 6]
+        return self._words[self._lines[(self._next - 1) % self._count] + 6]
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """Return the next chunk where it lies, until `free`."""
-        return np.frombuffer(self._memory, dtype, count, self._places[(self._next - 1) % CHUNKS])
+        return np.frombuffer(self._memory, dtype, count, self._places[(self._next - 1) % self._count])
 
     def place(self) -> tuple[int, int]:
         """Return the writer's segment in which the next chunk is, and its offset; (0, 0) if `read` has it."""
-        line = self._lines[(self._next - 1) % CHUNKS]
+        line = self._lines[(self._next - 1) % self._count]
         return self._words[line + 3], self._words[line + 4]
 
     def is_void(self) -> bool:
         """Whether the next chunk may have been overwritten, before this call or while it was read."""
         if self._order is not None:
             self._order()
-        return self._words[self._lines[(self._next - 1) % CHUNKS] + 3] == _VOID
+        return self._words[self._lines[(self._next - 1) % self._count] + 3] == _VOID
 
     def free(self) -> bool:
         """Be done with the next chunk; whether its writer may have to be woken."""
@@ -236,8 +239,8 @@ class ChunkQueueReader(_QueueEnd):
 
     def release(self, group: int) -> None:
         """Forget that a group is over when its last chunk is freed: nothing more is written for it."""
-        words, numbers = self._words, range(self._next, self._next + CHUNKS)
-        lines = {number: self._lines[(number - 1) % CHUNKS] for number in numbers}
+        words, numbers = self._words, range(self._next, self._next + self._count)
+        lines = {number: self._lines[(number - 1) % self._count] for number in numbers}
         left = [number for number, line in lines.items() if words[line] == number and words[line + 1] == group]
         if left:
             self._last[group] = left[-1]
@@ -252,7 +255,7 @@ class ChunkQueueReader(_QueueEnd):
         """
         words = self._words
         freed = wanted = False
-        while words[line := self._lines[(self._next - 1) % CHUNKS]] == self._next:
+        while words[line := self._lines[(self._next - 1) % self._count]] == self._next:
             if self._order is not None:
                 self._order()
             if words[line + 1] not in self._over:

@@ -29,6 +29,7 @@ from aiocoll.native.layout import (
     LANE_CONSUMED,
     LANE_NAMED,
     LANE_WORDS,
+    LARGE_CHUNKS,
     LINE,
     MIDDLE_SLOTS,
     POSTS,
@@ -90,6 +91,7 @@ class Direction(NamedTuple):
     data_nbytes: int
     chunks: int
     chunk_nbytes: int
+    chunks_count: int
 
     @property
     def data_end(self) -> int:
@@ -99,7 +101,12 @@ class Direction(NamedTuple):
     @property
     def end(self) -> int:
         """End of the direction."""
-        return self.chunks + CHUNKS * self.chunk_nbytes
+        return self.chunks + self.chunks_count * self.chunk_nbytes
+
+    def with_large_chunks(self) -> Direction:
+        """Return the same, with fewer chunks in the same memory, unless both ends run the accelerator."""
+        nbytes = self.chunks_count * self.chunk_nbytes
+        return self._replace(chunk_nbytes=nbytes // LARGE_CHUNKS, chunks_count=LARGE_CHUNKS)
 
     def first(self) -> tuple[tuple[int, int], ...]:
         """Start and end of what its writer reserves before either side looks, the words of both directions included."""
@@ -137,6 +144,7 @@ class LinkLayout:
             data_nbytes=segments * SEGMENT,
             chunks=data + segments * SEGMENT,
             chunk_nbytes=_chunk_nbytes(ranks),
+            chunks_count=CHUNKS,
         )
 
 

@@ -99,6 +99,7 @@ class Pair(NamedTuple):
         peer: what the peer brings.
         peer_memory: the memory of the peer's process; None if this one cannot read it.
         is_read: whether the peer can read the memory of this process.
+        both_native: whether both processes run the accelerator.
     """
 
     region: SharedRegion
@@ -107,6 +108,7 @@ class Pair(NamedTuple):
     peer: Peer
     peer_memory: PeerMemory | None
     is_read: bool
+    both_native: bool
 
 
 class ShmLink:
@@ -174,6 +176,8 @@ class ShmLink:
         self.announce = pair.peer.doorbell.ring
         fences = own.doorbell.fences
         ours, theirs = own.layout.directions[pair.direction], own.layout.directions[1 - pair.direction]
+        if not pair.both_native:
+            ours, theirs = ours.with_large_chunks(), theirs.with_large_chunks()
         region = pair.region
         memory = self._memory = memoryview(region.memory)
         self._words = memory.cast("Q")

@@ -26,6 +26,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 from aiocoll.errors import ProtocolError
+from aiocoll.native import core
 from aiocoll.transport.shm.descriptors import check_eventfd, recv_fds
 from aiocoll.transport.shm.doorbell import PeerDoorbell
 from aiocoll.transport.shm.link import Own, Pair, Peer
@@ -35,7 +36,7 @@ from aiocoll.transport.shm.region import SharedRegion, open_readable
 
 __all__ = ["NotSharedError", "accept", "decline", "propose"]
 
-_MESSAGE = struct.Struct("<??2xIIQQ")
+_MESSAGE = struct.Struct("<???xIIQQ")
 _OFFERED_FDS = 3
 _ANSWERED_FDS = 2
 
@@ -46,6 +47,7 @@ class _Message(NamedTuple):
     Attributes:
         agreed: whether there is something.
         reads: whether the memory of the other process can be read.
+        native: whether this process runs the accelerator, which decides the size of chunks.
         ranks: number of ranks that the layouts are made for.
         lane: number of the lane for the peer in the outbox.
         address: of the secret word; 0 if the memory shall not be read.
@@ -54,6 +56,7 @@ class _Message(NamedTuple):
 
     agreed: bool
     reads: bool = False
+    native: bool = core is not None
     ranks: int = 0
     lane: int = 0
     address: int = 0
@@ -95,8 +98,8 @@ async def propose(sock: socket.socket, own: Own) -> Pair | None:
     return None if found is None else Pair(region, 0, own, *found)
 
 
-async def _agree(sock: socket.socket, own: Own) -> tuple[Peer, PeerMemory | None, bool] | None:
-    """Take the answer and send the last message; return the last three of a `Pair`."""
+async def _agree(sock: socket.socket, own: Own) -> tuple[Peer, PeerMemory | None, bool, bool] | None:
+    """Take the answer and send the last message; return the last four of a `Pair`."""
     answer, fds = await _receive(sock, _ANSWERED_FDS)
     if not answer.agreed:
         _close(fds)
@@ -110,12 +113,17 @@ async def _agree(sock: socket.socket, own: Own) -> tuple[Peer, PeerMemory | None
     except BaseException:
         peer.close()
         raise
-    return peer, memory_there, answer.reads
+    return peer, memory_there, answer.reads, _are_both_native(answer)
 
 
-def _shown(memory: OwnMemory | None) -> tuple[int, int]:
-    """Return the last two of a message: where the secret word of this process is, and which."""
-    return (0, 0) if memory is None else (memory.address, memory.word)
+def _offered(own: Own, *, reads: bool) -> _Message:
+    """Return the message about what this rank brings."""
+    address, word = (0, 0) if own.memory is None else (own.memory.address, own.memory.word)
+    return _Message(True, reads, ranks=own.layout.ranks, lane=own.lane.number, address=address, word=word)
+
+
+def _are_both_native(said: _Message) -> bool:
+    return said.native and core is not None
 
 
 def _prove(sock: socket.socket, memory: OwnMemory | None, said: _Message) -> PeerMemory | None:
@@ -126,7 +134,7 @@ def _prove(sock: socket.socket, memory: OwnMemory | None, said: _Message) -> Pee
 def _offer(sock: socket.socket, fd: int, own: Own) -> None:
     """Send the offer, and close the region's `fd`."""
     try:
-        offer = _Message(True, False, own.layout.ranks, own.lane.number, *_shown(own.memory))
+        offer = _offered(own, reads=False)
         socket.send_fds(sock, [_MESSAGE.pack(*offer)], [fd, own.doorbell.outbox.fd, own.doorbell.eventfd])
     finally:
         os.close(fd)
@@ -170,7 +178,7 @@ async def accept(sock: socket.socket, own: Own | None) -> Pair | None:
     last = _Message(agreed=False)
     try:
         memory_there = _prove(sock, own.memory, offer)
-        answer = _Message(True, memory_there is not None, own.layout.ranks, own.lane.number, *_shown(own.memory))
+        answer = _offered(own, reads=memory_there is not None)
         async with _declining_offer(sock):
             socket.send_fds(sock, [_MESSAGE.pack(*answer)], [own.doorbell.outbox.fd, own.doorbell.eventfd])
         last = await _receive_last(sock)
@@ -178,7 +186,7 @@ async def accept(sock: socket.socket, own: Own | None) -> Pair | None:
         if not last.agreed:
             peer.close()
             region.close()
-    return Pair(region, 1, own, peer, memory_there, last.reads) if last.agreed else None
+    return Pair(region, 1, own, peer, memory_there, last.reads, _are_both_native(offer)) if last.agreed else None
 
 
 @asynccontextmanager

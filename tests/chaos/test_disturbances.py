@@ -1,0 +1,50 @@
+"""Ranks are killed, stopped, cancelled or aborted at random moments: no result is wrong, and the others know why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.disturbing import CALLS, WHAT, scenarios
+from tests.chaos.forked import play
+
+#: Runs of each kind in `make test`.
+FEW = 4
+#: Errors that the others of a victim raise.
+RAISED = {"kill": "PeerLostError", "abort": "GroupError"}
+
+
+def judge(run: dict[str, Any]) -> None:
+    """Check how each rank ended; a wrong result ends a rank with exit code 1."""
+    what, world, victim = run["what"], run["world"], run["victim"]
+    assert run["ends"] == [-9 if what == "kill" and rank == victim else 0 for rank in range(world)], run
+    told = {each["rank"]: each for each in run["said"] if "raised" in each}
+    assert set(told) == set(range(world)) - ({victim} if what == "kill" else set()), run
+    for each in told.values():
+        if what in RAISED:
+            assert each["raised"] == RAISED[what], run
+        else:
+            assert (each["raised"], each["steps"]) == ("NoneType", CALLS), run
+        if what == "kill":
+            assert each["lost"] == [victim], run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", WHAT)
+def test_some_disturbances(what: str, tmp_path: Path) -> None:
+    chosen = [number for number, each in enumerate(scenarios()) if each["what"] == what][:FEW]
+    runs, _ = play("tests.chaos.disturbing", chosen, tmp_path)
+    assert len(runs) == FEW
+    for run in runs:
+        judge(run)
+
+
+@pytest.mark.soak
+def test_four_hundred_disturbances(tmp_path: Path) -> None:
+    everything = list(range(len(scenarios())))
+    assert len(everything) == 400
+    runs, _ = play("tests.chaos.disturbing", everything, tmp_path)
+    for run in runs:
+        judge(run)

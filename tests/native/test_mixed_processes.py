@@ -1,0 +1,34 @@
+"""Jobs of processes with the accelerator and of others without: large arrays go through queues of two sizes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+KIB = 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "chunk"), [("NP", 256), ("PN", 256), ("PPN", 256), ("NPN", 128), ("NNP", 128)])
+def test_processes_of_both_implementations_reduce_and_move_large_arrays(job: str, chunk: int) -> None:
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.native.rank_of_mixed_job", str(rank), str(len(job)), port],
+            cwd=ROOT,
+            env=os.environ | {"AIOCOLL_NATIVE": "01"[each == "N"]},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, each in enumerate(job)
+    ]
+    said = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    names = {"N": "native", "P": "pure Python"}
+    assert said == [f"{names[each]} {chunk * KIB}" for each in job]
