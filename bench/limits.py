@@ -53,38 +53,61 @@ class Verdict(NamedTuple):
     met: bool | None
 
 
-#: Sizes, and how many times faster than the fastest awaited peer.
-_ON_THE_SAME_WORK = (
+#: Sizes, and how many times faster than others: the fastest awaited peer, and blocking MPI, by the collective.
+Steps = tuple[tuple[int, int, float], ...]
+_AWAITED: Steps = (
     (0, 4 * KIB - 1, 5),
     (4 * KIB, 64 * KIB - 1, 4),
     (64 * KIB, MIB - 1, 2),
     (MIB, MIB, 1.5),
     (MIB + 1, INF, 1.2),
 )
+_MPI_ALLREDUCE: Steps = (
+    (0, 64 * KIB, 2),
+    (64 * KIB + 1, 256 * KIB, 1.7),
+    (256 * KIB + 1, MIB, 1.5),
+    (MIB + 1, INF, 1.4),
+)
+_MPI_BROADCAST: Steps = ((0, 64 * KIB, 2), (64 * KIB + 1, INF, 1))
+_MPI_OTHERS: Steps = ((0, 4 * KIB - 1, 1.5), (4 * KIB, 64 * KIB - 1, 1.2), (64 * KIB, INF, 1))
+#: With four ranks on two cores.
+_MPI_OF_FOUR: Steps = ((0, 64 * KIB, 1.5),)
+_MPI_ALLREDUCE_OF_FOUR: Steps = (*_MPI_OF_FOUR, (64 * KIB + 1, MIB, 1.3), (MIB + 1, INF, 1))
+#: Blocking Gloo.
+_GLOO_ALLREDUCE: Steps = ((0, 64 * KIB - 1, 100), (64 * KIB, 64 * KIB, 50), (64 * KIB + 1, INF, 1))
+_GLOO_TCP: Steps = ((0, MIB, 1.5), (MIB + 1, 16 * MIB, 1.3), (16 * MIB + 1, INF, 1.2))
+
+
+def _mpi(kind: str, world_size: int) -> Steps:
+    """Return how many times faster than the faster MPI a collective has to be."""
+    if world_size == 4:
+        return _MPI_ALLREDUCE_OF_FOUR if kind == "allreduce" else _MPI_OF_FOUR
+    if kind == "allreduce":
+        return _MPI_ALLREDUCE
+    return _MPI_BROADCAST if kind in ("broadcast", "barrier") else _MPI_OTHERS
+
 
 LIMITS = (
+    *(Limit("aiocoll auto", "awaited peers", AWAITED, 2, kind, *step) for kind in KINDS for step in _AWAITED),
     *(
-        Limit("aiocoll auto", "awaited peers", AWAITED, world_size, kind, low, high, times)
+        Limit("aiocoll auto", "blocking MPI", MPI_BLOCKING, world_size, kind, *step)
         for world_size in (2, 4)
         for kind in KINDS
-        for low, high, times in _ON_THE_SAME_WORK
+        for step in _mpi(kind, world_size)
+    ),
+    *(Limit("aiocoll auto", "blocking Gloo", GLOO, 2, "allreduce", *step) for step in _GLOO_ALLREDUCE),
+    *(
+        Limit("aiocoll pure", "blocking Gloo", GLOO, 2, "allreduce", *step)
+        for step in ((0, 64 * KIB, 10), (64 * KIB + 1, INF, 1))
     ),
     *(
-        Limit(
-            *("aiocoll auto", "blocking MPI", MPI_BLOCKING, world_size, kind, 0, INF),
-            1.4 if kind == "allreduce" and world_size == 2 else 1,
-        )
+        Limit(system, "blocking Gloo", GLOO, world_size, kind, 0, INF, 1)
+        for system in ("aiocoll auto", "aiocoll pure")
         for world_size in (2, 4)
         for kind in KINDS
+        if kind != "scan" and (world_size, kind) != (2, "allreduce")  # Gloo has no scan
     ),
-    *(
-        Limit("aiocoll auto", "blocking Gloo", GLOO, world_size, kind, low, high, times)
-        for world_size in (2, 4)
-        for kind in KINDS
-        if kind != "scan"  # Gloo has none
-        for low, high, times in ((0, 64 * KIB, 10 if kind == "allreduce" else 1), (64 * KIB + 1, INF, 1))
-    ),
-    *(Limit("aiocoll tcp", "blocking Gloo", GLOO, world_size, "allreduce", 0, INF, 1) for world_size in (2, 4)),
+    *(Limit("aiocoll tcp", "blocking Gloo", GLOO, 2, "allreduce", *step) for step in _GLOO_TCP),
     *(
         Limit(
             "aiocoll auto", "gloo future", ("gloo future",), world_size, "allreduce", 4 * KIB, 4 * KIB, 30, inflight=64

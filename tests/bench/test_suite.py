@@ -111,7 +111,7 @@ def test_of_many_in_flight_the_time_is_that_of_one(bench: Any) -> None:
     assert summary.cpu == pytest.approx(1e-6 / 64)
 
 
-@pytest.mark.parametrize(("gloo", "met"), [(10.1, True), (9.9, False), (None, None)])
+@pytest.mark.parametrize(("gloo", "met"), [(100.1, True), (99.9, False), (None, None)])
 def test_a_limit_is_met_or_missed_or_not_measured(bench: Any, gloo: float | None, met: bool | None) -> None:
     results = rounds(bench, SMALL, {"aiocoll auto": 1.0, **({} if gloo is None else {"gloo blocking": gloo})})
     (verdict,) = [each for each in bench.limits.verdicts([results]) if each.what.endswith("against blocking Gloo")]
@@ -129,17 +129,30 @@ def test_every_cell_has_one_limit_for_each_kind_of_peer(bench: Any) -> None:
         all_results.append(results)
     verdicts = list(bench.limits.verdicts(all_results))
     assert len({verdict.what for verdict in verdicts}) == len(verdicts)
-    count = 2 * (9 * len(sizes) + 1)
-    for against, missing in (("awaited peers", 0), ("blocking MPI", 0), ("blocking Gloo", 2 * len(sizes))):
-        assert sum(verdict.what.endswith(f"against {against}") for verdict in verdicts) == count - missing
+    all_cells, small_ones, large_allreduces = 9 * len(sizes) + 1, 9 * 3 + 1, 3
+    counts = {
+        "2 ranks, against awaited peers": all_cells,
+        "4 ranks, against awaited peers": 0,
+        "2 ranks, against blocking MPI": all_cells,
+        "4 ranks, against blocking MPI": small_ones + large_allreduces,
+        "2 ranks, against blocking Gloo": all_cells - len(sizes),  # it has no scan
+        "4 ranks, against blocking Gloo": all_cells - len(sizes),
+    }
+    for against, count in counts.items():
+        assert sum(verdict.what.endswith(against) for verdict in verdicts) == count
     limits = {verdict.what.removeprefix("aiocoll auto, "): verdict.limit for verdict in verdicts}
-    awaited = [limits[f"scan {size}, 4 ranks, against awaited peers"] for size in map(bench.markdown.size_of, sizes)]
+    awaited = [limits[f"scan {size}, 2 ranks, against awaited peers"] for size in map(bench.markdown.size_of, sizes)]
     assert awaited == ["≥ 5×", "≥ 4×", "≥ 2×", "≥ 2×", "≥ 1.5×", "≥ 1.2×"]
     assert limits["barrier, 2 ranks, against awaited peers"] == "≥ 5×"
-    assert limits["allreduce 8 B, 2 ranks, against blocking MPI"] == "≥ 1.4×"
-    assert limits["allreduce 8 B, 4 ranks, against blocking MPI"] == "≥ 1×"
-    assert limits["gather 8 B, 2 ranks, against blocking MPI"] == "≥ 1×"
-    assert limits["allreduce 64 KiB, 2 ranks, against blocking Gloo"] == "≥ 10×"
+    assert limits["allreduce 8 B, 2 ranks, against blocking MPI"] == "≥ 2×"
+    assert limits["allreduce 256 KiB, 2 ranks, against blocking MPI"] == "≥ 1.7×"
+    assert limits["allreduce 4 MiB, 2 ranks, against blocking MPI"] == "≥ 1.4×"
+    assert limits["allreduce 8 B, 4 ranks, against blocking MPI"] == "≥ 1.5×"
+    assert limits["barrier, 2 ranks, against blocking MPI"] == "≥ 2×"
+    assert limits["gather 8 B, 2 ranks, against blocking MPI"] == "≥ 1.5×"
+    assert limits["gather 4 KiB, 2 ranks, against blocking MPI"] == "≥ 1.2×"
+    assert limits["gather 1 MiB, 2 ranks, against blocking MPI"] == "≥ 1×"
+    assert limits["allreduce 64 KiB, 2 ranks, against blocking Gloo"] == "≥ 50×"
     assert limits["allreduce 256 KiB, 2 ranks, against blocking Gloo"] == "≥ 1×"
 
 
