@@ -33,6 +33,7 @@ typedef struct {
     char *base;
     Word *lines;
     npy_intp small, small_nbytes, middle, middle_nbytes;
+    int far; /* how many of the next posts are written past the caches */
 } Slots;
 
 /* The common lane of this rank's outbox. */
@@ -276,6 +277,10 @@ static inline void free_object(void *object) {
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     DROP(type);
 }
+
+/* copying.c */
+void copy_past_caches(char *target, const char *source, npy_intp nbytes);
+void copy_to_reader(int *far, char *target, const char *source, npy_intp nbytes);
 
 /* lanes.c */
 static inline char *slot_bytes(const Slots *slots, uint32_t slot, npy_intp nbytes) {

@@ -25,7 +25,7 @@ static int slots_from(Slots *slots, char *base, Py_ssize_t nbytes, Py_ssize_t wo
         PyErr_SetString(PyExc_ValueError, "the lane does not fit into its memory");
         return -1;
     }
-    *slots = (Slots){base, (Word *)(base + lines), small, small_nbytes, middle, middle_nbytes};
+    *slots = (Slots){base, (Word *)(base + lines), small, small_nbytes, middle, middle_nbytes, 0};
     return 0;
 }
 
@@ -327,10 +327,10 @@ int common_reserve(CommonLane *common, uint32_t slot, npy_intp nbytes) {
 
 static Word *line_of(const Slots *slots, uint32_t slot) { return slots->lines + slot * LINE_WORDS; }
 
-static void fill(const Slots *slots, const Post *post) {
+static void fill(Slots *slots, const Post *post) {
     fill_line(line_of(slots, post->slot), &post->head);
     npy_intp nbytes = (npy_intp)post->head.length;
-    if (nbytes) memcpy(slot_bytes(slots, post->slot, nbytes), post->bytes, nbytes);
+    if (nbytes) copy_to_reader(&slots->far, slot_bytes(slots, post->slot, nbytes), post->bytes, nbytes);
 }
 
 /* The group of the last post. */

@@ -5,16 +5,8 @@
    group wait here only for earlier ones of the same order, which all ranks know. */
 #include "accelerator.h"
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 enum { LAG = 2 };             /* columns by which a step is behind the one before */
 enum { STREAMED = 16 << 20 }; /* bytes written by a call of which no cache holds anything when it ends */
-enum { FAR = 64 };            /* chunks that are streamed to a core far away, until that is measured again */
-#define MOMENT 1e-6           /* seconds that it takes to look at the clock, and to begin */
-#define NEAR 0.2e-9           /* seconds that a byte takes at most to a core that shares a cache with this one */
-
 static npy_intp total_of(const Way *way) { return way->steps * way->chunks; }
 
 /* Go to the next chunk: by columns, in each of them the highest step first. */
@@ -63,42 +55,9 @@ static char *bytes_of(const PeerLanes *peer, const Queue *queue, uint64_t number
     return queue->chunks + (number - 1) % queue->count * peer->chunk_nbytes;
 }
 
-/* ---- copying */
-
-/* Copy past the caches. A core that overwrites a line reads it first: from memory, or from another core that has it,
-   which takes longest if they share no cache. Not so with these stores. */
-static void stream(char *target, const char *source, npy_intp nbytes) {
-#ifdef __SSE2__
-    npy_intp head = -(uintptr_t)target & 15;
-    if (nbytes >= head + 64) {
-        memcpy(target, source, head);
-        target += head, source += head, nbytes -= head;
-        for (; nbytes >= 64; target += 64, source += 64, nbytes -= 64) {
-            __m128i words[4];
-            memcpy(words, source, 64);
-            for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i *)target + i, words[i]);
-        }
-        _mm_sfence(); /* they are not in order with other stores */
-    }
-#endif
-    memcpy(target, source, nbytes);
-}
-
-/* Copy to the queue; past the caches, if the reader's core is far away. */
-static void copy_to_queue(Queue *queue, char *target, const char *source, npy_intp nbytes) {
-    if (queue->far) {
-        queue->far--;
-        stream(target, source, nbytes);
-    } else {
-        double start = seconds();
-        memcpy(target, source, nbytes);
-        if (seconds() - start > MOMENT + nbytes * NEAR) queue->far = FAR;
-    }
-}
-
-/* Copy to where it belongs. */
+/* Copy what has come to where it belongs. */
 static void copy_to_target(const Handle *call, char *target, const char *source, npy_intp nbytes) {
-    if (call->relay->streams) stream(target, source, nbytes);
+    if (call->relay->streams) copy_past_caches(target, source, nbytes);
     else memcpy(target, source, nbytes);
 }
 
@@ -155,7 +114,7 @@ static int put_next(Handle *call, PeerLanes *right) {
     Piece piece = piece_at(call, puts, &relay->put);
     npy_intp length = puts->regions[relay->put.step].count * call->steps->itemsize;
     Chunk chunk = {call->identity, call->calls->group, call->steps->fingerprint, (uint64_t)length};
-    copy_to_queue(queue, bytes_of(right, queue, number), piece.bytes, piece.count * call->steps->itemsize);
+    copy_to_reader(&queue->far, bytes_of(right, queue, number), piece.bytes, piece.count * call->steps->itemsize);
     put_chunk(line_of(queue, number), &chunk, number);
     queue->state[LAYOUT_CHUNK_NUMBER] = number;
     fence_full();
