@@ -117,7 +117,9 @@ class _Seams:
         ways = relay.puts, relay.takes, relay.sources, relay.copy or ()
         regions = [tuple((each.buffer, each.start, each.stop) for each in way) for way in ways]
         buffers = 1 + max(buffer for way in regions for buffer, _, _ in way)
-        return self._make(plan, buffers, (relay.chunk, *regions), None if kernel is None else kernel.ufunc)
+        return self._make(
+            plan, buffers, (relay.chunk, relay.behind, *regions), None if kernel is None else kernel.ufunc
+        )
 
     def _make(self, plan: Plan, buffers: int, step: tuple[Any, ...], ufunc: Any) -> core.Steps:
         assert core is not None

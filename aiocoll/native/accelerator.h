@@ -130,6 +130,7 @@ typedef struct {
     /* Of a relay: elements of a chunk, else 0; what goes, and comes; what that is reduced with; a copy's two regions.
      */
     npy_intp chunk;
+    int behind; /* how many steps a rank passes on what has come behind */
     Way outward, inward, operands, local;
     /* Where its calls are counted, as long as the links of the group stay. */
     npy_intp row;

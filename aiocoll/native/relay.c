@@ -25,9 +25,10 @@ static void next_chunk(const Way *way, Cursor *cursor) {
 /* Whether the chunk that has to come before the next one to be put has been taken. */
 static int is_due(const Handle *call) {
     const Cursor *put = &call->relay->put, *taken = &call->relay->taken;
-    if (!put->step || taken->count == total_of(&call->steps->inward)) return 1;
-    npy_intp column = put->column - LAG;
-    return column < taken->column || (column == taken->column && put->step - 1 > taken->step);
+    int behind = call->steps->behind;
+    if (put->step < behind || taken->count == total_of(&call->steps->inward)) return 1;
+    npy_intp column = put->column - LAG * behind;
+    return column < taken->column || (column == taken->column && put->step - behind > taken->step);
 }
 
 typedef struct {

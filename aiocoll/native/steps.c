@@ -149,21 +149,21 @@ static int way_from(Steps *steps, PyObject *regions, Way *way) {
     return 0;
 }
 
-/* A relay: elements of a chunk; regions that are put, that are taken, and that these are reduced with, by step; and the
-   target and the source of a copy. */
+/* A relay: elements of a chunk; how many steps a rank passes on what has come behind; regions that are put, that are
+   taken, and that these are reduced with, by step; and the target and the source of a copy. */
 static int relay_from(Steps *self, PyObject *relay) {
     PyObject *puts, *takes, *sources, *copy;
     Py_ssize_t chunk;
     const Way *outward = &self->outward, *inward = &self->inward, *operands = &self->operands, *local = &self->local;
-    if (!PyArg_ParseTuple(relay, "nO!O!O!O!", &chunk, &PyTuple_Type, &puts, &PyTuple_Type, &takes, &PyTuple_Type,
-                          &sources, &PyTuple_Type, &copy))
+    if (!PyArg_ParseTuple(relay, "niO!O!O!O!", &chunk, &self->behind, &PyTuple_Type, &puts, &PyTuple_Type, &takes,
+                          &PyTuple_Type, &sources, &PyTuple_Type, &copy))
         return -1;
-    if (chunk < 1 || self->size < 2) goto wrong;
+    if (chunk < 1 || self->size < 2 || self->behind < 0 || self->behind > 1) goto wrong;
     self->chunk = chunk;
     if (way_from(self, puts, &self->outward) < 0 || way_from(self, takes, &self->inward) < 0) return -1;
     if (way_from(self, sources, &self->operands) < 0 || way_from(self, copy, &self->local) < 0) return -1;
-    /* What is passed on in a step has come in the step before. */
-    if (outward->steps > 1 && (inward->steps != outward->steps || inward->chunks != outward->chunks)) goto wrong;
+    int passes_on = outward->steps > self->behind;
+    if (passes_on && (inward->steps != outward->steps || inward->chunks != outward->chunks)) goto wrong;
     if (operands->steps > inward->steps) goto wrong;
     for (int i = 0; i < operands->steps; i++)
         if (operands->regions[i].count != inward->regions[i].count) goto wrong;
@@ -184,7 +184,7 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     if (!PyArg_ParseTuple(args, "OOOOKO!iiO!OO", &plan, &kind, &op, &signature, &fingerprint, &PyArrayDescr_Type,
                           &storage, &self->buffers_count, &size, &PyTuple_Type, &round, &ufunc, &fold_function))
         return -1;
-    enum { OF_RELAY = 5 };
+    enum { OF_RELAY = 6 };
     if (PyTuple_Size(round) != OF_RELAY &&
         !PyArg_ParseTuple(round, "O!O!O!OO!O!O!p", &PyTuple_Type, &copies, &PyTuple_Type, &first, &PyTuple_Type, &takes,
                           &target, &PyTuple_Type, &own, &PyTuple_Type, &moves, &PyTuple_Type, &last, &self->is_private))

@@ -185,7 +185,7 @@ async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> No
                 call, count = chance.choice(CALLED), chance.choice(COUNTS)
                 step += 1
                 if is_victim and what == "abort" and time.monotonic() >= moment:
-                    await abort(pg, count, step)
+                    await abort(call(pg, count, step), pg)
                 elif is_victim and what == "cancel" and not step % 4:
                     await cancel(call(pg, count, step), 1 + step % 3)
                 else:
@@ -195,14 +195,12 @@ async def rank(scenario: dict[str, Any], number: int, port: int, say: Say) -> No
     say({"rank": number, "raised": type(raised).__name__, "lost": getattr(raised, "ranks", None), "steps": step})
 
 
-async def abort(pg: ProcessGroup, count: int, step: int) -> None:
-    """Abort the group in the middle of a call, and overwrite its array at once."""
-    array = own(pg, count, step)
-    work = pg.allreduce(array)
+async def abort(waiting: Awaitable[None], pg: ProcessGroup) -> None:
+    """Abort the group in the middle of a call; its arrays are freed when the call has failed."""
+    task = asyncio.ensure_future(waiting)
     await asyncio.sleep(0)
     pg.abort("for the test")
-    array.fill(SPOILED)
-    await work
+    await task
 
 
 async def cancel(waiting: Awaitable[None], turns: int) -> None:

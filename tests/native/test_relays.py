@@ -376,3 +376,45 @@ async def test_results_that_are_written_past_the_caches_are_whole_at_any_address
                     turned = name == "alltoall" and rank == 1
                     blocks = [each[::-1] if turned else each for each in (first, second)]
                     assert (target == np.concatenate(blocks)).all()
+
+
+@pytest.mark.parametrize("job", ["NNN", "NPN", "PNNP", "NNNNN"])
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "complex128"])
+async def test_more_ranks_pass_on_what_is_broadcast_or_gathered(job: str, dtype: str) -> None:
+    size, itemsize = len(job), numpy_dtype(dtype).itemsize
+    chunk = CHUNK * 8 // itemsize
+    async with group_of_ranks(natives(job)) as pgs:
+        for count in (chunk // 2 + 1, chunk, chunk + 1, 9 * chunk - 1):
+            for root in range(size):
+                arrays = [bits(dtype, count, rank) for rank in range(size)]
+                expected = arrays[root].tobytes()
+                works = [pg.broadcast(array, root) for pg, array in zip(pgs, arrays, strict=True)]
+                async with asyncio.timeout(20):
+                    for work in works:
+                        await work
+                assert [is_native(work) for work in works] == natives(job)
+                assert [array.tobytes() for array in arrays] == [expected] * size
+            arrays = [bits(dtype, count, rank) for rank in range(size)]
+            wholes = [np.zeros(size * count, numpy_dtype(dtype)) for _ in range(size)]
+            gathering = zip(pgs, wholes, arrays, strict=True)
+            gathers = [pg.allgather_into_tensor(whole, array) for pg, whole, array in gathering]
+            async with asyncio.timeout(20):
+                for work in gathers:
+                    await work
+            assert [is_native(work) for work in gathers] == natives(job)
+            assert [whole.tobytes() for whole in wholes] == [b"".join(each.tobytes() for each in arrays)] * size
+        assert [in_python(pg) for pg in pgs] == [0] * size
+
+
+async def test_gathered_blocks_of_several_lengths_are_not_passed_on() -> None:
+    """Ranks would count chunks differently."""
+    async with group_of_ranks([True] * 3) as pgs:
+        lengths = [2 * CHUNK, 2 * CHUNK + 1, 5 * CHUNK]
+        outputs = [[np.zeros(length) for length in lengths] for _ in pgs]
+        works = [pg.allgather(outputs[pg.rank()], np.full(lengths[pg.rank()], 1.0 + pg.rank())) for pg in pgs]
+        async with asyncio.timeout(20):
+            for work in works:
+                await work
+        for each in outputs:
+            assert all((block == 1.0 + rank).all() for rank, block in enumerate(each))
+        assert not any(is_native(work) for work in works)

@@ -137,7 +137,7 @@ def relay(**parts: Any) -> Any:
     """Make the steps of a reduction from one rank to the other, with some parts replaced."""
     assert core is not None
     size = parts.pop("size", 2)
-    given = {"chunk": 4, "puts": (), "takes": ((0, 0, 9),), "sources": ((0, 0, 9),), "copy": ()} | parts
+    given = {"chunk": 4, "behind": 1, "puts": (), "takes": ((0, 0, 9),), "sources": ((0, 0, 9),), "copy": ()} | parts
     numbers: Any = (None, "reduce", "REDUCE", None, 1, np.dtype("f8"), 2, size)
     return core.Steps(*numbers, tuple(given.values()), np.add, lambda *_: None)
 
@@ -146,6 +146,7 @@ def test_relay_that_fits_together_is_taken() -> None:
     relay()
     relay(copy=((0, 0, 5), (1, 4, 9)))
     relay(puts=((0, 0, 4), (0, 4, 9)), takes=((0, 4, 9), (0, 0, 4)), sources=((0, 4, 9),))
+    relay(behind=0, puts=((0, 0, 9),), sources=())
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,9 @@ def test_relay_that_fits_together_is_taken() -> None:
         {"size": 1},
         {"chunk": 0},
         {"chunk": -1},
+        {"behind": -1},
+        {"behind": 2},
+        {"behind": 0, "puts": ((0, 0, 4),)},
         {"takes": ((2, 0, 9),)},
         {"takes": ((-1, 0, 9),)},
         {"takes": ((0, -1, 8),)},

@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 
 from aiocoll.algorithms.program import Region
 
-__all__ = ["BETWEEN_TWO", "Relay", "messages_between_two"]
+__all__ = ["BETWEEN_TWO", "LONGEST", "ROUND", "Relay", "messages_between_two"]
 
 #: Collectives of two ranks that take one step: what one rank sends, the other one copies or reduces. A gather is not
 #: among them, since its root may not know how much comes.
 BETWEEN_TWO = frozenset({"broadcast", "reduce", "allgather", "reduce_scatter", "scatter", "alltoall", "scan", "exscan"})
+#: Those that also more ranks carry out so: what a rank takes it passes on.
+ROUND = frozenset({"broadcast", "allgather"})
+#: Bytes of the longest message of these that pays to be passed on, where the receivers could read it in place.
+LONGEST = 2 * 1024 * 1024
 
 
 def messages_between_two(kind: str, sizes: tuple[Any, ...], rank: int, root: int) -> tuple[int, ...]:
@@ -25,7 +29,7 @@ def messages_between_two(kind: str, sizes: tuple[Any, ...], rank: int, root: int
 class Relay(NamedTuple):
     """One rank's part in a ring in which all ranks send chunks to the right.
 
-    In each step after the first, a rank passes on what it has taken in the step before.
+    A rank passes on what it has taken `behind` steps before.
 
     Attributes:
         chunk: elements of a chunk.
@@ -33,6 +37,7 @@ class Relay(NamedTuple):
         takes: by step, where it belongs what comes from the left one.
         sources: by step, what that is reduced with; in later steps it is copied.
         copy: target and source of a local copy.
+        behind: 1; or 0, in the middle of a chain, where each chunk is passed on as it comes.
     """
 
     chunk: int
@@ -40,20 +45,22 @@ class Relay(NamedTuple):
     takes: tuple[Region, ...]
     sources: tuple[Region, ...]
     copy: tuple[Region, Region] | None
+    behind: int = 1
 
     @classmethod
     def of(cls, kind: str, sizes: tuple[Any, ...], rank: int, size: int, root: int, chunk: int) -> Relay:
-        """Return the relay of an allreduce, or of a collective `BETWEEN_TWO` ranks; arguments as for `build`."""
+        """Return the relay of an allreduce, or of one of `ROUND` or `BETWEEN_TWO`; arguments as for `build`."""
         if kind == "allreduce":
             return cls._around(sizes[0], rank, size, chunk)
+        if kind == "allgather":
+            return cls._gather(sizes[0], rank, size, chunk)
+        if kind == "broadcast":
+            return cls._chain(sizes[0], (rank - root) % size, size, chunk)
         counts, other = sizes[0] if isinstance(sizes[0], tuple) else sizes, 1 - rank
         put: Region | None
         take: Region | None
         source = copy = None
-        if kind == "allgather":
-            put, take = Region(size, 0, counts[rank]), Region(other, 0, counts[other])
-            copy = Region(rank, 0, counts[rank]), Region(size, 0, counts[rank])
-        elif kind == "reduce_scatter":
+        if kind == "reduce_scatter":
             put, take = Region(other, 0, counts[other]), Region(size, 0, counts[rank])
             source = Region(rank, 0, counts[rank])
         elif kind == "alltoall":
@@ -64,7 +71,7 @@ class Relay(NamedTuple):
             put, take = (Region(other, 0, counts[other]), None) if rank == root else (None, own)
             copy = (own, Region(rank, 0, counts[rank])) if rank == root else None
         else:
-            whole, sender = Region(0, 0, counts[0]), {"broadcast": root, "reduce": 1 - root}.get(kind, 0)
+            whole, sender = Region(0, 0, counts[0]), 1 - root if kind == "reduce" else 0
             put, take = (whole, None) if rank == sender else (None, whole)
             source = take if kind in ("reduce", "scan") else None
         return cls(chunk, _steps(put), _steps(take), _steps(source), copy if copy and copy[0].count else None)
@@ -76,6 +83,24 @@ class Relay(NamedTuple):
         puts = tuple(parts[(rank - step - 1) % size] for step in range(2 * (size - 1)))
         takes = tuple(parts[(rank - step - 2) % size] for step in range(2 * (size - 1)))
         return cls(chunk, puts, takes, takes[: size - 1], None)
+
+    @classmethod
+    def _gather(cls, counts: tuple[int, ...], rank: int, size: int, chunk: int) -> Relay:
+        """Return the relay of an allgather: each block goes round; between more than two ranks all have one length."""
+        blocks = [Region(each, 0, count) for each, count in enumerate(counts)]
+        own = Region(size, 0, counts[rank])
+        passed = tuple(blocks[(rank - step) % size] for step in range(1, size))
+        puts, takes = (own, *passed[:-1]), passed
+        if size == 2:
+            puts, takes = _steps(own), _steps(passed[0])
+        return cls(chunk, puts, takes, (), (blocks[rank], own) if own.count else None)
+
+    @classmethod
+    def _chain(cls, count: int, distance: int, size: int, chunk: int) -> Relay:
+        """Return the relay of a broadcast, at a rank that is so far to the right of the root."""
+        whole = _steps(Region(0, 0, count))
+        puts, takes = whole if distance < size - 1 else (), whole if distance else ()
+        return cls(chunk, puts, takes, (), None, 0 if puts and takes else 1)
 
     def chunks(self, regions: tuple[Region, ...]) -> int:
         """Return how many chunks each step has, in which `puts` or `takes` are moved: as many as the longest one needs.

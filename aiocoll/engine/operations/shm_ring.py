@@ -8,8 +8,8 @@ header nor look-up, and is passed on while it is in the cache:
     step 0    0 1 2 3 4              p = 2, 5 chunks per part: the order is by columns, from the bottom up
     step 1        0 1 2 3 4
 
-Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank. Between two ranks other collectives go the same
-way, in one step (`Relay`).
+Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank. Other collectives go the same way (`Relay`): an
+allgather in p-1 steps, a broadcast along the chain of ranks, and more between two ranks, in one step.
 If the queue is in use by another operation, or not available, the same chunks travel as frames.
 
 For a tensor in memory that peers can read (`aiocoll.transport.shared_memory`) the queue carries no chunks, but their
@@ -204,6 +204,8 @@ class ShmRing(Operation):
         if self._put == len(self._puts):
             return False
         step, chunk, before = self._puts[self._put]
+        if not self._relay.behind:
+            before = self._put
         if before >= self._taken:
             return False
         region = self._relay.puts[step]

@@ -13,7 +13,7 @@ from aiocoll.elements.ops import Kernel, ReduceOp, kernel
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.plan import Executor, Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
-from aiocoll.engine.operations.relay import BETWEEN_TWO, Relay, messages_between_two
+from aiocoll.engine.operations.relay import BETWEEN_TWO, LONGEST, ROUND, Relay, messages_between_two
 from aiocoll.engine.operations.round import Round
 from aiocoll.engine.operations.shm_ring import MOST_PIECES, ShmRing
 from aiocoll.engine.operations.signature import Signature
@@ -121,7 +121,7 @@ class Planner:
         executor: Executor = ProgramExecutor
         relays = self._relays(kind, algorithm, nbytes, made)
         if not relays and dtype is not None and (made is None or made.prescale is None):
-            relays = self._relays_between_two(kind, sizes, dtype.itemsize, root or 0, made)
+            relays = self._relays_natively(kind, sizes, dtype.itemsize, root or 0, made)
         in_place = not (relays and self._comm.is_on_all_cards("native")) and self._reads(kind, nbytes, sizes, made)
         if in_place:
             algorithm = _IN_PLACE[kind]
@@ -198,16 +198,23 @@ class Planner:
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
         return (self._size <= CIRCLE or algorithm == "ring") and pieces < MOST_PIECES
 
-    def _relays_between_two(
+    def _relays_natively(
         self, kind: str, sizes: tuple[Any, ...], itemsize: int, root: int, made: Kernel | None
     ) -> bool:
-        """Whether a call of two ranks goes through their chunk queues: then the accelerator is faster than frames."""
+        """Whether a call goes through chunk queues, since the accelerator of all ranks is faster so than in frames."""
         comm = self._comm
-        if kind not in BETWEEN_TWO or self._size != 2 or not comm.chunk_nbytes or (made is not None and made.ordered):
+        kinds = BETWEEN_TWO if self._size == 2 else ROUND
+        if kind not in kinds or self._size == 1 or not comm.chunk_nbytes or (made is not None and made.ordered):
             return False
         if kind == "scan" and made is not None and (made.finalize or made.of_one):
             return False  # rank 0 has something to do
-        longest = max(messages_between_two(kind, sizes, self._rank, root)) * itemsize
+        if self._size == 2:
+            messages = messages_between_two(kind, sizes, self._rank, root)
+        else:
+            messages = sizes[0] if isinstance(sizes[0], tuple) else sizes
+            if len(set(messages)) > 1 or (messages[0] * itemsize > LONGEST and comm.is_on_all_cards("reads")):
+                return False
+        longest = max(messages) * itemsize
         if longest <= comm.slots.largest or longest // comm.chunk_nbytes + 2 >= MOST_PIECES:
             return False
         return comm.is_on_all_cards("native")
