@@ -98,21 +98,31 @@ class Tree:
         """Remove the copy."""
         shutil.rmtree(self.root)
 
-    def tests(self, runs: Sequence[tuple[str, ...]], limits: Sequence[float]) -> str | None:
-        """Run tests; return the first one that fails, or "no end within ... s"; None if all pass."""
+    def tests(self, runs: Sequence[tuple[str, ...]], limits: Sequence[float], *, native: bool = False) -> str | None:
+        """Run tests, with or without the accelerator.
+
+        Returns:
+            The first one that fails, or "no end within ... s"; None if all pass.
+        """
         for run, limit in zip(runs, limits, strict=True):
             arguments = found(self.root / "tests", run)
-            failed = self._pytest(arguments, limit)
-            if failed is not None and "::" in failed and self._pytest([failed.partition(" ")[2]], limit) is None:
+            failed = self._pytest(arguments, limit, native)
+            if (
+                failed is not None
+                and "::" in failed
+                and self._pytest([failed.partition(" ")[2]], limit, native) is None
+            ):
                 # It may have been the machine, which was busy.
-                failed = self._pytest(arguments, limit)
+                failed = self._pytest(arguments, limit, native)
             if failed is not None:
                 return failed
         return None
 
-    def _pytest(self, arguments: list[str], limit: float) -> str | None:
+    def _pytest(self, arguments: list[str], limit: float, native: bool) -> str | None:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not soak and not matrix and not gpu"]
         environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONASYNCIODEBUG": "0"}
+        if not native:
+            environment["AIOCOLL_NATIVE"] = "0"
         process = subprocess.Popen(
             [*command, *arguments],
             cwd=self.root,
@@ -136,7 +146,9 @@ class Tree:
         failed = [line for line in said.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
         return failed[0].split(" - ")[0] if failed else f"pytest ended with {process.returncode}"
 
-    def judge(self, mutant: Mutant, runs: Sequence[tuple[str, ...]], limits: Sequence[float]) -> str | None:
+    def judge(
+        self, mutant: Mutant, runs: Sequence[tuple[str, ...]], limits: Sequence[float], *, native: bool = False
+    ) -> str | None:
         """Plant a fault, run its tests as `tests` does, and take it back."""
         spots = self._package.find(mutant.place)
         if len(spots) != 1:
@@ -144,7 +156,7 @@ class Tree:
         source = spots[0].path.read_bytes()
         try:
             spots[0].path.write_bytes(spots[0].replaced(source, mutant.new))
-            return self.tests(runs, limits)
+            return self.tests(runs, limits, native=native)
         finally:
             spots[0].path.write_bytes(source)
 
@@ -172,14 +184,15 @@ class Limits:
 
     def of(self, subject: str, tree: Tree) -> list[float]:
         """Return seconds for each run of a subject's tests; `tree` has no fault in it."""
+        found = SUBJECTS[subject]
         with self._lock:
-            for run in SUBJECTS[subject].tests:
+            for run in found.tests:
                 if run not in self._found:
                     start = time.monotonic()
-                    if (failed := tree.tests([run], [600.0])) is not None:
+                    if (failed := tree.tests([run], [600.0], native=found.native)) is not None:
                         raise RuntimeError(f"{subject}: the tests fail without any fault: {failed}")
                     self._found[run] = FLOOR + TIMES * (time.monotonic() - start)
-            return [self._found[run] for run in SUBJECTS[subject].tests]
+            return [self._found[run] for run in found.tests]
 
 
 def judge_all(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:
@@ -195,7 +208,8 @@ def judge_all(faults: Sequence[Mutant], jobs: int, out: Path) -> list[Verdict]:
     def judge(mutant: Mutant, tree: Tree) -> None:
         allowed = limits.of(mutant.subject, tree)
         start = time.monotonic()
-        test = tree.judge(mutant, SUBJECTS[mutant.subject].tests, allowed)
+        subject = SUBJECTS[mutant.subject]
+        test = tree.judge(mutant, subject.tests, allowed, native=subject.native)
         outcome = "survived" if test is None else "caught"
         verdicts.append(Verdict(mutant, outcome, test or "", time.monotonic() - start))
         print(f"{len(verdicts)}/{len(faults)} {told(verdicts[-1])}", flush=True)

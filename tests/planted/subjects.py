@@ -22,10 +22,12 @@ class Subject(NamedTuple):
         names: functions, by their qualified names, of the modules that belong to it, one of each.
         tests: runs of pytest, one after the other until one fails: files and folders by their names, wherever in
             `tests/` they are, and options.
+        native: whether these run the accelerator, which would keep most calls away from other subjects.
     """
 
     names: tuple[str, ...]
     tests: tuple[tuple[str, ...], ...]
+    native: bool = False
 
 
 WINDOWS = ("test_windows.py", "-k", "(memory or is_over or take_turns) and not any_mix and not giants and not never")
@@ -47,6 +49,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("native/test_declined.py", "native/test_works.py"),
                 ("native/test_mixed.py", "native/test_waiting_calls.py", "native/test_direct.py"),
             ),
+            native=True,
         ),
         "store core": Subject(
             ("StoreCore.apply", "_compare_set"),
