@@ -7,6 +7,7 @@
 
 enum { LAG = 2 };             /* columns by which a step is behind the one before */
 enum { STREAMED = 16 << 20 }; /* bytes written by a call of which no cache holds anything when it ends */
+
 static npy_intp total_of(const Way *way) { return way->steps * way->chunks; }
 
 /* Go to the next chunk: by columns, in each of them the highest step first. */
@@ -204,11 +205,12 @@ int relay_move(Handle *call) {
     }
 }
 
-/* Bytes that a call writes which only copies. */
-static npy_intp written_by(const Steps *steps) {
+/* Whether what comes is better written past the caches: it is much, and this rank does not read it. */
+static int streams(const Steps *steps) {
+    if (steps->operands.steps || steps->outward.steps > steps->behind) return 0;
     npy_intp count = steps->local.steps ? steps->local.regions[0].count : 0;
     for (int step = 0; step < steps->inward.steps; step++) count += steps->inward.regions[step].count;
-    return count * steps->itemsize;
+    return count * steps->itemsize >= STREAMED;
 }
 
 /* Prepare a call, which is not in flight yet. */
@@ -222,7 +224,7 @@ int relay_open(Handle *call) {
     for (int i = 0; i < steps->buffers_count; i++)
         if (steps->needed[i]) relay->bytes[i] = buffer_bytes(call, i);
     if (steps->inward.steps) call->missing = relay->left;
-    relay->streams = !steps->operands.steps && written_by(steps) >= STREAMED;
+    relay->streams = streams(steps);
     return 0;
 }
 

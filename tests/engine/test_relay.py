@@ -112,6 +112,16 @@ async def test_frames_serve_until_there_is_a_link(pg: ProcessGroup) -> None:
     await check(calls, pg.size())
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_pieces_that_are_larger_than_the_chunks_of_the_lane_go_in_frames(world_size: int) -> None:
+    """A peer may say one thing about its accelerator to all, and another one while the link is made."""
+    async with jobs(world_size) as (pgs,):
+        for pg in pgs:
+            comm_of(pg).chunk_nbytes *= 2
+        await check([call(pg, 300_000) for pg in pgs], world_size)
+        assert [pieces_put(pg, (pg.rank() + 1) % world_size) for pg in pgs] == [0] * world_size
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 async def test_one_operation_has_the_lane_and_the_others_go_on_in_frames(world_size: int) -> None:
     async with jobs(world_size) as (pgs,):

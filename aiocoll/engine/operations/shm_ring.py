@@ -74,6 +74,7 @@ class ShmRing(Operation):
         "_framed",
         "_holds",
         "_left",
+        "_nbytes",
         "_offset",
         "_plan",
         "_pointed",
@@ -106,6 +107,8 @@ class ShmRing(Operation):
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
         self._puts = order(len(plan.relay.puts), plan.relay.chunks(plan.relay.puts))
         self._takes = order(len(plan.relay.takes), plan.relay.chunks(plan.relay.takes))
+        # Of a chunk; a peer that is not consistent about its accelerator has a queue of smaller ones.
+        self._nbytes = plan.relay.chunk * plan.itemsize
         self._holds = False
         self._put = 0
         self._taken = 0
@@ -151,7 +154,12 @@ class ShmRing(Operation):
     def _take_queue(self) -> None:
         channel = self.comm.channels[self._right]
         link = channel.shared if self._puts else None
-        self._holds = link is not None and link is channel.link and link.chunks.take(self.id, self.comm.id)
+        self._holds = (
+            link is not None
+            and link is channel.link
+            and link.chunks.nbytes >= self._nbytes
+            and link.chunks.take(self.id, self.comm.id)
+        )
 
     def look(self) -> bool:
         """Put chunks while the queue has room, take what has arrived; return whether anything moved."""
@@ -264,7 +272,7 @@ class ShmRing(Operation):
             assert self._framed is not None
             self._compute(step, chunk, place, np.frombuffer(framed, self._plan.storage))
             del self._framed[self._taken]
-        elif link is None:
+        elif link is None or link.chunks.nbytes < self._nbytes:
             return False
         elif (found := link.chunks.look(self.id, self.comm.id)) < 0:
             return link.chunks.reclaim()

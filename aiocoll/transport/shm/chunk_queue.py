@@ -313,6 +313,11 @@ class Chunks:
         """How many chunks have been put."""
         return self.writer.number
 
+    @property
+    def nbytes(self) -> int:
+        """Of the largest chunk."""
+        return self.writer.nbytes
+
     def connect(self, native: Any, memory: memoryview) -> None:
         """Let the accelerator use the queues, in the memory of the link."""
         writer, reader = self.writer, self.reader

@@ -104,7 +104,7 @@ class Direction(NamedTuple):
         return self.chunks + self.chunks_count * self.chunk_nbytes
 
     def with_large_chunks(self) -> Direction:
-        """Return the same, with fewer chunks in the same memory, unless both ends run the accelerator."""
+        """Return the same with fewer and larger chunks in the same memory, as where an end has no accelerator."""
         nbytes = self.chunks_count * self.chunk_nbytes
         return self._replace(chunk_nbytes=nbytes // LARGE_CHUNKS, chunks_count=LARGE_CHUNKS)
 
