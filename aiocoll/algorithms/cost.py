@@ -6,15 +6,30 @@ on the machine, and that ranks share cores.
 
 from __future__ import annotations
 
-from aiocoll.algorithms.load import Load, in_a_row, ring_allreduce, seconds_of
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from aiocoll.algorithms.load import Load, in_a_row, seconds_of
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.select import find
 from aiocoll.algorithms.spec import spec_of
 
 __all__ = ["cost", "predict"]
 
-#: The ring of chunk queues, an executor of its own; all other algorithms are programs.
-_RELAY = ("allreduce", "relay")
+#: Of "relay", the ring of chunk queues: the program that sends the same messages, by kind.
+_RELAYED: Mapping[str, str] = MappingProxyType(
+    {
+        "allreduce": "ring",
+        "allgather": "ring",
+        "reduce_scatter": "ring",
+        "broadcast": "chain",
+        "reduce": "chain",
+        "scan": "chain",
+        "exscan": "chain",
+        "scatter": "linear",
+        "alltoall": "pairwise",
+    }
+)
 
 
 def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> Load:
@@ -29,7 +44,7 @@ def cost(algorithm: str, kind: str, nbytes: int, world_size: int) -> Load:
     Raises:
         ValueError: if `kind` is unknown or has no such algorithm.
     """
-    formula = ring_allreduce if (kind, algorithm) == _RELAY else find(kind, algorithm).load
+    formula = find(kind, _program(kind, algorithm)).load
     if world_size == 1 or (nbytes == 0 and spec_of(kind).input is not None):
         return Load(0, 0, 0, 0, 0, 0)
     return formula(nbytes, world_size)
@@ -52,8 +67,9 @@ def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Ma
     Raises:
         ValueError: if `kind` has no such algorithm.
     """
+    algorithm = _program(kind, algorithm)
     load = cost(algorithm, kind, nbytes, world_size)
-    if algorithm in ("ring", "relay"):
+    if algorithm == "ring":
         return in_a_row(load, machine)
     _, _, beta, gamma = machine
     seconds = seconds_of(load, machine)
@@ -65,3 +81,7 @@ def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Ma
         piece, inner = min(nbytes, PIECE), max(load.steps - 1, 0)
         seconds += inner * piece * (beta + (gamma if load.worked else 0.0))
     return seconds
+
+
+def _program(kind: str, algorithm: str) -> str:
+    return _RELAYED.get(kind, algorithm) if algorithm == "relay" else algorithm

@@ -38,6 +38,7 @@ def seconds(pg: ProcessGroup, call: Callable[[], Any]) -> float:
 
 @pytest.mark.ranks(*WORLDS)
 @pytest.mark.parametrize("count", [0, 1, 1000, 100_000, 1_000_000])
+@over("memory", "shm")
 async def test_an_estimate_is_the_prediction(pg: ProcessGroup, count: int) -> None:
     p = pg.size()
     one, whole = np.zeros(count, np.float32), np.zeros(count * p, np.float32)
