@@ -341,6 +341,22 @@ async def test_a_busy_pool_of_threads_keeps_nobody_waiting() -> None:
         assert all(isinstance(result, Pair) for result in results)
 
 
+async def test_links_that_are_given_up_return_their_lanes() -> None:
+    """An outbox has a lane for each rank, and some for links of which one is given up."""
+    ends = Ends()
+    kept, socks = await ends.meet(), ends.socks  # the outboxes stay
+    for _ in range(OutboxLayout(2).lanes + 1):
+        ends.socks = sockets("unix")
+        results = await ends.meet()
+        assert all(isinstance(result, Pair) for result in results)
+        for rank, result in zip(ends.ranks, results, strict=True):
+            rank.give_up(result)
+        for sock in ends.socks:
+            sock.close()
+    ends.socks = socks
+    ends.end(kept)
+
+
 class NoThreads(ThreadPoolExecutor):
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("can't start new thread")
