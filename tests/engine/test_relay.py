@@ -117,7 +117,11 @@ async def test_pieces_that_are_larger_than_the_chunks_of_the_lane_go_in_frames(w
     """A peer may say one thing about its accelerator to all, and another one while the link is made."""
     async with jobs(world_size) as (pgs,):
         for pg in pgs:
-            comm_of(pg).chunk_nbytes *= 2
+            make_pure(pg)
+            for peer in comm_of(pg).others:
+                shared = comm_of(pg).channels[peer].shared
+                assert shared is not None
+                shared.chunks.writer.nbytes //= 2
         await check([call(pg, 300_000) for pg in pgs], world_size)
         assert [pieces_put(pg, (pg.rank() + 1) % world_size) for pg in pgs] == [0] * world_size
 
