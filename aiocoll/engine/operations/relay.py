@@ -89,11 +89,9 @@ class Relay(NamedTuple):
         """Return the relay of an allgather: each block goes round; between more than two ranks all have one length."""
         blocks = [Region(each, 0, count) for each, count in enumerate(counts)]
         own = Region(size, 0, counts[rank])
-        passed = tuple(blocks[(rank - step) % size] for step in range(1, size))
-        puts, takes = (own, *passed[:-1]), passed
-        if size == 2:
-            puts, takes = _steps(own), _steps(passed[0])
-        return cls(chunk, puts, takes, (), (blocks[rank], own) if own.count else None)
+        taken = [blocks[(rank - step) % size] for step in range(1, size)]
+        copy = (blocks[rank], own) if own.count else None
+        return cls(chunk, _steps(own, *taken[:-1]), _steps(*taken), (), copy)
 
     @classmethod
     def _chain(cls, count: int, distance: int, size: int, chunk: int) -> Relay:
@@ -110,5 +108,5 @@ class Relay(NamedTuple):
         return -(-max((region.count for region in regions), default=0) // self.chunk)
 
 
-def _steps(region: Region | None) -> tuple[Region, ...]:
-    return (region,) if region is not None and region.count else ()
+def _steps(*regions: Region | None) -> tuple[Region, ...]:
+    return tuple(region for region in regions if region is not None and region.count)

@@ -52,8 +52,14 @@ MOST_PIECES = 1 << 16
 
 
 @functools.lru_cache(maxsize=64)
-def order(steps: int, chunks: int) -> tuple[tuple[int, int, int], ...]:
-    """Return step, chunk and the number of the chunk that has to come before, or -1, in travelling order."""
+def order(steps: int, chunks: int, behind: int = 1) -> tuple[tuple[int, int, int], ...]:
+    """Return step, chunk and the number of the chunk that has to come before, or -1, in travelling order.
+
+    Args:
+        steps: number of steps.
+        chunks: of each step.
+        behind: how many steps before the chunk has come that is passed on.
+    """
     found: list[tuple[int, int, int]] = []
     place: dict[tuple[int, int], int] = {}
     for column in range(chunks + LAG * (steps - 1)):
@@ -61,7 +67,7 @@ def order(steps: int, chunks: int) -> tuple[tuple[int, int, int], ...]:
             chunk = column - LAG * step
             if chunk < chunks:
                 place[step, chunk] = len(found)
-                found.append((step, chunk, place.get((step - 1, chunk), -1)))
+                found.append((step, chunk, place.get((step - behind, chunk), -1)))
     return tuple(found)
 
 
@@ -105,7 +111,7 @@ class ShmRing(Operation):
         self._views: dict[int, memoryview] = {}
         size, rank = len(comm.ranks), comm.rank
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
-        self._puts = order(len(plan.relay.puts), plan.relay.chunks(plan.relay.puts))
+        self._puts = order(len(plan.relay.puts), plan.relay.chunks(plan.relay.puts), plan.relay.behind)
         self._takes = order(len(plan.relay.takes), plan.relay.chunks(plan.relay.takes))
         # Of a chunk; a peer that is not consistent about its accelerator has a queue of smaller ones.
         self._nbytes = plan.relay.chunk * plan.itemsize
@@ -212,8 +218,6 @@ class ShmRing(Operation):
         if self._put == len(self._puts):
             return False
         step, chunk, before = self._puts[self._put]
-        if not self._relay.behind:
-            before = self._put
         if before >= self._taken:
             return False
         region = self._relay.puts[step]

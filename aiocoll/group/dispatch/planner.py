@@ -201,7 +201,7 @@ class Planner:
     def _relays_natively(
         self, kind: str, sizes: tuple[Any, ...], itemsize: int, root: int, made: Kernel | None
     ) -> bool:
-        """Whether a call goes through chunk queues, since the accelerator of all ranks is faster so than in frames."""
+        """Return whether a call goes through chunk queues because all ranks have the accelerator."""
         comm = self._comm
         kinds = BETWEEN_TWO if self._size == 2 else ROUND
         if kind not in kinds or self._size == 1 or not comm.chunk_nbytes or (made is not None and made.ordered):
@@ -211,7 +211,7 @@ class Planner:
         if self._size == 2:
             messages = messages_between_two(kind, sizes, self._rank, root)
         else:
-            messages = sizes[0] if isinstance(sizes[0], tuple) else sizes
+            messages = _flat(sizes)
             if len(set(messages)) > 1 or (messages[0] * itemsize > LONGEST and comm.is_on_all_cards("reads")):
                 return False
         longest = max(messages) * itemsize

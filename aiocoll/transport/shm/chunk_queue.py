@@ -315,7 +315,7 @@ class Chunks:
 
     @property
     def nbytes(self) -> int:
-        """Of the largest chunk."""
+        """Bytes of the largest chunk."""
         return self.writer.nbytes
 
     def connect(self, native: Any, memory: memoryview) -> None:
