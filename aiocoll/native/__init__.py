@@ -14,7 +14,7 @@ __all__ = ["IMPLEMENTATION", "core", "describe_implementation"]
 
 _VARIABLE: Final = "AIOCOLL_NATIVE"
 #: Version of the interface between Python and C; a module of another one, left by an earlier build, is not used.
-_VERSION: Final = 1
+_VERSION: Final = 2
 _BUILD: Final = "build it by `make native` in a clone, or by `AIOCOLL_NATIVE=1 pip install` (docs/native.md)"
 
 

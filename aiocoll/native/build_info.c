@@ -4,7 +4,7 @@
 #include "accelerator.h"
 
 /* Raised with each change of what Python calls; aiocoll/native/__init__.py has the same number. */
-#define VERSION 1
+#define VERSION 2
 
 #define BUILT_FOR "Python 3.11 and later, NumPy 2.0 and later"
 _Static_assert(Py_LIMITED_API == 0x030b0000, "BUILT_FOR names this Python");
