@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
-from tests.chaos.forked import Said, Say, run_forked
+from tests.chaos.forked import Said, Say, run_chosen, run_forked
 
 #: What happens to the victim, or what it does.
 WHAT = ("kill", "stop", "cancel", "abort")
@@ -235,8 +233,6 @@ def disturb(scenario: dict[str, Any], pids: Sequence[int], said: Said) -> None:
 
 
 if __name__ == "__main__":
-    everything = scenarios()
-    for index in json.loads(sys.argv[1]):
-        scenario = everything[index]
-        ended = run_forked(scenario["world"], partial(rank, scenario), partial(disturb, scenario), collects=True)
-        print(json.dumps(scenario | ended), flush=True)
+    run_chosen(
+        scenarios(), lambda each: run_forked(each["world"], partial(rank, each), partial(disturb, each), collects=True)
+    )

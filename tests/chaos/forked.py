@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.ports import free_port
 
-__all__ = ["LIMIT", "Said", "Say", "play", "run_forked"]
+__all__ = ["LIMIT", "Said", "Say", "play", "run_chosen", "run_forked"]
 
 ROOT = Path(__file__).parents[2]
 #: Seconds after which a run has failed; one takes less than a second, unless ranks are given up.
@@ -58,6 +58,12 @@ def play(module: str, chosen: Sequence[int], temporary: Path) -> tuple[list[dict
     assert not list(temporary.iterdir())
     assert not list(Path("/dev/shm").glob("aiocoll*"))
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def run_chosen(scenarios: Sequence[dict[str, Any]], run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Run the scenarios whose numbers the command line has; print each with its result as a line of JSON."""
+    for number in json.loads(sys.argv[1]):
+        print(json.dumps(scenarios[number] | run(scenarios[number])), flush=True)
 
 
 def run_forked(

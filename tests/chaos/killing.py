@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -20,7 +18,7 @@ import numpy as np
 
 from aiocoll import GroupError, GroupOptions, GroupRevokedError, ProcessGroup, new_group
 from aiocoll.algorithms.machine import SingleCopy
-from tests.chaos.forked import LIMIT, Say, run_forked
+from tests.chaos.forked import LIMIT, Say, run_chosen, run_forked
 
 from ..internals import comm_of
 
@@ -118,8 +116,4 @@ async def linked(pg: ProcessGroup) -> None:
 
 
 if __name__ == "__main__":
-    chosen = json.loads(sys.argv[1])
-    everything = scenarios()
-    for index in chosen:
-        ended = run_forked(WORLD_SIZE, partial(rank, everything[index]))
-        print(json.dumps(everything[index] | ended), flush=True)
+    run_chosen(scenarios(), lambda each: run_forked(WORLD_SIZE, partial(rank, each)))

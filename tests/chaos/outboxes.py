@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +21,7 @@ import numpy as np
 
 from aiocoll import AiocollError, GroupOptions, ProcessGroup, new_group
 from aiocoll.work import Work
-from tests.chaos.forked import Said, Say, run_forked
+from tests.chaos.forked import Said, Say, run_chosen, run_forked
 
 from ..internals import comm_of
 
@@ -175,8 +173,6 @@ def go_on(scenario: dict[str, Any], pids: Sequence[int], said: Said) -> None:
 
 
 if __name__ == "__main__":
-    everything = scenarios()
-    for index in json.loads(sys.argv[1]):
-        scenario = everything[index]
-        ended = run_forked(scenario["world"], partial(rank, scenario), partial(go_on, scenario), collects=True)
-        print(json.dumps(scenario | ended), flush=True)
+    run_chosen(
+        scenarios(), lambda each: run_forked(each["world"], partial(rank, each), partial(go_on, each), collects=True)
+    )
