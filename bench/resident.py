@@ -51,8 +51,8 @@ async def step(**seen: Any) -> None:
 def resident() -> int:
     """Bytes of memory that this rank costs the host: its own, its outbox, and half of each region of a link.
 
-    Shared memory counts as far as it is reserved, whoever touches it. A peer's outbox is the peer's. (From Python 3.13
-    on a mapping keeps no descriptor, and nothing tells what it has reserved.)
+    Shared memory counts as far as it is reserved, even if only the peer uses it. A peer's outbox counts at the peer.
+    (From Python 3.13 on a mapping keeps no descriptor, so the reserved bytes are unknown.)
     """
     nbytes = int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
     mappings = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:aiocoll" in line]

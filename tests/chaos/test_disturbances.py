@@ -20,9 +20,9 @@ def judge(run: dict[str, Any]) -> None:
     """Check how each rank ended; a wrong result ends a rank with exit code 1."""
     what, world, victim = run["what"], run["world"], run["victim"]
     assert run["ends"] == [-9 if what == "kill" and rank == victim else 0 for rank in range(world)], run
-    told = {each["rank"]: each for each in run["said"] if "raised" in each}
-    assert set(told) == set(range(world)) - ({victim} if what == "kill" else set()), run
-    for each in told.values():
+    reports = {each["rank"]: each for each in run["said"] if "raised" in each}
+    assert set(reports) == set(range(world)) - ({victim} if what == "kill" else set()), run
+    for each in reports.values():
         if what in RAISED:
             assert each["raised"] == RAISED[what], run
         else:

@@ -303,7 +303,7 @@ async def test_a_writer_that_waits_for_a_block_is_woken_once(monkeypatch: pytest
         look(pgs[1])
         await check(calls, 2)
         assert full
-        # To announce something else than a piece, it tells of blocks: as the first one is free.
+        # One announcement has no new piece: the first block is free again.
         assert [one == other for one, other in pairwise(put)].count(True) == 1
 
 
