@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -564,6 +565,23 @@ def test_reader_of_a_link_that_has_ended_leaves_the_lane_to_the_next_one(make_ho
     assert host.lanes[1].post(6, 7, NEW, PRINT, block_of(2))
     assert not host.lanes[1].post(6, 8, NEW, PRINT, block_of(3)), "it has not been read"
     assert take(again.lane, 6, 7, NEW) == 2
+
+
+def test_memory_goes_with_the_outbox_even_if_lanes_are_kept(make_host: Callable[..., Host]) -> None:
+    """A plan of a call may live as long as an exception whose traceback has a frame that has the group."""
+    host = make_host(2)
+    inode = f" {os.fstat(host.boxes[0].fd).st_ino} "
+    outbox, reader = host.boxes[0], host.readers[1]
+    assert host.lanes[1].post(5, 5, NEW, PRINT, block_of(1))
+    assert take(reader.lane, 5, 5, NEW) == 1
+    kept = [outbox.common, host.lanes[1], reader.common, reader.lane]
+    host.boxes[1].close_lane(host.theirs[1])
+    for each in (outbox, reader):
+        assert inode in Path("/proc/self/maps").read_text()
+        each.close()
+    assert inode not in Path("/proc/self/maps").read_text()
+    host.boxes[0] = Outbox(host.layout, STRONG)
+    assert len(kept) == 4
 
 
 def test_lane_that_a_peer_does_not_have_is_refused(make_host: Callable[..., Host]) -> None:

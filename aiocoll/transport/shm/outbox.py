@@ -99,6 +99,7 @@ class Outbox:
         self._region.close()
         if self.common.native is not None:
             self.common.native.close()
+        self.common.forget()
         del self.common
 
 
@@ -203,4 +204,6 @@ class PeerOutbox:
 
     def close(self) -> None:
         """Let go of the memory: it goes with the last view of it."""
+        self.common.forget()
+        self.lane.forget()
         del self.common, self.lane, self.status, self.words, self._memory

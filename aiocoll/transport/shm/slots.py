@@ -76,6 +76,11 @@ class _Slots:
             view = self._views[key] = np.frombuffer(self.memory, dtype, count, place)
         return view
 
+    def forget(self) -> None:
+        """Let go of the memory, which goes with the last view of it: plans of calls may keep this object."""
+        self._lines = self.memory = _NO_WORDS
+        self._views.clear()
+
 
 class _Writer(_Slots):
     """Slots of this rank.
@@ -195,8 +200,8 @@ class LaneWriter(_Writer):
 
     def forget(self) -> None:
         """Let go of the memory of this rank, too: the outbox is closed."""
-        self.words = self.common_named = self._named = self._lines = self.memory = _NO_WORDS
-        self._views.clear()
+        super().forget()
+        self.words = self.common_named = self._named = _NO_WORDS
 
     def post(
         self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int = 0
@@ -401,6 +406,12 @@ class SlotReader(_Slots):
         """Keep to itself what is consumed from now on: the words are for another link."""
         self._consumed = memoryview(bytearray(self._consumed)).cast("Q")
         self._rows = self._rows[0], np.frombuffer(self._consumed, np.uint64)
+
+    def forget(self) -> None:
+        """Let go of the memory of both ranks: nothing is read any more."""
+        super().forget()
+        self._named = self._consumed = _NO_WORDS
+        self._rows = np.frombuffer(_NO_WORDS, np.uint64), np.frombuffer(_NO_WORDS, np.uint64)
 
     def _unread(self) -> list[int]:
         """Return the slots in which something is unread."""
