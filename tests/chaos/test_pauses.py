@@ -18,7 +18,7 @@ MANY = {2: 400_000, 3: 300_000, 4: 300_000}
 
 async def run(world_size: int, operations: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(pauses.SEED, str(seed))
-    # The fences of the accelerator in C cannot pause; `tests/native/race.c` has them take turns.
+    # Fences in C cannot be made to pause; `tests/native/race.c` tests their interleavings.
     monkeypatch.setenv("AIOCOLL_NATIVE", "0")
     options = GroupOptions(transport="shm")
     told = await run_processes(world_size, pauses.soak, operations, options=options, timeout=3600)

@@ -567,8 +567,8 @@ def test_reader_of_a_link_that_has_ended_leaves_the_lane_to_the_next_one(make_ho
     assert take(again.lane, 6, 7, NEW) == 2
 
 
-def test_memory_goes_with_the_outbox_even_if_lanes_are_kept(make_host: Callable[..., Host]) -> None:
-    """A plan of a call may live as long as an exception whose traceback has a frame that has the group."""
+def test_closed_outbox_is_unmapped_while_its_lanes_are_referenced(make_host: Callable[..., Host]) -> None:
+    """A traceback may keep cached plans alive, and these keep the lanes."""
     host = make_host(2)
     inode = f" {os.fstat(host.boxes[0].fd).st_ino} "
     outbox, reader = host.boxes[0], host.readers[1]

@@ -77,7 +77,7 @@ class _Slots:
         return view
 
     def forget(self) -> None:
-        """Let go of the memory, which goes with the last view of it: plans of calls may keep this object."""
+        """Release all views of the memory: cached plans may keep this object after its outbox is closed."""
         self._lines = self.memory = _NO_WORDS
         self._views.clear()
 
@@ -199,7 +199,7 @@ class LaneWriter(_Writer):
         self.common_consumed = self.consumed = _NO_WORDS
 
     def forget(self) -> None:
-        """Let go of the memory of this rank, too: the outbox is closed."""
+        """Also release the views of the memory of this rank."""
         super().forget()
         self.words = self.common_named = self._named = _NO_WORDS
 
@@ -408,7 +408,7 @@ class SlotReader(_Slots):
         self._rows = self._rows[0], np.frombuffer(self._consumed, np.uint64)
 
     def forget(self) -> None:
-        """Let go of the memory of both ranks: nothing is read any more."""
+        """Also release the words of both ranks, after which nothing can be read."""
         super().forget()
         self._named = self._consumed = _NO_WORDS
         self._rows = np.frombuffer(_NO_WORDS, np.uint64), np.frombuffer(_NO_WORDS, np.uint64)

@@ -1,0 +1,118 @@
+"""Registries of implementations by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
+
+from aiocoll.errors import AiocollError, BackendUnavailableError
+from aiocoll.loading import loading
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Implementations of one interface by name, each imported on first use.
+
+    If a name is unknown, the entry points `aiocoll.{kind}s` are read, one of which may provide it. The entry point of a
+    name refers to a function that takes this registry and calls `register`.
+
+    Args:
+        kind: the noun in error messages, such as "store".
+        version: of the interface; an implementation of another version is refused.
+
+    Attributes:
+        kind, version: as given.
+        packages: the distribution to install for a name that is not registered.
+    """
+
+    def __init__(self, kind: str, version: int) -> None:
+        self.kind = kind
+        self.version = version
+        self.packages: dict[str, str] = {}
+        self._targets: dict[str, T | str] = {}
+        self._has_read: set[str] = set()
+
+    def register(self, name: str, target: T | str, *, version: int) -> None:
+        """Register an implementation; a later one of the same name replaces an earlier one.
+
+        Args:
+            name: the name that users write, in lower case.
+            target: the implementation, or "module:attribute", which is imported on first use.
+            version: of the interface that it was written for.
+
+        Raises:
+            TypeError: `name` is no str.
+            ValueError: `name` is empty or not in lower case, or `version` is not that of this registry.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {type(name).__name__}")
+        if not name or name != name.lower():
+            raise ValueError(f"name={name!r} must be a name in lower case")
+        if version != self.version:
+            raise ValueError(
+                f"{self.kind} {name!r} was written for version {version} of the {self.kind} interface, and this "
+                f"aiocoll has version {self.version}: install a release of one that fits the other"
+            )
+        self._targets[name] = target
+
+    def register_all(self, targets: Mapping[str, str], *, version: int) -> None:
+        """Register "module:attribute" by name."""
+        for name, target in targets.items():
+            self.register(name, target, version=version)
+
+    def names(self) -> list[str]:
+        """Return the registered names, in the order of their registration."""
+        return list(self._targets)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether there is an implementation; the entry points are read if none is registered."""
+        return name in self._targets or self._read_entry_point(name)
+
+    def get(self, name: str) -> T:
+        """Return an implementation.
+
+        Raises:
+            ValueError: there is none; the message lists the registered names, or says what to install.
+            BackendUnavailableError: it cannot be imported.
+        """
+        if name not in self:
+            package = self.packages.get(name)
+            hint = f"install {package}" if package else f"use {', '.join(self._targets) or 'none'}"
+            raise ValueError(f"{self.kind} {name!r} is not known: {hint}")
+        target = self._targets[name]
+        if isinstance(target, str):
+            module, _, attribute = target.partition(":")
+            with loading(f"{self.kind} {name!r}"):
+                target = cast("T", getattr(import_module(module), attribute))
+            self._targets[name] = target
+        return target
+
+    def _read_entry_point(self, name: str) -> bool:
+        """Let the distribution that provides a name register it; return whether one did."""
+        if name in self._has_read:
+            return False
+        self._has_read.add(name)
+        from importlib.metadata import entry_points  # takes 20 ms, and most programs need none
+
+        for point in entry_points(group=f"aiocoll.{self.kind}s", name=name):
+            self._provide(point)
+        return name in self._targets
+
+    def _provide(self, point: EntryPoint) -> None:
+        try:
+            register: Callable[[Registry[T]], None] = point.load()
+            register(self)
+        except AiocollError:
+            raise
+        except Exception as error:
+            package = "" if point.dist is None else f" of {point.dist.name}"
+            raise BackendUnavailableError(
+                f"the entry point {point.value!r}{package} did not register {self.kind} {point.name!r}: {error}"
+            ) from error

@@ -1,0 +1,112 @@
+"""Registries: registration, versions, late imports, and the entry points of another distribution."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aiocoll.errors import BackendUnavailableError
+from aiocoll.registry import Registry
+
+VERSION = 3
+
+
+@pytest.fixture
+def registry() -> Registry[object]:
+    made: Registry[object] = Registry("gadget", VERSION)
+    made.register("decimal", "decimal:Decimal", version=VERSION)
+    made.register("absent", "no_such_module:thing", version=VERSION)
+    made.packages["other"] = "gadgets-extra"
+    return made
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path with a distribution that has two entry points, one of which fails."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    info = tmp_path / "gadgets-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gadgets\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[aiocoll.gadgets]\n"
+        "round = test_gadgets:register\nold = test_gadgets:register_old\nlost = test_gadgets:missing\n"
+    )
+    (tmp_path / "test_gadgets.py").write_text(
+        f"def register(registry):\n    registry.register('round', dict, version={VERSION})\n\n\n"
+        f"def register_old(registry):\n    registry.register('old', dict, version={VERSION - 1})\n"
+    )
+    yield tmp_path
+    sys.modules.pop("test_gadgets", None)
+
+
+def test_target_is_imported_on_first_use(registry: Registry[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "decimal", raising=False)
+    assert "decimal" in registry
+    assert "decimal" not in sys.modules
+    found = registry.get("decimal")
+    assert found is sys.modules["decimal"].Decimal
+    assert registry.get("decimal") is found
+
+
+def test_later_registration_replaces_earlier(registry: Registry[object]) -> None:
+    registry.register("decimal", int, version=VERSION)
+    assert registry.get("decimal") is int
+    assert registry.names() == ["decimal", "absent"]
+
+
+def test_module_that_is_not_installed_is_named(registry: Registry[object]) -> None:
+    for _ in range(2):
+        with pytest.raises(BackendUnavailableError, match="gadget 'absent' need: No module named 'no_such_module'"):
+            registry.get("absent")
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_other_version_is_refused(version: int, registry: Registry[object]) -> None:
+    with pytest.raises(ValueError, match=f"'new' was written for version {version} .* has version {VERSION}"):
+        registry.register("new", dict, version=version)
+    assert "new" not in registry
+
+
+@pytest.mark.parametrize("name", ["", "Tcp"])
+def test_invalid_name_is_refused(name: str, registry: Registry[object]) -> None:
+    with pytest.raises(ValueError, match="lower case"):
+        registry.register(name, dict, version=VERSION)
+
+
+def test_name_that_is_no_str_is_refused(registry: Registry[object]) -> None:
+    with pytest.raises(TypeError, match="must be a str, not int"):
+        registry.register(1, dict, version=VERSION)  # type: ignore[arg-type]
+
+
+def test_unknown_name_is_refused_with_the_known_ones(registry: Registry[object]) -> None:
+    with pytest.raises(ValueError, match="gadget 'none' is not known: use decimal, absent"):
+        registry.get("none")
+
+
+def test_unknown_name_of_a_known_package_says_what_to_install(registry: Registry[object]) -> None:
+    with pytest.raises(ValueError, match="gadget 'other' is not known: install gadgets-extra"):
+        registry.get("other")
+
+
+@pytest.mark.usefixtures("site")
+def test_entry_point_registers_an_unknown_name(registry: Registry[object]) -> None:
+    assert registry.get("round") is dict
+
+
+@pytest.mark.usefixtures("site")
+def test_entry_point_is_not_read_for_a_registered_name(registry: Registry[object]) -> None:
+    registry.register("round", list, version=VERSION)
+    assert registry.get("round") is list
+    assert "test_gadgets" not in sys.modules
+
+
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize(
+    ("name", "cause"), [("old", f"written for version {VERSION - 1}"), ("lost", "no attribute 'missing'")]
+)
+def test_entry_point_that_fails_names_its_distribution(name: str, cause: str, registry: Registry[object]) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"of gadgets did not register gadget '{name}': .*{cause}"):
+        registry.get(name)
