@@ -7,8 +7,10 @@ import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -21,6 +23,7 @@ from .pages import code
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
+QUICK_START = "docs/quick-start.md"
 #: Seconds; the demo takes a few, on a loaded machine some more.
 LIMIT = 120
 
@@ -46,13 +49,39 @@ def run(ranks: int, script: Path) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def test_the_readme_program_prints_what_the_readme_says(tmp_path: Path) -> None:
-    program, command = code(README, "Twelve lines"), code(README, "Twelve lines", language="sh")
-    shown = code(README, "Twelve lines", language="text")
-    script = tmp_path / "hello.py"
-    script.write_text(program)
-    assert command == "aiocoll run -n 2 hello.py\n"
-    assert run(2, script) == shown.splitlines()
+def test_hello_prints_what_readme_and_quick_start_show() -> None:
+    command, shown = code(README, "Twelve lines", language="sh"), code(README, "Twelve lines", language="text")
+    assert command == code(QUICK_START, "Two ranks", language="sh") == "aiocoll run -n 2 examples/hello.py\n"
+    assert shown == code(QUICK_START, "Two ranks", language="text")
+    assert run(2, ROOT / "examples" / "hello.py") == shown.splitlines()
+    compile(code(README, "Twelve lines"), "README.md", "exec")
+
+
+def test_survivors_print_what_readme_and_quick_start_show() -> None:
+    script = ROOT / "examples" / "survive.py"
+    assert textwrap.indent(code(README, "When a rank dies"), "    ") in script.read_text()
+    command, shown = code(README, "When a rank dies", language="sh"), code(README, "When a rank dies", language="text")
+    assert command == code(QUICK_START, "A rank dies", language="sh") == "aiocoll run -n 3 examples/survive.py\n"
+    assert shown == code(QUICK_START, "A rank dies", language="text")
+    done = start(3, script)
+    assert done.returncode == 128 + signal.SIGKILL
+    *printed, last = shown.splitlines()
+    assert sorted(done.stdout.splitlines()) == sorted(printed)
+    assert last in done.stderr.splitlines()
+
+
+def test_quick_start_shows_a_test_and_a_mismatch(tmp_path: Path) -> None:
+    (tmp_path / "test_sums.py").write_text(code(QUICK_START, "A test with ranks"))
+    assert code(QUICK_START, "A test with ranks", language="sh") == "pytest -q test_sums.py\n"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sums.py"]
+    tested = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert "1 passed" in tested.stdout
+    script = tmp_path / "mismatch.py"
+    script.write_text(code(QUICK_START, "Ranks disagree"))
+    assert code(QUICK_START, "Ranks disagree", language="sh") == "aiocoll run -n 2 mismatch.py\n"
+    done = start(2, script)
+    assert done.returncode == 1
+    assert " ".join(code(QUICK_START, "Ranks disagree", language="text").split()) in done.stderr
 
 
 def test_the_page_on_failures_has_every_error() -> None:

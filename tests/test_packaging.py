@@ -113,11 +113,11 @@ def test_the_classifiers_name_the_versions_that_are_tested() -> None:
     assert sorted(PROJECT["classifiers"]) == PROJECT["classifiers"]
 
 
-def test_every_extra_says_what_it_is_for_and_so_does_the_readme() -> None:
+def test_installation_page_lists_every_extra() -> None:
     section = TEXT.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
     said = {name: what for what, name in re.findall(r"^# (.*)\n(\w+) = \[", section, re.MULTILINE)}
     assert said.keys() == PROJECT["optional-dependencies"].keys()
-    table = (ROOT / "README.md").read_text().split("| extra | for |\n|---|---|\n")[1].split("\n\n")[0]
+    table = (ROOT / "docs" / "installation.md").read_text().split("| extra | for |\n|---|---|\n")[1].split("\n\n")[0]
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == said
 
 

@@ -1,0 +1,28 @@
+"""Ranks that lose one of them and continue: aiocoll run -n 3 examples/survive.py
+
+Rank 1 kills its own process. The other ranks get a `PeerLostError` that names it, and form a group without it.
+"""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+
+import aiocoll
+
+
+async def main() -> None:
+    """Sum an array over the ranks that live."""
+    async with aiocoll.new_group() as pg:
+        if pg.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            await pg.allreduce(np.ones(3))
+        except aiocoll.PeerLostError as error:
+            print(error)
+            async with await pg.shrink() as rest:
+                print(f"{rest.size()} ranks go on:", await rest.allreduce(np.ones(3)))
+
+
+asyncio.run(main())
