@@ -9,13 +9,14 @@ from typing import Final
 
 __all__ = [
     "CHUNKS",
+    "CHUNK_FIRST",
     "CHUNK_GROUPS_OVER",
     "CHUNK_HOLDER",
     "CHUNK_HOLDER_GROUP",
+    "CHUNK_LAST",
     "CHUNK_NUMBER",
     "CHUNK_READY",
     "CHUNK_STATE",
-    "CHUNK_TAINTED",
     "COMMON_CONSUMED",
     "COMMON_NAMED",
     "CORE",
@@ -75,12 +76,14 @@ CHUNK_NUMBER: Final = 0
 CHUNK_HOLDER: Final = 1
 """Of the writer: id of the operation that has the queue; 0 while it is free."""
 CHUNK_HOLDER_GROUP: Final = 2
-"""Of the writer: the group of that operation."""
-CHUNK_TAINTED: Final = 3
-"""Of the writer: an operation has failed, of which chunks are left in the queue that may never be read."""
+"""Of the writer: the group of that operation, or of the last one."""
+CHUNK_LAST: Final = 3
+"""Of the writer: id of the last operation that put all its chunks; the largest number if the last one failed."""
 CHUNK_READY: Final = 4
 """Of the writer: the memory of the queue is there."""
 CHUNK_GROUPS_OVER: Final = 5
 """Of the reader: how many groups are over of which there may still be chunks."""
-CHUNK_STATE: Final = 6
+CHUNK_FIRST: Final = 6
+"""Of the writer: how many chunks had been put when that operation got the queue; if it failed, when it left."""
+CHUNK_STATE: Final = 7
 """How many numbers these are."""

@@ -235,6 +235,39 @@ async def test_keyed_calls_meet_in_any_order(job: str) -> None:
         await check(calls, len(job))
 
 
+async def scattered(pg: ProcessGroup, count: int, value: float, key: str | None = None) -> None:
+    """Scatter from rank 0, which is done when its chunks are in the queue."""
+    target = np.zeros(count)
+    async with asyncio.timeout(20):
+        await pg.scatter(target, [np.full(count, float(value))] * 2 if pg.rank() == 0 else None, 0, key=key)
+    assert (target == value).all()
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_chunks_of_a_keyed_call_that_is_not_read_yet_delay_no_other_call(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        for _ in range(3):
+            sent = [asyncio.create_task(scattered(pgs[0], 2 * CHUNK, ord(key), key)) for key in "abc"]
+            sent.append(asyncio.create_task(scattered(pgs[0], 2 * CHUNK, 7)))
+            await asyncio.gather(*sent)
+            await scattered(pgs[1], 2 * CHUNK, 7)
+            for key in "cba":
+                await scattered(pgs[1], 2 * CHUNK, ord(key), key)
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_chunks_of_a_group_that_are_not_read_yet_delay_no_other_group(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        others = await asyncio.gather(*(pg.split(0) for pg in pgs))
+        await link(others)
+        for _ in range(3):
+            for group in (pgs, others):
+                await scattered(group[0], 2 * CHUNK, 1.5)
+            for group in (others, pgs):
+                await scattered(group[1], 2 * CHUNK, 1.5)
+        await asyncio.gather(*(pg.shutdown() for pg in others))
+
+
 async def test_groups_that_share_a_queue_do_not_wait_for_each_other() -> None:
     """Each rank has made the call first that the other one makes last."""
     async with group_of_ranks([True, True]) as pgs:

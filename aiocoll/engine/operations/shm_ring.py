@@ -35,6 +35,7 @@ from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.relay import Relay
+from aiocoll.engine.operations.signature import KEYED
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import SharedMemoryLink
@@ -164,7 +165,7 @@ class ShmRing(Operation):
             link is not None
             and link is channel.link
             and link.chunks.nbytes >= self._nbytes
-            and link.chunks.take(self.id, self.comm.id)
+            and link.chunks.take(self.id, self.comm.id, ordered=self.id < KEYED)
         )
 
     def look(self) -> bool:
