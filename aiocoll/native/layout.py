@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "CHUNKED",
     "CHUNKS",
     "CHUNK_FIRST",
     "CHUNK_GROUPS_OVER",
@@ -59,6 +60,8 @@ CORE: Final = 8
 _ROW: Final = SLOTS + -SLOTS % 8
 POSTS: Final = 0
 """How often something was posted for its reader."""
+CHUNKED: Final = 1
+"""How often an operation has put its last chunk into the queue of a link to the reader."""
 COMMON_NAMED: Final = 8
 """One word per slot of the common lane: number of the last post that its reader is to read; 0 if that was withdrawn."""
 LANE_NAMED: Final = COMMON_NAMED + _ROW

@@ -100,10 +100,12 @@ static int take_queue(Handle *call, Queue *queue) {
     return call->relay->holds = 1;
 }
 
-static void leave_queue(Handle *call, Queue *queue) {
-    queue->state[LAYOUT_CHUNK_HOLDER] = 0;
-    queue->state[LAYOUT_CHUNK_LAST] = call->identity;
+static void leave_queue(Handle *call, PeerLanes *right) {
+    Word *chunked = right->words + LAYOUT_CHUNKED;
+    right->out.state[LAYOUT_CHUNK_HOLDER] = 0;
+    right->out.state[LAYOUT_CHUNK_LAST] = call->identity;
     call->relay->holds = 0;
+    store_release(chunked, load(chunked) + 1);
 }
 
 /* Put the next chunk: 1 if that was done, 0 if not yet, -1 if the call has to be handed over. */
@@ -124,10 +126,10 @@ static int put_next(Handle *call, PeerLanes *right) {
     copy_to_reader(&queue->far, bytes_of(right, queue, number), piece.bytes, piece.count * call->steps->itemsize);
     put_chunk(line_of(queue, number), &chunk, number);
     queue->state[LAYOUT_CHUNK_NUMBER] = number;
+    next_chunk(puts, &relay->put);
+    if (relay->put.count == total_of(puts)) leave_queue(call, right);
     fence_full();
     wake(right);
-    next_chunk(puts, &relay->put);
-    if (relay->put.count == total_of(puts)) leave_queue(call, queue);
     return 1;
 }
 

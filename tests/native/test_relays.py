@@ -388,6 +388,27 @@ async def test_gathers_that_differ_are_named(job: str) -> None:
                     await works[0]
 
 
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+@pytest.mark.parametrize("kind", ["gather", "broadcast"])
+async def test_calls_that_differ_are_named_when_both_are_done(job: str, kind: str, limits: Limits) -> None:
+    """Each rank has put what the other one does not ask for."""
+    limits(stray_after=0.01)
+    async with group_of_ranks(natives(job)) as pgs:
+        zero, one = pgs
+        array = np.ones(CHUNK)
+        works = [
+            zero.scatter(np.ones(1), [np.ones(1), array], 0),
+            one.gather(None, array, 0) if kind == "gather" else one.broadcast(array, 1),
+        ]
+        async with asyncio.timeout(20):
+            for work in works:
+                await work
+            for pg in pgs:
+                cause = await pg.wait_revoked()
+                assert isinstance(cause, CollectiveMismatchError)
+                assert re.search(rf"rank 0 called SCATTER.*; rank 1 called {kind.upper()}", str(cause))
+
+
 async def scattered(pg: ProcessGroup, count: int, value: float, key: str | None = None) -> None:
     """Scatter from rank 0, which is done when its chunks are in the queue."""
     target = np.zeros(count)

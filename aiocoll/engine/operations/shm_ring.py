@@ -240,14 +240,15 @@ class ShmRing(Operation):
             assert link is not None
             if not self._put_in_queue(link, self._relay.puts[step], chunk):
                 return False
+            self._put += 1
+            if self._put == len(self._puts):
+                self._leave_queue(failed=False)
+                link.lane_writer.count_chunked()
             if link is channel.link:
                 link.announce()
-            self._put += 1
         else:
             self._put += 1  # first, since `sent` may be called within the call
             self._send_chunk(step, chunk)
-        if self._put == len(self._puts):
-            self._leave_queue(failed=False)
         return True
 
     def _send_chunk(self, step: int, chunk: int) -> None:

@@ -220,6 +220,16 @@ class ChunkQueueReader(_QueueEnd):
             self._order()
         return words[line + 5] if words[line + 2] == identity and words[line + 1] == group else -1
 
+    def head(self) -> tuple[int, tuple[int, int, int]] | None:
+        """Return the number of the next chunk, and its operation, group and fingerprint; None if there is none."""
+        words, number = self._words, self._next
+        line = self._lines[(number - 1) % self._count]
+        if words[line] != number:
+            return None
+        if self._order is not None:
+            self._order()
+        return number, (words[line + 2], words[line + 1], words[line + 5])
+
     def length(self) -> int:
         """Return the bytes of the message that the next chunk is a part of."""
         return self._words[self._lines[(self._next - 1) % self._count] + 6]
@@ -382,6 +392,14 @@ class Chunks:
     def look(self, identity: int, group: int) -> int:
         """Return the fingerprint of the peer's next chunk, if it is for an operation of a group; -1 if not."""
         return self.reader.look(identity, group)
+
+    def head(self) -> tuple[int, tuple[int, int, int]] | None:
+        """Return the number of the peer's next chunk, and its operation, group and fingerprint; None if there is none.
+
+        Chunks of groups that are over do not count.
+        """
+        self.reclaim()
+        return self.reader.head()
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
         """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
