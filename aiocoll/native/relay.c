@@ -101,11 +101,10 @@ static int take_queue(Handle *call, Queue *queue) {
 }
 
 static void leave_queue(Handle *call, PeerLanes *right) {
-    Word *chunked = right->words + LAYOUT_CHUNKED;
     right->out.state[LAYOUT_CHUNK_HOLDER] = 0;
     right->out.state[LAYOUT_CHUNK_LAST] = call->identity;
     call->relay->holds = 0;
-    store_release(chunked, load(chunked) + 1);
+    finish_chunks(right->words + LAYOUT_CHUNKED);
 }
 
 /* Put the next chunk: 1 if that was done, 0 if not yet, -1 if the call has to be handed over. */
