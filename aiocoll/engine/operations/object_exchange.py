@@ -205,7 +205,7 @@ class ObjectExchange(Post):
         moved = False
         while peer in self._missing and self._take_chunk(peer):
             moved = True
-            if ticks() > deadline:
+            if ticks() > deadline and peer in self._missing:
                 self.put_off()
                 break
         return moved
