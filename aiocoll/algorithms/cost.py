@@ -26,6 +26,7 @@ _RELAYED: Mapping[str, str] = MappingProxyType(
         "reduce": "chain",
         "scan": "chain",
         "exscan": "chain",
+        "gather": "linear",
         "scatter": "linear",
         "alltoall": "pairwise",
     }

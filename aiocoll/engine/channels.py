@@ -18,8 +18,7 @@ from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.polling import Polling
 from aiocoll.errors import AiocollError
 from aiocoll.security.handshake import ConnKind
-from aiocoll.transport.base import Link
-from aiocoll.transport.shared_memory import PeerOutbox
+from aiocoll.transport.base import Link, SharedMemoryLink
 
 if TYPE_CHECKING:
     from aiocoll.engine.receiver import Receiver
@@ -180,7 +179,7 @@ class Channels:
         """Release the shared memory of all peers; all links are closed."""
         for channel in self._channels.values():
             channel.give_back()
-        self._poll_outboxes(())
+        self._poll_shared(())
 
     def _made_anew(self, rank: int) -> Channel:
         self._channels.pop(rank).give_back()
@@ -189,13 +188,13 @@ class Channels:
     def _count_links(self) -> None:
         channels = self._channels.values()
         self._polling.links = tuple(channel.link for channel in channels if channel.link is not None)
-        self._poll_outboxes(
-            [(channel.peer, channel.shared.peer_outbox) for channel in channels if channel.shared is not None]
-        )
+        self._poll_shared([(channel.peer, channel.shared) for channel in channels if channel.shared is not None])
 
-    def _poll_outboxes(self, outboxes: Sequence[tuple[int, PeerOutbox]]) -> None:
+    def _poll_shared(self, links: Sequence[tuple[int, SharedMemoryLink]]) -> None:
+        outboxes = tuple((rank, link.peer_outbox) for rank, link in links)
         self._polling.outboxes = tuple(outbox for _, outbox in outboxes)
-        self._polling.stray_posts.outboxes = tuple(outboxes)
+        self._polling.stray_posts.outboxes = outboxes
+        self._polling.stray_posts.links = tuple(links)
 
 
 class _Lazy(list[Channel]):

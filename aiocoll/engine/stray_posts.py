@@ -2,7 +2,7 @@
 
 A frame is compared with this rank's own call when it comes. A slot is looked at only by an operation that expects
 something there; a rank that has made another call does not look, and the one that posted may be done. So a while
-after something was posted, what is still unread is compared as frames are.
+after something was posted, what is still unread is compared as frames are. So is the next chunk of a queue.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from aiocoll.runtime import Runtime
+from aiocoll.transport.base import SharedMemoryLink
 from aiocoll.transport.shared_memory import PeerOutbox
 
 if TYPE_CHECKING:
@@ -32,10 +33,14 @@ class StrayPosts:
 
     Attributes:
         outboxes: of the peers, with their ranks in the job.
+        links: to the peers, with their ranks in the job; they have chunk queues.
     """
 
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator]) -> None:
         self.outboxes: tuple[tuple[int, PeerOutbox], ...] = ()
+        self.links: tuple[tuple[int, SharedMemoryLink], ...] = ()
+        # By rank, the number of the next chunk at the last look.
+        self._heads: dict[int, int] = {}
         self._runtime = runtime
         self._groups = groups
         self._waiting = False
@@ -48,17 +53,19 @@ class StrayPosts:
 
     def _look(self) -> None:
         self._waiting = False
-        found = False
-        for rank, outbox in self.outboxes:
-            for op, identity, fingerprint in outbox.unread():
-                # It may be early: this rank is still to make its call.
-                found = True
-                if (group := self._groups.get(identity)) is not None and rank in group.position:
-                    try:
-                        _compare(group, rank, op, fingerprint)
-                    except Exception as error:
-                        group.crashed(error)
-        if found:
+        unread = [(rank, post) for rank, outbox in self.outboxes for post in outbox.unread()]
+        heads = {rank: head for rank, link in self.links if (head := link.chunks.head()) is not None}
+        for rank, (number, chunk) in heads.items():
+            if self._heads.get(rank) == number:  # else its operation may be reading
+                unread.append((rank, chunk))
+        self._heads = {rank: number for rank, (number, _) in heads.items()}
+        for rank, (op, identity, fingerprint) in unread:
+            if (group := self._groups.get(identity)) is not None and rank in group.position:
+                try:
+                    _compare(group, rank, op, fingerprint)
+                except Exception as error:
+                    group.crashed(error)
+        if unread or heads:  # they may be early: this rank is still to make its call
             self.watch()
 
 

@@ -48,13 +48,17 @@ def gather_unsized(
     """Start the root's part of a gather without outputs; the other ranks carry out the plan of any gather."""
     limit = dispatcher.limit(timeout)
     signature = Signature("GATHER", source.dtype.name, (), root, None)
-    dtype, own = array_dtype(source.dtype), np.empty_like(source.array)
+    comm, dtype, own = dispatcher.comm, array_dtype(source.dtype), np.empty_like(source.array)
     parcels = Parcels(
-        {}, dispatcher.comm.others, lambda received: _gather(source, own, dtype, received), are_arrays=True
+        {},
+        comm.others,
+        lambda received: _gather(source, own, dtype, received),
+        are_arrays=True,
+        may_be_chunked=dispatcher.planner.relays_blocks(),
     )
 
     def make(identity: int, completion: Completion) -> Operation:
-        return ObjectExchange(dispatcher.comm, identity, signature, parcels, completion)
+        return ObjectExchange(comm, identity, signature, parcels, completion)
 
     return dispatcher.start(FactoryCall(signature, make, limit, key, source.shape))
 

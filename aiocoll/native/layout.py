@@ -8,14 +8,16 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "CHUNKED",
     "CHUNKS",
+    "CHUNK_FIRST",
     "CHUNK_GROUPS_OVER",
     "CHUNK_HOLDER",
     "CHUNK_HOLDER_GROUP",
+    "CHUNK_LAST",
     "CHUNK_NUMBER",
     "CHUNK_READY",
     "CHUNK_STATE",
-    "CHUNK_TAINTED",
     "COMMON_CONSUMED",
     "COMMON_NAMED",
     "CORE",
@@ -58,6 +60,8 @@ CORE: Final = 8
 _ROW: Final = SLOTS + -SLOTS % 8
 POSTS: Final = 0
 """How often something was posted for its reader."""
+CHUNKED: Final = 1
+"""How often an operation has put its last chunk into the queue of a link to the reader."""
 COMMON_NAMED: Final = 8
 """One word per slot of the common lane: number of the last post that its reader is to read; 0 if that was withdrawn."""
 LANE_NAMED: Final = COMMON_NAMED + _ROW
@@ -75,12 +79,14 @@ CHUNK_NUMBER: Final = 0
 CHUNK_HOLDER: Final = 1
 """Of the writer: id of the operation that has the queue; 0 while it is free."""
 CHUNK_HOLDER_GROUP: Final = 2
-"""Of the writer: the group of that operation."""
-CHUNK_TAINTED: Final = 3
-"""Of the writer: an operation has failed, of which chunks are left in the queue that may never be read."""
+"""Of the writer: the group of that operation, or of the last one."""
+CHUNK_LAST: Final = 3
+"""Of the writer: id of the last operation that put all its chunks; the largest number if the last one failed."""
 CHUNK_READY: Final = 4
 """Of the writer: the memory of the queue is there."""
 CHUNK_GROUPS_OVER: Final = 5
 """Of the reader: how many groups are over of which there may still be chunks."""
-CHUNK_STATE: Final = 6
+CHUNK_FIRST: Final = 6
+"""Of the writer: how many chunks had been put when that operation got the queue; if it failed, when it left."""
+CHUNK_STATE: Final = 7
 """How many numbers these are."""

@@ -97,6 +97,9 @@ static inline int take_chunk(Word *taken, Word *waiting, uint64_t number) {
     return 1;
 }
 
+/* Let the reader know that an operation has put its last chunk. */
+static inline void finish_chunks(Word *chunked) { store_release(chunked, load(chunked) + 1); }
+
 /* ---- the doorbell */
 
 /* Return the status of a peer that sleeps and was not woken yet, else 0. A full fence is between the post and this, as

@@ -65,12 +65,16 @@ static void copy_to_target(const Handle *call, char *target, const char *source,
 
 /* ---- the queue to the right */
 
-static int is_free(const Queue *queue) {
-    return !queue->state[LAYOUT_CHUNK_HOLDER] &&
-           (!queue->state[LAYOUT_CHUNK_TAINTED] || load_acquire(queue->taken) == queue->state[LAYOUT_CHUNK_NUMBER]);
-}
-
 static int is_ordered(const Handle *call) { return call->key == Py_None; }
+
+/* Whether no operation holds the queue, and the reader will read what is left in it. */
+static int is_free(const Handle *call, const Queue *queue) {
+    if (queue->state[LAYOUT_CHUNK_HOLDER]) return 0;
+    uint64_t taken = load_acquire(queue->taken);
+    if (taken == queue->state[LAYOUT_CHUNK_NUMBER] || taken > queue->state[LAYOUT_CHUNK_FIRST]) return 1;
+    return is_ordered(call) && queue->state[LAYOUT_CHUNK_HOLDER_GROUP] == call->calls->group &&
+           queue->state[LAYOUT_CHUNK_LAST] < call->identity;
+}
 
 /* Whether an earlier call of this group has the queue: all ranks carry that out first. Ids of ordered calls are their
    numbers, which are smaller than those of keyed ones. */
@@ -89,16 +93,18 @@ static int is_behind_another(const Handle *call) {
 /* Take the queue: 0 if it is not this call's turn yet, -1 if it has to go on in frames. */
 static int take_queue(Handle *call, Queue *queue) {
     if (is_behind_another(call) || is_next_in_line(call, queue)) return 0;
-    if (!is_free(queue)) return -1;
-    queue->state[LAYOUT_CHUNK_TAINTED] = 0;
+    if (!is_free(call, queue)) return -1;
+    queue->state[LAYOUT_CHUNK_FIRST] = queue->state[LAYOUT_CHUNK_NUMBER];
     queue->state[LAYOUT_CHUNK_HOLDER] = call->identity;
     queue->state[LAYOUT_CHUNK_HOLDER_GROUP] = call->calls->group;
     return call->relay->holds = 1;
 }
 
-static void leave_queue(Handle *call, Queue *queue) {
-    queue->state[LAYOUT_CHUNK_HOLDER] = queue->state[LAYOUT_CHUNK_TAINTED] = 0;
+static void leave_queue(Handle *call, PeerLanes *right) {
+    right->out.state[LAYOUT_CHUNK_HOLDER] = 0;
+    right->out.state[LAYOUT_CHUNK_LAST] = call->identity;
     call->relay->holds = 0;
+    finish_chunks(right->words + LAYOUT_CHUNKED);
 }
 
 /* Put the next chunk: 1 if that was done, 0 if not yet, -1 if the call has to be handed over. */
@@ -119,10 +125,10 @@ static int put_next(Handle *call, PeerLanes *right) {
     copy_to_reader(&queue->far, bytes_of(right, queue, number), piece.bytes, piece.count * call->steps->itemsize);
     put_chunk(line_of(queue, number), &chunk, number);
     queue->state[LAYOUT_CHUNK_NUMBER] = number;
+    next_chunk(puts, &relay->put);
+    if (relay->put.count == total_of(puts)) leave_queue(call, right);
     fence_full();
     wake(right);
-    next_chunk(puts, &relay->put);
-    if (relay->put.count == total_of(puts)) leave_queue(call, queue);
     return 1;
 }
 
@@ -247,7 +253,7 @@ int relay_is_startable(Handle *call) {
         int is_there = queue_is_ready(right);
         if (is_there <= 0) return is_there < 0 ? -1 : CANNOT;
     }
-    return is_free(&right->out) || is_next_in_line(call, &right->out) ? CAN : CANNOT;
+    return is_free(call, &right->out) || is_next_in_line(call, &right->out) ? CAN : CANNOT;
 }
 
 /* Let this rank look at its links in the next turn of the loop. */

@@ -40,7 +40,7 @@ class PeerOutbox(Protocol):
     """What a peer posts for this rank."""
 
     def has_news(self) -> bool:
-        """Whether anything was posted since the last time this was asked."""
+        """Whether anything was posted, or all chunks of an operation were put, since the last time this was asked."""
 
     def unread(self) -> list[tuple[int, int, int]]:
         """Return operation, group and fingerprint of all posts for groups that are not over that were not read yet."""

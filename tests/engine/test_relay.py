@@ -312,12 +312,15 @@ async def test_a_writer_that_waits_behind_a_group_that_failed_is_woken() -> None
     async with jobs(2, "ab") as (a, b):
         for pg in (*a, *b):
             make_pure(pg)
-        count = PIECE + 1
-        # Rank 0 is done with the lane, but the last piece lies there unread, and another group's behind it.
+        count = 2 * PIECE + 1
+        # Rank 0 is done with the lane, but three pieces lie there unread, and another group's behind it.
         calls = [call(a[1], count), call(a[0], count)]
+        (reader,) = comm_of(a[1]).in_flight.pending
+        assert isinstance(reader, ShmRing)
+        assert reader._take_next()
         later = call(b[0], 300_000)
         assert in_the_lane(b[0]) == [True]
-        assert pieces_put(b[0], 1) == FEW
+        assert pieces_put(b[0], 1) == FEW + 1
         a[1].abort("a test")
         for _, work in calls:
             await fails(work)

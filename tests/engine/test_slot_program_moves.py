@@ -79,8 +79,8 @@ def executors(pgs: list[ProcessGroup]) -> set[type]:
     return {type(operation) for pg in pgs for operation in comm_of(pg).in_flight.pending}
 
 
-def executor_of_large(call: Call, world_size: int) -> type:
-    return ShmRing if core is not None and world_size == 2 and call is not gather else ProgramExecutor
+def executor_of_large(world_size: int) -> type:
+    return ShmRing if core is not None and world_size == 2 else ProgramExecutor
 
 
 @CALLS
@@ -91,7 +91,7 @@ async def test_what_fits_goes_through_slots(call: Call, world_size: int) -> None
             for root in range(world_size):
                 before = sum(posts(pg, peer) for pg in pgs for peer in comm_of(pg).others)
                 calls = [call(pg, lambda a, b, count=count: count, root) for pg in pgs]
-                assert executors(pgs) <= {SlotProgram if count < LARGE else executor_of_large(call, world_size)}
+                assert executors(pgs) <= {SlotProgram if count < LARGE else executor_of_large(world_size)}
                 await finish(calls)
                 after = sum(posts(pg, peer) for pg in pgs for peer in comm_of(pg).others)
                 messages = (world_size - 1) * (world_size if call is alltoall else 1)
@@ -115,7 +115,7 @@ async def test_small_blocks_beside_large_ones(call: Call, world_size: int) -> No
                 ]
                 seen |= executors(pgs)
                 await finish(calls)
-    expected = {ProgramExecutor, SlotProgram} if world_size > 2 else {executor_of_large(call, world_size)}
+    expected = {ProgramExecutor, SlotProgram} if world_size > 2 else {executor_of_large(world_size)}
     assert seen >= expected - ({ProgramExecutor} if call is scatter else set()), "the root of a scatter ends at once"
 
 

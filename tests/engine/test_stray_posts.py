@@ -73,3 +73,21 @@ def test_posts_for_groups_that_are_not_there_are_nobodys() -> None:
     job.strays.watch()
     job.look()
     assert job.told == []
+
+
+def test_chunk_is_compared_when_it_is_the_next_one_twice() -> None:
+    job = Job()
+    heads: list[tuple[int, tuple[int, int, int]] | None] = [(1, (OP, GROUP, 1)), (5, (OP, GROUP, 1)), None]
+    link: Any = SimpleNamespace(chunks=SimpleNamespace(head=lambda: heads[0]))
+    job.strays.links = ((4, link),)
+    job.operations[OP] = SimpleNamespace(fingerprint=2, describe=lambda: "mine")
+    job.strays.watch()
+    job.look()
+    heads.pop(0)
+    job.look()
+    assert job.told == [], "an operation may be reading"
+    job.look()
+    assert job.told == [(1, OP, "mine")]
+    heads.pop(0)
+    job.look()
+    assert job.timers == [], "all has been read"

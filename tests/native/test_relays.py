@@ -111,6 +111,9 @@ def between_two(pg: ProcessGroup, kind: str, dtype: str, count: int, op: str) ->
         counts = [[9, count], [count - 7, 0]]  # of what each rank sends, by rank
         outputs = [np.zeros(counts[peer][rank], numpy_dtype(dtype)) for peer in range(2)]
         return pg.alltoall(outputs, [bits(dtype, counts[rank][peer], rank, peer) for peer in range(2)]), outputs
+    if kind.startswith("gather"):
+        root, blocks = int(kind[-1]), [other[: count - 5], other[count:]]
+        return pg.gather(blocks if rank == root else None, mine[: len(blocks[rank])], root), [other]
     if kind.startswith("scatter"):
         root, blocks = int(kind[-1]), [other[: count - 5], other[count:]]
         block = mine[: len(blocks[rank])]
@@ -126,7 +129,7 @@ def between_two(pg: ProcessGroup, kind: str, dtype: str, count: int, op: str) ->
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("job", "dtype"), [("NN", "float32"), ("NP", "complex64"), ("PN", "int16"), ("NN", "float16")])
 async def test_collectives_between_two_ranks_have_the_bits_of_pure_ones(job: str, dtype: str) -> None:
-    rooted = ("broadcast", "reduce", "scatter")
+    rooted = ("broadcast", "reduce", "gather", "scatter")
     kinds = [f"{name} from {root}" for name in rooted for root in range(2)]
     kinds += [
         "scan",
@@ -157,7 +160,7 @@ async def test_collectives_between_two_ranks_give_what_they_shall() -> None:
     async with group_of_ranks([True, True]) as pgs:
         count = 30 * CHUNK + 14
         kinds = ("broadcast from 0", "reduce from 1", "allgather_into_tensor", "reduce_scatter_tensor")
-        for kind in (*kinds, "scan", "exscan", "alltoall_base", "alltoall", "scatter from 0"):
+        for kind in (*kinds, "scan", "exscan", "alltoall_base", "alltoall", "scatter from 0", "gather from 1"):
             made = [between_two(pg, kind, "int64", count, "SUM") for pg in pgs]
             for work, _ in made:
                 await work
@@ -181,6 +184,10 @@ async def test_collectives_between_two_ranks_give_what_they_shall() -> None:
                 for rank, (_, outputs) in enumerate(made):
                     for peer, output in enumerate(outputs):
                         assert (output == bits("int64", len(output), peer, rank)).all()
+            elif kind == "gather from 1":
+                assert (second[: count - 5] == given[0][: count - 5]).all()
+                assert (second[count:] == given[1]).all()
+                assert not first.any()
             elif kind == "scatter from 0":
                 assert (first[: count - 5] == bits("int64", count - 5, 0)).all()
                 assert (second == bits("int64", count, 1)).all()
@@ -233,6 +240,206 @@ async def test_keyed_calls_meet_in_any_order(job: str) -> None:
                 if number == 1:
                     calls.append(call(pg, 4 * CHUNK))
         await check(calls, len(job))
+
+
+#: Bytes of a chunk, and bytes around those at which a message goes another way, or in another number of chunks.
+BYTES = CHUNK * 8
+LENGTHS = [0, 1, *(limit + extra for limit in (BYTES // 2, BYTES, 2 * BYTES, 11 * BYTES) for extra in (-1, 0, 1))]
+LENGTHS += [3_000_017]
+
+
+def gather(pg: ProcessGroup, root: int, lengths: Sequence[int], sized: bool, key: str | None = None) -> Work[Any]:
+    """Start a gather of bytes; `sized`: the root gives outputs."""
+    rank = pg.rank()
+    outputs = [np.zeros(length, np.uint8) for length in lengths] if sized and rank == root else None
+    return pg.gather(outputs, bits("uint8", lengths[rank], rank, lengths), root, key=key)
+
+
+async def check_gather(works: Sequence[Work[Any]], root: int, lengths: Sequence[int]) -> None:
+    async with asyncio.timeout(20):
+        for rank, work in enumerate(works):
+            outputs = await work
+            if rank != root:
+                assert outputs is None
+                continue
+            assert [len(each) for each in outputs] == list(lengths)
+            for sender, each in enumerate(outputs):
+                assert each.tobytes() == bits("uint8", lengths[sender], sender, lengths).tobytes()
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN", "PP"])
+@pytest.mark.parametrize("root", [0, 1])
+@pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
+async def test_gather_of_two_ranks_has_what_each_gives(job: str, root: int, sized: bool) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        for number, length in enumerate(LENGTHS):
+            lengths = [LENGTHS[number - 3]] * 2
+            lengths[1 - root] = length
+            before = queue(pgs[1 - root]).number
+            works = [gather(pg, root, lengths, sized) for pg in pgs]
+            await check_gather(works, root, lengths)
+            expected = [native and (rank != root or sized) for rank, native in enumerate(natives(job))]
+            if length > BYTES // 2:
+                assert [is_native(work) for work in works] == expected
+                assert queue(pgs[1 - root]).number - before == -(-length // BYTES)
+            else:
+                assert queue(pgs[1 - root]).number == before
+        assert [in_python(pg) for pg in pgs] == [0, 0]
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["root last", "root first"])
+@pytest.mark.parametrize("job", ["NN", "PN", "NP"])
+async def test_gathers_of_all_kinds_in_flight(job: str, first: int) -> None:
+    lengths = [(number * 70_001 % 900_000, number * 90_001 % 1_000_000) for number in range(12)]
+    async with group_of_ranks(natives(job)) as pgs:
+        for root in range(2):
+            works: dict[int, list[Work[Any]]] = {0: [], 1: []}
+            for rank in (1 - root, root) if first == 0 else (root, 1 - root):
+                order = range(12) if rank else range(11, -1, -1)
+                keyed = {
+                    number: gather(pgs[rank], root, lengths[number], number % 4 == 1, f"{number}")
+                    for number in order
+                    if number % 2
+                }
+                for number in range(12):
+                    plain = number % 2 == 0
+                    works[rank].append(
+                        gather(pgs[rank], root, lengths[number], number % 4 == 0) if plain else keyed[number]
+                    )
+                await asyncio.sleep(0)
+            for number in range(12):
+                await check_gather([works[rank][number] for rank in range(2)], root, lengths[number])
+
+
+@pytest.mark.parametrize("job", ["NN", "PN", "NP"])
+@pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
+async def test_gather_goes_in_frames_while_the_queue_is_in_other_use(job: str, sized: bool) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        for root in range(2):
+            sender = queue(pgs[1 - root])
+            assert sender.take(1, 99)
+            before = sender.number
+            for length in LENGTHS[2:]:
+                for late in range(2):
+                    lengths = (length, length)
+                    works = {}
+                    for rank in (root, 1 - root) if late else (1 - root, root):
+                        works[rank] = gather(pgs[rank], root, lengths, sized)
+                        for _ in range(3):
+                            await asyncio.sleep(0)
+                    await check_gather([works[0], works[1]], root, lengths)
+            assert sender.number == before
+            sender.leave(failed=False)
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
+async def test_gather_that_opens_the_link(sized: bool) -> None:
+    for root in range(2):
+        async with group_of_ranks([True, True], linked=False) as pgs:
+            works = [gather(pg, root, (3 * BYTES + 1, 5 * BYTES), sized) for pg in pgs]
+            await check_gather(works, root, (3 * BYTES + 1, 5 * BYTES))
+
+
+@pytest.mark.parametrize("turns", range(5))
+@pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
+async def test_python_takes_a_gather_over_at_any_chunk(sized: bool, turns: int) -> None:
+    async with group_of_ranks([True, True]) as pgs:
+        for root in range(2):
+            lengths = (40 * BYTES + 3, 40 * BYTES + 3)
+            works = {}
+            for rank in (1 - root, root):
+                works[rank] = gather(pgs[rank], root, lengths, sized)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                native_of(pgs[rank]).hand_over()
+            await check_gather([works[0], works[1]], root, lengths)
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["outputs", "no outputs"])
+async def test_chunks_of_a_gather_in_a_group_that_has_failed_are_in_nobodys_way(sized: bool) -> None:
+    lengths = (20 * BYTES, 20 * BYTES)
+    async with group_of_ranks([True, True]) as pgs:
+        for aborted in range(2):
+            for entered in ([0], [1], [0, 1]):
+                others = await asyncio.gather(*(pg.split(0) for pg in pgs))
+                await link(others)
+                lost = [gather(others[rank], 0, lengths, sized) for rank in entered]
+                others[aborted].abort("a test")
+                for work in lost:
+                    with pytest.raises(GroupError, match="a test"):
+                        await work
+                works = [gather(pg, 0, lengths, sized) for pg in pgs]
+                await check_gather(works, 0, lengths)
+                await asyncio.gather(*(pg.shutdown() for pg in others))
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_gathers_that_differ_are_named(job: str) -> None:
+    dtypes = [np.float32, np.float64]
+    for sized in (True, False):
+        async with group_of_ranks(natives(job)) as pgs:
+            outputs = [np.zeros(3 * CHUNK, np.float32) for _ in pgs] if sized else None
+            works = [
+                pg.gather(None if pg.rank() else outputs, np.zeros(3 * CHUNK, dtype), 0)
+                for pg, dtype in zip(pgs, dtypes, strict=True)
+            ]
+            with pytest.raises(CollectiveMismatchError, match=r"rank 0 called GATHER.*float32.*; rank 1 .*float64"):
+                async with asyncio.timeout(20):
+                    await works[0]
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+@pytest.mark.parametrize("kind", ["gather", "broadcast"])
+async def test_calls_that_differ_are_named_when_both_are_done(job: str, kind: str, limits: Limits) -> None:
+    """Each rank has put what the other one does not ask for."""
+    limits(stray_after=0.01)
+    async with group_of_ranks(natives(job)) as pgs:
+        zero, one = pgs
+        array = np.ones(CHUNK)
+        works = [
+            zero.scatter(np.ones(1), [np.ones(1), array], 0),
+            one.gather(None, array, 0) if kind == "gather" else one.broadcast(array, 1),
+        ]
+        async with asyncio.timeout(20):
+            for work in works:
+                await work
+            for pg in pgs:
+                cause = await pg.wait_revoked()
+                assert isinstance(cause, CollectiveMismatchError)
+                assert re.search(rf"rank 0 called SCATTER.*; rank 1 called {kind.upper()}", str(cause))
+
+
+async def scattered(pg: ProcessGroup, count: int, value: float, key: str | None = None) -> None:
+    """Scatter from rank 0, which is done when its chunks are in the queue."""
+    target = np.zeros(count)
+    async with asyncio.timeout(20):
+        await pg.scatter(target, [np.full(count, float(value))] * 2 if pg.rank() == 0 else None, 0, key=key)
+    assert (target == value).all()
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_chunks_of_a_keyed_call_that_is_not_read_yet_delay_no_other_call(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        for _ in range(3):
+            sent = [asyncio.create_task(scattered(pgs[0], 2 * CHUNK, ord(key), key)) for key in "abc"]
+            sent.append(asyncio.create_task(scattered(pgs[0], 2 * CHUNK, 7)))
+            await asyncio.gather(*sent)
+            await scattered(pgs[1], 2 * CHUNK, 7)
+            for key in "cba":
+                await scattered(pgs[1], 2 * CHUNK, ord(key), key)
+
+
+@pytest.mark.parametrize("job", ["NN", "NP", "PN"])
+async def test_chunks_of_a_group_that_are_not_read_yet_delay_no_other_group(job: str) -> None:
+    async with group_of_ranks(natives(job)) as pgs:
+        others = await asyncio.gather(*(pg.split(0) for pg in pgs))
+        await link(others)
+        for _ in range(3):
+            for group in (pgs, others):
+                await scattered(group[0], 2 * CHUNK, 1.5)
+            for group in (others, pgs):
+                await scattered(group[1], 2 * CHUNK, 1.5)
+        await asyncio.gather(*(pg.shutdown() for pg in others))
 
 
 async def test_groups_that_share_a_queue_do_not_wait_for_each_other() -> None:

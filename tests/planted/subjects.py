@@ -63,11 +63,11 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("test_roundtrip.py", "-k", "not 65537 and not 32769"), ("test_refusals.py",), ("codec/test_reading.py",)),
         ),
         "relay": Subject(
-            ("ShmRing.look",),
+            ("ShmRing.look", "take_chunk"),
             (
                 ("test_relay.py", "test_shared_memory.py"),
                 ("test_empty.py", "-k", "read or tells or failing or counts_around and shm and not 7"),
-                ("native/test_relays.py", "-k", "over or between"),
+                ("native/test_relays.py", "-k", "over or between or gather"),
             ),
         ),
         "exchange": Subject(
@@ -126,6 +126,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "ProgramExecutor.look",
                 "ObjectExchange.look",
                 "StrayPosts._look",
+                "ChunkQueueWriter.take",
             ),
             (
                 ("test_shm_slots.py", "test_stray_posts.py", "test_round.py", "test_outbox.py"),

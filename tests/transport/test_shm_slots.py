@@ -706,6 +706,34 @@ def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:
     assert got(reader, NEW, 4) == 3
 
 
+def test_queue_with_unread_chunks_goes_only_to_the_next_ordered_operation_of_the_group() -> None:
+    writer, _ = both()
+    assert writer.take(3, NEW, ordered=True)
+    assert put(writer, 1)
+    writer.leave(failed=False)
+    assert not writer.take(4, NEW)
+    assert not writer.take(4, OLD, ordered=True)
+    assert not writer.take(2, NEW, ordered=True)
+    assert writer.take(4, NEW, ordered=True)
+    assert put(writer, 2, identity=4)
+    writer.leave(failed=True)
+    assert not writer.take(5, NEW, ordered=True)
+
+
+def test_queue_goes_to_any_operation_once_the_last_one_is_being_read() -> None:
+    writer, reader = both()
+    for identity in (3, 4):
+        assert writer.take(identity, NEW, ordered=True)
+        assert put(writer, 1, identity=identity)
+        assert put(writer, 2, identity=identity)
+        writer.leave(failed=False)
+    for identity, number in ((3, 1), (3, 2)):
+        assert got(reader, identity=identity) == number
+        assert not writer.take(9, OLD)
+    assert got(reader, identity=4) == 1
+    assert writer.take(9, OLD)
+
+
 def test_pieces_for_a_group_that_is_over_are_given_back_when_they_are_in_the_way() -> None:
     writer, reader = both()
     assert writer.take(3, NEW)

@@ -4,7 +4,7 @@ Every rank sends its parcels directly to their receivers, in one step. A receive
 its first frame, from an authenticated rank of the group, tells the size, and refuses parcels above the limit.
 
 A gather whose root does not know the lengths is received in the same way: the parcels are arrays. Their senders carry
-out the plan of a gather, so small arrays may come in slots.
+out the plan of a gather, so small arrays may come in slots, and large ones through a chunk queue.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.completion import Completion
 from aiocoll.engine.operations.base import Message, Operation
 from aiocoll.engine.operations.incremental import Steps, carry_on
 from aiocoll.engine.operations.plan import EAGER_WINDOW
+from aiocoll.engine.operations.relay import take_chunk
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.errors import ProtocolError, SerializationError
+from aiocoll.runtime import BUDGET
 
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
+    from aiocoll.engine.interfaces import Looker
 
 __all__ = ["ObjectExchange", "Parcels", "Post"]
 
@@ -89,20 +93,24 @@ class Post(Operation):
         start = self._received.get(peer, 0)
         if start + length > total:
             raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its object")
-        if room is None:
+        if room is not None and payload is not None:
+            room[start : start + length] = payload
+        self._arrived(peer, total, length)
+        if start == 0 and length < total > EAGER_WINDOW:
+            self.promise(peer)
+        return True
+
+    def _arrived(self, peer: int, total: int, length: int) -> None:
+        """Count bytes of a parcel of `total` bytes, which are in its memory, if it has any."""
+        if peer not in self._incoming:
             # Receive and drop it, so that neither its sender nor the group is disturbed.
             self._refusal = SerializationError(
                 f"rank {peer} sent an object of {total} bytes; the limit is {self._limit} bytes"
             )
-        elif payload is not None:
-            room[start : start + length] = payload
-        self._received[peer] = start + length
-        if start + length == total:
+        self._received[peer] = received = self._received.get(peer, 0) + length
+        if received == total:
             self._missing.discard(peer)
             self._settle()
-        elif start == 0 and total > EAGER_WINDOW:
-            self.promise(peer)
-        return True
 
     def sent(self, message: Message, nbytes: int) -> None:
         """Bytes of a parcel have been sent."""
@@ -132,12 +140,14 @@ class Parcels(NamedTuple):
         sources: ranks that send a parcel to this rank.
         unpack: makes the result from the received parcels, by rank.
         are_arrays: they are arrays, of any size; small ones may come in slots.
+        may_be_chunked: large ones may come through chunk queues.
     """
 
     outgoing: Mapping[int, bytes]
     sources: Collection[int]
     unpack: Callable[[Mapping[int, memoryview]], Steps]
     are_arrays: bool = False
+    may_be_chunked: bool = False
 
 
 class ObjectExchange(Post):
@@ -166,30 +176,78 @@ class ObjectExchange(Post):
             self._limit = 2**32 - 1  # frames have the size modulo 2**32
 
     def enter(self) -> None:
-        """Send all parcels, and take what has been posted to slots."""
+        """Send all parcels, and take what is in shared memory."""
         self._send(self._parcels.outgoing)
         self._settle()
-        if self._parcels.are_arrays and not self.look() and self._missing:
-            self.comm.polling.readers[self] = None
+        if self._parcels.are_arrays:
+            self.look()
+            if self._missing and not self.done:
+                self._lookers[self] = None
+
+    @property
+    def _lookers(self) -> dict[Looker, None]:
+        """The operations that look when something is in shared memory that this one may have to take."""
+        polling = self.comm.polling
+        return polling.lookers if self._parcels.may_be_chunked else polling.readers
 
     def look(self) -> bool:
-        """Take what has been posted to slots since; return whether the operation has ended."""
+        """Take what has been posted to slots, or put into chunk queues, since; return whether there was anything."""
+        moved = False
         for peer in tuple(self._missing):
-            self.comm.slots.deliver(self, peer, 0)
-        return self.done
+            if self.comm.slots.deliver(self, peer, 0) or (self._parcels.may_be_chunked and self._take_chunks(peer)):
+                moved = True
+        return moved
+
+    def _take_chunks(self, peer: int) -> bool:
+        """Take what a peer has put into its chunk queue; return whether there was anything."""
+        ticks = self.comm.runtime.ticks
+        deadline = ticks() + BUDGET
+        moved = False
+        while peer in self._missing and self._take_chunk(peer):
+            moved = True
+            if ticks() > deadline and peer in self._missing:
+                self.put_off()
+                break
+        return moved
+
+    def _take_chunk(self, peer: int) -> bool:
+        chunk = self.comm.chunk_nbytes
+        start = self._received.get(peer, 0)
+        total = size = 0
+
+        def size_of(length: int) -> int:
+            nonlocal total, size
+            room = self._room(peer, length)
+            total, size = length, min(chunk, length - start)
+            return size if room is None or room.nbytes == length else -1
+
+        def store(incoming: NDArray[np.uint8]) -> None:
+            if (room := self._incoming.get(peer)) is not None:
+                room[start : start + size] = incoming.data
+
+        if not take_chunk(self, peer, chunk, size_of, store):
+            return False
+        self.set_waited_for(peer)
+        self._arrived(peer, total, size)
+        self.set_waited_for(-1)
+        return True
 
     def needs(self, peer: int) -> bool:
-        """Whether a parcel to or from `peer` is incomplete: what it has posted stays readable after it has left."""
-        return not (self._parcels.are_arrays and self.look()) and super().needs(peer)
+        """Whether a parcel to or from `peer` is incomplete: what it left in shared memory can still be read."""
+        while self._parcels.are_arrays and self.look():
+            pass
+        return not self.done and super().needs(peer)
 
     def fail(self, error: BaseException) -> None:
         """End with `error`."""
-        self.comm.polling.readers.pop(self, None)
+        self._lookers.pop(self, None)
         super().fail(error)
 
     def advance(self) -> None:
-        """Continue to make the result."""
-        if self._steps is not None:
+        """Continue to take chunks, or to make the result."""
+        if self._steps is None:
+            self.look()
+        else:
             self.set_waited_for(self._last)
             carry_on(self, self._steps)
             self.set_waited_for(-1)
@@ -197,7 +255,7 @@ class ObjectExchange(Post):
     def _settle(self) -> None:
         if self.done or self._missing or self._unsent or self._steps is not None:
             return
-        self.comm.polling.readers.pop(self, None)
+        self._lookers.pop(self, None)
         if self._refusal is not None:
             self.fail(self._refusal)
             return

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from aiocoll.algorithms.program import Region
 
-__all__ = ["BETWEEN_TWO", "LONGEST", "ROUND", "Relay", "messages_between_two"]
+if TYPE_CHECKING:
+    from aiocoll.engine.operations.base import Operation
 
-#: Collectives of two ranks that take one step: what one rank sends, the other one copies or reduces. A gather is not
-#: among them, since its root may not know how much comes.
-BETWEEN_TWO = frozenset({"broadcast", "reduce", "allgather", "reduce_scatter", "scatter", "alltoall", "scan", "exscan"})
+__all__ = ["BETWEEN_TWO", "LONGEST", "ROUND", "Relay", "messages_between_two", "take_chunk"]
+
+#: Collectives of two ranks that take one step: what one rank sends, the other one copies or reduces.
+BETWEEN_TWO = frozenset(
+    {"broadcast", "reduce", "allgather", "reduce_scatter", "gather", "scatter", "alltoall", "scan", "exscan"}
+)
 #: Those that also more ranks carry out so: what a rank takes it passes on.
 ROUND = frozenset({"broadcast", "allgather"})
 #: Bytes of the longest message of these that pays to be passed on, where the receivers could read it in place.
 LONGEST = 2 * 1024 * 1024
+
+_BYTES: Final = np.dtype(np.uint8)
 
 
 def messages_between_two(kind: str, sizes: tuple[Any, ...], rank: int, root: int) -> tuple[int, ...]:
@@ -23,7 +33,50 @@ def messages_between_two(kind: str, sizes: tuple[Any, ...], rank: int, root: int
     if kind == "alltoall":
         return sizes[0][other], sizes[1][other]
     counts: tuple[int, ...] = sizes[0] if isinstance(sizes[0], tuple) else sizes
-    return (counts[1 - root],) if kind == "scatter" else counts
+    return (counts[1 - root],) if kind in ("gather", "scatter") else counts
+
+
+def take_chunk(
+    operation: Operation,
+    peer: int,
+    nbytes: int,
+    size_of: Callable[[int], int],
+    use: Callable[[NDArray[np.uint8]], None],
+) -> bool:
+    """Take the next chunk that `peer` has put for an operation; return whether there was one.
+
+    Args:
+        operation: this rank's.
+        peer: its sender.
+        nbytes: of the longest chunk.
+        size_of: returns the bytes of the next chunk of a message of so many bytes; -1 if the operation expects no such
+            message.
+        use: reads the bytes of the chunk where they lie; they may be overwritten afterwards.
+    """
+    comm = operation.comm
+    channel = comm.channels[peer]
+    link = channel.shared
+    if link is None or link.chunks.nbytes < nbytes:
+        return False
+    chunks = link.chunks
+    while (found := chunks.look(operation.id, comm.id)) < 0:
+        if not chunks.reclaim():
+            return False
+    size = size_of(chunks.length()) if found == operation.fingerprint else -1
+    if size < 0:
+        comm.mismatches.disagree(peer, operation.id, operation.describe())
+        return False
+    incoming = chunks.read(_BYTES, size)
+    if incoming is None:
+        return False
+    use(incoming)
+    if operation.done:  # it has failed, and its group has released the chunks
+        return True
+    if chunks.is_void():
+        return False
+    if chunks.free() and link is channel.link:
+        link.announce()
+    return True
 
 
 class Relay(NamedTuple):
@@ -66,6 +119,10 @@ class Relay(NamedTuple):
         elif kind == "alltoall":
             put, take = Region(other, 0, sizes[0][other]), Region(size + other, 0, sizes[1][other])
             copy = Region(size + rank, 0, counts[rank]), Region(rank, 0, counts[rank])
+        elif kind == "gather":
+            own = Region(size, 0, counts[rank])
+            put, take = (None, Region(other, 0, counts[other])) if rank == root else (own, None)
+            copy = (Region(rank, 0, counts[rank]), own) if rank == root else None
         elif kind == "scatter":
             own = Region(size, 0, counts[rank])
             put, take = (Region(other, 0, counts[other]), None) if rank == root else (None, own)

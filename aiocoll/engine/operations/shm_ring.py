@@ -10,7 +10,8 @@ header nor look-up, and is passed on while it is in the cache:
 
 Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank. Other collectives go the same way (`Relay`): an
 allgather in p-1 steps, a broadcast along the chain of ranks, and more between two ranks, in one step.
-If the queue is in use by another operation, or not available, the same chunks travel as frames.
+If the queue is in use by another operation, or not available, the operation uses frames instead, from its first chunk
+to its last one: each step is one message, which grows by chunks.
 
 For a tensor in memory that peers can read (`aiocoll.transport.shared_memory`) the queue carries no chunks, but their
 positions: half of the bytes written are saved. The right neighbour then reads a chunk some time after it was put, but
@@ -33,8 +34,9 @@ from aiocoll.algorithms.program import Region
 from aiocoll.completion import Completion
 from aiocoll.elements.buffers import byte_view
 from aiocoll.engine.operations.base import Message, Operation
-from aiocoll.engine.operations.plan import Plan
-from aiocoll.engine.operations.relay import Relay
+from aiocoll.engine.operations.plan import EAGER_WINDOW, Plan
+from aiocoll.engine.operations.relay import Relay, take_chunk
+from aiocoll.engine.operations.signature import KEYED
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import BUDGET
 from aiocoll.transport.base import SharedMemoryLink
@@ -47,7 +49,7 @@ __all__ = ["MOST_PIECES", "ShmRing", "order"]
 
 #: Columns by which a step is behind the one before: its peer needs some time to add a chunk.
 LAG = 2
-#: Chunks are numbered by the step of a frame's header.
+#: Most chunks of an operation, whose order is kept in memory.
 MOST_PIECES = 1 << 16
 
 
@@ -80,12 +82,14 @@ class ShmRing(Operation):
         "_framed",
         "_holds",
         "_left",
+        "_messages",
         "_nbytes",
         "_offset",
         "_plan",
         "_pointed",
         "_put",
         "_puts",
+        "_received",
         "_relay",
         "_right",
         "_segment",
@@ -120,8 +124,13 @@ class ShmRing(Operation):
         self._taken = 0
         # Elements of the local copy that have been copied.
         self._copied = 0
+        # By step: the message that goes to the right in frames, while it grows; what has come from the left in frames,
+        # and how many bytes.
+        self._messages: dict[int, Message] = {}
+        self._framed: dict[int, memoryview] = {}
+        self._received: dict[int, int] = {}
+        # Bytes of messages that are not sent; an empty message counts as one.
         self._unsent = 0
-        self._framed: dict[int, bytearray] | None = None
         registered_memory = comm.registered_memory
         place = (
             registered_memory.find(arrays[0])
@@ -132,6 +141,11 @@ class ShmRing(Operation):
         self._offset = 0 if place is None else place[1]
         # Number, in the queue, of the last chunk that was put by its position.
         self._pointed = 0
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it has a reduce op."""
+        return self._plan.kernel is not None
 
     def enter(self) -> None:
         """Reserve the queue, if it is free, and start."""
@@ -164,7 +178,7 @@ class ShmRing(Operation):
             link is not None
             and link is channel.link
             and link.chunks.nbytes >= self._nbytes
-            and link.chunks.take(self.id, self.comm.id)
+            and link.chunks.take(self.id, self.comm.id, ordered=self.id < KEYED)
         )
 
     def look(self) -> bool:
@@ -220,30 +234,42 @@ class ShmRing(Operation):
         step, chunk, before = self._puts[self._put]
         if before >= self._taken:
             return False
-        region = self._relay.puts[step]
-        view = self._bytes(region, chunk)
         channel = self.comm.channels[self._right]
         if self._holds:
             link = channel.shared
             assert link is not None
-            if not self._put_in_queue(link, region, chunk, view):
+            if not self._put_in_queue(link, self._relay.puts[step], chunk):
                 return False
+            self._put += 1
+            if self._put == len(self._puts):
+                self._leave_queue(failed=False)
+                link.lane_writer.count_chunked()
             if link is channel.link:
                 link.announce()
-            self._put += 1
         else:
-            # First, since `sent` may be called for this chunk within the call.
-            number, self._put = self._put, self._put + 1
-            self._unsent += 1
-            channel.kick(Message(self, number, number, view, view.nbytes))
-        if self._put == len(self._puts):
-            self._leave_queue(failed=False)
+            self._put += 1  # first, since `sent` may be called within the call
+            self._send_chunk(step, chunk)
         return True
 
-    def _put_in_queue(self, link: SharedMemoryLink, region: Region, chunk: int, view: memoryview) -> bool:
+    def _send_chunk(self, step: int, chunk: int) -> None:
+        """Let the message of a step have one chunk more."""
+        if not chunk:
+            message = Message(self, step, step, self._bytes(self._relay.puts[step]), 0)
+            self._unsent += message.total or 1
+        elif step in self._messages:
+            message = self._messages.pop(step)
+        else:
+            return  # the longest message has more chunks than this one
+        message.limit = min((chunk + 1) * self._nbytes, message.total)
+        if message.limit < message.total:
+            self._messages[step] = message
+        self.comm.channels[self._right].kick(message)
+
+    def _put_in_queue(self, link: SharedMemoryLink, region: Region, chunk: int) -> bool:
         queue, itemsize = link.chunks, self._plan.itemsize
         length = region.count * itemsize
         if self._segment is None or not queue.can_map(self._segment):
+            view = self._bytes(region)[chunk * self._nbytes : (chunk + 1) * self._nbytes]
             return queue.put(self.id, self.comm.id, self.fingerprint, view, length)
         place = self._segment.number, self._offset + (region.start + chunk * self._relay.chunk) * itemsize
         if not queue.point(self.id, self.comm.id, self.fingerprint, *place, length):
@@ -259,10 +285,11 @@ class ShmRing(Operation):
         return link is None or link.chunks.is_taken(self._pointed)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes of a frame have been sent."""
-        if message.moved == message.total and not self.done:
-            self._unsent -= 1
-            self.look()
+        """Bytes of a message have been sent."""
+        if not self.done:
+            self._unsent -= nbytes if message.total else 1
+            if not self._unsent:
+                self.look()
 
     # -- receiving from the left
 
@@ -270,30 +297,20 @@ class ShmRing(Operation):
         step, chunk, _ = self._takes[self._taken]
         region = self._relay.takes[step]
         place = self._piece(region, chunk)
-        framed = None if self._framed is None else self._framed.get(self._taken)
-        link = self.comm.channels[self._left].shared
-        if framed is not None and len(framed) == place.nbytes:
-            assert self._framed is not None
-            self._compute(step, chunk, place, np.frombuffer(framed, self._plan.storage))
-            del self._framed[self._taken]
-        elif link is None or link.chunks.nbytes < self._nbytes:
+        total = region.count * self._plan.itemsize
+        if self._received.get(step, -1) >= min((chunk + 1) * self._nbytes, total):
+            if not self._is_placed:
+                start = chunk * self._nbytes
+                incoming = self._framed[step][start : start + place.nbytes]
+                self._compute(step, chunk, place, np.frombuffer(incoming, self._plan.storage))
+        elif not take_chunk(
+            self,
+            self._left,
+            self._nbytes,
+            lambda length: place.nbytes if length == total else -1,
+            lambda incoming: self._compute(step, chunk, place, incoming.view(self._plan.storage)),
+        ):
             return False
-        elif (found := link.chunks.look(self.id, self.comm.id)) < 0:
-            return link.chunks.reclaim()
-        elif found != self.fingerprint or link.chunks.length() != region.count * self._plan.itemsize:
-            self.comm.mismatches.disagree(self._left, self.id, self.describe())
-            return False
-        else:
-            incoming = link.chunks.read(self._plan.storage, len(place))
-            if incoming is None:
-                return False
-            self._compute(step, chunk, place, incoming)
-            if self.done:  # it has failed, and its group has released the chunks
-                return True
-            if link.chunks.is_void():
-                return False
-            if link.chunks.free() and link is self.comm.channels[self._left].link:
-                link.announce()
         self._taken += 1
         return True
 
@@ -316,22 +333,51 @@ class ShmRing(Operation):
         if out is not place:
             place[:] = out
 
+    @property
+    def _is_placed(self) -> bool:
+        """Whether what comes in frames is stored where it belongs: nothing else is done with it or with the place."""
+        return len(self._relay.takes) == 1 and not self._relay.sources
+
+    def _room(self, step: int) -> memoryview:
+        """Return the memory of a message that comes in frames."""
+        room = self._framed.get(step)
+        if room is None:
+            region = self._relay.takes[step]
+            # Not a bytearray, which would be zeroed first, all of it at once.
+            new = (
+                self._bytes(region) if self._is_placed else np.empty(region.count * self._plan.itemsize, np.uint8).data
+            )
+            room = self._framed[step] = new
+            self._received[step] = 0
+        return room
+
+    def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
+        """Return the memory of a message that comes in frames."""
+        if peer != self._left or step >= len(self._relay.takes):
+            return None
+        room = self._room(step)
+        start = self._received[step]
+        if total != room.nbytes & 0xFFFFFFFF or offset != start & 0xFFFFFFFF or start + length > room.nbytes:
+            return None
+        return room[start : start + length]
+
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Store chunks that come in frames until it is their turn."""
-        if peer != self._left or step >= len(self._takes) or payload is None:
+        """Take a segment of a message that comes in frames, and store it until it is its turn."""
+        if peer != self._left or step >= len(self._relay.takes):
             return False
-        if self._framed is None:
-            self._framed = {}
-        framed = self._framed.setdefault(step, bytearray())
-        ring_step, chunk, _ = self._takes[step]
-        expected = self._piece(self._relay.takes[ring_step], chunk).nbytes
-        if total != expected:
+        room = self._room(step)
+        if total != room.nbytes & 0xFFFFFFFF:
             return False
-        if step < self._taken or len(framed) + length > expected:
-            raise ProtocolError(f"rank {peer} sent more than piece {step} of its message")
+        start = self._received[step]
+        if start + length > room.nbytes:
+            raise ProtocolError(f"rank {peer} sent more than message {step} has")
+        if payload is not None:
+            room[start : start + length] = payload
+        self._received[step] = start + length
+        if start == 0 and room.nbytes > EAGER_WINDOW:
+            self.promise(peer)
         if (link := self.comm.channels[peer].shared) is not None:
             link.chunks.reclaim()  # unread chunks may have been the reason for the frame
-        framed.extend(payload)
         self.look()
         return True
 
@@ -367,6 +413,7 @@ class ShmRing(Operation):
         super().fail(error)
 
     def _end(self) -> None:
+        self._messages.clear()  # which have this operation
         self.comm.polling.lookers.pop(self, None)
 
     def _leave_queue(self, *, failed: bool) -> None:
@@ -376,13 +423,13 @@ class ShmRing(Operation):
             if link is not None:
                 link.chunks.leave(failed=failed)
 
-    def _bytes(self, region: Region, chunk: int) -> memoryview:
-        """Return the bytes of a chunk of a region."""
+    def _bytes(self, region: Region) -> memoryview:
+        """Return the bytes of a region."""
         view = self._views.get(region.buffer)
         if view is None:
             view = self._views[region.buffer] = byte_view(self._arrays[region.buffer])
-        start, itemsize = region.start + chunk * self._relay.chunk, self._plan.itemsize
-        return view[start * itemsize : min(start + self._relay.chunk, region.stop) * itemsize]
+        itemsize = self._plan.itemsize
+        return view[region.start * itemsize : region.stop * itemsize]
 
     def _piece(self, region: Region, chunk: int) -> NDArray[Any]:
         """Return what a chunk of a region has, which may be nothing."""

@@ -219,6 +219,10 @@ class Planner:
             return False
         return comm.is_on_all_cards("native")
 
+    def relays_blocks(self) -> bool:
+        """Return whether large blocks that only their two ends know go through chunk queues."""
+        return self._size == 2 and bool(self._comm.chunk_nbytes) and self._comm.is_on_all_cards("native")
+
     def _is_portable(self, made: Kernel) -> bool:
         """Whether several ranks may compute the same element: they get the same bits, those of a NaN included."""
         return made.portable and (not made.nan_varies or self._comm.makes_same_nans)

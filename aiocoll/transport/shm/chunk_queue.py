@@ -1,7 +1,10 @@
 """A chunk queue: the chunks of one large operation at a time, in order, in memory that stays in the cache.
 
 While one operation holds the queue, others go through the frame ring; the reader takes chunks only for the operation
-they belong to. So an operation that its reader has not entered delays no other one.
+they belong to. A sender may leave the queue before the reader has entered the operation. The next operation gets the
+queue only if the reader needs no call to read the chunks ahead: the queue is empty, the reader has begun to read the
+last operation, or both operations are ordered ones of one group, which the reader enters in this order. So an operation
+that its reader has not entered delays no other one.
 
     word 0  number of the chunk in the queue, counted from 1; written last
     word 1  id of the group
@@ -23,13 +26,14 @@ from numpy.typing import NDArray
 
 from aiocoll.errors import ProtocolError
 from aiocoll.native.layout import (
+    CHUNK_FIRST,
     CHUNK_GROUPS_OVER,
     CHUNK_HOLDER,
     CHUNK_HOLDER_GROUP,
+    CHUNK_LAST,
     CHUNK_NUMBER,
     CHUNK_READY,
     CHUNK_STATE,
-    CHUNK_TAINTED,
 )
 from aiocoll.transport.shared_memory import Segment
 from aiocoll.transport.shm.fence import Fences
@@ -41,6 +45,8 @@ __all__ = ["ChunkQueueReader", "ChunkQueueWriter", "Chunks"]
 
 #: In word 3: the memory is its owner's again, who may have overwritten the chunk. No segment has this number.
 _VOID = (1 << 64) - 1
+#: Larger than any operation's id.
+_NEVER = (1 << 64) - 1
 
 
 class _QueueEnd:
@@ -99,19 +105,31 @@ class ChunkQueueWriter(_QueueEnd):
         """How many chunks have been put."""
         return self.state[CHUNK_NUMBER]
 
-    def take(self, identity: int, group: int) -> bool:
+    def take(self, identity: int, group: int, *, ordered: bool = False) -> bool:
         """Reserve the queue for an operation of a group; False if it is not available.
 
         The first time, its memory is reserved, which takes half a millisecond for a MiB.
+
+        Args:
+            identity: of the operation.
+            group: of the operation.
+            ordered: all ranks enter the operation after those of the group with a smaller id.
         """
+        if not self._is_free(identity, group, ordered) or not self.reserve():
+            return False
         state = self.state
-        if state[CHUNK_HOLDER] or (state[CHUNK_TAINTED] and self._words[self._taken] != state[CHUNK_NUMBER]):
-            return False
-        if not self.reserve():
-            return False
-        state[CHUNK_TAINTED] = 0
-        state[CHUNK_HOLDER], state[CHUNK_HOLDER_GROUP] = identity, group
+        state[CHUNK_HOLDER], state[CHUNK_HOLDER_GROUP], state[CHUNK_FIRST] = identity, group, state[CHUNK_NUMBER]
         return True
+
+    def _is_free(self, identity: int, group: int, ordered: bool) -> bool:
+        """Return whether no operation holds the queue, and the reader will read what is left in it."""
+        state = self.state
+        if state[CHUNK_HOLDER]:
+            return False
+        taken = self._words[self._taken]
+        if taken == state[CHUNK_NUMBER] or taken > state[CHUNK_FIRST]:
+            return True
+        return ordered and state[CHUNK_HOLDER_GROUP] == group and state[CHUNK_LAST] < identity
 
     def reserve(self) -> bool:
         """Make the memory of the queue; False if the host has none."""
@@ -122,8 +140,10 @@ class ChunkQueueWriter(_QueueEnd):
 
     def leave(self, *, failed: bool) -> None:
         """Let others use the queue."""
-        self.state[CHUNK_HOLDER] = 0
-        self.state[CHUNK_TAINTED] = failed
+        state = self.state
+        state[CHUNK_LAST], state[CHUNK_HOLDER] = state[CHUNK_HOLDER], 0
+        if failed:
+            state[CHUNK_LAST], state[CHUNK_FIRST] = _NEVER, state[CHUNK_NUMBER]
 
     def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview, length: int = 0) -> bool:
         """Copy the next chunk into the queue; False if there is no room, and the reader will then wake this rank."""
@@ -199,6 +219,16 @@ class ChunkQueueReader(_QueueEnd):
         if self._order is not None:
             self._order()
         return words[line + 5] if words[line + 2] == identity and words[line + 1] == group else -1
+
+    def head(self) -> tuple[int, tuple[int, int, int]] | None:
+        """Return the number of the next chunk, and its operation, group and fingerprint; None if there is none."""
+        words, number = self._words, self._next
+        line = self._lines[(number - 1) % self._count]
+        if words[line] != number:
+            return None
+        if self._order is not None:
+            self._order()
+        return number, (words[line + 2], words[line + 1], words[line + 5])
 
     def length(self) -> int:
         """Return the bytes of the message that the next chunk is a part of."""
@@ -323,9 +353,9 @@ class Chunks:
         writer, reader = self.writer, self.reader
         native.connect_queues(memory, writer.layout, writer.state, reader.layout, reader.state, writer.reserve)
 
-    def take(self, identity: int, group: int) -> bool:
-        """Reserve the queue to the peer for an operation of a group; False if it is not available."""
-        return self.writer.take(identity, group)
+    def take(self, identity: int, group: int, *, ordered: bool) -> bool:
+        """Reserve the queue to the peer for an operation of a group; return whether it is available."""
+        return self.writer.take(identity, group, ordered=ordered)
 
     def leave(self, *, failed: bool) -> None:
         """Let others use the queue to the peer; `failed`: chunks may be in it that are never read."""
@@ -362,6 +392,14 @@ class Chunks:
     def look(self, identity: int, group: int) -> int:
         """Return the fingerprint of the peer's next chunk, if it is for an operation of a group; -1 if not."""
         return self.reader.look(identity, group)
+
+    def head(self) -> tuple[int, tuple[int, int, int]] | None:
+        """Return the number of the peer's next chunk, and its operation, group and fingerprint; None if there is none.
+
+        Chunks of groups that are over do not count.
+        """
+        self.reclaim()
+        return self.reader.head()
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
         """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from aiocoll.native.layout import (
+    CHUNKED,
     CHUNKS,
     COMMON_CONSUMED,
     COMMON_NAMED,
@@ -42,6 +43,7 @@ from aiocoll.transport.shared_memory import MIDDLE_PER_CHUNK, SMALL_PER_CHUNK
 from aiocoll.transport.shm.region import PAGE
 
 __all__ = [
+    "CHUNKED",
     "CHUNKS",
     "COMMON_CONSUMED",
     "COMMON_NAMED",

@@ -18,6 +18,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.native import core
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import (
+    CHUNKED,
     COMMON_CONSUMED,
     COMMON_NAMED,
     LANE_CONSUMED,
@@ -124,7 +125,7 @@ class PeerOutbox:
         lane: those of the lane for this rank.
     """
 
-    __slots__ = ("_layout", "_memory", "_order", "_seen", "_start", "common", "lane", "status", "words")
+    __slots__ = ("_chunked", "_layout", "_memory", "_order", "_seen", "_start", "common", "lane", "status", "words")
 
     def __init__(
         self, memory: mmap.mmap, layout: OutboxLayout, number: int, lane: LaneWriter, peer: int, fences: Fences
@@ -152,7 +153,7 @@ class PeerOutbox:
             peer,
         )
         self._order = fences.order
-        self._seen = 0
+        self._seen = self._chunked = 0
 
     def native_lanes(
         self, own: Outbox, lane: LaneWriter, eventfd: int, attend: Callable[[], None]
@@ -173,11 +174,12 @@ class PeerOutbox:
         return core.PeerLanes(*mine, *theirs, own.status, lane.reserve, attend, lane, own.common.native, eventfd)
 
     def has_news(self) -> bool:
-        """Whether anything was posted since the last time this was asked."""
-        posts = self.words[POSTS]
-        if posts == self._seen:
+        """Whether anything was posted, or all chunks of an operation were put, since the last time this was asked."""
+        words = self.words
+        posts, chunked = words[POSTS], words[CHUNKED]
+        if posts == self._seen and chunked == self._chunked:
             return False
-        self._seen = posts
+        self._seen, self._chunked = posts, chunked
         # What was posted is looked for next: no load of it may come before that of the count.
         if self._order is not None:
             self._order()

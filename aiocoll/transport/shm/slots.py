@@ -32,6 +32,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.native import core
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import (
+    CHUNKED,
     COMMON_CONSUMED,
     COMMON_NAMED,
     LANE_CONSUMED,
@@ -178,6 +179,10 @@ class LaneWriter(_Writer):
     def total(self) -> int:
         """How many posts the peer was to read, of this lane and of the common one."""
         return self.words[POSTS]
+
+    def count_chunked(self) -> None:
+        """Let the peer know that an operation has put its last chunk into the queue of the link."""
+        self.words[CHUNKED] += 1
 
     def reset(self) -> bool:
         """Prepare for a new link: nothing is posted or consumed. Return False if there is no memory for it."""
