@@ -53,7 +53,7 @@ HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redi
          "opentelemetry")  # fmt: skip
 
 #: What takes a millisecond or more to import, with all that it brings along, and few programs need.
-LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.elements.sparse", "aiocoll.gpu", "aiocoll.group.cuda",
+LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.arrays", "aiocoll.elements.sparse", "aiocoll.gpu",
          "aiocoll.group.sparse_reduce", "aiocoll.testing", "argparse", "decimal", "email", "fractions", "http",
          "json", "multiprocessing", "tempfile", "urllib.request", "uuid", "xml", "zoneinfo")  # fmt: skip
 
@@ -364,7 +364,7 @@ def test_no_attribute_is_declared_in_one_file_and_set_in_another() -> None:
 #: a public class of ours leaves them out on purpose.
 FOREIGN = {
     "cli.start": {"_run_module_as_main"},  # runpy's
-    "elements.sparse": {"_indices", "_values"},  # torch's, for tensors that are not coalesced
+    "arrays.torch_sparse": {"_indices", "_values"},  # torch's, for tensors that are not coalesced
     "group.lifetime": {"_settle"},  # of the flight recorder, which users hold
     "group.parts": {"_parts"},  # the one way to the parts of a group
     "meeting.claim": {"_hold", "_sees_disconnects"},  # of stores, which users write
