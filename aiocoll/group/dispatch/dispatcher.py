@@ -401,7 +401,7 @@ class Dispatcher:
         return calls.call(call, is_current and not self.comm.gate[DIVERTS])
 
     def _first_on_device(self, arrays: Sequence[Any]) -> DeviceCalls:
-        kind = next(each.kind for each in arrays if each is not None)
+        kind = arrays[-1].kind
         backend = devices.get(kind)
         forced = self._backends.get(kind) == backend.library
         self.device_calls = backend.calls(self.comm, arrays, forced=forced, ahead=self.options.verify == "behind")
@@ -409,12 +409,12 @@ class Dispatcher:
 
     def _check_arrays(self, calls: DeviceCalls, arrays: Sequence[Any]) -> bool:
         """Refuse arrays that the group cannot take; return whether the thread's device is theirs."""
-        for each in arrays:
-            if each is not None and each.kind != calls.kind:
-                raise ValueError(
-                    f"group {self.comm.name!r} works on {devices.get(calls.kind).label} devices, where the arrays of "
-                    f"its first call were; these are on {each.label} devices: make a group for each kind"
-                )
+        last = arrays[-1]  # never None, and all arrays of a call are of one kind
+        if last.kind != calls.kind:
+            raise ValueError(
+                f"group {self.comm.name!r} works on {devices.get(calls.kind).label} devices, where the arrays of its "
+                f"first call were; these are on {last.label} devices: make a group for each kind"
+            )
         return calls.check(arrays)
 
     def as_one(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
