@@ -124,12 +124,19 @@ def serve_device(kind: str, library: str) -> None:
 
     Args:
         kind: of the device; its backend is registered in `aiocoll.group.dispatch.devices`.
-        library: what moves arrays between such devices.
+        library: what moves arrays between such devices, in lower case.
+
+    Raises:
+        ValueError: `library` is the name of another backend.
     """
+    if library in _factories or Backend.backend_capability.get(library, (kind,)) != (kind,):
+        raise ValueError(f"library={library!r} is another backend: choose the name of the library for {kind!r} devices")
+    if library not in Backend.backend_list:
+        Backend.backend_list.insert(Backend.backend_list.index(Backend.FAKE), library)
     for own in (Backend.AIO, Backend.FAKE):
-        Backend.backend_capability[own] += (kind,)
+        if kind not in Backend.backend_capability[own]:
+            Backend.backend_capability[own] += (kind,)
     Backend.backend_capability[library] = (kind,)
-    Backend.backend_list.insert(Backend.backend_list.index(Backend.FAKE), library)
     Backend.default_device_backend_map[kind] = library
     _libraries[library] = Backend.AIO
     if not hasattr(Backend, library.upper()):

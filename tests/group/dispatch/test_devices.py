@@ -175,6 +175,16 @@ def test_its_library_is_a_backend() -> None:
         names.sole_backend({"cpu": "fake", "abacus": "beads"})
 
 
+def test_device_is_served_once_whoever_registers_it() -> None:
+    names.serve_device("abacus", "beads")
+    assert Backend.backend_list.count("beads") == 1
+    assert BackendConfig().device_backend_map == {"cpu": "aio", "cuda": "aio", "abacus": "aio"}
+    for other in ("aio", "nccl"):
+        with pytest.raises(ValueError, match=f"library='{other}' is another backend: choose the name .* 'abacus' dev"):
+            names.serve_device("abacus", other)
+    assert Backend.default_device_backend_map["abacus"] == "beads"
+
+
 async def test_its_library_can_be_required() -> None:
     async with new_group("cpu:aio,abacus:beads", store=HashStore(), rank=0, world_size=1) as pg:
         await pg.allreduce(Beads(np.ones(3)))
