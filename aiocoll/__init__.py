@@ -41,7 +41,7 @@ Modules: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.test
 
 # The layers are in docs/architecture.md: a module imports only from layers below its own, or from its own folder.
 
-from aiocoll import errors, hooks
+from aiocoll import errors, hooks, shipped  # noqa: F401 - `shipped` fills the registries
 from aiocoll.backends import Backend, BackendConfig, register_backend
 from aiocoll.blocking import BlockingGroup
 from aiocoll.elastic import elastic

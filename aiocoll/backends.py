@@ -14,16 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-__all__ = ["Backend", "BackendConfig", "factory_of", "kind_of", "refuse_device", "register_backend", "sole_backend"]
-
-_FORMAT = "write pairs of device and backend, such as 'cpu:aio,cuda:nccl'"
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "factory_of",
+    "kind_of",
+    "refuse_device",
+    "register_backend",
+    "serve_device",
+    "sole_backend",
+]
 
 #: Third-party factories by name of the backend.
 _factories: dict[str, Callable[..., Any]] = {}
 
 
+#: The library's own backend by the name that requires a library for the arrays of one kind of device.
+_libraries: dict[str, str] = {}
 #: What programs for torch.distributed name; they need nothing in its place.
-_OF_TORCH = {"gloo", "mpi", "threaded", "ucc", "xccl"}
+_OTHERS = {"gloo", "mpi", "threaded", "ucc", "xccl"}
 
 
 class Backend(str):
@@ -53,13 +62,9 @@ class Backend(str):
     UCC: ClassVar[str] = "ucc"
     XCCL: ClassVar[str] = "xccl"
 
-    backend_list: ClassVar[list[str]] = [AIO, NCCL, FAKE]
-    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": AIO, "cuda": NCCL}
-    backend_capability: ClassVar[dict[str, tuple[str, ...]]] = {
-        AIO: ("cpu", "cuda"),
-        NCCL: ("cuda",),
-        FAKE: ("cpu", "cuda"),
-    }
+    backend_list: ClassVar[list[str]] = [AIO, FAKE]
+    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": AIO}
+    backend_capability: ClassVar[dict[str, tuple[str, ...]]] = {AIO: ("cpu",), FAKE: ("cpu",)}
 
     def __new__(cls, name: str) -> Backend:
         """Return the name in lower case."""
@@ -67,7 +72,7 @@ class Backend(str):
             raise TypeError(f"backend must be a str, not {type(name).__name__}")
         lower = name.lower()
         if lower != cls.UNDEFINED and lower not in cls.backend_list:
-            hint = ", or leave it out: that one is torch's" if lower in _OF_TORCH else ", or register it"
+            hint = ", or leave it out: that one is torch's" if lower in _OTHERS else ", or register it"
             raise ValueError(f"backend={name!r} is not known: use {', '.join(cls.backend_list)}{hint}")
         return super().__new__(cls, lower)
 
@@ -98,7 +103,9 @@ class Backend(str):
             raise TypeError(f"factory must be callable, not {type(factory).__name__}")
         served = (devices,) if isinstance(devices, str) else tuple(devices)
         if not served or not all(isinstance(device, str) and device.isidentifier() for device in served):
-            raise ValueError(f"devices={devices!r} must name kinds of device, such as 'cpu' or ['cpu', 'cuda']")
+            raise ValueError(
+                f"devices={devices!r} must name kinds of device, such as 'cpu' or {[*cls.default_device_backend_map]}"
+            )
         _factories[lower] = factory
         if lower not in cls.backend_list:
             cls.backend_list.append(lower)
@@ -110,6 +117,36 @@ class Backend(str):
 
 
 register_backend = Backend.register_backend
+
+
+def serve_device(kind: str, library: str) -> None:
+    """Let the library's own backend serve a kind of device, and `library` be the backend that requires it there.
+
+    Args:
+        kind: of the device; its backend is registered in `aiocoll.group.dispatch.devices`.
+        library: what moves arrays between such devices, in lower case.
+
+    Raises:
+        ValueError: `library` is the name of another backend.
+    """
+    if library in _factories or Backend.backend_capability.get(library, (kind,)) != (kind,):
+        raise ValueError(f"library={library!r} is another backend: choose the name of the library for {kind!r} devices")
+    if library not in Backend.backend_list:
+        Backend.backend_list.insert(Backend.backend_list.index(Backend.FAKE), library)
+    for own in (Backend.AIO, Backend.FAKE):
+        if kind not in Backend.backend_capability[own]:
+            Backend.backend_capability[own] += (kind,)
+    Backend.backend_capability[library] = (kind,)
+    Backend.default_device_backend_map[kind] = library
+    _libraries[library] = Backend.AIO
+    if not hasattr(Backend, library.upper()):
+        setattr(Backend, library.upper(), library)
+
+
+def _format() -> str:
+    """Return what to write for several devices, in words."""
+    own = {kind: name for kind, name in Backend.default_device_backend_map.items() if name not in _factories}
+    return f"write pairs of device and backend, such as '{','.join(map(':'.join, own.items()))}'"
 
 
 class BackendConfig:
@@ -140,9 +177,9 @@ class BackendConfig:
         for pair in backend.lower().split(","):
             device, _, text = (part.strip() for part in pair.partition(":"))
             if not device or not text or ":" in text:
-                raise ValueError(f"backend={backend!r}: {pair!r} is not a pair of device and backend; {_FORMAT}")
+                raise ValueError(f"backend={backend!r}: {pair!r} is not a pair of device and backend; {_format()}")
             if device in self.device_backend_map:
-                raise ValueError(f"backend={backend!r} names device {device!r} twice; {_FORMAT}")
+                raise ValueError(f"backend={backend!r} names device {device!r} twice; {_format()}")
             name = Backend(text)
             if device not in Backend.backend_capability.get(name, ()):
                 served = ", ".join(Backend.backend_capability.get(name, ()))
@@ -188,15 +225,16 @@ def refuse_device(device: str, devices: Mapping[str, str]) -> None:
 def sole_backend(devices: Mapping[str, str]) -> str:
     """Return the one backend that makes a group for these devices.
 
-    "nccl" is the library's own backend, which then requires NCCL for CUDA arrays.
+    One that names the library of a device is the library's own backend, which then requires that library there.
 
     Raises:
         ValueError: the devices need more than one backend.
     """
-    names = list(dict.fromkeys(Backend.AIO if name == Backend.NCCL else name for name in devices.values()))
+    names = list(dict.fromkeys(_libraries.get(name, name) for name in devices.values()))
     if len(names) > 1:
+        together = " and ".join(map(repr, [Backend.AIO, *map(str, _libraries)]))
         raise ValueError(
             f"backend={','.join(map(':'.join, devices.items()))!r}: a group has one backend for all its devices (only "
-            "'aio' and 'nccl' go together); make one group for each"
+            f"{together} go together); make one group for each"
         )
     return str(names[0])

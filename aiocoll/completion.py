@@ -79,8 +79,8 @@ class Completion:
         unwrap: makes the result at the end: copies staged data back, decodes bytes. None: not needed.
         ends: of a message: "src" or "dst", the other rank (None: any), and the tag. None for collectives.
         source: the rank whose message a receive got; None before.
-        order: of a call on a device, as long as it is in flight: makes a stream wait for it; returns False if the
-            caller has to await the work instead.
+        order: of a call on a device, as long as it is in flight: makes a stream of the device wait for it; returns
+            False if the caller has to await the work instead.
         withdraw: ends a receive that no message has matched, when its last waiter leaves; None: it cannot be withdrawn.
         done: the operation has ended; set after `result` and `exception`, since other threads look at it.
         result: the result of an operation that has ended well.
@@ -132,7 +132,7 @@ class Completion:
         self.unwrap: Callable[[], Any] | None = None
         self.ends: tuple[str, int | None, int] | None = None
         self.source: int | None = None
-        self.order: Callable[[int | None], Coroutine[Any, Any, bool]] | None = None
+        self.order: Callable[[Any], Coroutine[Any, Any, bool]] | None = None
         self.withdraw: Callable[[], None] | None = None
         self.done = False
         self.result: Any = None

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from aiocoll.completion import Completion, Owner, Progress, is_wait, make_completion
-from aiocoll.elements.streams import stream_address
 from aiocoll.native import core
 from aiocoll.threads import wait_in_thread
 
@@ -330,7 +329,7 @@ class Work(_Base, Generic[T_co]):
         if completion.done or completion.order is None:
             return await self
         completion.note_await()
-        if not await completion.order(None if stream is None else stream_address(stream)):
+        if not await completion.order(stream):
             return await self
         result: T_co = completion.value if completion.unwrap is None else completion.unwrap()
         return result

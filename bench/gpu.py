@@ -32,8 +32,8 @@ from markdown import micros, size_of, table
 from aiocoll import GroupOptions, ProcessGroup, new_group, testing
 from aiocoll.cli.measure import Timing
 from aiocoll.elements import buffers
-from aiocoll.elements.streams import stream_address
 from aiocoll.gpu.provider import runtime
+from aiocoll.gpu.streams import stream_address
 from aiocoll.group.parts import parts_of
 from aiocoll.store import HashStore
 
@@ -116,7 +116,7 @@ def our_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[str,
     async def marked() -> None:
         array = buffers.view(empty).array
         parts_of(pg).dispatcher.on_device([array])
-        state = parts_of(pg).dispatcher.device_state
+        state = parts_of(pg).dispatcher.device_calls.state
         assert state is not None
         state.unmark(state.mark([array]))
 
@@ -130,7 +130,7 @@ async def native(made: World, nbytes: int, rounds: int) -> Times:
     with bare_ways(made, tensors[0]) as ways:
         async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
             await pg.allreduce(tensors[0])
-            state = parts_of(pg).dispatcher.device_state
+            state = parts_of(pg).dispatcher.device_calls.state
             assert state is not None
             assert state.decision is not None
             assert state.decision.native, state.decision.why

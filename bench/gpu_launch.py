@@ -32,8 +32,8 @@ from markdown import micros, table
 
 from aiocoll import ProcessGroup, testing
 from aiocoll.elements import buffers
-from aiocoll.elements.streams import stream_address
 from aiocoll.gpu.provider import provide, runtime
+from aiocoll.gpu.streams import stream_address
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.gpu.on_device.clocked import Clocked, ClockedEnd

@@ -99,16 +99,16 @@ LIMITS = {
     ),
     "store_size": ("aiocoll.store.core.MAX_TOTAL_BYTES",),
     # devices
-    "agreement_parting": ("aiocoll.group.cuda.backend_agreement.PARTING",),
-    "device_aborting": ("aiocoll.group.cuda.communicator.ABORTING",),
-    "device_ask_every": ("aiocoll.group.cuda.communicator.ASK_EVERY",),
+    "agreement_parting": ("aiocoll.gpu.calls.backend_agreement.PARTING",),
+    "device_aborting": ("aiocoll.gpu.calls.communicator.ABORTING",),
+    "device_ask_every": ("aiocoll.gpu.calls.communicator.ASK_EVERY",),
     "device_exiting": ("aiocoll.gpu.device.EXITING",),
     "kept_plans": ("aiocoll.group.dispatch.call_cache.PLANS",),
     "device_looks": ("aiocoll.gpu.waiter.LOOKS",),
-    "device_parting": ("aiocoll.group.cuda.communicator.PARTING",),
-    "device_patience": ("aiocoll.group.cuda.matching.PATIENCE",),
-    "device_release": ("aiocoll.group.cuda.device_state.RELEASE",),
-    "slot_patience": ("aiocoll.group.cuda.slots.PATIENCE",),
+    "device_parting": ("aiocoll.gpu.calls.communicator.PARTING",),
+    "device_patience": ("aiocoll.gpu.calls.matching.PATIENCE",),
+    "device_release": ("aiocoll.gpu.calls.device_state.RELEASE",),
+    "slot_patience": ("aiocoll.gpu.calls.slots.PATIENCE",),
     "staging_kept": ("aiocoll.gpu.staging.KEPT",),
     # commands and testing
     "doctor_dial": ("aiocoll.cli.doctor_hosts._DIAL",),
@@ -217,15 +217,15 @@ PARTS = {
     "tune_measure": "aiocoll.cli.tune.measure",
     "tune_single_copy": "aiocoll.cli.tune.measure_single_copy",
     # devices
-    "device_ask": "aiocoll.group.cuda.communicator.DeviceCommunicator._ask",
-    "device_decided": "aiocoll.group.cuda.device_state.DeviceState._decided",
-    "device_give_way": "aiocoll.group.cuda.communicator.DeviceCommunicator._give_way",
+    "device_ask": "aiocoll.gpu.calls.communicator.DeviceCommunicator._ask",
+    "device_decided": "aiocoll.gpu.calls.device_state.DeviceState._decided",
+    "device_give_way": "aiocoll.gpu.calls.communicator.DeviceCommunicator._give_way",
     "device_given_way": "aiocoll.runtime.Runtime.give_way",
-    "device_judge": "aiocoll.group.cuda.device_state.DeviceState.judge",
+    "device_judge": "aiocoll.gpu.calls.device_state.DeviceState.judge",
     "device_launch": "aiocoll.gpu.device.Device.launch",
-    "device_matched": "aiocoll.group.cuda.matching.BatchMatching.matched",
-    "device_parted": "aiocoll.group.cuda.communicator.DeviceCommunicator._parted",
-    "device_stage": "aiocoll.group.cuda.agreed.Agreed._stage",
+    "device_matched": "aiocoll.gpu.calls.matching.BatchMatching.matched",
+    "device_parted": "aiocoll.gpu.calls.communicator.DeviceCommunicator._parted",
+    "device_stage": "aiocoll.gpu.calls.agreed.Agreed._stage",
     "take_turn": "aiocoll.gpu.turns.Turns.take",
 }
 
@@ -412,12 +412,12 @@ def matched_units(pg: ProcessGroup) -> Any:
 
 def matching_of(pg: ProcessGroup) -> Any:
     """Return what matches messages between devices."""
-    return dispatcher_of(pg).device_state.messages._matching  # type: ignore[union-attr]
+    return dispatcher_of(pg).device_calls.state.messages._matching  # type: ignore[union-attr]
 
 
 def nccl_end(pg: ProcessGroup) -> Any:
     """Return a rank's end of the communicator of NCCL."""
-    return dispatcher_of(pg).device_state.communicator._tools.end  # type: ignore[union-attr]
+    return dispatcher_of(pg).device_calls.state.communicator._tools.end  # type: ignore[union-attr]
 
 
 def plans_of(pg: ProcessGroup) -> Any:
@@ -457,4 +457,4 @@ def waits_of(store: Any) -> Any:
 
 def set_nccl_only(pg: ProcessGroup, on: bool) -> None:
     """Let a group take CUDA arrays by NCCL or not at all, as backend="nccl" does."""
-    dispatcher_of(pg)._nccl_only = on
+    dispatcher_of(pg)._backends = {"cpu": "aio", "cuda": "nccl" if on else "aio"}

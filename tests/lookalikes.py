@@ -140,6 +140,8 @@ class Cupy(Module):
         class ndarray:
             """Elements of `host`, which plays memory of `device`."""
 
+            __module__ = "cupy"
+
             __array__ = _unreadable
 
             def __init__(self, host: np.ndarray, device: int = 0) -> None:
@@ -192,6 +194,8 @@ class Torch(Module):
 
         class Tensor:
             """Elements of `host`, whose dtype NumPy may not have, as memory of CUDA device `device`."""
+
+            __module__ = "torch"
 
             is_cpu = False
             __array__ = _unreadable

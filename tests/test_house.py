@@ -21,7 +21,7 @@ import pytest
 import aiocoll
 import aiocoll.distributed
 
-from .layers import LAYERS
+from .layers import HOUSES, LAYERS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "aiocoll"
@@ -53,7 +53,7 @@ HEAVY = ("torch", "cupy", "ml_dtypes", "jax", "scipy", "pytest", "uvloop", "redi
          "opentelemetry")  # fmt: skip
 
 #: What takes a millisecond or more to import, with all that it brings along, and few programs need.
-LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.elements.sparse", "aiocoll.gpu", "aiocoll.group.cuda",
+LATER = ("aiocoll.cli", "aiocoll.codec.records", "aiocoll.arrays", "aiocoll.elements.sparse", "aiocoll.gpu",
          "aiocoll.group.sparse_reduce", "aiocoll.testing", "argparse", "decimal", "email", "fractions", "http",
          "json", "multiprocessing", "tempfile", "urllib.request", "uuid", "xml", "zoneinfo")  # fmt: skip
 
@@ -140,6 +140,99 @@ def test_imports_go_one_way() -> None:
         if folder(each) != folder(name) and LEVEL[folder(each)] >= LEVEL[folder(name)]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+#: Words that name an edge in identifiers and literals of base and core.
+EDGE_WORD = re.compile(r"cuda|nccl|cupy|torch|redis|(?<![a-z])(ray|dask|jax)(?![a-z])", re.IGNORECASE)
+#: Modules of base and core whose code names an edge, by pattern, and the reason.
+NAMES_OF_THE_EDGE = {
+    "backends": "Backend.NCCL, and the remedy for names of torch's backends: programs for torch.distributed use them",
+    "typing": "SupportsCudaArrayInterface is a public protocol, which type checkers have to see",
+    "rendezvous.launchers": "the environment variables of torchrun",
+    "rendezvous.where": "until its places are found by a registry",
+    r"store(\.redis\w*)?": "until RedisStore is at the edge",
+}
+
+
+def edge_imports(name: str) -> set[str]:
+    """Return the modules of the edge that a module imports, in functions and for type checkers included."""
+    return {each for each in imports(name) if folder(each) in HOUSES["edge"]}
+
+
+def edge_words(module: ast.AST) -> set[str]:
+    """Return the identifiers and literals of a module that name an edge; docstrings are neither."""
+    documentation = {
+        id(node.value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    words = set()
+    for node in ast.walk(module):
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in documentation:
+                words.add(text)
+            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.keyword(arg=str(text)):
+                words.add(text)
+            case ast.FunctionDef(name=text) | ast.AsyncFunctionDef(name=text) | ast.ClassDef(name=text):
+                words.add(text)
+            case ast.alias(name=text, asname=other):
+                words |= {text, other or ""}
+            case ast.ImportFrom(module=str(text)):
+                words.add(text)
+            case ast.ExceptHandler(name=str(text)) | ast.MatchAs(name=str(text)) | ast.MatchStar(name=str(text)):
+                words.add(text)
+            case ast.MatchMapping(rest=str(text)):
+                words.add(text)
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                words |= {*names}
+    return {word for word in words if EDGE_WORD.search(word)}
+
+
+def test_base_and_core_import_no_edge() -> None:
+    assert HOUSES["base"] | HOUSES["core"] | HOUSES["edge"] == LEVEL.keys()
+    inside = [name for name in MODULES if folder(name) not in HOUSES["edge"]]
+    assert not {f"{name} imports {found}" for name in inside if (found := edge_imports(name))}
+    base = [name for name in inside if folder(name) in HOUSES["base"]]
+    assert not {f"{name}: {each}" for name in base for each in imports(name) if folder(each) not in HOUSES["base"]}
+
+
+def test_base_and_core_name_no_edge() -> None:
+    found = {
+        name: words for name in MODULES if folder(name) not in HOUSES["edge"] and (words := edge_words(tree(name)))
+    }
+    assert not {
+        name: words for name, words in found.items() if not any(re.fullmatch(e, name) for e in NAMES_OF_THE_EDGE)
+    }
+    unused = {pattern for pattern in NAMES_OF_THE_EDGE if not any(re.fullmatch(pattern, name) for name in found)}
+    assert not unused, "remove these exceptions"
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "def f():\n    from aiocoll.gpu.provider import runtime",
+        "if TYPE_CHECKING:\n    import aiocoll.gpu.provider",
+        "def f(x):\n    return x.is_cuda",
+        "def f(x):\n    return sys.modules.get('torch')",
+        "def f(*, nccl_only): ...",
+        "f(jax=1)",
+        "class CupyView: ...",
+        "x = f'on CUDA device {n}'",
+    ],
+)
+def test_names_of_the_edge_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert edge_words(ast.parse(planted)) or "aiocoll.gpu" in planted
+    assert not edge_words(ast.parse('def array(arrays, stray, relax):\n    """Return a torch tensor."""'))
+    if "aiocoll.gpu" in planted:
+        monkeypatch.setitem(MODULES, "group.planted", PACKAGE / "group" / "planted.py")
+        monkeypatch.setattr(sys.modules[__name__], "tree", lambda name: ast.parse(planted))
+        every.cache_clear()
+        imports.cache_clear()
+        try:
+            assert edge_imports("group.planted") == {"gpu.provider"}
+        finally:
+            every.cache_clear()
+            imports.cache_clear()
 
 
 def test_algorithms_import_nothing_of_ours() -> None:
@@ -364,7 +457,7 @@ def test_no_attribute_is_declared_in_one_file_and_set_in_another() -> None:
 #: a public class of ours leaves them out on purpose.
 FOREIGN = {
     "cli.start": {"_run_module_as_main"},  # runpy's
-    "elements.sparse": {"_indices", "_values"},  # torch's, for tensors that are not coalesced
+    "arrays.torch_sparse": {"_indices", "_values"},  # torch's, for tensors that are not coalesced
     "group.lifetime": {"_settle"},  # of the flight recorder, which users hold
     "group.parts": {"_parts"},  # the one way to the parts of a group
     "meeting.claim": {"_hold", "_sees_disconnects"},  # of stores, which users write

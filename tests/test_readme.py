@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiocoll
 
-from .layers import LAYERS, module
+from .layers import HOUSES, LAYERS, module
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -53,6 +53,10 @@ def test_the_map_has_everything_at_the_top_of_the_package_in_the_order_of_the_la
     heights = [{height for height, layer in enumerate(LAYERS) if layer & names} for names in layers]
     assert {len(each) for each in heights} == {1}
     assert heights == sorted(heights, key=max, reverse=True)
+    for line in MAP.splitlines():
+        if line.startswith("  "):
+            names, house = line[:40].split(), line[40:].split()[0]
+            assert {module(name) for name in names} <= HOUSES[house], line
     folders = {path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     tracked = {path for path in folders if any(path.rglob("*.py")) or any(path.glob("*.md"))}
     assert {path.name for path in tracked - set(mapped())} <= {"build", "dist", "gpu-figures", "planted-figures"}

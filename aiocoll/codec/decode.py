@@ -13,12 +13,12 @@ from typing import Any
 
 import msgpack
 
-from aiocoll.codec import tensors
 from aiocoll.codec.keys import check_keys
 from aiocoll.codec.limits import MAX_BYTES
 from aiocoll.codec.records import (
     CODES,
     DICT,
+    FOREIGN_ARRAY,
     FROZENSET,
     HASHED_PIECE,
     IN_PIECES,
@@ -31,6 +31,7 @@ from aiocoll.codec.records import (
     SET,
     RecordType,
 )
+from aiocoll.elements.adapters import adapters
 from aiocoll.errors import SerializationError
 from aiocoll.user_code import contain, describe
 
@@ -38,9 +39,6 @@ __all__ = ["loads", "reading"]
 
 #: Bytes read in one step.
 _STEP = 1 << 10
-#: What the tag of a list may say.
-_RECORDS = {**RECORDS_BY_CODE, tensors.TENSOR: RecordType(tensors.TENSOR, (str, list, bytes), tuple, tensors.join)}
-_CODES = {*CODES, tensors.TENSOR}
 #: Characters of another error's message that are quoted; it may contain a key of many megabytes.
 _SHOWN = 200
 
@@ -111,6 +109,21 @@ def _refusing(nbytes: int) -> Iterator[None]:
         # Not from a StopIteration, which `contextmanager` would raise in place of the new error.
         contained = contain(error)
         raise SerializationError(f"{nbytes} bytes are not a valid object ({describe(error):.{_SHOWN}})") from contained
+
+
+def _foreign_array(library: str, dtype: str, shape: list[Any], data: bytes) -> Any:
+    """Return a new array of an array library; another rank wrote all arguments."""
+    if library not in adapters.names():  # a peer makes no search for entry points
+        raise SerializationError(f"received an array of {library!r:.60}: no adapter is registered for it")
+    return adapters.get(library).unpack(dtype, shape, data)
+
+
+#: Records by the tag of their list.
+_RECORDS = {
+    **RECORDS_BY_CODE,
+    FOREIGN_ARRAY: RecordType(FOREIGN_ARRAY, (str, str, list, bytes), tuple, _foreign_array),
+}
+_CODES = {*CODES, FOREIGN_ARRAY}
 
 
 class _Tag:

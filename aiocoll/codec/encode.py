@@ -12,13 +12,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from aiocoll.codec import tensors
 from aiocoll.codec.keys import check_keys
 from aiocoll.codec.limits import MAX_BYTES, MAX_DEPTH
 from aiocoll.codec.records import (
     ARRAY,
     BIG_INT,
     DICT,
+    FOREIGN_ARRAY,
     HASHED_PIECE,
     IN_PIECES,
     LIST,
@@ -35,6 +35,7 @@ from aiocoll.codec.records import (
     RefusedError,
     dtype_text,
 )
+from aiocoll.elements.adapters import adapter_of_type
 from aiocoll.errors import SerializationError
 from aiocoll.user_code import contain, describe
 
@@ -110,10 +111,10 @@ class _Encoder:
         elif isinstance(obj, np.generic) and (dtype := dtype_text(obj.dtype)):
             self._head(SCALAR, 2)
             self._emit(self._pack(dtype) + self._pack(np.asarray(obj).tobytes()))
-        elif (parts := tensors.split(obj)) is not None:
-            self._begin_array(tensors.TENSOR, *parts)
-            if parts.nbytes:
-                self._emit(tensors.content(obj))
+        elif (adapter := adapter_of_type(kind)) is not None and (parts := adapter.pack(obj)) is not None:
+            self._begin_array(FOREIGN_ARRAY, *parts, library=adapter.library)
+            if parts[2]:
+                self._emit(adapter.content(obj))
         elif self._allow_pickle:
             self._put_pickle(obj)
         else:
@@ -221,8 +222,10 @@ class _Encoder:
         if array.nbytes:
             self._emit(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
-    def _begin_array(self, code: int, dtype: str, shape: Sequence[int], nbytes: int) -> None:
-        self._head(code, 3)
+    def _begin_array(self, code: int, dtype: str, shape: Sequence[int], nbytes: int, library: str = "") -> None:
+        self._head(code, 4 if library else 3)
+        if library:
+            self._emit(self._pack(library))
         self._reserve(nbytes)  # before the copy that a strided array needs
         self._size -= nbytes
         self._emit(self._pack(dtype) + self._pack(shape) + struct.pack(">BI", 0xC6, nbytes))

@@ -23,6 +23,7 @@ __all__ = [
     "BIG_INT",
     "CODES",
     "DICT",
+    "FOREIGN_ARRAY",
     "FROZENSET",
     "HASHED_PIECE",
     "IN_PIECES",
@@ -70,6 +71,8 @@ SEQUENCES: Mapping[int, Callable[[Iterable[Any]], Any]] = {
 SEQUENCE_CODES: Mapping[Any, int] = {kind: code for code, kind in SEQUENCES.items()}
 #: A dict with more than `HASHED_PIECE` keys; a shorter one is msgpack's own.
 DICT = 9
+#: An array of a library with an adapter: library, dtype, shape, bytes.
+FOREIGN_ARRAY = 25
 #: An OrderedDict: its items, as a dict.
 ORDERED = 26
 #: Tag of a piece of a long container: its elements, or one dict.

@@ -7,10 +7,10 @@ kernels          their computation; `half_precision` and `packed` are for floats
                  for LAND, LOR and LXOR, `narrow_integers` for those of 4 and 2 bits,
                  `pairs` for MINLOC and MAXLOC
 nan_fingerprint  which NaN the arithmetic of this process makes
+adapters         the interface of array libraries, and their registry
 buffers          any array -> a flat view of its memory
 allocate         new memory like a buffer's, and whether buffers are on the same device
-device           the flat view of memory on a CUDA device; `device_views` makes it from arrays of CuPy, torch and others
+device           the flat view of memory on a device
 strides          strided arrays whose elements share memory
-entries          indices and values of sparse arrays; `sparse` reads them from scipy's and torch's
-streams          CUDA streams of any library -> their addresses
+entries          indices and values of sparse arrays; `sparse` reads them from scipy's, and finds the adapter of others
 """

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 
+from aiocoll.elements.adapters import ArrayAdapter, adapter_of, cannot_allocate
 from aiocoll.elements.buffers import Buffer, view
-from aiocoll.elements.device import UNKNOWN, DeviceArray, device_of, where
+from aiocoll.elements.device import UNKNOWN, DeviceArray, place_of
 from aiocoll.elements.dtypes import array_dtype
-from aiocoll.loading import loading
 
 __all__ = ["empty_like", "overwrite", "same_place", "spare"]
 
@@ -23,18 +22,14 @@ def empty_like(buffer: Buffer) -> Any:
     """
     if not isinstance(buffer.array, DeviceArray):
         return np.empty(buffer.shape, array_dtype(buffer.dtype))
-    with loading("CUDA arrays"):
-        from aiocoll.elements.device_views import empty_like as on_device
-    return on_device(buffer.result, sys.modules.get("torch"), sys.modules.get("cupy"))
+    return _adapter(buffer.result).empty_like(buffer.result)
 
 
 def overwrite(obj: Any, values: Any) -> Any:
     """Copy `values`, which `empty_like` made for `obj`, to it; return it, or a new array if it is immutable."""
     buffer = view(obj)
     if isinstance(buffer.array, DeviceArray):
-        with loading("CUDA arrays"):
-            from aiocoll.elements.device_views import overwrite as on_device
-        on_device(obj, values)
+        _adapter(obj).overwrite(obj, values)
         return obj
     buffer.array[:] = view(values).array
     return buffer.finish()
@@ -47,10 +42,7 @@ def spare(buffer: Buffer) -> Buffer:
         TypeError: it is on a device, and its library is not known.
     """
     if isinstance(buffer.array, DeviceArray):
-        with loading("CUDA arrays"):
-            from aiocoll.elements.device_views import spare as on_device
-        array = on_device(buffer.array, buffer.result, sys.modules.get("torch"), sys.modules.get("cupy"))
-        return Buffer(array, buffer.dtype, buffer.shape, buffer.result, array.back)
+        return _adapter(buffer.result).spare(buffer)
     fresh = np.empty_like(buffer.array)
 
     def writeback() -> Any:
@@ -75,8 +67,21 @@ def same_place(a: Buffer, a_name: str, b: Buffer, b_name: str, rank: int | None 
     Raises:
         TypeError: they are not.
     """
-    x, y = device_of(a.array), device_of(b.array)
-    # A device that is not known yet may be any device.
-    if x != y and (x is None or y is None or UNKNOWN not in (x, y)):
+    x, y = a.array, b.array
+    is_apart: bool = isinstance(x, DeviceArray) or isinstance(y, DeviceArray)
+    if isinstance(x, DeviceArray) and isinstance(y, DeviceArray) and x.kind == y.kind:
+        # A device that is not known yet may be any device.
+        is_apart = x.device != y.device and UNKNOWN not in (x.device, y.device)
+    if is_apart:
         name = a_name if rank is None else f"{a_name}[{rank}]"
-        raise TypeError(f"{name} is {where(x)}, {b_name} is {where(y)}: all arrays of a call must be on one device")
+        raise TypeError(
+            f"{name} is {place_of(x)}, {b_name} is {place_of(y)}: all arrays of a call must be on one device"
+        )
+
+
+def _adapter(obj: Any) -> ArrayAdapter:
+    """Return the adapter of an array on a device."""
+    found = adapter_of(obj)
+    if found is None:
+        raise cannot_allocate(obj)
+    return found

@@ -1,41 +1,44 @@
-"""Any array -> a flat view. The only module that knows array libraries; it imports none but NumPy.
+"""Any array -> a flat view: NumPy's and those of host protocols here, others by the adapter of their library.
 
 Memory is shared with the caller wherever it is C-contiguous. Otherwise the buffer is a staging copy, and
-`Buffer.finish` copies the result back. Memory of a CUDA device is a `DeviceArray`: only its address is used.
+`Buffer.finish` copies the result back. Memory of a device is a `DeviceArray`: only its address is used.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from aiocoll.elements.adapters import (
+    adapter_of_attribute,
+    adapter_of_type,
+    adapters,
+    dlpack_adapter,
+    dlpack_kind,
+    provided_adapter_of,
+)
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.dtypes import DType, by_name, of_numpy
 from aiocoll.elements.strides import check_apart
-from aiocoll.loading import loading
 
 __all__ = [
     "Buffer",
     "byte_view",
     "clash",
     "is_scalar",
+    "operand",
     "overlaps",
     "scalar",
+    "share",
     "view",
 ]
 
-_ACCEPTED = (
-    "a NumPy array, a torch tensor, a CuPy array, or an object with the buffer protocol, __array_interface__, "
-    "__cuda_array_interface__ or DLPack"
-)
-# DLPack's device types whose memory the CPU can read and write: plain, and pinned by CUDA.
+# DLPack's device types whose memory the CPU can read and write: plain, and pinned for a device.
 _DLPACK_HOST = (1, 3)
-_DLPACK_CUDA = 2
 # Up to so many arrays, comparing all pairs is faster than sorting.
 _FEW = 4
 # bool is an int to isinstance, so it comes first.
@@ -55,7 +58,7 @@ class Buffer:
 
     Attributes:
         array: 1-D ndarray of ``dtype.storage``, ``dtype.unit`` of them for each element: the caller's memory, or a
-            staging copy of it. For memory on a CUDA device a `DeviceArray` (typed as an ndarray), whose `back` is the
+            staging copy of it. For memory on a device a `DeviceArray` (typed as an ndarray), whose `back` is the
             `writeback`.
         dtype: element type.
         shape: of the caller's object.
@@ -104,23 +107,39 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
     """
     # carray: contiguous, aligned and writeable.
     if type(obj) is np.ndarray and obj.flags.carray:
-        return _share(obj, obj, name)
+        return share(obj, obj, name)
     if isinstance(obj, np.ndarray):
         return _of_numpy(obj, obj, name, writable)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(obj, getattr(torch, "Tensor", ())):
-        return _of_torch(torch, obj, name, writable)
-    cupy: Any = sys.modules.get("cupy")
-    if cupy is not None and isinstance(obj, getattr(cupy, "ndarray", ())):
-        return _of_cupy(cupy, obj, name, writable)
+    adapter = adapter_of_type(type(obj))
+    return _of_protocol(obj, name, writable) if adapter is None else adapter.view(obj, name, writable)
+
+
+def operand(obj: Any, *, writable: bool) -> Buffer:
+    """Return the `view` of an array, or the `scalar` of a number."""
+    if isinstance(obj, np.ndarray):
+        return view(obj, writable=writable)
+    adapter = adapter_of_type(type(obj))
+    if adapter is not None:
+        return adapter.view(obj, "tensor", writable)
+    return scalar(obj) if is_scalar(obj) else _of_protocol(obj, "tensor", writable)
+
+
+def _of_protocol(obj: Any, name: str, writable: bool) -> Buffer:
+    """View an object of which no library is registered for its type."""
     if obj is None or isinstance(obj, _NO_ARRAYS) or is_scalar(obj):
         raise _not_an_array(obj, name)
-    if hasattr(obj, "__cuda_array_interface__"):
-        array = _views().of_interface(obj, name, writable)
-        return Buffer(array, array.dtype, tuple(obj.__cuda_array_interface__["shape"]), obj, array.back)
-    if _dlpack_kind(obj) == _DLPACK_CUDA:
-        return _of_dlpack(obj, name, writable)
-    return _of_numpy(_import_array(obj, name), obj, name, writable)
+    adapter = adapter_of_attribute(obj)
+    if adapter is None and (kind := dlpack_kind(obj)) is not None and kind not in _DLPACK_HOST:
+        adapter = dlpack_adapter(kind) or provided_adapter_of(obj)
+    if adapter is not None:
+        return adapter.view(obj, name, writable)
+    array = _import_array(obj, name)
+    if array is not None:
+        return _of_numpy(array, obj, name, writable)
+    adapter = provided_adapter_of(obj)
+    if adapter is None:
+        raise _not_an_array(obj, name)
+    return adapter.view(obj, name, writable)
 
 
 def is_scalar(value: Any) -> bool:
@@ -200,7 +219,7 @@ def byte_view(array: npt.NDArray[Any]) -> memoryview:
     return array.view(np.uint8).data
 
 
-def _share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
+def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
     """View a contiguous, aligned array; nearly every call comes through here, so it does little."""
     try:
         dtype = of_numpy(array.dtype)
@@ -225,8 +244,8 @@ def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> B
     if writable and not array.flags.writeable:
         return _replace(array, obj, name)
     if array.flags.c_contiguous and array.flags.aligned:
-        return _share(array, obj, name)
-    buffer = _share(array.copy(order="C"), obj, name)
+        return share(array, obj, name)
+    buffer = share(array.copy(order="C"), obj, name)
     if writable:
         check_apart(array.strides, array.shape, array.itemsize, name, f"{name}.copy()")
         staged = buffer.array
@@ -244,13 +263,13 @@ def _replace(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
     if isinstance(obj, np.ndarray) or not hasattr(obj, "__array_namespace__"):
         raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
     fresh = array.copy(order="C")
-    buffer = _share(fresh, obj, name)
+    buffer = share(fresh, obj, name)
     buffer.writeback = lambda: obj.__array_namespace__().asarray(fresh)
     return buffer
 
 
-def _import_array(obj: Any, name: str) -> npt.NDArray[Any]:
-    """Return an ndarray on the memory of a foreign object."""
+def _import_array(obj: Any, name: str) -> npt.NDArray[Any] | None:
+    """Return an ndarray on the memory of a foreign object; None if it has no protocol for that."""
     try:
         memory = memoryview(obj)
     except (TypeError, BufferError):
@@ -262,17 +281,17 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any]:
             raise TypeError(f"{name}: elements of format {memory.format!r} are not supported") from exc
     if hasattr(obj, "__array_interface__"):
         return np.asarray(obj)
-    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
-        device = _dlpack_kind(obj)
+    if (device := dlpack_kind(obj)) is not None:
         if device not in _DLPACK_HOST:
-            raise TypeError(f"{name} is on a device of DLPack type {device}: it must be on the CPU or on CUDA")
+            places = " or on ".join(["the CPU", *_device_labels()])
+            raise TypeError(f"{name} is on a device of DLPack type {device}: it must be on {places}")
         try:
             return np.from_dlpack(obj)
         except (BufferError, RuntimeError, TypeError) as exc:
             if hasattr(obj, "__array_namespace__") and hasattr(obj, "__array__"):
                 return _converted(obj, name)
             raise TypeError(f"{name}: NumPy cannot import this {type(obj).__name__} by DLPack: {exc}") from exc
-    raise _not_an_array(obj, name)
+    return None
 
 
 def _converted(obj: Any, name: str) -> npt.NDArray[Any]:
@@ -288,100 +307,6 @@ def _converted(obj: Any, name: str) -> npt.NDArray[Any]:
     return array
 
 
-def _of_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
-    """View a torch tensor; results never enter autograd."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
-        device = tensor.device.type
-        if device == "cuda":
-            array = _views().of_torch(torch, tensor, _known(tensor, name)[0], name, writable)
-            return Buffer(array, array.dtype, tuple(tensor.shape), tensor, array.back)
-        raise _not_dense(tensor, name, f"{tensor.layout} on {device}")
-    dtype, carrier = _known(tensor, name)
-    try:
-        # Each of these steps takes half a microsecond, and hardly any tensor needs one.
-        plain = tensor.detach() if tensor.requires_grad else tensor
-        resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
-        resolved = resolved.contiguous()
-        array = (resolved if carrier is None else resolved.view(getattr(torch, carrier))).numpy()
-        shape = tuple(tensor.shape)
-    except RuntimeError as exc:  # nested and fake tensors, and other subclasses without memory of their own
-        if tensor.is_nested:
-            raise _not_dense(tensor, name, "") from exc
-        why = str(exc).partition("\n")[0]
-        raise TypeError(
-            f"{name} must be a dense tensor on the CPU or on CUDA; torch refuses to show the memory of this "
-            f"{type(tensor).__name__}: {why}"
-        ) from exc
-    if array.ndim != 1:
-        array = array.reshape(-1)
-    if array.dtype is not dtype.storage:
-        array = array.view(dtype.storage)
-    buffer = Buffer(array, dtype, shape, tensor)
-    if writable and resolved.data_ptr() != plain.data_ptr() and buffer.count:
-        check_apart(plain.stride(), tuple(plain.shape), 1, name, f"{name}.clone()")
-
-        def writeback() -> Any:
-            plain.copy_(resolved)
-            return tensor
-
-        buffer.writeback = writeback
-    return buffer
-
-
-def _not_dense(tensor: Any, name: str, found: str) -> TypeError:
-    found = "a nested one; pass its parts" if tensor.is_nested else found
-    return TypeError(f"{name} must be a dense tensor on the CPU or on CUDA, not {found}")
-
-
-@cache  # NumPy computes the name of a dtype at every access, in more than a microsecond
-def _torch_dtype(dtype: Any) -> tuple[DType, str | None]:
-    """Return the type of a torch dtype, and the integer dtype that shows it to NumPy if NumPy lacks it (else None)."""
-    found = by_name(str(dtype).removeprefix("torch."))
-    if found.is_narrow:  # torch has no arithmetic on them either, and does not say how they lie in memory
-        raise TypeError(f"dtype {dtype} is not supported; use torch.int8 or torch.uint8")
-    storage = found.storage.name
-    return found, None if found.name == storage else {"uint16": "int16", "uint8": "uint8"}[storage]
-
-
-def _known(tensor: Any, name: str) -> tuple[DType, str | None]:
-    try:
-        return _torch_dtype(tensor.dtype)
-    except TypeError as exc:
-        raise TypeError(f"{name}: {exc}") from None
-
-
-@cache  # of what was loaded alone: after an error, the next call tries again
-def _views() -> Any:
-    """Return the module that views memory of devices, which few programs need."""
-    with loading("CUDA arrays"):
-        from aiocoll.elements import device_views
-    return device_views
-
-
-def _dlpack_kind(obj: Any) -> int | None:
-    """Return the DLPack device type of an object; None if it does not support DLPack."""
-    if not (hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__")):
-        return None
-    return int(obj.__dlpack_device__()[0])
-
-
-def _of_cupy(cupy: Any, obj: Any, name: str, writable: bool) -> Buffer:
-    array = _views().of_cupy(cupy, obj, name, writable)
-    return Buffer(array, array.dtype, tuple(obj.shape), obj, array.back)
-
-
-def _of_dlpack(obj: Any, name: str, writable: bool) -> Buffer:
-    """View an object that exports memory of a CUDA device by DLPack only, by a library that is loaded already."""
-    library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
-    if library is None:
-        raise TypeError(
-            f"{name} exports its CUDA memory by DLPack only: pass cupy.from_dlpack({name}) or torch.from_dlpack({name})"
-        )
-    buffer = view(_views().of_dlpack(library.from_dlpack, obj, name, writable), name=name, writable=writable)
-    buffer.result = obj
-    return buffer
-
-
 def _not_an_array(obj: Any, name: str) -> TypeError:
     scipy = sys.modules.get("scipy.sparse")
     if scipy is not None and scipy.issparse(obj):
@@ -390,4 +315,18 @@ def _not_an_array(obj: Any, name: str) -> TypeError:
             "broadcast, allgather and gather, and for send and recv outside of a batch"
         )
     hint = f"; pass {name}.to_numpy()" if hasattr(obj, "to_numpy") else ""
-    return TypeError(f"{name} must be {_ACCEPTED}, not {type(obj).__name__}{hint}")
+    return TypeError(f"{name} must be {_accepted()}, not {type(obj).__name__}{hint}")
+
+
+def _accepted() -> str:
+    """Return the arrays that calls take, in words."""
+    names = adapters.names()
+    arrays = ["a NumPy array", *(noun for name in names if (noun := adapters.get(name).noun))]
+    protocols = ["the buffer protocol", "__array_interface__", *adapters.attributes]
+    return f"{', '.join(arrays)}, or an object with {', '.join(protocols)} or DLPack"
+
+
+def _device_labels() -> list[str]:
+    """Return the kinds of device whose memory is taken by DLPack, as error messages name them."""
+    found = [adapters.get(name) for name in adapters.names() if name.startswith("dlpack:")]
+    return [adapter.label for adapter in found if adapter.label]

@@ -1,15 +1,15 @@
-"""`DeviceArray`: flat memory of a CUDA device, as plain integers; needs no library and reads no device memory."""
+"""Flat memory of a device, as plain integers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from aiocoll.elements.dtypes import DType
 
-__all__ = ["UNKNOWN", "DeviceArray", "PutBack", "device_of", "where"]
+__all__ = ["UNKNOWN", "DeviceArray", "PutBack", "place_of"]
 
-#: The device of an array whose library does not tell it; `Cuda.device_of` finds it by the address.
+#: The device of an array whose library does not tell it; the backend of the device finds it by the address.
 UNKNOWN = -1
 
 
@@ -42,9 +42,11 @@ class PutBack:
 
 
 class DeviceArray:
-    """Contiguous elements on a CUDA device.
+    """Contiguous elements on a device; each kind of device has a subclass, which sets `kind` and `label`.
 
     Attributes:
+        kind: of the device, as programs name it, such as "cpu".
+        label: the kind in error messages.
         ptr: address; 0 if there are no elements.
         size: number of elements.
         nbytes: number of bytes.
@@ -57,6 +59,9 @@ class DeviceArray:
     """
 
     __slots__ = ("back", "device", "dtype", "keep", "nbytes", "ptr", "size", "stream")
+
+    kind: ClassVar[str]
+    label: ClassVar[str]
 
     def __init__(
         self, ptr: int, size: int, dtype: DType, device: int, stream: int, keep: Any, back: PutBack | None = None
@@ -80,14 +85,14 @@ class DeviceArray:
             raise ValueError("a slice of a device array must have step 1")
         size = max(stop - start, 0)
         ptr = self.ptr + start * self.dtype.itemsize
-        return DeviceArray(ptr, size, self.dtype, self.device, self.stream, self.keep, self.back)
+        return type(self)(ptr, size, self.dtype, self.device, self.stream, self.keep, self.back)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse NumPy's implicit conversion: the memory cannot be read from the host."""
-        raise TypeError("the memory of a CUDA device cannot be read as a NumPy array")
+        raise TypeError(f"the memory of a {self.label} device cannot be read as a NumPy array")
 
     def __repr__(self) -> str:
-        return f"DeviceArray({self.size} of {self.dtype.name} at {self.ptr:#x} of device {self.device})"
+        return f"{type(self).__name__}({self.size} of {self.dtype.name} at {self.ptr:#x} of device {self.device})"
 
     def overlaps(self, other: Any) -> bool:
         """Whether any memory is shared with `other`, an array of any kind."""
@@ -96,11 +101,8 @@ class DeviceArray:
         return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
 
 
-def device_of(array: Any) -> int | None:
-    """Return the device of a flat array; None if it lies on the host."""
-    return array.device if isinstance(array, DeviceArray) else None
-
-
-def where(device: int | None) -> str:
-    """Return the place of an array in words, for messages."""
-    return "on the host" if device is None else "on a CUDA device" if device < 0 else f"on CUDA device {device}"
+def place_of(array: Any) -> str:
+    """Return the place of a flat array in words, for messages."""
+    if not isinstance(array, DeviceArray):
+        return "on the host"
+    return f"on a {array.label} device" if array.device == UNKNOWN else f"on {array.label} device {array.device}"

@@ -1,4 +1,4 @@
-"""Sparse arrays of scipy.sparse and torch -> indices and values, and back; it imports neither library.
+"""Sparse arrays -> indices and values, and back: scipy.sparse here, without importing it, others by their adapters.
 
 =========================================  ==========================================================
 scipy.sparse COO, CSR, CSC                 in place: the object gets new arrays
@@ -17,11 +17,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from aiocoll.elements.buffers import view
+from aiocoll.elements.adapters import adapter_of_type
 from aiocoll.elements.dtypes import DType, of_numpy
 from aiocoll.elements.entries import Entries, checked, coalesced, unpack
 
-__all__ = ["SparseArray", "empty_entries", "entries_of", "fresh_like", "is_sparse", "sparse_array"]
+__all__ = [
+    "SparseArray",
+    "coordinates_of",
+    "describe_sparse",
+    "empty_entries",
+    "entries_of",
+    "expand_pointers",
+    "flat_places",
+    "fresh_like",
+    "is_sparse",
+    "row_pointers",
+    "sparse_array",
+]
 
 Array = NDArray[Any]
 _INT32 = np.iinfo(np.int32).max
@@ -55,10 +67,10 @@ class SparseArray(NamedTuple):
 
 
 def is_sparse(obj: Any) -> bool:
-    """Whether `obj` is a sparse array of scipy.sparse, or of torch on the CPU, in any format."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(obj, torch.Tensor):
-        return bool(obj.is_cpu) and obj.layout is not torch.strided and "sparse" in str(obj.layout)
+    """Return whether `obj` is a sparse array of scipy.sparse, or of a library with an adapter, in any format."""
+    adapter = adapter_of_type(type(obj))
+    if adapter is not None:
+        return adapter.is_sparse(obj)
     scipy = sys.modules.get("scipy.sparse")
     return scipy is not None and bool(scipy.issparse(obj))
 
@@ -77,9 +89,9 @@ def sparse_array(obj: Any, name: str = "tensor") -> SparseArray:
 
 
 def _array_of(obj: Any, name: str) -> SparseArray:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(obj, torch.Tensor):
-        return _of_torch_csr(torch, obj, name) if obj.layout is torch.sparse_csr else _of_torch_coo(torch, obj, name)
+    adapter = adapter_of_type(type(obj))
+    if adapter is not None:
+        return adapter.sparse_array(obj, name)
     if obj.format == "coo":
         return _of_coo(obj, name)
     if obj.format in ("csr", "csc"):
@@ -104,17 +116,8 @@ def entries_of(array: SparseArray, packed: Array) -> Entries:
 
 def fresh_like(obj: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
     """Return a sparse array without entries, of the library, format and dtype of `obj`."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(obj, torch.Tensor):
-        return type(obj)(shape, dtype=obj.dtype)
-    if obj.layout is torch.sparse_csr:
-        pointers = torch.zeros(shape[0] + 1, dtype=torch.int64)
-        return torch.sparse_csr_tensor(
-            pointers, pointers[:0], torch.empty(0, dtype=obj.dtype), shape, check_invariants=False
-        )
-    indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
-    values = torch.empty((0, *shape[sparse_dim:]), dtype=obj.dtype)
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+    adapter = adapter_of_type(type(obj))
+    return type(obj)(shape, dtype=obj.dtype) if adapter is None else adapter.fresh_sparse(obj, sparse_dim, shape)
 
 
 # -- scipy.sparse
@@ -124,11 +127,11 @@ def _of_coo(obj: Any, name: str) -> SparseArray:
     shape, dtype = obj.shape, _scipy_dtype(obj, name)
 
     def read() -> Entries:
-        return coalesced(_places(obj.coords, shape, name), _plain(obj.data), dtype)
+        return coalesced(flat_places(obj.coords, shape, name), _plain(obj.data), dtype)
 
     def build(entries: Entries) -> Callable[[], Any]:
         like = np.result_type(*(each.dtype for each in obj.coords))
-        coords = tuple(each.astype(like, copy=False) for each in _coordinates(entries.places, shape))
+        coords = tuple(each.astype(like, copy=False) for each in coordinates_of(entries.places, shape))
 
         def put() -> Any:
             obj.coords, obj.data, obj.has_canonical_format = coords, entries.values, True
@@ -136,7 +139,7 @@ def _of_coo(obj: Any, name: str) -> SparseArray:
 
         return put
 
-    return _described(shape, len(shape), dtype, obj.nnz, 0, read, build)
+    return describe_sparse(shape, len(shape), dtype, obj.nnz, 0, read, build)
 
 
 def _of_compressed(obj: Any, name: str) -> SparseArray:
@@ -146,19 +149,19 @@ def _of_compressed(obj: Any, name: str) -> SparseArray:
     rows = shape[1 if by_column else 0]
 
     def read() -> Entries:
-        coords = _expanded(obj.indptr, obj.indices, name)
+        coords = expand_pointers(obj.indptr, obj.indices, name)
         values = _plain(obj.data[: len(coords[0])])
-        return coalesced(_places(coords[::-1] if by_column else coords, shape, name), values, dtype)
+        return coalesced(flat_places(coords[::-1] if by_column else coords, shape, name), values, dtype)
 
     def build(entries: Entries) -> Callable[[], Any]:
         places, values = entries
-        major, minor = _coordinates(places, shape)
+        major, minor = coordinates_of(places, shape)
         if by_column:
             order = np.argsort(minor, kind="stable")
             major, minor, values = minor[order], major[order], values[order]
         # A sum may have more entries than int32 holds, though no input does.
         like = obj.indptr.dtype if len(places) <= _INT32 else np.dtype(np.int64)
-        indptr = _pointers(major, rows).astype(like, copy=False)
+        indptr = row_pointers(major, rows).astype(like, copy=False)
         indices = minor.astype(like, copy=False)
 
         def put() -> Any:
@@ -168,7 +171,7 @@ def _of_compressed(obj: Any, name: str) -> SparseArray:
 
         return put
 
-    return _described(obj.shape, len(obj.shape), dtype, obj.nnz, rows, read, build)
+    return describe_sparse(obj.shape, len(obj.shape), dtype, obj.nnz, rows, read, build)
 
 
 def _scipy_dtype(obj: Any, name: str) -> DType:
@@ -183,80 +186,10 @@ def _plain(array: Any) -> Array:
     return np.ascontiguousarray(array)
 
 
-# -- torch
-
-
-def _of_torch_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
-    if tensor.layout is not torch.sparse_coo:
-        raise TypeError(f"{name} is a torch tensor of layout {tensor.layout}; pass {name}.to_sparse()")
-    shape, sparse_dim = tuple(tensor.shape), tensor.sparse_dim()
-    # The public accessors refuse a tensor that is not coalesced.
-    indices, values = tensor._indices(), tensor._values()
-    flat = view(values, name=name, writable=False)
-    grid, dense = shape[:sparse_dim], shape[sparse_dim:]
-    width = math.prod(dense)
-
-    def read() -> Entries:
-        places = _places(list(indices.numpy()), grid, name, count=len(values))
-        return coalesced(places, flat.array if width == 1 else flat.array.reshape(len(values), width), flat.dtype)
-
-    def build(entries: Entries) -> Callable[[], Any]:
-        coords = np.empty((sparse_dim, len(entries.places)), np.int64)
-        for axis, each in enumerate(_coordinates(entries.places, grid)):
-            coords[axis] = each
-        made = torch.sparse_coo_tensor(
-            torch.from_numpy(coords),
-            _to_torch(torch, entries.values, tensor.dtype).reshape(len(entries.places), *dense),
-            shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
-
-        def put() -> Any:
-            tensor.data = made  # to autograd it stays the same tensor
-            return tensor
-
-        return put
-
-    return _described(shape, sparse_dim, flat.dtype, len(values), 0, read, build)
-
-
-def _of_torch_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
-    if tensor.ndim != 2:
-        raise TypeError(f"{name} is a torch CSR tensor of {tensor.ndim} dimensions; only 2 are supported")
-    shape = tuple(tensor.shape)
-    pointers, columns, values = tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    flat = view(values, name=name, writable=False)
-
-    def read() -> Entries:
-        places = _places(_expanded(pointers.numpy(), columns.numpy(), name), shape, name)
-        return coalesced(places, flat.array, flat.dtype)
-
-    def build(entries: Entries) -> Callable[[], Any]:
-        rows, found = _coordinates(entries.places, shape)
-        made = torch.sparse_csr_tensor(
-            torch.from_numpy(_pointers(rows, shape[0])),
-            torch.from_numpy(found.astype(np.int64)),
-            _to_torch(torch, entries.values, tensor.dtype),
-            shape,
-            check_invariants=False,
-        )
-        return lambda: made
-
-    return _described(shape, 2, flat.dtype, len(values), shape[0], read, build)
-
-
-def _to_torch(torch: Any, values: Array, dtype: Any) -> Any:
-    # NumPy holds bfloat16 and float8 as integers: torch has to be told what they are.
-    if dtype.is_floating_point and values.dtype.kind == "u":
-        return torch.from_numpy(values.view(np.int16) if values.itemsize == 2 else values).view(dtype)
-    return torch.from_numpy(values)
-
-
 # -- indices
 
 
-def _described(
+def describe_sparse(
     shape: tuple[int, ...],
     sparse_dim: int,
     dtype: DType,
@@ -265,13 +198,14 @@ def _described(
     read: Callable[[], Entries],
     build: Callable[[Entries], Callable[[], Any]],
 ) -> SparseArray:
+    """Return the description of a sparse array; `rows` are the index pointers that `read` reads besides entries."""
     size, width = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
     return SparseArray(
         tuple(shape), sparse_dim, dtype, size, width, stored, (stored + rows) * max(width, 1), read, build
     )
 
 
-def _places(coords: Sequence[Array], shape: Sequence[int], name: str, count: int = 0) -> Array:
+def flat_places(coords: Sequence[Array], shape: Sequence[int], name: str, count: int = 0) -> Array:
     """Return the row-major indices of entries, in the narrowest dtype that holds all indices of the array.
 
     Args:
@@ -291,8 +225,8 @@ def _places(coords: Sequence[Array], shape: Sequence[int], name: str, count: int
     return places
 
 
-def _coordinates(places: Array, shape: Sequence[int]) -> list[Array]:
-    """Undo `_places`."""
+def coordinates_of(places: Array, shape: Sequence[int]) -> list[Array]:
+    """Undo `flat_places`."""
     coords: list[Array] = []
     for length in reversed(shape[1:]):
         places, index = np.divmod(places, max(length, 1))
@@ -300,7 +234,7 @@ def _coordinates(places: Array, shape: Sequence[int]) -> list[Array]:
     return [*([places] if shape else []), *reversed(coords)]
 
 
-def _expanded(pointers: Array, indices: Array, name: str) -> tuple[Array, Array]:
+def expand_pointers(pointers: Array, indices: Array, name: str) -> tuple[Array, Array]:
     """Return the major and the minor index of every entry of a compressed array."""
     lengths = np.diff(pointers)
     if lengths.size and lengths.min() < 0:
@@ -309,6 +243,6 @@ def _expanded(pointers: Array, indices: Array, name: str) -> tuple[Array, Array]
     return major, indices[: len(major)]
 
 
-def _pointers(major: Array, rows: int) -> Array:
+def row_pointers(major: Array, rows: int) -> Array:
     """Return where the entries of each row begin, given the row of each entry, ascending; int64."""
     return np.searchsorted(major, np.arange(rows + 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from aiocoll.engine.consensus.completed import Completed
@@ -27,5 +26,5 @@ class GroupSpec(NamedTuple):
     name: str | None
     timeout: float
     options: GroupOptions
-    devices: Mapping[str, str] = MappingProxyType({"cpu": "aio", "cuda": "aio"})
+    devices: Mapping[str, str]
     completed: tuple[Completed | None, Completed | None] = (None, None)

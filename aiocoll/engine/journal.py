@@ -451,8 +451,8 @@ class Journal:
 
     def _carrier_of(self, operation: Operation, other: int) -> str:
         """Return what carries the bytes of an operation."""
-        if operation.signature.device != "cpu" and (carriers := operation.carriers()) == "nccl":
-            return carriers
+        if other < 0 and operation.signature.device != "cpu":  # by the device or by links, as each call is carried out
+            return operation.carriers() or self._carrier
         if other >= 0:  # a message
             link = self._channels[other].link
             return "" if link is None else link.carrier

@@ -1,5 +1,8 @@
 """CUDA devices and NCCL for collectives on CUDA arrays. Loaded by the first call on such an array.
 
+backend       the backend of CUDA devices, by which the core uses this package
+calls         how a group carries out its calls
+streams       CUDA streams of any library, as addresses
 api           the functions of CUDA and NCCL that are used, and kernels, as protocols of plain integers
 cupy_api      both of them by CuPy: the only module that imports it
 driver        some calls of CUDA without CuPy

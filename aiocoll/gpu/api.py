@@ -14,7 +14,10 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-__all__ = ["Cuda", "DeviceError", "Kernels", "Nccl", "NcclCommunicator"]
+__all__ = ["LIBRARY", "Cuda", "DeviceError", "Kernels", "Nccl", "NcclCommunicator"]
+
+#: The name of NCCL, as a backend and in statistics.
+LIBRARY = "nccl"
 
 
 class DeviceError(Exception):

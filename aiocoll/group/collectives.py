@@ -353,7 +353,7 @@ class Collectives:
             (),
             root,
             None if op is None else op.wire_name,
-            device="cuda" if main is not None and isinstance(main.array, DeviceArray) else "cpu",
+            device=main.array.kind if main is not None and isinstance(main.array, DeviceArray) else "cpu",
         )
         return self._dispatcher.refuse(wrong, signature, () if main is None else main.shape, timeout, key)
 

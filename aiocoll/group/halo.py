@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from aiocoll.completion import Completion
+from aiocoll.elements.adapters import adapter_of
 from aiocoll.elements.buffers import view
 from aiocoll.engine.operations.composite import ChildCompletion
 from aiocoll.engine.operations.signature import P2P
@@ -163,7 +164,7 @@ def exchange(
 def check_array(array: Any, axes: Sequence[Axis], dims: int) -> None:
     """Refuse an array that has no such ghost cells, or whose slices do not share its memory."""
     shape = getattr(array, "shape", None)
-    is_array = hasattr(array, "__array__") or hasattr(array, "__cuda_array_interface__")
+    is_array = hasattr(array, "__array__") or adapter_of(array) is not None
     # JAX's and pandas' slices are copies.
     if shape is None or not is_array or hasattr(array, "at"):
         raise TypeError(f"array must be an array whose slices share its memory, not {type(array).__name__}")

@@ -232,8 +232,8 @@ class Lifetime:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if comm.timeout == float("inf") else comm.timeout):
                         await self.settle()
-                if d.device_state is not None:
-                    await d.device_state.close()
+                if d.device_calls is not None:
+                    await d.device_calls.close()
         except asyncio.CancelledError:
             # The program is ending: there is no time to wait, but the peers must get a goodbye.
             d.failures.expect(error)
@@ -249,8 +249,8 @@ class Lifetime:
             comm.endpoint.leave(comm)
             for tell in comm.on_revoked:
                 tell()
-            if d.device_state is not None:
-                await d.device_state.release()
+            if d.device_calls is not None:
+                await d.device_calls.release()
             await self._origin.release()
             await self._recorder._settle()
             d.failures.close()

@@ -226,7 +226,7 @@ class Messages:
         d, ends = self._dispatcher, ("dst", dst, tag)
         limit = d.limit(timeout)
         if dst == d.rank:
-            raise TypeError("tensor is a CUDA array and dst this rank itself: copy it on the device instead")
+            raise TypeError(f"tensor is a {array.label} array and dst this rank itself: copy it on the device instead")
         make = _never if d.dry else d.on_device([array]).sending(array, dst, tag, code)
         call = MessageCall("SEND", make, limit, ends, buffer.result, nbytes=buffer.nbytes)
         call.arrays = [array]

@@ -12,6 +12,7 @@ from typing import Any
 from aiocoll.backends import Backend, BackendConfig, factory_of, refuse_device, sole_backend
 from aiocoll.engine.group_spec import GroupSpec
 from aiocoll.errors import GroupError, RendezvousError
+from aiocoll.group.dispatch.devices import devices
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.group.reconfigurer import ADOPTED
 from aiocoll.launcher import is_newcomer
@@ -201,7 +202,7 @@ class new_group:
             identity = (id(store_handle), assignment.prefix, assignment.rank)
             key = self._key()
             job = Job(identity, store_handle, assignment, options, key, timeout)
-            group = await job.group(GroupSpec(assignment.name, timeout, options), left(), timeout)
+            group = await job.group(GroupSpec(assignment.name, timeout, options, self._devices), left(), timeout)
             try:
                 await group.broadcast_object(None, 0, key=ADOPTED, timeout=left())
             except BaseException as error:
@@ -245,13 +246,12 @@ class new_group:
 
 
 def _refuse_absent(device: str) -> None:
-    """Raise `ValueError` for a CUDA device that this process does not have."""
+    """Raise `ValueError` for a device that this process does not have, if its kind has a backend."""
     kind, _, index = device.partition(":")
-    if kind == "cuda":
-        from aiocoll.gpu.provider import device_count  # few groups are given a device
-
-        if int(index or 0) >= (count := device_count()):
-            raise ValueError(f"device={device!r} not found: this process may use {count} CUDA devices")
+    if kind != "cpu" and kind in devices:
+        backend = devices.get(kind)
+        if int(index or 0) >= (count := backend.count()):
+            raise ValueError(f"device={device!r} not found: this process may use {count} {backend.label} devices")
 
 
 def _left(time: Callable[[], float], end: float) -> float:

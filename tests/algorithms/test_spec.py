@@ -17,7 +17,7 @@ from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.program_executor import ProgramExecutor
 from aiocoll.engine.operations.signature import Signature
 from aiocoll.gpu.api import NcclCommunicator
-from aiocoll.group.cuda.native import PACKED, enqueuing, way_of
+from aiocoll.gpu.calls.native import PACKED, enqueuing, way_of
 from aiocoll.group.dispatch.planner import Planner
 from aiocoll.group.interceptors.fuse import Fuser
 

@@ -12,7 +12,7 @@ import pytest
 
 from aiocoll import ProcessGroup
 from aiocoll.codec import MAX_DEPTH, dumps, loads
-from aiocoll.codec.tensors import TENSOR
+from aiocoll.codec.records import FOREIGN_ARRAY
 from aiocoll.errors import SerializationError
 
 from ..ranks import run_ranks
@@ -106,7 +106,7 @@ def test_what_would_not_arrive_as_it_is() -> None:
 
 def packed(*fields: Any) -> bytes:
     packer = msgpack.Packer()
-    head: bytes = packer.pack_array_header(1 + len(fields)) + b"\xc7\x00" + bytes([TENSOR])
+    head: bytes = packer.pack_array_header(1 + len(fields)) + b"\xc7\x00" + bytes([FOREIGN_ARRAY])
     return head + b"".join(packer.pack(each) for each in fields)
 
 
@@ -115,10 +115,10 @@ def packed(*fields: Any) -> bytes:
 def test_bytes_that_are_no_tensor(fields: tuple[Any, ...]) -> None:
     torch()
     with pytest.raises(SerializationError):
-        loads(packed(*fields))
+        loads(packed("torch", *fields))
 
 
 def test_without_torch_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SerializationError, match="an object with a torch tensor came: import torch to receive it"):
-        loads(packed("float32", [1], b"1234"))
+        loads(packed("torch", "float32", [1], b"1234"))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aiocoll.arrays.cuda_array import CudaArray
 from aiocoll.elements.allocate import empty_like, overwrite, same_place, spare
 from aiocoll.elements.buffers import clash, overlaps, view
 from aiocoll.elements.device import UNKNOWN, DeviceArray, PutBack
@@ -329,7 +330,15 @@ def test_dlpack_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         TypeError, match=r"x exports its CUDA memory by DLPack only: pass cupy.from_dlpack\(x\) or torch"
     ):
         view(Capsule(np.ones(2)), name="x")
-    with pytest.raises(TypeError, match="x is on a device of DLPack type 10: it must be on the CPU or on CUDA"):
+    with pytest.raises(TypeError, match="x is on a device of DLPack type 7: it must be on the CPU or on CUDA"):
+        view(SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (7, 0)), name="x")
+
+
+def test_arrays_on_rocm_are_refused_by_that_name(torch: Torch) -> None:
+    torch.version.hip = "6.3"
+    with pytest.raises(TypeError, match=r"x is a torch tensor on a ROCm device, and ROCm is not supported; .*x.cpu"):
+        view(torch.Tensor(np.ones(2), "float64"), name="x")
+    with pytest.raises(TypeError, match="x is on a ROCm device, and ROCm is not supported"):
         view(SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (10, 0)), name="x")
 
 
@@ -345,17 +354,17 @@ def test_arrays_of_jax_are_only_read(make: Any, cupy: Cupy) -> None:
 
 
 def array(ptr: int, size: int, device: int = 0) -> DeviceArray:
-    return DeviceArray(ptr, size, FLOAT32, device, 0, None)
+    return CudaArray(ptr, size, FLOAT32, device, 0, None)
 
 
 def test_parts_share_memory() -> None:
-    whole = DeviceArray(0x100, 10, FLOAT32, 1, 0x70, "kept")
+    whole = CudaArray(0x100, 10, FLOAT32, 1, 0x70, "kept")
     part = whole[3:7]
     assert (part.ptr, part.size, part.nbytes, len(part)) == (0x10C, 4, 16, 4)
     assert (part.dtype, part.device, part.stream, part.keep) == (FLOAT32, 1, 0x70, "kept")
     assert (whole[4:4].ptr, whole[4:4].nbytes) == (0, 0)
     assert len(whole[7:3]) == 0
-    assert repr(part) == "DeviceArray(4 of float32 at 0x10c of device 1)"
+    assert repr(part) == "CudaArray(4 of float32 at 0x10c of device 1)"
     with pytest.raises(ValueError, match="must have step 1"):
         whole[::2]
 
@@ -408,6 +417,8 @@ def test_new_arrays_like_others(cupy: Cupy, torch: Torch) -> None:
         TypeError, match=r"cannot allocate an array like a Interface: pass outputs that share no memory"
     ):
         empty_like(view(Interface(np.ones(2))))
+    with pytest.raises(TypeError, match=r"cannot allocate an array like a Capsule: pass outputs that share no memory"):
+        empty_like(view(Capsule(np.ones(2))))
 
 
 @pytest.mark.parametrize("layout", ["dense", "strided"])

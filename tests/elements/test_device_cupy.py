@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aiocoll.arrays.cupy_arrays import _ForeignStream
 from aiocoll.elements.buffers import clash, overlaps, view
 from aiocoll.elements.device import DeviceArray
-from aiocoll.elements.device_views import _ForeignStream
 from aiocoll.elements.dtypes import by_code
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")

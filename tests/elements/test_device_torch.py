@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiocoll.elements.device_views import empty_like, of_torch, spare
+from aiocoll.arrays.torch_tensors import TORCH, cuda_view
+from aiocoll.elements.buffers import Buffer
 from aiocoll.elements.dtypes import by_code, by_name
 
 pytestmark = [
@@ -46,7 +47,7 @@ def torch(monkeypatch: pytest.MonkeyPatch, streams: list[int]) -> Any:
 
 
 def look(torch: Any, tensor: Any, writable: bool = True) -> Any:
-    return of_torch(torch, tensor, by_name(str(tensor.dtype)[6:]), "x", writable)
+    return cuda_view(torch, tensor, by_name(str(tensor.dtype)[6:]), "x", writable)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
@@ -112,9 +113,10 @@ def test_sparse_tensors_are_refused(torch: Any) -> None:
 
 def test_new_tensors_like_others(torch: Any) -> None:
     tensor = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True).detach().T.requires_grad_()
-    made = empty_like(tensor, torch, None)
+    made = TORCH.empty_like(tensor)
     assert (made.shape, made.dtype, made.is_contiguous(), made.requires_grad) == ((2, 3), torch.bfloat16, True, False)
-    array = spare(look(torch, tensor), tensor, torch, None)
+    flat = look(torch, tensor)
+    array: Any = TORCH.spare(Buffer(flat, flat.dtype, (2, 3), tensor)).array
     array.keep[1].fill_(2)
     assert array.ptr == array.keep[1].data_ptr()
     array.back.on(0x90)

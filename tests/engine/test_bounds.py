@@ -41,7 +41,7 @@ def note(link: Link, **what: Any) -> None:
 
 
 def device(link: Link, group: int) -> None:
-    card = {"nccl": 0, "why": "", "bus": "", "unfinished": False, "float8": False, "ahead": True}
+    card = {"library": 0, "why": "", "bus": "", "unfinished": False, "float8": False, "ahead": True}
     note(link, t="device", g=group, card=card)
 
 

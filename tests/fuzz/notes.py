@@ -17,7 +17,7 @@ WORLD = 3
 #: In notes stand for the groups of a world: all ranks, ranks 0 and 1, one that is not made yet.
 ALL, PAIR, UNMADE = 1001, 1002, 77
 
-CARD = {"nccl": 22809, "why": "", "bus": "0", "unfinished": False, "float8": True, "ahead": True}
+CARD = {"library": 22809, "why": "", "bus": "0", "unfinished": False, "float8": True, "ahead": True}
 
 positions = st.integers(0, WORLD - 1)
 ranks = st.sets(positions).map(sorted)

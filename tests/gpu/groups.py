@@ -131,7 +131,7 @@ async def looped(pg: ProcessGroup, gpu: Gpus, passes: int = 2, count: int = 3) -
 def is_native(pg: ProcessGroup) -> bool:
     """Whether the group has a communicator of NCCL."""
     return (
-        dispatcher_of(pg).device_state is not None
-        and dispatcher_of(pg).device_state.communicator is not None
-        and dispatcher_of(pg).device_state.communicator.is_begun
+        dispatcher_of(pg).device_calls is not None
+        and dispatcher_of(pg).device_calls.state.communicator is not None
+        and dispatcher_of(pg).device_calls.state.communicator.is_begun
     )

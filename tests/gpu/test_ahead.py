@@ -20,9 +20,9 @@ from aiocoll import (
     Send,
     Work,
 )
+from aiocoll.gpu.calls import pacing, program_order
+from aiocoll.gpu.calls.call_comparison import CallComparison
 from aiocoll.gpu.waiter import AT_MOST
-from aiocoll.group.cuda import pacing, program_order
-from aiocoll.group.cuda.call_comparison import CallComparison
 
 from ..fakes.streams import ROOM
 from ..internals import Limits, comm_of, dispatcher_of, set_nccl_only, waiter_of
@@ -34,7 +34,7 @@ LARGE = 40_000
 
 
 def order_of(pg: ProcessGroup) -> Any:
-    state = dispatcher_of(pg).device_state
+    state = dispatcher_of(pg).device_calls.state
     return None if state is None else state.order
 
 
@@ -155,7 +155,7 @@ async def test_an_await_ends_when_the_device_is_done_and_all_are_known_to_have_c
             patched.setattr(program, "confirm", confirmed.append)
             work = pg.allreduce(tensor)
             await work.on_stream()
-            waiter = waiter_of(gpu.engine(rank), dispatcher_of(pg).device_state.communicator.stream)  # type: ignore[union-attr]
+            waiter = waiter_of(gpu.engine(rank), dispatcher_of(pg).device_calls.state.communicator.stream)  # type: ignore[union-attr]
             await until(lambda: confirmed and waiter.is_idle)
             await gpu.engine(rank).run(lambda: None)
             assert not work.done()
@@ -175,7 +175,7 @@ async def test_no_launch_waits_for_room_in_the_stream(behind: str, key: bool) ->
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await looped(pg, gpu)
-        ours = dispatcher_of(pg).device_state.communicator.stream  # type: ignore[union-attr]
+        ours = dispatcher_of(pg).device_calls.state.communicator.stream  # type: ignore[union-attr]
         device = gpu.engine(0)
         gate = gpu.cuda.gate(ours if behind == "ours" else gpu.stream(0), 0)
         works = [pg.allreduce(tensor, key=str(number) if key else None) for number in range(count)]
@@ -218,13 +218,13 @@ async def test_other_kinds_between_and_reports_together() -> None:
 
 async def test_few_pairs_of_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_order, "KEPT", 1)
-    monkeypatch.setattr("aiocoll.group.cuda.communicator.KEPT", 0)
+    monkeypatch.setattr("aiocoll.gpu.calls.communicator.KEPT", 0)
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         for count in (1, 2, 3, 1, 2, 3):
             await looped(pg, gpu, 3, count)
             assert len(program_of(pg)._known) == 1
-        assert not dispatcher_of(pg).device_state.communicator._connected  # type: ignore[union-attr]
+        assert not dispatcher_of(pg).device_calls.state.communicator._connected  # type: ignore[union-attr]
 
     with gpus(2) as gpu:
         await run_ranks(2, body, gpu)
@@ -472,7 +472,7 @@ async def test_a_group_that_must_not_stage_waits_for_the_place(monkeypatch: pyte
 async def test_what_has_a_place_waits_for_the_calls_before_it() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         tensor = await looped(pg, gpu)
-        state = dispatcher_of(pg).device_state
+        state = dispatcher_of(pg).device_calls.state
         assert state is not None
         begun: list[int] = []
         program_of(pg).through = program_of(pg).started + 1

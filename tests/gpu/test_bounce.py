@@ -199,7 +199,7 @@ async def test_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_device_without_nccl_needs_none() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await asyncio.gather(*(pg.allreduce(gpu.tensor(np.ones(3), pg.rank())).join() for _ in range(9)))
-        assert dispatcher_of(pg).device_state.device._bounce is None  # type: ignore[union-attr]
+        assert dispatcher_of(pg).device_calls.state.device._bounce is None  # type: ignore[union-attr]
 
     with gpus(2, "staged") as gpu:
         await run_ranks(2, body, gpu)

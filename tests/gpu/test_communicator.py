@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
+from aiocoll.gpu.calls.communicator import DeviceCommunicator
 from aiocoll.gpu.launcher import Launched
 from aiocoll.gpu.waiter import AT_MOST
-from aiocoll.group.cuda.communicator import DeviceCommunicator
 
 from ..internals import Limits, comm_of, dispatcher_of, group_of, nccl_end, spied, wrapped
 from ..ranks import run_ranks, until
@@ -24,9 +24,9 @@ from .test_groups_failing import called, fails, ones
 
 def of(pg: ProcessGroup) -> DeviceCommunicator:
     """Return the communicator of a group, which has been called."""
-    assert dispatcher_of(pg).device_state is not None
-    assert dispatcher_of(pg).device_state.communicator is not None
-    return dispatcher_of(pg).device_state.communicator
+    assert dispatcher_of(pg).device_calls is not None
+    assert dispatcher_of(pg).device_calls.state.communicator is not None
+    return dispatcher_of(pg).device_calls.state.communicator
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> list[int]:
@@ -60,7 +60,7 @@ async def test_one_question_at_a_time_and_late_answers_are_no_news(
         assert len(questions) == 1
         pg.abort("enough")
         answer.set()
-        await dispatcher_of(pg).device_state.device.run(lambda: None)  # type: ignore[union-attr]
+        await dispatcher_of(pg).device_calls.state.device.run(lambda: None)  # type: ignore[union-attr]
         await fails(pg, work, "enough")
         gate.open()
 
@@ -76,7 +76,7 @@ async def test_the_loop_gives_way_until_the_launcher_has_come_to_a_call(monkeypa
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        device = dispatcher_of(pg).device_state.device  # type: ignore[union-attr]
+        device = dispatcher_of(pg).device_calls.state.device  # type: ignore[union-attr]
         waiting = device.run(lambda: free.wait(10))
         work = called(pg, gpu)
         await until(lambda: len(given) >= 4)

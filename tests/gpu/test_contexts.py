@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from aiocoll import ProcessGroup
+from aiocoll.gpu.calls.cards import Decision
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.events import Events
-from aiocoll.group.cuda.cards import Decision
 
 from ..fakes.arrays import FakeArray
 from ..fakes.cuda import FakeCuda
@@ -65,7 +65,7 @@ async def test_a_rank_that_makes_a_communicator_only_to_abort_it(monkeypatch: py
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await pg.allreduce(gpu.tensor(np.ones(3), USED[pg.rank()]))
-        side = dispatcher_of(pg).device_state
+        side = dispatcher_of(pg).device_calls.state
         assert side is not None
         name = await side.device.run(gpu.nccl.unique_id) if pg.rank() == 0 else None
         monkeypatch.delenv(CONNECT, raising=False)  # as in processes that have made none before
@@ -141,7 +141,7 @@ async def test_the_communicator_is_ended_on_its_device(limits: Limits) -> None:
         await pg.allreduce(tensor)
         await pg.barrier()
         if pg.rank() == 1:
-            await dispatcher_of(pg).device_state.close()  # type: ignore[union-attr]
+            await dispatcher_of(pg).device_calls.state.close()  # type: ignore[union-attr]
 
     with gpus(3) as gpu:
         await run_ranks(2, body, gpu)

@@ -22,8 +22,8 @@ from aiocoll import (
     testing,
 )
 from aiocoll.gpu.api import DeviceError
-from aiocoll.group.cuda import cards, native
-from aiocoll.group.cuda.agreed import Agreed
+from aiocoll.gpu.calls import cards, native
+from aiocoll.gpu.calls.agreed import Agreed
 
 from ..fakes.arrays import FakeArray
 from ..internals import Limits, comm_of, dispatcher_of, plans_of, set_nccl_only
@@ -85,9 +85,9 @@ async def test_a_dry_run_needs_no_device() -> None:
 async def decision(pg: ProcessGroup, gpu: Gpus, device: int | None = None) -> cards.Decision:
     device = pg.rank() if device is None else device
     await pg.allreduce(gpu.tensor(np.ones(3), device))
-    assert dispatcher_of(pg).device_state is not None
-    assert dispatcher_of(pg).device_state.decision is not None
-    return dispatcher_of(pg).device_state.decision
+    assert dispatcher_of(pg).device_calls is not None
+    assert dispatcher_of(pg).device_calls.state.decision is not None
+    return dispatcher_of(pg).device_calls.state.decision
 
 
 async def test_ranks_with_a_device_each_use_nccl(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ async def test_ranks_on_one_device_go_through_the_host() -> None:
 def test_versions_that_differ_and_hosts() -> None:
     def one(version: int = 22809, bus: str = "a") -> cards.Card:
         why = "" if version else "gone"
-        return {"nccl": version, "why": why, "bus": bus, "unfinished": False, "float8": True, "ahead": True}
+        return {"library": version, "why": why, "bus": bus, "unfinished": False, "float8": True, "ahead": True}
 
     assert cards.decide([one(), one()], [0, 1])[:2] == (True, "all ranks have NCCL 2.28.9 and a device each")
     assert cards.decide([one(), one(23004)], [0, 1])[:2] == (False, "rank 0 has NCCL 2.28.9, rank 1 has 2.30.4")
@@ -711,12 +711,12 @@ async def test_what_the_parts_of_a_group_refuse_themselves() -> None:
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        state = dispatcher_of(pg).device_state
+        state = dispatcher_of(pg).device_calls.state
         assert state is not None
         with pytest.raises(ValueError, match="there is no message"):
             state.messages.handle(0, {"match": [0, 5, 1], "batches": []})
         with pytest.raises(TypeError, match="'2' is not of type int"):
-            cards.read_card({"nccl": "2"})
+            cards.read_card({"library": "2"})
 
     with gpus(1) as gpu:
         await run_ranks(1, body, gpu)

@@ -13,9 +13,9 @@ from aiocoll import CollectiveTimeoutError, GroupError, GroupRevokedError, Proce
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.engine.split_history import Split
 from aiocoll.errors import PeerProtocolError
+from aiocoll.gpu.calls.cards import Decision
+from aiocoll.gpu.calls.device_state import DeviceState
 from aiocoll.gpu.turns import Turn, Turns
-from aiocoll.group.cuda.cards import Decision
-from aiocoll.group.cuda.device_state import DeviceState
 
 from ..internals import Limits, comm_of, dispatcher_of, unmade_groups, wrapped
 from ..ranks import run_ranks, until
@@ -286,12 +286,12 @@ async def test_a_rank_that_left_before_all_were_called() -> None:
         if rank != 1:
             await until(
                 lambda: (
-                    dispatcher_of(part).device_state is not None
-                    and dispatcher_of(part).device_state.decision is not None
+                    dispatcher_of(part).device_calls is not None
+                    and dispatcher_of(part).device_calls.state.decision is not None
                 )
             )
-            assert dispatcher_of(part).device_state is not None
-            assert dispatcher_of(part).device_state.decision == Decision(False, "rank 1 has left")
+            assert dispatcher_of(part).device_calls is not None
+            assert dispatcher_of(part).device_calls.state.decision == Decision(False, "rank 1 has left")
 
     with gpus(3) as gpu:
         await run_ranks(3, body, gpu)
@@ -316,7 +316,7 @@ async def test_turns_that_are_late_are_not_taken() -> None:
         await run_ranks(2, body, gpu)
 
 
-CARD = {"nccl": 22809, "why": "", "bus": "", "unfinished": False, "float8": False, "ahead": True}
+CARD = {"library": 22809, "why": "", "bus": "", "unfinished": False, "float8": False, "ahead": True}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -326,7 +326,7 @@ CARD = {"nccl": 22809, "why": "", "bus": "", "unfinished": False, "float8": Fals
         (1, {}),
         (1, {"card": None}),
         (1, {"card": {}}),
-        (1, {"card": {**CARD, "nccl": "2"}}),
+        (1, {"card": {**CARD, "library": "2"}}),
         (1, {"card": {**CARD, "ahead": 1}}),
         (0, {"card": CARD}),
         (0, {"ready": True, "shares": False}),
@@ -389,7 +389,7 @@ async def test_a_rank_that_fails_when_others_make_the_communicator_holds_none_of
         await pg.barrier()
         work = first.allreduce(gpu.tensor(np.ones(1), rank))
         if rank == 2:
-            deciding = dispatcher_of(first).device_state._agreement  # type: ignore[union-attr]
+            deciding = dispatcher_of(first).device_calls.state._agreement  # type: ignore[union-attr]
             await until(lambda: deciding._settled is not None)
             assert not deciding._is_decided
             first.abort("enough")

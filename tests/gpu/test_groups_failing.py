@@ -321,8 +321,8 @@ async def test_a_group_of_nccl_calls_that_fails_is_ended() -> None:
 async def test_what_fails_on_the_way_is_asked_for() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        assert dispatcher_of(pg).device_state is not None
-        assert dispatcher_of(pg).device_state.communicator is not None
+        assert dispatcher_of(pg).device_calls is not None
+        assert dispatcher_of(pg).device_calls.state.communicator is not None
         if pg.rank() == 0:
             nccl_end(pg).fail("remote process exited")
         await pg.barrier()
@@ -446,7 +446,7 @@ async def test_who_comes_late_finds_that_the_others_have_left(limits: Limits) ->
 
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         await allreduced(pg, gpu)
-        mine = dispatcher_of(pg).device_state.communicator  # type: ignore[union-attr]
+        mine = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
         ends.append(nccl_end(pg))
         await pg.barrier()
         if pg.rank() == 0:

@@ -52,9 +52,9 @@ async def every_call(pg: ProcessGroup) -> str:
         assert await pg.recv_anysource(tensor, tag=2) is tensor
         assert (host(tensor) == left).all()
         await sent
-        assert dispatcher_of(pg).device_state is not None
-        assert dispatcher_of(pg).device_state.decision is not None
-        why = dispatcher_of(pg).device_state.decision.why
+        assert dispatcher_of(pg).device_calls is not None
+        assert dispatcher_of(pg).device_calls.state.decision is not None
+        why = dispatcher_of(pg).device_calls.state.decision.why
         await pg.shutdown()
     return why
 

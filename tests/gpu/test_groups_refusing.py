@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aiocoll import BackendUnavailableError, GroupOptions, ProcessGroup, ReduceOp, Work, testing
-from aiocoll.group.cuda import cards
+from aiocoll.gpu.calls import cards
 
 from ..internals import set_nccl_only
 from ..ranks import run_ranks
@@ -126,7 +126,7 @@ def test_what_is_a_setting(value: str | None, unfinished: bool, monkeypatch: pyt
 
 
 def test_of_many_ranks_the_first_are_named() -> None:
-    card = {"nccl": 22809, "why": "", "bus": "a", "unfinished": True}
+    card = {"library": 22809, "why": "", "bus": "a", "unfinished": True}
     found = cards.decide([card] * 100, [0] * 100)
     assert found.refused
     assert found.why.startswith(f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have {SETTING}=0, with")

@@ -22,7 +22,7 @@ from aiocoll import (
     Send,
 )
 from aiocoll.engine.operations.plan import EAGER_WINDOW
-from aiocoll.group.cuda import matching
+from aiocoll.gpu.calls import matching
 
 from ..internals import Limits, comm_of, dispatcher_of, matched_units, matching_of, replaced
 from ..ranks import LINKS, run_ranks, until
@@ -483,7 +483,7 @@ async def test_messages_go_on_without_rank_0(when: str, limits: Limits) -> None:
         await begun(pg, gpu)
         if rank == 0:
             if when == "matched":
-                await until(lambda: dispatcher_of(pg).device_state is not None and bool(matched_units(pg)))
+                await until(lambda: dispatcher_of(pg).device_calls is not None and bool(matched_units(pg)))
             await pg.shutdown()
             return
         if when == "before":
@@ -643,9 +643,9 @@ async def test_ends_that_are_gone_do_not_begin() -> None:
     async def body(pg: ProcessGroup, gpu: Gpus) -> None:
         rank = pg.rank()
         await begun(pg, gpu)
-        assert dispatcher_of(pg).device_state is not None
+        assert dispatcher_of(pg).device_calls is not None
         if rank == 0:
-            dispatcher_of(pg).device_state.messages._number([matching.Match(1, 2, 999)], False)
+            dispatcher_of(pg).device_calls.state.messages._number([matching.Match(1, 2, 999)], False)
         await pg.barrier()
         tensor = full(gpu, rank, rank)
         if rank:

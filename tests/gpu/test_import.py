@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from aiocoll.errors import BackendUnavailableError
-from aiocoll.gpu.provider import needed, provide, runtime, why_no_nccl
+from aiocoll.gpu.provider import driver_devices, needed, provide, runtime, why_no_nccl
+from aiocoll.group.dispatch.devices import devices
 
+from ..fakes.cuda import FakeCuda
 from .processes import run
 from .stub_cupy import Log, forget, loaded, stub
 
@@ -48,6 +50,13 @@ except aiocoll.BackendUnavailableError as error:
     assert "(cupy is not for this test; nor is the driver enough: libcuda.so.1: " in said
 
 
+def test_devices_are_counted_by_their_backend() -> None:
+    backend = devices.get("cuda")
+    assert (backend.kind, backend.label, backend.library) == ("cuda", "CUDA", "nccl")
+    with provide(FakeCuda(3)):
+        assert backend.count() == 3
+
+
 # -- what to install
 
 
@@ -64,6 +73,19 @@ class Driver:
 
 def no_library(name: str) -> Any:
     raise OSError(f"{name}: cannot open shared object file")
+
+
+@pytest.mark.parametrize(("status", "count"), [(0, 2), (100, 0)])
+def test_devices_of_the_driver_are_counted(status: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(where: Any) -> int:
+        where._obj.value = 2
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=counted)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert driver_devices() == count
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    assert driver_devices() == 0
 
 
 @pytest.mark.parametrize(

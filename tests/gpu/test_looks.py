@@ -247,7 +247,7 @@ def quiet(limits: Limits) -> None:
 async def rest(pg: ProcessGroup, gpu: Gpus) -> None:
     """Wait until the launcher has nothing to do, and the thread that waits for NCCL's stream sleeps."""
     await launcher_rests(pg, gpu)
-    communicator = dispatcher_of(pg).device_state.communicator  # type: ignore[union-attr]
+    communicator = dispatcher_of(pg).device_calls.state.communicator  # type: ignore[union-attr]
     waiter = waiter_of(gpu.engine(pg.rank()), communicator.stream)  # type: ignore[union-attr]
     await until(lambda: not waiter._is_awake)
 

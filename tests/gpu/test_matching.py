@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiocoll.group.cuda.matching import PATIENCE, BatchMatching, Match, MessageBatch
+from aiocoll.gpu.calls.matching import PATIENCE, BatchMatching, Match, MessageBatch
 
 
 class Timer:

@@ -13,7 +13,7 @@ import pytest
 
 from aiocoll import GroupError, ProcessGroup, Recv, ReduceOp, Send
 from aiocoll.engine.operations.plan import EAGER_WINDOW
-from aiocoll.group.cuda import slots as slots_module
+from aiocoll.gpu.calls import slots as slots_module
 
 from ..internals import Limits, comm_of, dispatcher_of, nccl_end, set_nccl_only
 from ..ranks import run_ranks, until
@@ -33,7 +33,7 @@ async def mesh(pg: ProcessGroup, rows: int, columns: int) -> tuple[ProcessGroup,
 
 
 def state_of(pg: ProcessGroup) -> Any:
-    return dispatcher_of(pg).device_state
+    return dispatcher_of(pg).device_calls.state
 
 
 @contextmanager

@@ -239,6 +239,10 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 ("test_adapted.py", "test_contexts.py", "test_bounce.py", "gpu/test_ahead.py"),
             ),
         ),
+        "adapters": Subject(
+            ("_Adapters.register", "Dispatcher._check_arrays", "same_place"),
+            (("elements/test_adapters.py", "dispatch/test_devices.py"), ("elements/test_device.py",)),
+        ),
         "group ids": Subject(("ClosedGroups.close",), (("test_group_ids.py", "-k", "not 5"),)),
         "wrong reports": Subject(
             ("Roster.disowned",), (("test_wrong_reports.py", "test_reports.py", "-k", "not more and not many"),)
@@ -278,6 +282,7 @@ BY_HAND = (
     "prepared calls",
     "what is kept",
     "signals",
+    "adapters",
     "group ids",
     "wrong reports",
     "output",

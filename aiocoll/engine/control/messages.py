@@ -224,10 +224,10 @@ _SHRINK: dict[str, Check] = {
     "refuse": _of_shrink(ballot=_BALLOT, cause=_CAUSE),
 }
 _MATCH = row(group_rank, group_rank, integer(_U64))
-#: Messages about CUDA devices, by a field that no other has; see `aiocoll.group.cuda`.
+#: Messages about the devices of ranks, by a field that no other has; see `aiocoll.gpu.calls`.
 _DEVICE: dict[str, Check] = {
     "card": _of_device(
-        card=fields(nccl=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL, float8=_BOOL, ahead=_BOOL)
+        card=fields(library=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL, float8=_BOOL, ahead=_BOOL)
     ),
     "turn": _of_device(turn=_TRUE),
     "ready": _of_device(ready=_TRUE, shares=_BOOL),

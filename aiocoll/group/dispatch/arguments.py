@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from aiocoll.elements.allocate import same_place
 from aiocoll.elements.buffers import Buffer, clash, overlaps, view
-from aiocoll.elements.device import DeviceArray
 
 __all__ = ["Arguments", "slices"]
+
+_ndarray: Final = np.ndarray
 
 
 class Arguments:
@@ -33,7 +36,7 @@ class Arguments:
         for rank, block in enumerate(blocks):
             if block.dtype is not like.dtype:
                 raise TypeError(f"{name}[{rank}] has dtype {block.dtype.name}, expected {like.dtype.name}")
-            if type(block.array) is not place or place is DeviceArray:
+            if type(block.array) is not place or place is not _ndarray:
                 same_place(block, name, like, of, rank)
         if writable and (found := clash([block.array for block in blocks])) is not None:
             raise ValueError(f"{name}[{found[0]}] and {name}[{found[1]}] share memory: give every rank its own")
@@ -56,7 +59,7 @@ class Arguments:
         if buffer.dtype is not like.dtype:
             raise TypeError(f"{name} has dtype {buffer.dtype.name}, expected {like.dtype.name}")
         place: Any = type(like.array)
-        if type(buffer.array) is not place or place is DeviceArray:
+        if type(buffer.array) is not place or place is not _ndarray:
             same_place(buffer, name, like, of)
         if buffer.count != count:
             raise ValueError(f"{name} has {buffer.count} elements, expected {count}: world size times the part")

@@ -8,13 +8,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.completion import Completion
-from aiocoll.elements.buffers import Buffer, is_scalar, scalar, view
+from aiocoll.elements.buffers import Buffer, operand
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.elements.pairs import paired
 from aiocoll.engine.communicator import BARRED, DIVERTS, ENTERED, Communicator
@@ -26,18 +26,14 @@ from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import P2P, Signature
 from aiocoll.errors import GroupClosedError
 from aiocoll.group.dispatch.call_cache import CallCache
+from aiocoll.group.dispatch.devices import DeviceCalls, devices
 from aiocoll.group.dispatch.interceptor import Interceptor, interceptor_in_scope, scope_here, scoped
 from aiocoll.group.dispatch.planner import Planner
 from aiocoll.group.prepared_call import FactoryCall, PlannedCall, PreparedCall
-from aiocoll.loading import loading
 from aiocoll.numerals import to_int
 from aiocoll.options import seconds
 from aiocoll.unretrieved import UnretrievedFailures
 from aiocoll.work import Work
-
-if TYPE_CHECKING:
-    from aiocoll.group.cuda.device_state import DeviceState
-    from aiocoll.group.cuda.on_device import DeviceCalls
 
 __all__ = ["PROC_NULL", "Dispatcher", "Timeout"]
 
@@ -74,7 +70,7 @@ class Dispatcher:
         closed: this rank has closed the group.
         in_steps: calls that have not ended, and start one operation after the other, of which the engine knows one.
         native: the calls that the accelerator carries out; None without it.
-        device_state: the group's state on a CUDA device, from the first call on arrays there.
+        device_calls: the group's calls on the device of this rank, from the first call on arrays there.
     """
 
     def __init__(self, group: Any, comm: Communicator, spec: GroupSpec, *, dry: bool) -> None:
@@ -91,9 +87,8 @@ class Dispatcher:
         self.failures = UnretrievedFailures(comm.name, comm.rank)
         self.closed = False
         self.in_steps: dict[Completion, None] = {}
-        self.device_state: DeviceState | None = None
-        self._device_calls: DeviceCalls | None = None
-        self._nccl_only = spec.devices.get("cuda") == "nccl"
+        self.device_calls: DeviceCalls | None = None
+        self._backends = spec.devices
         # Direct references: what a call needs of the engine took ten look-ups.
         self.endpoint = comm.endpoint
         self.runtime = comm.endpoint.runtime
@@ -176,9 +171,7 @@ class Dispatcher:
                 flat = tensor if len(shape) == 1 else tensor.reshape(-1)
                 limit = self.comm.timeout if timeout is None else seconds(timeout, "timeout")
                 return self.start_plan(plan, [flat], shape, tensor, limit, key)
-        buffer = (
-            view(tensor, writable=writable) if type(tensor) is _ndarray or not is_scalar(tensor) else scalar(tensor)
-        )
+        buffer = operand(tensor, writable=writable)
         if op is not None and buffer.dtype.kind == "record":
             buffer = paired(buffer, op, writable=writable)
         plan = self.plans.of_buffer(kind, buffer, op, root)
@@ -380,24 +373,18 @@ class Dispatcher:
             return None
         return ValueError(f"{name} needs exactly one {what} per rank: {self.size}, not {given}")
 
-    # -- CUDA arrays
+    # -- arrays on devices
 
     def on_device(self, arrays: Sequence[Any]) -> DeviceCalls:
-        """Return what makes the operations of calls on these arrays."""
+        """Return the group's calls on the device of these arrays, which are checked."""
         self.check()
-        calls = self._device_calls
-        if calls is not None:
-            calls.check(arrays)
-            return calls
-        with loading("CUDA arrays"):
-            from aiocoll.group.cuda.on_device import DeviceCalls  # with all that a GPU needs
-
-        calls = DeviceCalls.first(self.comm, arrays, forced=self._nccl_only, ahead=self.options.verify == "behind")
-        self._device_calls, self.device_state = calls, calls.state
-        return calls
+        if self.device_calls is None:
+            return self._first_on_device(arrays)
+        self._check_arrays(self.device_calls, arrays)
+        return self.device_calls
 
     def _on_device(self, call: PlannedCall) -> PreparedCall:
-        """Return a call that is on CUDA arrays as what carries it out there."""
+        """Return a call that is on arrays of a device as what carries it out there."""
         if self.dry:
             plan, arrays = call.plan, call.arrays
 
@@ -405,27 +392,44 @@ class Dispatcher:
                 return plan.executor(self.comm, identity, plan, arrays, completion)
 
             return FactoryCall(plan.signature, make, call.limit, call.key, call.shape, call.result)
-        calls = self._device_calls
+        calls = self.device_calls
         is_current = False
         if calls is None:
             calls = self.on_device(call.arrays)
         else:  # the group is checked as the call is started
-            is_current = calls.check(call.arrays)
+            is_current = self._check_arrays(calls, call.arrays)
         return calls.call(call, is_current and not self.comm.gate[DIVERTS])
 
+    def _first_on_device(self, arrays: Sequence[Any]) -> DeviceCalls:
+        kind = arrays[-1].kind
+        backend = devices.get(kind)
+        forced = self._backends.get(kind) == backend.library
+        self.device_calls = backend.calls(self.comm, arrays, forced=forced, ahead=self.options.verify == "behind")
+        return self.device_calls
+
+    def _check_arrays(self, calls: DeviceCalls, arrays: Sequence[Any]) -> bool:
+        """Refuse arrays that the group cannot take; return whether the thread's device is theirs."""
+        last = arrays[-1]  # never None, and all arrays of a call are of one kind
+        if last.kind != calls.kind:
+            raise ValueError(
+                f"group {self.comm.name!r} works on {devices.get(calls.kind).label} devices, where the arrays of its "
+                f"first call were; these are on {last.label} devices: make a group for each kind"
+            )
+        return calls.check(arrays)
+
     def as_one(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
-        """Return what makes one operation of several collectives on CUDA arrays, which have been checked.
+        """Return what makes one operation of several collectives on device arrays, which have been checked.
 
         Args:
             calls: the collectives.
             ordered: it starts at its place in the order of the program.
         """
-        assert self._device_calls is not None
-        return self._device_calls.batched(calls, ordered)
+        assert self.device_calls is not None
+        return self.device_calls.batched(calls, ordered)
 
     def batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-        """Let messages of these CUDA arrays, which start in the block, be one group of NCCL calls."""
-        return contextlib.nullcontext() if self.device_state is None else self.device_state.messages.together(arrays)
+        """Let messages of these device arrays, which start in the block, be one call of the device's library."""
+        return contextlib.nullcontext() if self.device_calls is None else self.device_calls.together(arrays)
 
 
 def _unstage(staged: Sequence[Buffer], result: Any) -> Callable[[], Any]:

@@ -12,6 +12,7 @@ from aiocoll.algorithms.two_level import select as two_level
 from aiocoll.completion import Completion
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.signature import Signature
+from aiocoll.group.dispatch.devices import devices
 from aiocoll.group.dispatch.dispatcher import Dispatcher
 from aiocoll.group.prepared_call import FactoryCall, MessageCall, PlannedCall, PreparedCall
 from aiocoll.work import Work
@@ -66,7 +67,8 @@ class Estimator:
     def take(self, call: PreparedCall) -> Work[Any]:
         """Add the estimate of a call."""
         if call.signature is not None and call.signature.device != "cpu":
-            raise TypeError(f"{call.op} is on CUDA arrays, of which nothing has been measured: pass host arrays")
+            label = devices.get(call.signature.device).label
+            raise TypeError(f"{call.op} is on {label} arrays, of which nothing has been measured: pass host arrays")
         d = self._dispatcher
         self._estimate.calls.append(_prediction(d.comm, call))
         completion = Completion(d.endpoint, call.op, None, call.key, d)

@@ -295,7 +295,7 @@ class Flusher:
                 if not bucket.single:
                     for position in bucket.members:
                         members[position] = completion_of_member(members[position])
-        if d.device_state is not None:
+        if d.device_calls is not None:
             check_spans(_device_spans(members, d.rank, d.size), members)
         return layout, members
 

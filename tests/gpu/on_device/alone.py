@@ -24,9 +24,9 @@ async def body(made: World) -> None:
             assert (made.host(tensor) == expected).all(), dtype
             await pg.allreduce(tensor).on_stream()
             print(f"{made.kind}, {dtype}: reduced", flush=True)
-        assert dispatcher_of(pg).device_state is not None
-        assert dispatcher_of(pg).device_state.decision is not None
-        assert dispatcher_of(pg).device_state.decision.native, dispatcher_of(pg).device_state.decision.why
+        assert dispatcher_of(pg).device_calls is not None
+        assert dispatcher_of(pg).device_calls.state.decision is not None
+        assert dispatcher_of(pg).device_calls.state.decision.native, dispatcher_of(pg).device_calls.state.decision.why
 
 
 def main(kind: str) -> None:

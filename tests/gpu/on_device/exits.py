@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from aiocoll import CollectiveTimeoutError, new_group
+from aiocoll.gpu.calls import device_state as side_module
 from aiocoll.gpu.provider import provide, runtime
-from aiocoll.group.cuda import device_state as side_module
 from aiocoll.store import HashStore
 
 from .through import Through

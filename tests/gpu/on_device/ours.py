@@ -72,9 +72,9 @@ async def first(pg: ProcessGroup, made: World) -> None:
     """Make the communicator."""
     start = perf_counter()
     await reduced(pg, made, 1)
-    assert dispatcher_of(pg).device_state is not None
-    assert dispatcher_of(pg).device_state.decision is not None
-    assert dispatcher_of(pg).device_state.decision.native, dispatcher_of(pg).device_state.decision.why
+    assert dispatcher_of(pg).device_calls is not None
+    assert dispatcher_of(pg).device_calls.state.decision is not None
+    assert dispatcher_of(pg).device_calls.state.decision.native, dispatcher_of(pg).device_calls.state.decision.why
     print(f"rank {pg.rank()}: the first allreduce took {perf_counter() - start:.1f} s", flush=True)
 
 

@@ -117,10 +117,10 @@ async def test_tensors_that_require_gradients(kind: str, way: str) -> None:
 async def test_which_way_is_gone(kind: str) -> None:
     async def body(pg: ProcessGroup, made: World) -> str:
         await pg.allreduce(made.tensor(np.ones(3), pg.rank() % made.devices))
-        assert dispatcher_of(pg).device_state is not None
-        assert dispatcher_of(pg).device_state.decision is not None
-        assert dispatcher_of(pg).device_state.decision.native, dispatcher_of(pg).device_state.decision.why
-        return dispatcher_of(pg).device_state.decision.why
+        assert dispatcher_of(pg).device_calls is not None
+        assert dispatcher_of(pg).device_calls.state.decision is not None
+        assert dispatcher_of(pg).device_calls.state.decision.native, dispatcher_of(pg).device_calls.state.decision.why
+        return dispatcher_of(pg).device_calls.state.decision.why
 
     with world(kind, "nccl", 2) as made:
         found = await run_ranks(ranks(made, "nccl", 2), body, made)

@@ -56,9 +56,9 @@ async def talk(pg: ProcessGroup, made: World) -> str:
         into = made.tensor(np.zeros(100_000, int), device)
         await pg.batch([Send(tensor, right), Recv(into, left)])
         assert (made.host(into) == (left - 1) % size).all()
-    assert dispatcher_of(pg).device_state is not None
-    assert dispatcher_of(pg).device_state.decision is not None
-    return "nccl" if dispatcher_of(pg).device_state.decision.native else "staged"
+    assert dispatcher_of(pg).device_calls is not None
+    assert dispatcher_of(pg).device_calls.state.decision is not None
+    return "nccl" if dispatcher_of(pg).device_calls.state.decision.native else "staged"
 
 
 async def staged(pg: ProcessGroup, kind: str) -> str:

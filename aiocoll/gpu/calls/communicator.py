@@ -21,9 +21,9 @@ from aiocoll.engine.operations.object_exchange import Post
 from aiocoll.engine.operations.signature import KEYED, Signature
 from aiocoll.errors import GroupError
 from aiocoll.gpu.api import DeviceError, Nccl, NcclCommunicator
+from aiocoll.gpu.calls.native import Tools
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.launcher import Launched
-from aiocoll.group.cuda.native import Tools
 from aiocoll.log import logger
 
 __all__ = ["DeviceCommunicator", "connect_at_once"]

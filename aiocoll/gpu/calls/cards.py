@@ -19,7 +19,7 @@ _FLOAT8_VERSION, _FLOAT8_CAPABILITY = 22400, (9, 0)
 
 Card = dict[str, Any]
 _KINDS: dict[str, type[Any]] = {
-    "nccl": int,
+    "library": int,
     "why": str,
     "bus": str,
     "unfinished": bool,
@@ -86,7 +86,7 @@ def card(cuda: Cuda, nccl: Nccl | None, device: int, missing: str, ahead: bool) 
     unfinished = os.environ.get(_BLOCKING, "").strip() == "0"
     float8 = version >= _FLOAT8_VERSION and cuda.capability(device) >= _FLOAT8_CAPABILITY
     return {
-        "nccl": version,
+        "library": version,
         "why": why,
         "bus": cuda.bus_id(device),
         "unfinished": unfinished,
@@ -137,12 +137,12 @@ def decide(cards: Sequence[Card], hosts: Sequence[int]) -> Decision:
             refused=True,
         )
     for rank, each in enumerate(cards):
-        if not each["nccl"]:
+        if not each["library"]:
             return Decision(False, f"rank {rank}: {each['why']}")
-    first = cards[0]["nccl"]
+    first = cards[0]["library"]
     for rank, each in enumerate(cards):
-        if each["nccl"] != first:
-            return Decision(False, f"rank 0 has NCCL {_version(first)}, rank {rank} has {_version(each['nccl'])}")
+        if each["library"] != first:
+            return Decision(False, f"rank 0 has NCCL {_version(first)}, rank {rank} has {_version(each['library'])}")
     owners: dict[tuple[int, str], int] = {}
     for rank, (host, each) in enumerate(zip(hosts, cards, strict=True)):
         other = owners.setdefault((host, each["bus"]), rank)

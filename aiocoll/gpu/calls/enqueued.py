@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from aiocoll.completion import Completion
 from aiocoll.elements.device import DeviceArray
 from aiocoll.gpu.api import DeviceError
 from aiocoll.gpu.launcher import Launched
+from aiocoll.gpu.streams import stream_address
 
 __all__ = ["Enqueued"]
 
@@ -30,18 +32,26 @@ class Enqueued:
         self._waiting: list[asyncio.Future[None]] = []
         completion.order = self.order
 
-    async def order(self, stream: int | None) -> bool:
-        """Make `stream` wait for the end of the call, once that is enqueued; False if the call has ended or failed."""
+    async def order(self, stream: Any) -> bool:
+        """Make a stream wait for the end of the call, once that is enqueued; False if the call has ended or failed.
+
+        Args:
+            stream: of any library, or its address; None is the one that was current at the call.
+
+        Raises:
+            TypeError: it is no stream.
+        """
+        address = None if stream is None else stream_address(stream)
         while self._launched is None and not self._completion.done:
             enqueued = asyncio.get_running_loop().create_future()
             self._waiting.append(enqueued)
             await enqueued
         if self._launched is None or self._completion.done:
             return False
-        if stream is None:
-            stream = next(each.stream for each in self._arrays if each is not None)
+        if address is None:
+            address = next(each.stream for each in self._arrays if each is not None)
         try:
-            await self._launched.on_stream(stream)
+            await self._launched.on_stream(address)
         except DeviceError:
             return False
         return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from aiocoll.group.cuda.pacing import Pacing
-from aiocoll.group.cuda.program_order import ProgramOrder
+from aiocoll.gpu.calls.pacing import Pacing
+from aiocoll.gpu.calls.program_order import ProgramOrder
 
 __all__ = ["CallComparison"]
 

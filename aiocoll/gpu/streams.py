@@ -1,4 +1,4 @@
-"""Streams of any library -> their addresses."""
+"""CUDA streams of any library, as addresses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """As rank 0: how far ranks may launch their calls before all are known to have made them alike.
 
-Ranks launch their calls without keys (`aiocoll.group.cuda.program_order`) ahead of their comparison
-(`aiocoll.group.cuda.call_comparison`). What has another order, calls with keys and messages, needs one place among them
+Ranks launch their calls without keys (`aiocoll.gpu.calls.program_order`) ahead of their comparison
+(`aiocoll.gpu.calls.call_comparison`). What has another order, calls with keys and messages, needs one place among them
 that is the same on all ranks: first rank 0 halts all ranks, each of which says how far it has come; then all launch
 through the farthest of these positions; then comes what has to be placed, and calls go on as they are confirmed. After
 a while without any such thing, all launch ahead again.
@@ -13,7 +13,7 @@ A program may let a rank come to position 8 only when the other thing is done: t
 order.
 
 If other groups use the device of a rank, none launches ahead any more: once all have come to one place, they share
-their devices (`aiocoll.group.cuda.slots`), and "through" becomes "placed": a call of NCCL that waits for its slot.
+their devices (`aiocoll.gpu.calls.slots`), and "through" becomes "placed": a call of NCCL that waits for its slot.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Any
 import msgpack
 
 from aiocoll.completion import Completion
-from aiocoll.group.cuda.agreed import Agreed, DeviceCall
-from aiocoll.group.cuda.kinds import described, hashed
-from aiocoll.group.cuda.native import STAGED, Native
+from aiocoll.gpu.calls.agreed import Agreed, DeviceCall
+from aiocoll.gpu.calls.kinds import described, hashed
+from aiocoll.gpu.calls.native import STAGED, Native
 from aiocoll.group.prepared_call import PlannedCall
 
 __all__ = ["BatchedCalls"]

@@ -15,9 +15,9 @@ from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.messages import DEVICE
 from aiocoll.engine.operations.differences import mismatch
 from aiocoll.errors import CollectiveMismatchError
-from aiocoll.group.cuda.call_comparison import CallComparison
-from aiocoll.group.cuda.pacing import Pacing
-from aiocoll.group.cuda.program_order import ProgramOrder
+from aiocoll.gpu.calls.call_comparison import CallComparison
+from aiocoll.gpu.calls.pacing import Pacing
+from aiocoll.gpu.calls.program_order import ProgramOrder
 
 __all__ = ["CallOrder"]
 

@@ -2,7 +2,7 @@
 
 Each call has a position, 1, 2, ..., and a hash of all calls up to it. The rank reports both to rank 0, several
 positions at once if it calls fast; rank 0 confirms the highest position at which the hashes of all ranks are equal, see
-`aiocoll.group.cuda.pacing`:
+`aiocoll.gpu.calls.pacing`:
 
     rank 1     launches 5; launches 6; launches 7;  "7, with this hash" ->      <- "all ranks have called 7"
 
@@ -19,7 +19,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiocoll.group.cuda.agreed import Agreed
+    from aiocoll.gpu.calls.agreed import Agreed
 
 __all__ = ["Entry", "ProgramOrder"]
 

@@ -1,20 +1,18 @@
-"""Tensors of torch in objects: as plain tensors on the CPU, in C order. It does not import torch."""
+"""Tensors of torch in sent objects: plain tensors on the CPU, in C order."""
 
 from __future__ import annotations
 
 import sys
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from aiocoll.codec.records import RefusedError
 from aiocoll.errors import SerializationError
 
-__all__ = ["TENSOR", "Parts", "content", "join", "split"]
+__all__ = ["content", "pack", "unpack"]
 
-#: Tag of a tensor: dtype, shape, bytes.
-TENSOR = 25
 #: The highest number of dimensions that torch has.
 _MAX_NDIM = 64
 _NAMES = frozenset(
@@ -23,42 +21,35 @@ _NAMES = frozenset(
 )  # fmt: skip
 
 
-class Parts(NamedTuple):
-    """What a tensor is sent as."""
-
-    dtype: str
-    shape: list[int]
-    nbytes: int
-
-
-def split(obj: Any) -> Parts | None:
-    """Return how a tensor is sent; None of anything else.
+def pack(torch: Any, tensor: Any) -> tuple[str, list[int], int]:
+    """Return dtype, shape and number of bytes of a tensor.
 
     Raises:
         RefusedError: it would not arrive as it is.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(obj, torch.Tensor):
-        return None
-    kind, dtype = type(obj), str(obj.dtype).removeprefix("torch.")
+    kind, dtype = type(tensor), str(tensor.dtype).removeprefix("torch.")
     if kind is not torch.Tensor:
         raise RefusedError(f"{kind.__module__}.{kind.__qualname__} would arrive as a torch.Tensor: send x.detach()")
-    if not obj.is_cpu or obj.layout is not torch.strided or dtype not in _NAMES:
-        raise RefusedError(f"a torch tensor of {dtype}, {obj.layout} on {obj.device}: send a dense one on the CPU")
-    return Parts(dtype, list(obj.shape), obj.numel() * obj.element_size())
+    if not tensor.is_cpu or tensor.layout is not torch.strided or dtype not in _NAMES:
+        raise RefusedError(
+            f"a torch tensor of {dtype}, {tensor.layout} on {tensor.device}: send a dense one on the CPU"
+        )
+    return dtype, list(tensor.shape), tensor.numel() * tensor.element_size()
 
 
-def content(obj: Any) -> memoryview:
+def content(torch: Any, tensor: Any) -> memoryview:
     """Return the bytes of a tensor, in C order."""
-    torch = sys.modules["torch"]
-    plain = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     array: np.ndarray[Any, Any] = plain.view(torch.uint8).numpy()
     return array.data
 
 
-def join(dtype: str, shape: list[Any], data: bytes) -> Any:
-    """Return a new tensor."""
-    torch: Any = sys.modules.get("torch")
+def unpack(torch: Any, dtype: str, shape: list[Any], data: bytes) -> Any:
+    """Return a new tensor; `torch` is None where the program has not imported it.
+
+    Raises:
+        SerializationError: the values are not those of a tensor, or there is no torch.
+    """
     if torch is None:
         raise SerializationError("an object with a torch tensor came: import torch to receive it")
     if dtype not in _NAMES or (kind := getattr(torch, dtype, None)) is None:

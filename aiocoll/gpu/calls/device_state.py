@@ -18,17 +18,17 @@ from aiocoll.engine.operations.comparison import Difference, compare
 from aiocoll.engine.operations.differences import called
 from aiocoll.errors import BackendUnavailableError, CollectiveTimeoutError, GroupError
 from aiocoll.gpu.api import DeviceError, Nccl
+from aiocoll.gpu.calls.backend_agreement import BackendAgreement
+from aiocoll.gpu.calls.call_order import CallOrder
+from aiocoll.gpu.calls.cards import Decision
+from aiocoll.gpu.calls.communicator import DeviceCommunicator
+from aiocoll.gpu.calls.native_messages import NativeMessages
+from aiocoll.gpu.calls.slots import Slots
 from aiocoll.gpu.device import Device
-from aiocoll.group.cuda.backend_agreement import BackendAgreement
-from aiocoll.group.cuda.call_order import CallOrder
-from aiocoll.group.cuda.cards import Decision
-from aiocoll.group.cuda.communicator import DeviceCommunicator
-from aiocoll.group.cuda.native_messages import NativeMessages
-from aiocoll.group.cuda.slots import Slots
 from aiocoll.log import logger
 
 if TYPE_CHECKING:
-    from aiocoll.group.cuda.agreed import Agreed
+    from aiocoll.gpu.calls.agreed import Agreed
 
 __all__ = ["DeviceState"]
 

@@ -1,7 +1,7 @@
 """A collective on CUDA arrays: all ranks agree on it, before or after each enqueues it on its device.
 
 Calls without a key that NCCL carries out are launched at once, in the order of the program, and compared behind that,
-see `aiocoll.group.cuda.program_order`. For all others, and in groups that want it for all, the agreement is that of
+see `aiocoll.gpu.calls.program_order`. For all others, and in groups that want it for all, the agreement is that of
 `aiocoll.engine.operations.verify`: every rank describes its call to rank 0, whose verdict refuses the call on all ranks
 or lets it start. The verdict numbers the calls that start, in the order in which they
 became complete at rank 0, and all ranks start them in that order. NCCL needs one order on all ranks, and calls with
@@ -29,14 +29,14 @@ from aiocoll.engine.operations.comparison import Difference
 from aiocoll.engine.operations.signature import KEYED, Signature
 from aiocoll.engine.operations.verify import Compared
 from aiocoll.errors import GroupError
-from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.api import LIBRARY, DeviceError
+from aiocoll.gpu.calls.call_order import CallOrder
+from aiocoll.gpu.calls.device_state import DeviceState
+from aiocoll.gpu.calls.enqueued import Enqueued
+from aiocoll.gpu.calls.kinds import Kind
+from aiocoll.gpu.calls.native import STAGED, Native, Tools, carry_out
+from aiocoll.gpu.calls.staged import Staged, put_back
 from aiocoll.gpu.launcher import Launched
-from aiocoll.group.cuda.call_order import CallOrder
-from aiocoll.group.cuda.device_state import DeviceState
-from aiocoll.group.cuda.enqueued import Enqueued
-from aiocoll.group.cuda.kinds import Kind
-from aiocoll.group.cuda.native import STAGED, Native, Tools, carry_out
-from aiocoll.group.cuda.staged import Staged, put_back
 from aiocoll.group.prepared_call import PlannedCall
 
 __all__ = ["Agreed", "DeviceCall"]
@@ -202,7 +202,7 @@ class Agreed(Compared):
 
     def carriers(self) -> str:
         """Return what carries its bytes: NCCL, or the host links if it is staged."""
-        return "nccl" if self._by_nccl else super().carriers()
+        return LIBRARY if self._by_nccl else super().carriers()
 
     def is_private(self) -> bool:
         """Whether only the two ends of its messages know their lengths."""

@@ -23,11 +23,11 @@ from typing import Any
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.control.messages import DEVICE
 from aiocoll.gpu.api import DeviceError, Nccl
+from aiocoll.gpu.calls.cards import Card, Decision, card, decide, read_card, read_decision
+from aiocoll.gpu.calls.communicator import connect_at_once
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import why_no_nccl
 from aiocoll.gpu.turns import Turn
-from aiocoll.group.cuda.cards import Card, Decision, card, decide, read_card, read_decision
-from aiocoll.group.cuda.communicator import connect_at_once
 
 __all__ = ["BackendAgreement"]
 

@@ -1,7 +1,7 @@
 """Point-to-point messages of CUDA arrays: by NCCL, or staged through the host, with the semantics of host messages.
 
-For those that NCCL carries, see `aiocoll.group.cuda.native_messages`. Any other send is copied to the host first
-(`aiocoll.group.cuda.staged`). It is announced to its receiver at once, so that a later message does not overtake it. A
+For those that NCCL carries, see `aiocoll.gpu.calls.native_messages`. Any other send is copied to the host first
+(`aiocoll.gpu.calls.staged`). It is announced to its receiver at once, so that a later message does not overtake it. A
 receive arrives on the host, and is then copied to the device. The launcher allocates the memory for that, which may
 take long: the receive keeps its place in the order of receives, and data that arrives for it meanwhile waits as for an
 unmatched message.
@@ -23,10 +23,10 @@ from aiocoll.engine.matching.posted import PostedReceive
 from aiocoll.engine.operations.base import Announced, Operation
 from aiocoll.errors import GroupClosedError, PeerLostError
 from aiocoll.gpu.api import DeviceError
+from aiocoll.gpu.calls.device_state import DeviceState
+from aiocoll.gpu.calls.enqueued import Enqueued
+from aiocoll.gpu.calls.staged import Staged
 from aiocoll.gpu.launcher import Launched
-from aiocoll.group.cuda.device_state import DeviceState
-from aiocoll.group.cuda.enqueued import Enqueued
-from aiocoll.group.cuda.staged import Staged
 
 __all__ = ["DeviceContent", "DeviceRecv", "DeviceSend"]
 

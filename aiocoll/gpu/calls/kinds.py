@@ -11,8 +11,8 @@ from hashlib import blake2b
 from aiocoll.engine.operations.comparison import SHAPED, packed
 from aiocoll.engine.operations.plan import Plan
 from aiocoll.engine.operations.signature import Signature, description
-from aiocoll.group.cuda.cards import Decision
-from aiocoll.group.cuda.native import STAGED, Enqueue, enqueuing, way_of
+from aiocoll.gpu.calls.cards import Decision
+from aiocoll.gpu.calls.native import STAGED, Enqueue, enqueuing, way_of
 
 __all__ = ["Kind", "described", "hashed"]
 

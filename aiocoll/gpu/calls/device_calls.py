@@ -1,36 +1,40 @@
-"""Makes the operations of calls on CUDA arrays."""
+"""The calls of one group on its CUDA device: the operations that the core starts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 
+from aiocoll.arrays.cuda_array import KIND
 from aiocoll.elements.device import UNKNOWN, DeviceArray
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.composite import Make
 from aiocoll.gpu.api import Cuda
+from aiocoll.gpu.calls.agreed import DeviceCall
+from aiocoll.gpu.calls.batched import BatchedCalls
+from aiocoll.gpu.calls.device_state import DeviceState
+from aiocoll.gpu.calls.messages import DeviceContent, DeviceRecv, DeviceSend
 from aiocoll.gpu.device import Device
 from aiocoll.gpu.provider import runtime
-from aiocoll.group.cuda.agreed import DeviceCall
-from aiocoll.group.cuda.batched import BatchedCalls
-from aiocoll.group.cuda.device_state import DeviceState
-from aiocoll.group.cuda.messages import DeviceContent, DeviceRecv, DeviceSend
 from aiocoll.group.prepared_call import PlannedCall, PreparedCall
 
-__all__ = ["DeviceCalls"]
+__all__ = ["CudaCalls"]
 
 
-class DeviceCalls:
-    """Makes the operations of one group; get it by `DeviceCalls.first`.
+class CudaCalls:
+    """Makes the operations of one group; get it by `CudaCalls.first`.
 
     Args:
         state: the group's state on the device.
     """
 
+    kind = KIND
+
     def __init__(self, state: DeviceState) -> None:
         self.state = state
 
     @staticmethod
-    def first(comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool) -> DeviceCalls:
+    def first(comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool) -> CudaCalls:
         """Return those of a group that is called with CUDA arrays for the first time.
 
         Args:
@@ -47,7 +51,7 @@ class DeviceCalls:
         device = Device.of(cuda, _ordinal(cuda, arrays, 0))
         for stream in {each.stream for each in arrays if each is not None}:
             device.check_capture(stream)
-        return DeviceCalls(DeviceState(comm, device, nccl, forced, ahead))
+        return CudaCalls(DeviceState(comm, device, nccl, forced, ahead))
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
         """Refuse arrays that the group cannot take, or not now; return whether the thread's device is theirs.
@@ -76,6 +80,10 @@ class DeviceCalls:
         members = [call for call in calls if isinstance(call, DeviceCall)]
         return lambda identity, completion: BatchedCalls(identity, members, ordered, completion)
 
+    def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
+        """Let the messages of these arrays, which are started in the block, be one group of NCCL calls."""
+        return self.state.messages.together(arrays)
+
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
         """Return what makes a send to rank `dst`; `code` is that of the dtype."""
         return lambda _, completion: DeviceSend(self.state, dst, tag, DeviceContent(code, array), completion)
@@ -83,6 +91,14 @@ class DeviceCalls:
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
         """Return what makes a receive from rank `src`, or from any; `code` is that of the dtype."""
         return lambda _, completion: DeviceRecv(self.state, src, tag, DeviceContent(code, array), completion)
+
+    async def close(self) -> None:
+        """End the communicator in order, if the other ranks do so too."""
+        await self.state.close()
+
+    async def release(self) -> None:
+        """Release the device resources of the group, which has ended."""
+        await self.state.release()
 
     def _check_device(self, arrays: Sequence[DeviceArray | None]) -> None:
         """Refuse arrays of which some are on another device, or do not say on which."""

@@ -5,7 +5,7 @@ of more than `EAGER_WINDOW`, are carried this way; the host matches them like al
 
     rank 1  send     READY, with the offer to send from device to device ->
     rank 2  receive                                         matched: tells rank 0 ->
-    rank 0           numbers it on both ends, in one order with collectives (`aiocoll.group.cuda.matching`)
+    rank 0           numbers it on both ends, in one order with collectives (`aiocoll.gpu.calls.matching`)
     ranks 1 and 2    start it when it is that number's turn
 
 A receiver that cannot use NCCL answers with GRANT, like the receiver of any message, and the message is staged.
@@ -23,13 +23,13 @@ from aiocoll.elements.device import DeviceArray
 from aiocoll.engine.control.messages import DEVICE
 from aiocoll.engine.operations.plan import EAGER_WINDOW
 from aiocoll.gpu.api import DeviceError
-from aiocoll.group.cuda.matching import BatchMatching, Match, MessageBatch
-from aiocoll.group.cuda.native import Tools, exchange
-from aiocoll.group.cuda.staged import put_back
+from aiocoll.gpu.calls.matching import BatchMatching, Match, MessageBatch
+from aiocoll.gpu.calls.native import Tools, exchange
+from aiocoll.gpu.calls.staged import put_back
 
 if TYPE_CHECKING:
-    from aiocoll.group.cuda.device_state import DeviceState
-    from aiocoll.group.cuda.messages import DeviceRecv, DeviceSend
+    from aiocoll.gpu.calls.device_state import DeviceState
+    from aiocoll.gpu.calls.messages import DeviceRecv, DeviceSend
 
 __all__ = ["NativeMessages"]
 

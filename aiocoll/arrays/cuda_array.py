@@ -1,0 +1,59 @@
+"""Flat memory of a CUDA device, and the parts that the adapters of CUDA arrays share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from aiocoll.elements.buffers import Buffer
+from aiocoll.elements.device import DeviceArray, PutBack
+from aiocoll.elements.dtypes import DType, of_numpy
+
+__all__ = ["KIND", "LABEL", "CudaArray", "cuda_dtype", "spare_buffer"]
+
+#: The kind of device, as programs name it, and in error messages.
+KIND, LABEL = "cuda", "CUDA"
+
+
+class CudaArray(DeviceArray):
+    """Contiguous elements on a CUDA device.
+
+    Only addresses are read, so bfloat16 and float8 need no library that knows them.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str] = KIND
+    label: ClassVar[str] = LABEL
+
+
+def cuda_dtype(dtype: np.dtype[Any], name: str) -> DType:
+    """Return the element type of an array, called `name`, by its NumPy dtype.
+
+    Raises:
+        TypeError: elements of this dtype are not exchanged between devices.
+    """
+    try:
+        found = of_numpy(dtype)
+    except TypeError as exc:
+        raise TypeError(f"{name}: {exc}") from None
+    if found.kind in ("record", "pair"):
+        raise TypeError(f"{name}: dtype {dtype} is taken in arrays of the host only; here pass {name}.view('uint8')")
+    return found
+
+
+def spare_buffer(buffer: Buffer, ptr: int, fresh: Any, copy: Callable[[int], None]) -> Buffer:
+    """Return the buffer of new memory to use instead of `buffer`.
+
+    Args:
+        buffer: of an array on a CUDA device.
+        ptr: address of the new memory.
+        fresh: object that owns it.
+        copy: enqueues the copy to the caller's array on a stream.
+    """
+    old: Any = buffer.array
+    back = PutBack(copy, old.stream, buffer.result)
+    array: Any = CudaArray(ptr, old.size, old.dtype, old.device, old.stream, (old.keep, fresh), back)
+    return Buffer(array, buffer.dtype, buffer.shape, buffer.result, back)

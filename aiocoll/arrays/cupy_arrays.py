@@ -1,0 +1,80 @@
+"""CuPy arrays, without importing CuPy: an array exists only where the program has imported it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from aiocoll.arrays.cuda_array import CudaArray, cuda_dtype, spare_buffer
+from aiocoll.elements.adapters import ArrayAdapter
+from aiocoll.elements.buffers import Buffer
+from aiocoll.elements.device import PutBack
+from aiocoll.elements.strides import check_apart
+
+__all__ = ["CUPY"]
+
+
+class _CupyArrays(ArrayAdapter):
+    """The adapter of CuPy; its library copies arrays that are not contiguous, on the caller's stream."""
+
+    library = "cupy"
+    noun = "a CuPy array"
+
+    def owns(self, kind: type) -> bool:
+        """Return whether objects of a type are arrays."""
+        return issubclass(kind, getattr(sys.modules.get("cupy"), "ndarray", ()))
+
+    def view(self, array: Any, name: str, writable: bool) -> Buffer:
+        """Return a flat view of a `cupy.ndarray`."""
+        cupy: Any = sys.modules["cupy"]
+        dtype = cuda_dtype(array.dtype, name)
+        device = array.device.id
+        stream = cupy.cuda.get_current_stream(device).ptr
+        flat: Any
+        if array.flags.c_contiguous:
+            flat = CudaArray(array.data.ptr, array.size, dtype, device, stream, array)
+            return Buffer(flat, dtype, tuple(array.shape), array)
+        if writable:
+            check_apart(array.strides, array.shape, array.dtype.itemsize, name, f"{name}.copy()")
+        with cupy.cuda.Device(device):
+            dense = cupy.ascontiguousarray(array)
+        back = PutBack(_copy_into(cupy, array, dense), stream, array) if writable else None
+        flat = CudaArray(dense.data.ptr, dense.size, dtype, device, stream, (array, dense), back)
+        return Buffer(flat, dtype, tuple(array.shape), array, back)
+
+    def empty_like(self, array: Any) -> Any:
+        """Return a new contiguous array on the device of `array`."""
+        with array.device:
+            return sys.modules["cupy"].empty(array.shape, array.dtype)
+
+    def overwrite(self, array: Any, values: Any) -> None:
+        """Copy `values` to `array`, on the current stream."""
+        with array.device:
+            array[...] = values
+
+    def spare(self, buffer: Buffer) -> Buffer:
+        """Return a buffer of new device memory to use instead of `buffer`."""
+        fresh = self.empty_like(buffer.result)
+        return spare_buffer(buffer, fresh.data.ptr, fresh, _copy_into(sys.modules["cupy"], buffer.result, fresh))
+
+
+def _copy_into(cupy: Any, array: Any, dense: Any) -> Callable[[int], None]:
+    def copy(stream: int) -> None:
+        with array.device, cupy.cuda.Stream.from_external(_ForeignStream(stream)):
+            array[...] = dense
+
+    return copy
+
+
+class _ForeignStream:
+    """A stream of another library, by the CUDA stream protocol."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._address)
+
+
+CUPY = _CupyArrays()

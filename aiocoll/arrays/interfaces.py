@@ -1,0 +1,138 @@
+"""CUDA arrays of any library: by ``__cuda_array_interface__``, or by DLPack through a library that is loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from aiocoll.arrays.cuda_array import LABEL, CudaArray, cuda_dtype
+from aiocoll.elements.adapters import ArrayAdapter
+from aiocoll.elements.buffers import Buffer, view
+from aiocoll.elements.device import UNKNOWN
+from aiocoll.elements.dtypes import DType, by_name
+
+__all__ = ["DLPACK", "INTERFACE", "ROCM"]
+
+_DLPACK_CUDA = 2
+
+
+class _InterfaceArrays(ArrayAdapter):
+    """The adapter of objects with ``__cuda_array_interface__``."""
+
+    def view(self, array: Any, name: str, writable: bool) -> Buffer:
+        """Return a flat view of an object."""
+        flat: Any = _of_interface(array, name, writable)
+        return Buffer(flat, flat.dtype, tuple(array.__cuda_array_interface__["shape"]), array)
+
+
+class _DlpackArrays(ArrayAdapter):
+    """The adapter of objects that export CUDA memory by DLPack only."""
+
+    label = LABEL
+
+    def view(self, array: Any, name: str, writable: bool) -> Buffer:
+        """Return a flat view of an object, by a library that is loaded already."""
+        library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
+        if library is None:
+            raise TypeError(
+                f"{name} exports its CUDA memory by DLPack only: pass cupy.from_dlpack({name}) or "
+                f"torch.from_dlpack({name})"
+            )
+        buffer = view(_of_dlpack(library.from_dlpack, array, name, writable), name=name, writable=writable)
+        buffer.result = array
+        return buffer
+
+
+class _RocmArrays(ArrayAdapter):
+    """The adapter that refuses objects on ROCm devices."""
+
+    def view(self, array: Any, name: str, writable: bool) -> Buffer:
+        """Raise TypeError."""
+        raise TypeError(f"{name} is on a ROCm device, and ROCm is not supported: pass a copy on the host")
+
+
+INTERFACE = _InterfaceArrays()
+DLPACK = _DlpackArrays()
+ROCM = _RocmArrays()
+
+
+def _of_interface(obj: Any, name: str, writable: bool) -> CudaArray:
+    """View an object with ``__cuda_array_interface__``, version 2 or 3, whose library is not known.
+
+    Raises:
+        TypeError: it is masked, not contiguous, or its dtype cannot be exchanged.
+        ValueError: it is read-only, but the operation writes to it.
+    """
+    about = obj.__cuda_array_interface__
+    try:
+        shape, (ptr, read_only), found = tuple(about["shape"]), about["data"], np.dtype(about["typestr"])
+        version, strides, stream = about["version"], about.get("strides"), about.get("stream")
+    except (KeyError, TypeError, ValueError) as exc:
+        raise TypeError(f"{name}: its __cuda_array_interface__ is not complete: {exc!r}") from exc
+    if version < 2:
+        raise TypeError(f"{name}: its __cuda_array_interface__ has version {version}, it must be 2 or later")
+    if stream == 0:
+        raise TypeError(f"{name}: its __cuda_array_interface__ names stream 0, which the protocol forbids")
+    dtype = _named(obj, found) or cuda_dtype(found, name)
+    if about.get("mask") is not None:
+        raise TypeError(f"{name} is a masked array; pass its data alone")
+    if writable and (read_only or _is_immutable(obj)):
+        raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
+    if strides is not None and not _is_contiguous(strides, shape, dtype.itemsize):
+        raise TypeError(f"{name} is not contiguous, and its library is not known: pass a contiguous copy")
+    size = int(np.prod(shape, dtype=np.int64))
+    # Without a stream there is nothing to wait for; the default stream always exists.
+    return CudaArray(ptr, size, dtype, _device_of(obj), stream or 0, obj)
+
+
+def _of_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) -> Any:
+    """Return an array of CuPy or torch, which knows its stream, on the memory that `obj` exports by DLPack.
+
+    Raises:
+        TypeError: they cannot import it.
+        ValueError: it is read-only, but the operation writes to it.
+    """
+    if writable and _is_immutable(obj):
+        raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
+    try:
+        return take(obj)
+    except (BufferError, RuntimeError, TypeError, NotImplementedError) as exc:
+        raise TypeError(f"{name}: this {type(obj).__name__} cannot be imported by DLPack: {exc}") from exc
+
+
+def _named(obj: Any, found: np.dtype[Any]) -> DType | None:
+    """Return the type of bfloat16 and float8 elements; array interfaces only tell their width."""
+    name = getattr(getattr(obj, "dtype", None), "name", None)
+    if found.kind == "V" and isinstance(name, str):
+        with suppress(TypeError):
+            known = by_name(name)
+            return known if known.itemsize == found.itemsize else None
+    return None
+
+
+def _is_immutable(obj: Any) -> bool:
+    """Whether it is a JAX array: they never change, even if a protocol reports their memory as writable."""
+    return type(obj).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+def _device_of(obj: Any) -> int:
+    """Return the ordinal of the device of an object, or `UNKNOWN`."""
+    ask = getattr(obj, "__dlpack_device__", None)
+    if ask is None:
+        return UNKNOWN
+    kind, device = ask()
+    return int(device) if kind == _DLPACK_CUDA else UNKNOWN
+
+
+def _is_contiguous(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
+    """Whether elements are in C order without gaps; strides of dimensions with one element do not matter."""
+    step = itemsize
+    for stride, length in zip(reversed(strides), reversed(shape), strict=True):
+        if length > 1 and stride != step:
+            return 0 in shape
+        step *= length
+    return True

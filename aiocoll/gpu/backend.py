@@ -1,0 +1,43 @@
+"""The backend of CUDA devices, by which the core uses this package; it loads the rest with the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from aiocoll.arrays.cuda_array import KIND, LABEL
+from aiocoll.elements.device import DeviceArray
+from aiocoll.gpu.api import LIBRARY
+from aiocoll.loading import loading
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+    from aiocoll.gpu.calls.device_calls import CudaCalls
+
+__all__ = ["CUDA"]
+
+
+class _CudaBackend:
+    """Calls on CUDA arrays, by NCCL or through the host."""
+
+    kind = KIND
+    label = LABEL
+    library = LIBRARY
+
+    def count(self) -> int:
+        """Return how many CUDA devices this process may use."""
+        from aiocoll.gpu.provider import device_count  # few groups are given a device
+
+        return device_count()
+
+    def calls(
+        self, comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
+    ) -> CudaCalls:
+        """Return the calls of a group that is called with CUDA arrays for the first time."""
+        with loading("CUDA arrays"):
+            from aiocoll.gpu.calls.device_calls import CudaCalls  # with all that a GPU needs
+
+        return CudaCalls.first(comm, arrays, forced=forced, ahead=ahead)
+
+
+CUDA: Final = _CudaBackend()

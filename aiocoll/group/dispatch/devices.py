@@ -1,0 +1,105 @@
+"""Backends of devices: the interfaces of calls on device arrays, and the registry by kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from aiocoll.elements.device import DeviceArray
+from aiocoll.registry import Registry
+
+if TYPE_CHECKING:
+    from aiocoll.engine.communicator import Communicator
+    from aiocoll.engine.operations.composite import Make
+    from aiocoll.group.prepared_call import PlannedCall, PreparedCall
+
+__all__ = ["DEVICE_VERSION", "DeviceBackend", "DeviceCalls", "devices"]
+
+#: Version of the interfaces `DeviceBackend` and `DeviceCalls`.
+DEVICE_VERSION: Final = 1
+
+
+class DeviceCalls(Protocol):
+    """The calls of one group on the device of this rank, from its first call with a device array.
+
+    Attributes:
+        kind: of the device.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The kind of device."""
+
+    def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
+        """Refuse arrays that the group cannot take, or not now; return whether the thread's device is theirs.
+
+        Raises:
+            ValueError: they are on another device than those of earlier calls.
+            RuntimeError: the state of the caller's stream forbids calls.
+        """
+
+    def call(self, call: PlannedCall, at_once: bool) -> PreparedCall:
+        """Return a call on arrays that were checked; `at_once`: it starts now, on the current device."""
+
+    def batched(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
+        """Return what makes the operation of several collectives; `ordered`: it starts in the order of the program."""
+
+    def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
+        """Let the messages of these arrays, which are started in the block, be one call of the device's library."""
+
+    def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
+        """Return what makes a send to rank `dst`; `code` is that of the dtype."""
+
+    def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
+        """Return what makes a receive from rank `src`, or from any; `code` is that of the dtype."""
+
+    async def close(self) -> None:
+        """End the use of the device in order, if the other ranks do so too."""
+
+    async def release(self) -> None:
+        """Release the device resources of the group, which has ended."""
+
+
+class DeviceBackend(Protocol):
+    """Collectives and messages on arrays of one kind of device.
+
+    Attributes:
+        kind: of the device, as programs name it: "kind" and "kind:0" are devices of it.
+        label: the kind in error messages.
+        library: the name of the backend that moves arrays between devices without the host.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The kind of device."""
+
+    @property
+    def label(self) -> str:
+        """The kind in error messages."""
+
+    @property
+    def library(self) -> str:
+        """The backend that moves arrays between devices without the host."""
+
+    def count(self) -> int:
+        """Return how many devices of the kind this process may use."""
+
+    def calls(
+        self, comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
+    ) -> DeviceCalls:
+        """Return the calls of a group that is called with arrays of this kind for the first time.
+
+        Args:
+            comm: this rank's part in the group.
+            arrays: of the call; None where this rank has none.
+            forced: the group must use `library`.
+            ahead: launch calls before they are compared, if all ranks do.
+
+        Raises:
+            BackendUnavailableError: the device cannot be used; the message says what to install.
+        """
+
+
+#: Backends by kind of device.
+devices: Registry[DeviceBackend] = Registry("device", DEVICE_VERSION)

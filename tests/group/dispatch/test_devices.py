@@ -1,0 +1,208 @@
+"""Devices of another kind: a backend that is registered, without a line in the core."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import Backend, BackendConfig, BackendUnavailableError, HashStore, ProcessGroup, Recv, Send, new_group
+from aiocoll import backends as names
+from aiocoll.elements import adapters as adapter_module
+from aiocoll.elements.adapters import ADAPTER_VERSION, ArrayAdapter, adapters
+from aiocoll.elements.buffers import Buffer
+from aiocoll.elements.device import DeviceArray
+from aiocoll.elements.dtypes import of_numpy
+from aiocoll.engine.matching.outbound import Content, OutboundMessage
+from aiocoll.engine.matching.posted import PostedReceive
+from aiocoll.group.dispatch.devices import DEVICE_VERSION, devices
+from aiocoll.group.prepared_call import PlannedCall
+
+from ...ranks import run_ranks
+
+LINES: list[str] = []
+
+
+class AbacusArray(DeviceArray):
+    """Elements in `keep`, an array of the host, which plays the device's memory."""
+
+    __slots__ = ()
+    kind = "abacus"
+    label = "Abacus"
+
+
+class Beads:
+    """An array of the library of that device."""
+
+    __module__ = "beadlib"
+
+    def __init__(self, host: np.ndarray, device: int = 0) -> None:
+        self.host, self.device = host, device
+
+
+class BeadsAdapter(ArrayAdapter):
+    library = "beadlib"
+
+    def view(self, array: Any, name: str, writable: bool) -> Buffer:
+        dtype, flat = of_numpy(array.host.dtype), array.host.reshape(-1)
+        address = flat.__array_interface__["data"][0]
+        part: Any = AbacusArray(address, flat.size, dtype, array.device, 0, flat)
+        return Buffer(part, dtype, array.host.shape, array)
+
+
+class AbacusCalls:
+    """Carries out calls on the memory itself, as calls on the host."""
+
+    kind = "abacus"
+
+    def __init__(self, comm: Any, forced: bool) -> None:
+        self.comm, self.forced = comm, forced
+
+    def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
+        return all(each is None or each.device == 0 for each in arrays)
+
+    def call(self, call: PlannedCall, at_once: bool) -> PlannedCall:
+        call.arrays = [None if each is None else each.keep for each in call.arrays]
+        return call
+
+    def batched(self, calls: Sequence[Any], ordered: bool) -> Any:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def together(self, arrays: Iterable[DeviceArray]) -> Iterator[None]:
+        LINES.append(f"{len([*arrays])} messages together")
+        yield
+
+    def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Any:
+        content = Content(code, array.keep.view(np.uint8).data)
+        return lambda _, completion: OutboundMessage(self.comm.matching, dst, tag, content, completion)
+
+    def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Any:
+        content = Content(code, array.keep.view(np.uint8).data)
+        return lambda _, completion: PostedReceive(self.comm.matching, src, tag, content, completion)
+
+    async def close(self) -> None:
+        LINES.append("closed")
+
+    async def release(self) -> None:
+        LINES.append("released")
+
+
+class AbacusBackend:
+    kind, label, library = "abacus", "Abacus", "beads"
+
+    def count(self) -> int:
+        return 2
+
+    def calls(self, comm: Any, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool) -> AbacusCalls:
+        LINES.append(f"first call, forced={forced}")
+        return AbacusCalls(comm, forced)
+
+
+@pytest.fixture(autouse=True)
+def abacus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the device, and forget it at the end."""
+    LINES.clear()
+    for registry in (adapters, devices):
+        for name in ("_targets", "_has_read"):
+            monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+    monkeypatch.setattr(adapter_module, "_by_type", {})
+    for name in ("backend_list", "default_device_backend_map", "backend_capability"):
+        monkeypatch.setattr(Backend, name, getattr(Backend, name).copy())
+    monkeypatch.setattr(names, "_libraries", names._libraries.copy())
+    monkeypatch.setattr(Backend, "BEADS", "beads", raising=False)
+    adapters.register("beadlib", BeadsAdapter(), version=ADAPTER_VERSION)
+    devices.register("abacus", AbacusBackend(), version=DEVICE_VERSION)
+    names.serve_device("abacus", "beads")
+
+
+def test_calls_go_to_the_backend_of_the_arrays() -> None:
+    async def body(pg: ProcessGroup) -> None:
+        beads = Beads(np.full(3, pg.rank() + 1.0))
+        assert await pg.allreduce(beads) is beads
+        assert beads.host.tolist() == [3, 3, 3]
+        other = Beads(np.zeros(3))
+        await pg.batch([Send(beads, 1 - pg.rank()), Recv(other, 1 - pg.rank())])
+        assert other.host.tolist() == [3, 3, 3]
+
+    asyncio.run(run_ranks(2, body))
+    assert sorted(LINES) == sorted(2 * ["first call, forced=False", "2 messages together", "closed", "released"])
+
+
+def test_arrays_of_two_kinds_are_refused_in_one_group() -> None:
+    class Pebbles(Beads):
+        pass
+
+    class PebbleArray(AbacusArray):
+        __slots__ = ()
+        kind = "pebble"
+        label = "Pebble"
+
+    class PebblesAdapter(BeadsAdapter):
+        def view(self, array: Any, name: str, writable: bool) -> Buffer:
+            buffer: Any = super().view(array, name, writable)
+            if isinstance(array, Pebbles):
+                old = buffer.array
+                buffer.array = PebbleArray(old.ptr, old.size, old.dtype, old.device, 0, old.keep)
+            return buffer
+
+    adapters.register("beadlib", PebblesAdapter(), version=ADAPTER_VERSION)
+
+    async def body(pg: ProcessGroup) -> None:
+        beads, pebbles = Beads(np.ones(3)), Pebbles(np.ones(3))
+        with pytest.raises(TypeError, match=r"on Pebble device 0, .* on Abacus device 0: all arrays of a call"):
+            pg.allgather([pebbles], beads)
+        await pg.allreduce(beads)
+        with pytest.raises(ValueError, match=r"works on Abacus devices, .*; these are on Pebble devices: make a group"):
+            pg.allreduce(pebbles)
+        with pytest.raises(TypeError, match="Abacus array and dst this rank itself"):
+            pg.send(beads, pg.rank())
+
+    asyncio.run(run_ranks(1, body))
+
+
+def test_its_library_is_a_backend() -> None:
+    assert BackendConfig("beads").device_backend_map == {"abacus": "beads"}
+    assert BackendConfig().device_backend_map == {"cpu": "aio", "cuda": "aio", "abacus": "aio"}
+    assert names.sole_backend({"cpu": "aio", "abacus": "beads"}) == "aio"
+    with pytest.raises(ValueError, match="such as 'cpu:aio,cuda:nccl,abacus:beads'"):
+        BackendConfig("abacus:")
+    with pytest.raises(ValueError, match=r"\(only 'aio' and 'nccl' and 'beads' go together\)"):
+        names.sole_backend({"cpu": "fake", "abacus": "beads"})
+
+
+def test_device_is_served_once_whoever_registers_it() -> None:
+    names.serve_device("abacus", "beads")
+    assert Backend.backend_list.count("beads") == 1
+    assert BackendConfig().device_backend_map == {"cpu": "aio", "cuda": "aio", "abacus": "aio"}
+    for other in ("aio", "nccl"):
+        with pytest.raises(ValueError, match=f"library='{other}' is another backend: choose the name .* 'abacus' dev"):
+            names.serve_device("abacus", other)
+    assert Backend.default_device_backend_map["abacus"] == "beads"
+
+
+async def test_its_library_can_be_required() -> None:
+    async with new_group("cpu:aio,abacus:beads", store=HashStore(), rank=0, world_size=1) as pg:
+        await pg.allreduce(Beads(np.ones(3)))
+    assert LINES[0] == "first call, forced=True"
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("abacus:2", "device='abacus:2' not found: this process may use 2 Abacus devices"), ("tpu", "has no backend")],
+)
+def test_device_that_is_not_there_is_refused(device: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        new_group(device=device, store=HashStore(), rank=0, world_size=1)
+
+
+async def test_backend_that_cannot_be_imported_is_named() -> None:
+    devices.register("abacus", "no_such_module:BACKEND", version=DEVICE_VERSION)
+    async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
+        with pytest.raises(BackendUnavailableError, match="device 'abacus' need: No module named 'no_such_module'"):
+            pg.allreduce(Beads(np.ones(3)))
+        assert await pg.allreduce(2.5) == 2.5
