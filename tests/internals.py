@@ -195,7 +195,7 @@ PARTS = {
     "stall_reported": "aiocoll.engine.failure.stall_inspector.StallInspector.report",
     "stall_told": "aiocoll.engine.failure.stall_inspector.StallInspector._tell",
     "vote_heard": "aiocoll.engine.consensus.voter.Voter.handle",
-    "vote_said": "aiocoll.engine.consensus.voter.Voter.say",
+    "vote_said": "aiocoll.engine.consensus.voter.Voter.send",
     # certificates
     "certificate_clock": "aiocoll.security.user_ca.clock",
     "certificate_made": "aiocoll.security.user_ca.of_this_process",

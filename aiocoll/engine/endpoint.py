@@ -85,7 +85,7 @@ class Endpoint:
         receiver = Receiver(facts, control, roster, detector, self.channels, self.agreements, registry, self._refusals)
         control.connect(roster, detector, self.direct, receiver)
         roster.connect(detector.examine, self._ranks_changed, self.channels, is_majority)
-        registry.connect(self.agreements.forget, self.channels.release)
+        registry.connect(self.agreements.drop_group, self.channels.release)
         self.channels.connect(receiver)
         transport.accepted = self.accept
         transport.heartbeat_accepted = self._accept_heartbeat
@@ -99,7 +99,7 @@ class Endpoint:
         return Channels(self.context, groups, roster, detector, self.polling)
 
     def _make_agreements(self, parts: Parts) -> Agreements:
-        return Agreements(parts, self.registry.named)
+        return Agreements(parts, self.registry.record_name)
 
     @cached_property
     def loop_end(self) -> LoopEnd:
@@ -136,7 +136,7 @@ class Endpoint:
 
     def _ranks_changed(self) -> None:
         self.registry.closed.end([rank for rank in self.roster.dead if self.roster.is_ignored(rank)])
-        self.agreements.changed()
+        self.agreements.on_change()
 
     # -- groups
 
@@ -181,7 +181,7 @@ class Endpoint:
         roster = self.roster
         gone = {rank for rank in roster.over if rank not in roster.suspected}
         # First: removing the group may forget its agreements, with the task that waits for one.
-        self.agreements.left(group.id, group.ranks)
+        self.agreements.withdraw(group.id, group.ranks)
         self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))
         group.close()
 
@@ -251,7 +251,7 @@ class Endpoint:
 
     def _say_end(self) -> list[Link]:
         """Say goodbye on all links, and return them."""
-        self.channels.say({"t": "end", "moved": self.agreements.moved()})
+        self.channels.say({"t": "end", "moved": self.agreements.moved_groups()})
         self.control.departure.goodbye()
         links = self._all_links()
         for link in links:

@@ -109,7 +109,7 @@ class Groups:
         group = self._meant(identity, peer)
         return None if group is None else group.ranks
 
-    def named(self, identity: int, peer: int) -> bool:
+    def record_name(self, identity: int, peer: int) -> bool:
         """A rank has named a group, which this rank may not have made; return whether it may still exist."""
         if self._meant(identity, peer) is not None or self.closed.name(identity) is not None:
             return True

@@ -53,7 +53,7 @@ class Receiver(NamedTuple):
     def parting(self) -> ControlMessage:
         """Return the message that this rank ends: the groups it continued elsewhere, and its data links."""
         linked = sorted(link.peer for link in self.channels.links())
-        return {"linked": linked, "moved": self.agreements.moved()}
+        return {"linked": linked, "moved": self.agreements.moved_groups()}
 
     def _carry_out(self, peer: int, message: ControlMessage, direct: bool) -> None:
         try:
@@ -124,7 +124,7 @@ class Receiver(NamedTuple):
     def _finished(self, rank: int, moved: list[int]) -> None:
         """A rank has ended in order; it had continued elsewhere from the groups `moved`."""
         self.roster.finished(rank)
-        self.agreements.finished(rank, moved)
+        self.agreements.record_moved(rank, moved)
 
     def _handle_relayed(self, origin: int, message: ControlMessage) -> None:
         """Handle a relayed message; if it is unacceptable, the relaying rank is not to blame."""

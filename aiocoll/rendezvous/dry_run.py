@@ -134,7 +134,7 @@ class _Nowhere(Endpoint):
         return _One(self.context, groups, roster, detector, self.polling)
 
     def _make_agreements(self, parts: Parts) -> Agreements:
-        return _Unanimous(parts, self.registry.named)
+        return _Unanimous(parts, self.registry.record_name)
 
     def add(self, group: Communicator) -> None:
         self.groups[group.id] = group
@@ -177,7 +177,7 @@ class _Willing(Voter):
     """A voter whose peers agree with this rank."""
 
     async def shrink(self, exclude: Iterable[int], assume_dead: Iterable[int], completed: dict[str, Any]) -> Outcome:
-        self.go_on()
+        self.set_taken()
         members = sorted(set(self.ranks).difference(exclude, assume_dead))
         return {"members": members, "everywhere": completed, "somewhere": completed}
 

@@ -247,7 +247,7 @@ def test_the_dead_are_counted_while_a_living_rank_is_missing() -> None:
             assert on == dict.fromkeys(here, here)
             hosts.calm()
             for process in there:
-                assert "ranks 0, 1, 2 went on without it" in await hosts.programs[process]
+                assert "ranks 0, 1, 2 continued without it" in await hosts.programs[process]
             hosts.programs[2].cancel()
 
     hosts.run(main)

@@ -24,7 +24,7 @@ LATENCY = (0.0005, 0.02)
 Say = Callable[[Voter, int, dict[str, Any]], None]
 Ranks = tuple[int, ...]
 
-say: Say = Voter.say
+say: Say = Voter.send
 
 
 def shrunk(

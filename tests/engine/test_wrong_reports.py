@@ -177,7 +177,7 @@ def test_any_message_about_its_own_death_excludes_a_rank(
             link = endpoint.control.link(0)
             assert link is not None
             endpoint.control.deliver(link, HEADER.unpack(header), payload)
-            with pytest.raises(GroupError, match=f"rank 1 is out, for the others take it for dead: .*{REASON}"):
+            with pytest.raises(GroupError, match=f"rank 1 was declared dead by other ranks: .*{REASON}"):
                 await pg.shrink()
         await asyncio.sleep(END - now())
 

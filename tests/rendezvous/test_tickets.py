@@ -262,7 +262,7 @@ async def test_a_meeting_tells_the_ranks_who_is_gone(hosts: int) -> None:
             assert isinstance(cause, PeerLostError)
             assert (cause.how, cause.ranks) == ("killed", (1,))
             if pg.rank() == 1:
-                with pytest.raises(GroupError, match=r"rank 1 is out, .* it was preempted"):
+                with pytest.raises(GroupError, match=r"rank 1 was declared dead .* it was preempted"):
                     await pg.shrink()
                 return "out"
             async with await pg.shrink() as group:

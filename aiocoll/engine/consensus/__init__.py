@@ -1,1 +1,1 @@
-"""How the ranks of a group agree on which of them continue after a failure or a growth."""
+"""Agreement of a group's ranks on the members that continue after a failure or a growth."""

@@ -1,4 +1,4 @@
-"""The agreements that one rank takes part in: each decides what succeeds one group."""
+"""The voters of one endpoint, by group."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ __all__ = ["Agreements"]
 class Agreements:
     """The voters of one endpoint.
 
+    Each voter decides which group succeeds one group. Group ids may collide, so the key of a voter also has the number
+    of growths and the ranks. A voter may outlive its group: it is kept until all ranks have left the group, since only
+    then no rank can vote to continue.
+
     Args:
-        parts: what the voters need of the endpoint.
-        named: called with the id of a group that a rank has mentioned, and that rank: the group may be unknown here;
-            returns False if all its ranks have left the group.
+        parts: the parts of the endpoint that voters use.
+        record_name: callback that records a group id received from a peer. Its arguments are the id and the peer. It
+            returns False if all ranks of the group have left.
 
     Attributes:
         parts: as given.
-        voters: by group, how many times that group had grown, and its ranks: ids may collide. A voter may outlive the
-            group, until all ranks have left it: then none of them can vote to continue.
+        voters: by group id, number of growths, and ranks.
     """
 
-    def __init__(self, parts: Parts, named: Callable[[int, int], bool]) -> None:
+    def __init__(self, parts: Parts, record_name: Callable[[int, int], bool]) -> None:
         self.parts = parts
-        self._named = named
+        self._record_name = record_name
         self.voters: dict[tuple[int, int, tuple[int, ...]], Voter] = {}
 
     def voter(self, identity: int, number: int, ranks: Sequence[int]) -> Voter:
-        """Return this rank's voter for a group; it may outlive the group.
+        """Return this rank's voter for a group.
 
         Args:
-            identity: the group.
-            number: how many times it had grown.
-            ranks: of the group, numbered as in the job.
+            identity: the group's id.
+            number: how often the group has grown.
+            ranks: the group's ranks, numbered as in the job.
         """
         key = identity, number, tuple(ranks)
         found = self.voters.get(key)
@@ -46,39 +49,39 @@ class Agreements:
             found.connect(Coordinator(found))
         return found
 
-    def left(self, identity: int, ranks: Sequence[int]) -> None:
-        """This rank leaves a group: it votes no more to continue."""
+    def withdraw(self, identity: int, ranks: Sequence[int]) -> None:
+        """Withdraw this rank from the votes of a group that it leaves."""
         for (group, _, members), voter in self.voters.items():
             if group == identity and members == tuple(ranks):
                 voter.withdraw()
 
-    def forget(self, identity: int, ranks: Collection[int]) -> None:
-        """All ranks have left a group."""
+    def drop_group(self, identity: int, ranks: Collection[int]) -> None:
+        """Close the voters of a group that all ranks have left."""
         for key in [key for key in self.voters if key[0] == identity and set(key[2]) == set(ranks)]:
             self.voters.pop(key).close()
 
     def handle(self, peer: int, message: ControlMessage) -> None:
-        """Handle a message of `peer`."""
+        """Pass a message from `peer` to the voter of its group."""
         identity, number, ranks = message["g"], message["n"], message["ranks"]
-        if (identity, number, tuple(ranks)) in self.voters or self._named(identity, peer):
+        if (identity, number, tuple(ranks)) in self.voters or self._record_name(identity, peer):
             self.voter(identity, number, ranks).handle(peer, message)
 
-    def finished(self, rank: int, moved: Iterable[int]) -> None:
-        """A rank has ended; it had continued elsewhere from the groups `moved`."""
+    def record_moved(self, rank: int, moved: Iterable[int]) -> None:
+        """Record that a rank ended after it had continued in successors of the groups `moved`."""
         for identity in moved:
             if (group := self.parts.groups.get(identity)) is not None:
                 self.voter(identity, group.growths, group.ranks).moved.add(rank)
 
-    def moved(self) -> list[int]:
+    def moved_groups(self) -> list[int]:
         """Return the groups from which this rank has continued in a successor."""
         return [identity for (identity, _, _), voter in self.voters.items() if voter.taken]
 
-    def changed(self) -> None:
-        """A rank was lost, has ended, or is reachable again."""
+    def on_change(self) -> None:
+        """Let every voter react to a rank that was lost, has ended, or is reachable again."""
         for voter in list(self.voters.values()):
-            voter.changed()
+            voter.on_change()
 
     def close(self) -> None:
-        """This rank is ending."""
+        """Close all voters, since this rank is ending."""
         for voter in self.voters.values():
             voter.close()

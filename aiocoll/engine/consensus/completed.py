@@ -1,4 +1,4 @@
-"""Which operations of a revoked group had completed: the report of each rank, and the combination of all reports."""
+"""Completed operations of a revoked group: the report of each rank, and the combination of all reports."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["Completed", "Report", "combine", "report"]
 
 Report = dict[str, Any]
 
-#: Unfinished operations that one report lists: twice these, and the keys, fit into one control frame of 256 KiB.
+#: Maximum number of unfinished operations in one report: twice this many, and the keys, fit into a control frame.
 LISTED = 10_000
-#: Bytes of keys in one report, for the same reason.
+#: Maximum size of all keys in one report, in bytes. A control frame has at most 256 KiB.
 KEY_NBYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Collectives of a revoked group that had completed, on every rank that continues or on at least one.
+    """Completed collectives of a revoked group: on every rank that continues, or on at least one of them.
 
-    ``7 in completed`` asks about the ordered operation whose `Work.seq` is 7, ``("grad", 3) in completed`` about the
-    third with ``key="grad"``. Each rank remembers the keyed ones among its last 1,024 operations (with at most 32 KiB
-    of keys); older ones are not in here although they completed.
+    ``7 in completed`` looks up the ordered operation whose `Work.seq` is 7. ``("grad", 3) in completed`` looks up the
+    third operation with ``key="grad"``. Each rank reports only the keyed operations among its last 1,024 operations,
+    with at most 32 KiB of keys. Older keyed operations are absent although they completed.
 
     Attributes:
-        upto: the highest number of an ordered operation that may be in here.
-        missing: the numbers up to `upto` that are not in here.
-        keyed: key and count of the keyed operations in here.
+        upto: the highest sequence number that can be in this set.
+        missing: the sequence numbers up to `upto` that are not in this set.
+        keyed: the key and count of each keyed operation in this set.
     """
 
     upto: int
@@ -40,7 +40,7 @@ class Completed:
 
     @property
     def through(self) -> int:
-        """The highest number up to which every ordered operation is in here: resume after it."""
+        """Return the last number before the first gap: every ordered operation up to it completed. Resume after it."""
         return min(self.missing, default=self.upto + 1) - 1
 
     def __contains__(self, operation: object) -> bool:
@@ -55,7 +55,7 @@ class Completed:
         return cls(told["upto"], frozenset(told["missing"]), keyed)
 
     def as_data(self) -> Report:
-        """Encode a report."""
+        """Encode this set as a report."""
         return _as_data(self.upto, self.missing, sorted(self.keyed))
 
 
@@ -68,13 +68,13 @@ def report(group: Communicator) -> Report:
         for record in reversed(group.journal.collectives.records())
         if record.key is not None and record.seq is not None
     ]
-    # Each once: some ran as several operations.
+    # A collective that ran as several operations has several records, so duplicates are removed.
     keyed = [each for each in dict.fromkeys(entered) if each not in unfinished]
     return _as_data(upto, [number for number in unfinished if isinstance(number, int)], keyed)
 
 
 def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
-    """Return what had completed on all the ranks that report, and on at least one of them."""
+    """Combine reports: the operations completed on all reporting ranks, and those completed on at least one."""
     each = [Completed.of(told) for told in reports]
     least = min(one.upto for one in each)
     furthest = max(each, key=lambda one: one.upto)
@@ -83,7 +83,7 @@ def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
         frozenset(op for one in each for op in one.missing if op <= least),
         frozenset.intersection(*(one.keyed for one in each)),
     )
-    # What completed nowhere did not complete on the rank that entered the most operations either.
+    # An operation that completed on no rank is also missing on the rank that entered the most operations.
     nowhere = frozenset(op for op in furthest.missing if not any(op in one for one in each))
     return everywhere, Completed(furthest.upto, nowhere, frozenset.union(*(one.keyed for one in each)))
 

@@ -1,4 +1,4 @@
-"""The rank that collects the votes of a shrinking group and proposes; see `aiocoll.engine.consensus.voter`."""
+"""Coordinator of an agreement: collects the votes, proposes a successor, and decides. See `consensus.voter`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["Coordinator"]
 
-#: Seconds to wait for votes, then for acceptances: as long as a stopped rank may stay undetected (contract).
+#: Seconds to wait for votes, then for acceptances: a stopped rank may stay undetected as long (contract).
 BOUND = 6.0
-#: Seconds to reach a lost rank again: more than one round trip to anywhere with a lost SYN, and enough for a rank
-#: whose loop is not blocked.
+#: Seconds to reach a lost rank again: longer than one round trip to anywhere with a lost SYN, and long enough for a
+#: rank whose loop is not blocked.
 RETRY = 2.5
-#: A decision without members, and with the name of the larger group in which they continue if they have grown.
+#: An outcome without members. If the group has grown, `grown` is the name of the larger group.
 EMPTY: Outcome = {"members": [], "excluded": [], "everywhere": None, "somewhere": None, "grown": ""}
 
 
 class Coordinator:
-    """Coordinates one ballot at a time: the highest-numbered one that a voter has chosen.
+    """The coordinator of one rank: it runs one ballot at a time, the highest-numbered one that a voter has chosen.
 
     Args:
         agreement: this rank's own voter.
@@ -45,66 +45,66 @@ class Coordinator:
             timer.cancel()
         self._timers.clear()
 
-    def voted(self, peer: int, message: ControlMessage) -> None:
-        """Handle a vote, which may be a repeated one."""
+    def on_vote(self, peer: int, message: ControlMessage) -> None:
+        """Handle a new or repeated vote of `peer`."""
         agreement, ballot = self._agreement, message["ballot"]
         agreement.parts.ranks.restored(peer)
         if agreement.outcome is not None:
-            agreement.say_decided(peer)
+            agreement.send_decision(peer)
             return
         if ballot > self._ballot and agreement.promise(ballot):
             self._ballot, self._votes, self._proposal, self._acks = ballot, {}, None, set()
         if ballot < max(self._ballot, agreement.promised):
-            self._ask([peer])
+            self._request_votes([peer])
             return
         first = not self._votes
         self._votes[peer] = message
         if first:
-            self._begin(peer)
+            self._begin_ballot(peer)
         self.consider()
         if agreement.outcome is None:
-            self._answer(peer)
+            self._reply(peer)
 
-    def _begin(self, first: int) -> None:
-        """After the first vote, ask the other ranks for theirs, or repeat what was proposed already."""
+    def _begin_ballot(self, first: int) -> None:
+        """After the first vote, request the votes of the other ranks, or repeat an earlier proposal."""
         agreement = self._agreement
         me = agreement.rank
-        self._await_bounds()
+        self._start_timers()
         if self._proposal is not None:
-            self._say_proposal(agreement.ranks)
+            self._send_proposal(agreement.ranks)
             return
-        self._ask(rank for rank in agreement.ranks if rank not in (first, me))
+        self._request_votes(rank for rank in agreement.ranks if rank not in (first, me))
         if first != me:
-            agreement.cast()
+            agreement.vote()
 
-    def _answer(self, voter: int) -> None:
-        """Tell a voter the result so far. One that waits for nothing is not told: it would vote again."""
+    def _reply(self, voter: int) -> None:
+        """Send the current state to a voter. A voter that waits for no decision gets no reply: it would vote again."""
         if self._proposal is not None:
-            self._say_proposal([voter])
-        elif voter in self._those_that("exclude") | self._those_that("grown"):
-            self._ask([voter])
+            self._send_proposal([voter])
+        elif voter in self._voters_with("exclude") | self._voters_with("grown"):
+            self._request_votes([voter])
 
-    def _ask(self, ranks: Iterable[int]) -> None:
+    def _request_votes(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self._agreement.say(rank, {"what": "ask", "ballot": max(self._ballot, self._agreement.promised)})
+            self._agreement.send(rank, {"what": "ask", "ballot": max(self._ballot, self._agreement.promised)})
 
-    def _say_proposal(self, ranks: Iterable[int]) -> None:
+    def _send_proposal(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self._agreement.say(rank, {"what": "propose", "ballot": self._ballot, "outcome": self._proposal})
+            self._agreement.send(rank, {"what": "propose", "ballot": self._ballot, "outcome": self._proposal})
 
-    def _await_bounds(self) -> None:
+    def _start_timers(self) -> None:
         self._retried = self._expired = False
         self.stop()
-        call_later, attempt = self._agreement.parts.context.runtime.call_later, self._agreement.attempt
+        call_later, attempt = self._agreement.parts.context.runtime.call_later, self._agreement.run_step
         self._timers = [call_later(RETRY, attempt, self._retry), call_later(BOUND, attempt, self._expire)]
 
     def _retry(self) -> None:
         self._retried = True
         ranks = self._agreement.ranks
         if self._proposal is None:
-            self._ask([rank for rank in ranks if rank not in self._votes])
+            self._request_votes([rank for rank in ranks if rank not in self._votes])
         else:
-            self._say_proposal([rank for rank in ranks if rank not in self._acks])
+            self._send_proposal([rank for rank in ranks if rank not in self._acks])
         self.consider()
 
     def _expire(self) -> None:
@@ -112,7 +112,7 @@ class Coordinator:
         self.consider()
 
     def consider(self) -> None:
-        """Propose, decide or give up, if it is time to."""
+        """Propose, decide or give up, if it is time to do so."""
         agreement = self._agreement
         if not self._votes or agreement.outcome is not None or agreement.promised != self._ballot:
             return
@@ -120,7 +120,7 @@ class Coordinator:
             return
         if self._proposal is not None:
             if self._may_decide(self._acks):
-                agreement.tell_all({"what": "decided", "outcome": self._proposal})
+                agreement.send_to_all({"what": "decided", "outcome": self._proposal})
             elif self._expired:
                 self._give_up(self._acks)
             return
@@ -129,11 +129,11 @@ class Coordinator:
             self._propose(accepted)
         else:
             self._consider_growth()
-            if self._those_that("exclude"):
+            if self._voters_with("exclude"):
                 self._consider_shrinking(promised)
 
     def _may_decide(self, ranks: Collection[int]) -> bool:
-        """Return whether `ranks` are a quorum; while a death is doubted, only a majority of the whole job is one."""
+        """Return whether `ranks` are a quorum; while a death is doubted, only a majority of the job is one."""
         agreement = self._agreement
         if agreement.doubted:
             return is_majority(ranks, range(agreement.parts.context.world_size))
@@ -142,24 +142,24 @@ class Coordinator:
     def _consider_growth(self) -> None:
         """Propose the larger group once all ranks have made it, or refuse to grow."""
         agreement = self._agreement
-        grown = self._those_that("grown")
+        grown = self._voters_with("grown")
         if not grown:
             return
         groups = {self._candidacy(rank)["grown"] for rank in grown}
         if len(groups) == 1 and grown == set(agreement.ranks):
             self._propose({**EMPTY, "members": sorted(grown), "grown": groups.pop()})
             return
-        declined = map(self._candidacy, self._those_that("failed"))
+        declined = map(self._candidacy, self._voters_with("failed"))
         failed = [each["failed"] for each in declined if each["successor"] in groups]
         absent = set(agreement.ranks) & (agreement.away | agreement.parts.ranks.suspected)
-        if failed or absent or self._expired or len(groups) > 1 or self._those_that("exclude"):
+        if failed or absent or self._expired or len(groups) > 1 or self._voters_with("exclude"):
             reason = failed[0] if failed else "not all of its ranks could do so"
             self._refuse(grown, GroupError(f"the group did not grow: {reason}"))
 
     def _consider_shrinking(self, promised: bool) -> None:
-        """Propose the ranks that continue, unless others may still vote; give up if they are no quorum."""
+        """Propose the ranks that continue, unless more votes may arrive. Give up if these ranks are no quorum."""
         agreement = self._agreement
-        candidates, wanted, hopeless = self._candidates(), self._wanted(), self._hopeless()
+        candidates, wanted, hopeless = self._candidates(), self._expected(), self._unreachable()
         members = connected(candidates, {rank: self._candidacy(rank)["lost"] for rank in candidates})
         waiting = (wanted - candidates - hopeless) or (len(members) < len(candidates) and not self._retried)
         waiting = waiting or (not promised and agreement.doubted)
@@ -173,78 +173,78 @@ class Coordinator:
         told = {"everywhere": everywhere.as_data(), "somewhere": somewhere.as_data()}
         self._propose({**EMPTY, "members": members, "excluded": sorted(self._excluded()), **told})
 
-    def _those_that(self, what: str) -> set[int]:
-        """Return the ranks that voted to "exclude" some ranks and continue, or have "grown", or "failed" to."""
+    def _voters_with(self, what: str) -> set[int]:
+        """Return the voters whose candidacy has the field `what`: "exclude", "grown" or "failed"."""
         votes = self._votes.items()
         return {rank for rank, vote in votes if vote["candidacy"] is not None and what in vote["candidacy"]}
 
     def _accepted(self) -> Outcome | None:
-        """Return what a voter accepted in the highest ballot: it may have been decided."""
+        """Return the outcome accepted in the highest ballot that voters report: it may have been decided already."""
         accepted = [vote["accepted"] for vote in self._votes.values() if vote["accepted"] is not None]
         found: Outcome | None = max(accepted, key=lambda one: one[0], default=(-1, None))[1]
         return found
 
     def _candidates(self) -> set[int]:
-        """Return the ranks that voted to continue and are allowed to."""
-        return self._those_that("exclude") - self._excluded() - self._agreement.away
+        """Return the ranks that voted to continue and are not excluded."""
+        return self._voters_with("exclude") - self._excluded() - self._agreement.away
 
     def _candidacy(self, rank: int) -> ControlMessage:
         candidacy: ControlMessage = self._votes[rank]["candidacy"]
         return candidacy
 
-    def _wanted(self) -> set[int]:
-        """Return the ranks that should vote to continue: alive, not excluded, and still in the group."""
+    def _expected(self) -> set[int]:
+        """Return the ranks expected to vote to continue: alive, not excluded, and still in the group."""
         agreement = self._agreement
         group = agreement.parts.groups.get(agreement.group)
         left = set() if group is None else {group.ranks[rank] for rank in group.left}
         return (set(agreement.ranks) - agreement.away - self._excluded() - left) | self._candidates()
 
-    def _hopeless(self) -> set[int]:
-        """Return the ranks not to wait for: stopped and refused ones, and lost ones that could not be reached again."""
+    def _unreachable(self) -> set[int]:
+        """Return the ranks not worth waiting for: stopped, rejected, or still unreachable after a retry."""
         lost = self._agreement.parts.ranks.dead
         return {rank for rank, (how, _) in lost.items() if self._retried or how in ("stopped", PROTOCOL)}
 
     def _excluded(self) -> set[int]:
-        return {rank for voter in self._those_that("exclude") for rank in self._candidacy(voter)["exclude"]}
+        return {rank for voter in self._voters_with("exclude") for rank in self._candidacy(voter)["exclude"]}
 
     def _propose(self, outcome: Outcome) -> None:
         self._proposal = outcome
-        self._await_bounds()
-        self._say_proposal(self._agreement.ranks)
+        self._start_timers()
+        self._send_proposal(self._agreement.ranks)
 
-    def accepted(self, peer: int, message: ControlMessage) -> None:
-        """Handle an acceptance of the proposal."""
+    def on_acceptance(self, peer: int, message: ControlMessage) -> None:
+        """Handle an acceptance of the proposal by `peer`."""
         if message["ballot"] == self._ballot:
             self._acks.add(peer)
             self.consider()
 
     def _give_up(self, reached: Collection[int]) -> None:
-        """Tell the voters who is missing; they may call again."""
+        """Send the voters an error that names the missing ranks; the voters may call again."""
         agreement = self._agreement
-        missing = sorted(self._wanted() - set(reached)) or sorted(
+        missing = sorted(self._expected() - set(reached)) or sorted(
             set(agreement.ranks) - agreement.away - self._votes.keys()
         )
         error: GroupError
         if missing:
-            here, there = agreement.named(reached or [agreement.rank]), agreement.named(missing)
+            here, there = agreement.format_ranks(reached or [agreement.rank]), agreement.format_ranks(missing)
             numbers = [agreement.position(rank) for rank in missing]
             error = PeerLostError(
-                f"{here} cannot shrink the group: they are no quorum without {there}, which could not be reached or "
-                "did not call shrink(), and which may be going on by themselves (if it is certain that they are dead: "
-                f"shrink(assume_dead={numbers}))",
+                f"{here} cannot shrink the group: no quorum without {there}. The missing ranks could not be reached "
+                "or did not call shrink(), and may continue as a group of their own. If they are certainly dead, call "
+                f"shrink(assume_dead={numbers})",
                 how="unreachable",
                 ranks=numbers,
             )
         else:
-            error = GroupError("the group cannot shrink: together the ranks have excluded all of them")
+            error = GroupError("the group cannot shrink: the calls of shrink() together exclude every rank")
         self._refuse(self._votes, error)
         self._votes = {}
         self.stop()
 
     def _refuse(self, voters: Iterable[int], error: GroupError) -> None:
-        """Let `voters` raise `error`; their promises stay valid, and they may call again."""
+        """Let `voters` raise `error`. Their promises stay valid, and they may call again."""
         voters = list(voters)
         for rank in voters:
             self._votes[rank] = {**self._votes[rank], "candidacy": None}
         for rank in voters:
-            self._agreement.say(rank, {"what": "refuse", "ballot": self._ballot, "cause": cause_of(error)})
+            self._agreement.send(rank, {"what": "refuse", "ballot": self._ballot, "cause": cause_of(error)})

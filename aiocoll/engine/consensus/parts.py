@@ -1,4 +1,4 @@
-"""What an agreement about a group needs of the endpoint."""
+"""The endpoint parts that the voters use."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Parts"]
 
 
 class Parts(NamedTuple):
-    """What the voters of an endpoint need of it.
+    """The parts of an endpoint that its voters use.
 
     Attributes:
-        context: of the endpoint.
-        ranks: the others.
-        links: carry the messages.
-        flood: sends a message to ranks that may or may not be linked to this one.
+        context: the endpoint's context.
+        ranks: the state of the other ranks.
+        links: control links to other ranks.
+        flood: sends a message to several ranks, linked to this one or not.
         look: checks whether the process of a rank still exists.
-        groups: of the endpoint.
+        groups: the endpoint's groups, by id.
     """
 
     context: Context
