@@ -252,7 +252,7 @@ class Endpoint:
     def _say_end(self) -> list[Link]:
         """Say goodbye on all links, and return them."""
         self.channels.say({"t": "end", "moved": self.agreements.moved_groups()})
-        self.control.departure.goodbye()
+        self.control.departure.send_goodbyes()
         links = self._all_links()
         for link in links:
             link.finish()

@@ -10,7 +10,7 @@ from aiocoll.engine.control.closed_groups import ClosedGroups, Farewells
 from aiocoll.engine.control.messages import DEVICE, ControlMessage
 from aiocoll.engine.control.shapes import fitting
 from aiocoll.engine.control.star import ControlPlane
-from aiocoll.engine.control.unmade_groups import Early, Unmade
+from aiocoll.engine.control.unmade_groups import UnmadeGroup, UnmadeGroups
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.split_history import stranger
@@ -46,7 +46,7 @@ class Groups:
         self.made: dict[int, Communicator] = {}
         self._farewells: dict[int, Farewells] = {}
         self.closed = ClosedGroups(lambda identity, ranks: self._forget(identity, ranks))
-        self.early = Early(self.closed)
+        self.early = UnmadeGroups(self.closed)
         self.finished: set[int] = set()
 
     def connect(self, forget: Callable[[int, Collection[int]], None], release: Callable[[int, int], None]) -> None:
@@ -58,7 +58,7 @@ class Groups:
         """
         self._forget, self._release = forget, release
 
-    def add(self, group: Communicator) -> Unmade:
+    def add(self, group: Communicator) -> UnmadeGroup:
         """Add a group; return what its other ranks have sent so far.
 
         Raises:
@@ -99,19 +99,19 @@ class Groups:
         self.closed.close(group.id, farewells, (rank for rank in group.ranks if rank != me))
         return error
 
-    def _meant(self, identity: int, peer: int, name: str | None = None) -> Communicator | None:
+    def _find_group(self, identity: int, peer: int, name: str | None = None) -> Communicator | None:
         """Return the group about which `peer` has sent a message; None if this rank has not made it."""
         farewells = self._farewells.get(identity)
-        return self.made[identity] if farewells is not None and farewells.is_meant(peer, name) else None
+        return self.made[identity] if farewells is not None and farewells.matches(peer, name) else None
 
     def ranks_of(self, identity: int, peer: int) -> Sequence[int] | None:
         """Return the ranks of a group that this rank is in, if `peer` is in it, too."""
-        group = self._meant(identity, peer)
+        group = self._find_group(identity, peer)
         return None if group is None else group.ranks
 
     def record_name(self, identity: int, peer: int) -> bool:
         """A rank has named a group, which this rank may not have made; return whether it may still exist."""
-        if self._meant(identity, peer) is not None or self.closed.name(identity) is not None:
+        if self._find_group(identity, peer) is not None or self.closed.name(identity) is not None:
             return True
         if self.closed.sends_notes(identity, peer, direct=False):
             return False
@@ -128,7 +128,7 @@ class Groups:
         if message["cause"] is not None:
             self.revoked(rank, message, direct)
         frames, notes = direct or not message["linked"], not direct
-        if (group := self._meant(identity, rank, name)) is not None:
+        if (group := self._find_group(identity, rank, name)) is not None:
             self._farewells[identity].mark(rank, frames, notes)
             if frames:
                 group.departed(rank)
@@ -164,7 +164,7 @@ class Groups:
         """Another rank has revoked a group; `direct` if the message came behind frames."""
         self._context.transport.catch_up()
         identity, name = message["g"], message.get("name")
-        if (group := self._meant(identity, rank, name)) is not None:
+        if (group := self._find_group(identity, rank, name)) is not None:
             group.revoke(error_from(message["cause"]), tell=False)
         else:
             self.early.keep_cause(identity, rank, name, message["cause"], direct)
@@ -172,7 +172,7 @@ class Groups:
     def handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
         """Pass a message about a device or an operation to its group; `direct` if it came behind frames."""
         identity = message["g"]
-        group = self._meant(identity, peer)
+        group = self._find_group(identity, peer)
         if group is not None and message["t"] == DEVICE:
             group.devices.handle(peer, message)
         elif group is not None:

@@ -50,7 +50,7 @@ class Receiver(NamedTuple):
         self.refusals.refuse(peer, error, link)
         return True
 
-    def parting(self) -> ControlMessage:
+    def make_end_fields(self) -> ControlMessage:
         """Return the message that this rank ends: the groups it continued elsewhere, and its data links."""
         linked = sorted(link.peer for link in self.channels.links())
         return {"linked": linked, "moved": self.agreements.moved_groups()}
@@ -79,16 +79,16 @@ class Receiver(NamedTuple):
         elif kind == "relayed":
             self._handle_relayed(message["from"], message["note"])
         elif kind == "formed":
-            self.control.formed()
+            self.control.on_formed()
         elif kind == "end":
             self._finished(peer, message["moved"])
             if not direct:
-                self.control.departure.ended(peer, message["linked"], message["moved"])
+                self.control.departure.on_end(peer, message["linked"], message["moved"])
             self.groups.ended(peer, () if direct else message["linked"], direct)
         elif kind == "ended":
             for rank, _, moved in message["ranks"]:
                 self._finished(rank, moved)
-            self.control.gone_too([rank for rank, _, _ in message["ranks"]])
+            self.control.remove_ranks([rank for rank, _, _ in message["ranks"]])
             for rank, linked, _ in message["ranks"]:
                 self.groups.ended(rank, linked)
         elif kind == "known":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.control.closed_groups import ClosedGroups
 from aiocoll.engine.control.star import ControlPlane
-from aiocoll.engine.control.unmade_groups import GROUPS, Early
+from aiocoll.engine.control.unmade_groups import GROUPS, UnmadeGroups
 from aiocoll.engine.job.ids import group_id
 from aiocoll.errors import CollectiveMismatchError, GroupError
 
@@ -80,7 +80,7 @@ class Splits:
 
 def stranger(
     groups: Mapping[int, Communicator],
-    early: Early,
+    early: UnmadeGroups,
     closed: ClosedGroups,
     control: ControlPlane,
     peer: int,
@@ -125,7 +125,7 @@ def stranger(
 
 
 def _refuse(
-    early: Early, control: ControlPlane, peer: int, me: int, history: Sequence[Split], error: GroupError
+    early: UnmadeGroups, control: ControlPlane, peer: int, me: int, history: Sequence[Split], error: GroupError
 ) -> None:
     """Revoke groups that this rank, `me`, will never be in."""
     for split in history:

@@ -281,7 +281,7 @@ async def test_what_is_said_of_groups_that_there_are_not_is_bounded_for_each_pee
 def test_groups_that_a_peer_splits_off_are_bounded_for_each_peer(limits: Limits) -> None:
     limits(unmade_groups=FEW)
     closed = ClosedGroups(lambda identity, ranks: None)
-    kept = early.Early(closed)
+    kept = early.UnmadeGroups(closed)
     for peer in (1, 2):
         for number in range(FEW):
             identity = peer * UNMADE * FEW + number

@@ -103,7 +103,14 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "shrink": Subject(("Voter.shrink",), AGREEMENT),
         "coordinator": Subject(("Coordinator.consider",), AGREEMENT),
         "endpoint": Subject(
-            ("Endpoint.add", "Channels.lost", "Groups.ended", "Context.spawn", "Roster.died", "Early.keep_frame"),
+            (
+                "Endpoint.add",
+                "Channels.lost",
+                "Groups.ended",
+                "Context.spawn",
+                "Roster.died",
+                "UnmadeGroups.keep_frame",
+            ),
             (
                 ("test_goodbye.py", "engine/test_deaths.py", "-k", "2 or 3"),
                 RECOVERY,
@@ -116,7 +123,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ("Session.message_received",),
             (("test_tcp.py", "-k", "cut_off or has_no_deadline or never_wins"), ("test_claim.py", "-k", "server")),
         ),
-        "control": Subject(("ControlPlane.flood", "Departure.ended", "Receiver.receive"), (GOODBYE,)),
+        "control": Subject(("ControlPlane.flood", "Departure.on_end", "Receiver.receive"), (GOODBYE,)),
         "slots": Subject(
             (
                 "_Writer.reserve",

@@ -1,1 +1,1 @@
-"""The control plane: small messages between the ranks of a job, separate from the data links."""
+"""Control plane: small messages between the ranks of a job, separate from the data links."""

@@ -1,4 +1,4 @@
-"""Errors as plain data: how the cause of a group's failure travels, and which errors its works raise."""
+"""Encoding of errors as plain data: the cause of a group's failure, and the errors that its works raise."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def cause_of(error: GroupError) -> dict[str, Any]:
 
 
 def revocation(identity: int, name: str, cause: GroupError) -> dict[str, Any]:
-    """Return the message that a group has failed."""
+    """Return the control message that reports the failure of a group."""
     return {"t": "revoke", "g": identity, "name": fitting(name), "cause": cause_of(cause)}
 
 
 def failure_by(cause: GroupError) -> GroupError:
-    """Return the error for one of the works that `cause` ends: same text, chained to the same origin.
+    """Return the error for one of the works that `cause` fails, with the same text and origin.
 
     On the rank where a user's function raised, the origin is that exception, with its traceback.
     """

@@ -1,22 +1,22 @@
-"""Groups that this rank has left, recorded until nothing about them can arrive any more.
+"""Groups that this rank has left, recorded as long as messages about them may still arrive.
 
-A rank leaves a group without waiting for the other members, so their frames and messages may still arrive. These must
-not be taken for those of a group that this rank has not made yet. And while they may arrive, no other group of this
-rank may have the same id.
+A rank leaves a group without waiting for the other members, so their frames and messages may still arrive. This rank
+must not mistake them for frames of a group that it has not made yet. As long as they may arrive, no other group of
+this rank may have the same id.
 
-Every member says goodbye twice: on its data link, behind its last frame, and on the control plane, behind its last
-message. Both arrive in order. So after both goodbyes of a member nothing about the group arrives from it, and after
-those of all members the record is dropped. Ranks that have ended, or are proven dead, send nothing more either. A peer
-breaks the protocol if it is more than `unmade_groups.GROUPS` groups ahead, so that many records wait for a peer that
-lags behind, and one for each group that it keeps open.
+Every member sends two goodbyes: one on its data link after its last frame, and one on the control plane after its
+last message. Both arrive in order. So after both goodbyes, the member sends nothing more about the group. The record
+is dropped after the goodbyes of all members. Ranks that have ended, or whose death is proven, send nothing more
+either. A peer that is more than `unmade_groups.GROUPS` groups ahead breaks the protocol. So a peer that lags behind
+keeps at most that many records waiting, and one for each group that it keeps open.
 
-Two things are not in order: a goodbye is lost if its sender is unreachable for a while, and a message that travels
-through the hub may be overtaken by a goodbye on a direct link. So the number of records is bounded by `RECORDS`, and
-messages about the last `RECENT` groups whose records were dropped are ignored.
+Two cases break the order. A goodbye is lost if its sender is unreachable for a while. A message relayed by the hub may
+arrive after a goodbye on a direct link. So the number of records is limited to `RECORDS`, and messages about the
+last `RECENT` groups whose records were dropped are ignored.
 
-A frame has only the id of its group. If two groups have one id, its sender decides: a frame belongs to a group only if
-its sender is a member that has not said goodbye to it. A member cannot use the id for another group before that, since
-it has a record of the group itself, until this rank has said goodbye, too.
+A frame carries only the id of its group. If two groups have the same id, the sender decides: a frame belongs to a
+group only if its sender is a member that has not sent its goodbye. Before that, a member cannot use the id for another
+group, since it keeps a record of the group itself until this rank has sent its goodbye.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from collections.abc import Callable, Collection, Iterable
 
 __all__ = ["RECENT", "RECORDS", "ClosedGroups", "Farewells"]
 
-#: Records of closed groups; some 500 bytes each. What is normal are a few, so these are left by peers that were
-#: unreachable: one for each group that was closed meanwhile.
+#: Maximum number of records of closed groups, of about 500 bytes each. A few are normal. More are left behind by
+#: unreachable peers: one for each group that was closed in the meantime.
 RECORDS = 65_536
-#: Groups whose records were dropped last. The hub relays a message in milliseconds, or after a second if its loop is
-#: blocked; no rank closes this many groups in that time.
+#: Number of groups remembered after their records were dropped. The hub relays a message within milliseconds, or
+#: within a second if its loop is blocked. No rank closes this many groups in that time.
 RECENT = 4096
 
 
 class Farewells:
-    """The goodbyes of one group's members.
+    """The goodbyes received from one group's members.
 
     Args:
-        name: of the group, as messages have it; None if it is not known.
-        ranks: its members, numbered as in the job.
+        name: the group's name as sent in messages; None if it is unknown.
+        ranks: the group's members, numbered as in the job.
 
     Attributes:
         name, ranks: as given.
         frames: members whose last frame has arrived.
-        notes: members whose last message on the control plane has arrived.
+        notes: members whose last control message has arrived.
     """
 
     __slots__ = ("frames", "name", "notes", "ranks")
@@ -55,19 +55,19 @@ class Farewells:
         self.notes: set[int] = set()
 
     def mark(self, rank: int, frames: bool, notes: bool) -> None:
-        """Record a goodbye of a member: behind its last frame, its last message, or both."""
+        """Record a member's goodbye: after its last frame, its last control message, or both."""
         if frames:
             self.frames.add(rank)
         if notes:
             self.notes.add(rank)
 
-    def is_meant(self, rank: int, name: str | None) -> bool:
+    def matches(self, rank: int, name: str | None) -> bool:
         """Return whether a message of `rank` with the group's id is about this group."""
         return rank in self.ranks and (name is None or self.name is None or name == self.name)
 
 
 class _Record(Farewells):
-    """A closed group; here `frames` and `notes` are the members of which there are more to come."""
+    """A closed group. `frames` and `notes` hold the members that may still send frames or control messages."""
 
     __slots__ = ()
 
@@ -80,12 +80,12 @@ class ClosedGroups:
     """The closed groups of one endpoint.
 
     Args:
-        dropped: called with the id and the members of a group whose record was dropped.
+        dropped: callback for a dropped record; its arguments are the group's id and members.
     """
 
     def __init__(self, dropped: Callable[[int, Collection[int]], None]) -> None:
         self._dropped = dropped
-        #: Several only if their ids collide.
+        #: Lists, since ids may collide.
         self._records: dict[int, list[_Record]] = {}
         self._recent: dict[int, str | None] = {}
 
@@ -93,7 +93,7 @@ class ClosedGroups:
         return sum(map(len, self._records.values()))
 
     def close(self, identity: int, farewells: Farewells, members: Iterable[int]) -> None:
-        """Record that this rank has left a group; `members` may still send something."""
+        """Record that this rank has left a group; `members` may still send frames or messages about it."""
         others = set(members)
         record = _Record(farewells.name, farewells.ranks)
         record.frames, record.notes = others - farewells.frames, others - farewells.notes
@@ -107,33 +107,33 @@ class ClosedGroups:
             self._drop_complete(oldest)
 
     def is_known(self, identity: int) -> bool:
-        """Return whether this rank has left a group with that id, as far as it remembers."""
+        """Return whether this rank has left a group with that id and still remembers it."""
         return identity in self._records or identity in self._recent
 
     def name(self, identity: int) -> str | None:
-        """Return the name of a closed group of which something may still arrive; None if there is none."""
+        """Return the name of a closed group about which messages may still arrive; None if there is none."""
         return next((record.name or "?" for record in self._records.get(identity, ())), None)
 
     def reuse(self, identity: int) -> None:
-        """A new group has the id of one whose record was dropped."""
+        """Forget a dropped group's id, since a new group has the same id."""
         self._recent.pop(identity, None)
 
     def sends_frames(self, identity: int, peer: int) -> bool:
-        """Return whether a frame of `peer` is for a closed group."""
+        """Return whether a frame of `peer` belongs to a closed group."""
         return any(peer in record.frames for record in self._records.get(identity, ()))
 
     def sends_notes(self, identity: int, peer: int, direct: bool, name: str | None = None) -> bool:
-        """Return whether a message of `peer` is about a closed group; `direct` if it came behind frames."""
+        """Return whether a message of `peer` is about a closed group; `direct` if it arrived on the data link."""
         for record in self._records.get(identity, ()):
-            if peer in (record.frames if direct else record.notes) and record.is_meant(peer, name):
+            if peer in (record.frames if direct else record.notes) and record.matches(peer, name):
                 return True
         return identity in self._recent and name in (None, self._recent[identity])
 
     def mark(self, identity: int, rank: int, name: str | None, frames: bool, notes: bool) -> bool:
-        """Record a goodbye of a member; return whether it was about a closed group."""
+        """Record a member's goodbye; return whether it was about a closed group."""
         for record in self._records.get(identity, ()):
             awaited = (frames and rank in record.frames) or (notes and rank in record.notes)
-            if awaited and record.is_meant(rank, name):
+            if awaited and record.matches(rank, name):
                 if frames:
                     record.frames.discard(rank)
                 if notes:
@@ -143,7 +143,7 @@ class ClosedGroups:
         return self.sends_notes(identity, rank, frames, name)
 
     def end(self, ranks: Collection[int], frames: bool = True, notes: bool = True) -> None:
-        """Record that nothing more arrives from these ranks about any group."""
+        """Record that these ranks send nothing more about any group."""
         for identity, records in list(self._records.items()):
             for record in records:
                 if frames:

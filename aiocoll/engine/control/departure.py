@@ -1,7 +1,7 @@
-"""The orderly end of ranks: every other rank learns of it before a broken link could look like a loss.
+"""Orderly end of ranks: every other rank is notified before a broken link could look like a loss.
 
-A rank that ends tells the hub, which relays the message and answers. The hub itself waits until every other rank is
-linked to it, and tells them all.
+A rank that ends notifies the hub. The hub relays the notice to the other ranks and replies. When the hub itself ends,
+it waits until every other rank is linked to it, and notifies all of them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Departure"]
 
-#: Seconds for which the hub lets others end first: ranks that end together are spared a sequence of new hubs.
+#: Seconds that an ending hub waits for other ranks to end first. Ranks that end together need no series of new hubs.
 PATIENCE = 0.05
-#: Seconds after which a rank ends even if not all others have learned of it.
+#: Seconds after which a rank ends even if some ranks have not been notified.
 PARTING = 1.0
 
 
 class Departure:
-    """The end of this rank, and as the hub the relay of the ends of others.
+    """The orderly end of this rank, and, on the hub, the relay of other ranks' ends.
 
     Args:
-        context: of the endpoint.
+        context: the endpoint's context.
         control: the star of control links.
     """
 
@@ -37,7 +37,7 @@ class Departure:
     def __init__(self, context: Context, control: ControlPlane) -> None:
         self._context = context
         self._control = control
-        # As the hub: ranks that ended in this turn of the loop, the links of each, and the groups each continued
+        # On the hub: each rank that ended in this iteration of the loop, its data links, and its groups that continued
         # elsewhere.
         self._ended: list[tuple[int, list[int], list[int]]] = []
         self._finished: asyncio.Future[None] | None = None
@@ -45,11 +45,11 @@ class Departure:
         self._notified: int | None = None
 
     def connect(self, receiver: Receiver) -> None:
-        """Set the part that knows the data links of this rank."""
+        """Set the part that lists the data links of this rank."""
         self._receiver = receiver
 
     async def run(self) -> None:
-        """Tell all other ranks that this one ends, unless `goodbye` will tell them; give up after a while."""
+        """Notify the other ranks of this rank's end, for at most `PARTING` seconds; see `send_goodbyes`."""
         self._finished = self._context.loop.create_future()
         call_later = self._context.runtime.call_later
         timers = call_later(PATIENCE, self._stop_waiting), call_later(PARTING, self.finish)
@@ -60,14 +60,14 @@ class Departure:
             for timer in timers:
                 timer.cancel()
 
-    def goodbye(self) -> None:
-        """Tell every linked peer that this rank ends in order."""
+    def send_goodbyes(self) -> None:
+        """Send the notice of this rank's end to every linked peer that has not received it."""
         for link in self._control.links:
             if link.peer != self._notified:
-                self._control.tell(link.peer, self._end())
+                self._control.tell(link.peer, self._make_end_message())
 
     def advance(self) -> None:
-        """Take the next step, if this rank is ending: a link was opened, or a rank has gone."""
+        """Take the next step of this rank's end after a link was opened or a rank has gone."""
         if self._finished is None or self._finished.done():
             return
         control, rank, hub = self._control, self._context.rank, self._control.hub
@@ -79,24 +79,24 @@ class Departure:
                 self.finish()
         elif control.link(hub) is not None and self._notified != hub:
             self._notified = hub
-            control.tell(hub, self._end())
+            control.tell(hub, self._make_end_message())
 
     def finish(self) -> None:
-        """All ranks that must know that this one ends know it."""
+        """End the wait of `run`: every rank that needs the notice has received it."""
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
-    def ended(self, peer: int, linked: list[int], moved: list[int]) -> None:
-        """A rank ends; a rank that is not the hub tells only the hub, which tells the others."""
+    def on_end(self, peer: int, linked: list[int], moved: list[int]) -> None:
+        """Handle the end of `peer`. On the hub, schedule its relay to the other ranks."""
         was_hub = peer == self._control.hub
-        self._control.gone(peer)
+        self._control.remove_rank(peer)
         if not was_hub:
             if not self._ended:
                 self._context.runtime.call_soon(self._relay)
             self._ended.append((peer, linked, moved))
 
     def _relay(self) -> None:
-        """Tell the others which ranks have ended; when many end in one turn of the loop, most need not be told."""
+        """Relay the ended ranks in one message per rank. When many end together, most need no message."""
         ended, self._ended = self._ended, []
         for rank in range(self._context.world_size):
             others = [each for each in ended if each[0] != rank]
@@ -106,9 +106,9 @@ class Departure:
             if self._control.link(rank) is not None:
                 self._control.tell(rank, {"t": "known"})
 
-    def _end(self) -> ControlMessage:
-        """Return the message that this rank ends, which lists its data links."""
-        return {"t": "end", **self._receiver.parting()}
+    def _make_end_message(self) -> ControlMessage:
+        """Return the notice of this rank's end, which lists its data links."""
+        return {"t": "end", **self._receiver.make_end_fields()}
 
     def _stop_waiting(self) -> None:
         self._patient = False

@@ -1,6 +1,6 @@
-"""Control links between two ranks neither of which is the hub: the hub may be the rank that does not answer.
+"""Control links between two ranks of which neither is the hub, for cases where the hub does not answer.
 
-They also serve to reach a lost rank again: a new link, or an answer on an existing one, shows that it is alive.
+They also reach a lost rank again: a new link, or an answer on an existing link, shows that the rank is alive.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerLinks"]
 
-#: Seconds to reach a lost rank again before the messages for it are dropped; senders repeat them anyway.
+#: Seconds to reach a lost rank again. Then its messages are dropped; their senders repeat them anyway.
 REACH = 2.0
 
 
 class PeerLinks:
-    """Opens control links outside the star, on demand; the control plane owns them afterwards.
+    """Opens control links outside the star, on demand. The control plane owns them afterwards.
 
     Args:
-        context: of the endpoint.
+        context: the endpoint's context.
         control: the star.
-        ranks: tells which of them are lost.
-        missed: called with a rank that could not be reached.
+        ranks: the state of the other ranks: which are lost.
+        missed: callback for a rank that could not be reached.
     """
 
     def __init__(self, context: Context, control: ControlPlane, ranks: Roster, missed: Callable[[int], None]) -> None:
@@ -46,7 +46,7 @@ class PeerLinks:
         self._dialling: set[int] = set()
 
     def tell(self, rank: int, message: ControlMessage) -> None:
-        """Send `message` to `rank` on a direct link."""
+        """Send `message` to `rank` on a direct link, or through the star if a link of the star exists."""
         context, control = self._context, self._control
         if context.closed or control.hub in (rank, context.rank) or control.linked(rank):
             control.tell(rank, message)
@@ -54,7 +54,7 @@ class PeerLinks:
         self.send(rank, message)
 
     def send(self, rank: int, message: ControlMessage) -> None:
-        """Send `message` to `rank` on a direct link, whichever rank is the hub and even if `rank` is lost."""
+        """Send `message` to `rank` on a direct link, even if this rank or `rank` is the hub, or if `rank` is lost."""
         link = self._control.link(rank)
         if link is not None:
             send_message(link, message)
@@ -63,7 +63,7 @@ class PeerLinks:
             self._connect(rank)
 
     def reach(self, rank: int) -> None:
-        """Find out whether a lost rank can be reached again."""
+        """Try to reach a lost rank again."""
         self.send(rank, {"t": "probe"})
 
     def _connect(self, rank: int) -> None:
@@ -72,11 +72,11 @@ class PeerLinks:
             self._context.spawn(self._dial(rank), "aiocoll control")
 
     def dials(self, rank: int) -> bool:
-        """Whether a link to `rank` is being opened."""
+        """Return whether a link to `rank` is being opened."""
         return rank in self._dialling
 
-    def attached(self, link: Link) -> None:
-        """A control link is open, whichever end opened it."""
+    def on_link_open(self, link: Link) -> None:
+        """Handle a new control link, opened by either end: send the messages that wait for it."""
         for message in self._held.pop(link.peer, ()):
             send_message(link, message)
 
@@ -96,4 +96,4 @@ class PeerLinks:
         if link is not None:
             self._control.attach(link)
         elif rank == self._control.hub:
-            self._control.succeed_hub()  # it has become the hub meanwhile
+            self._control.succeed_hub()  # `rank` became the hub in the meantime

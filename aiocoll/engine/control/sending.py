@@ -17,6 +17,6 @@ def send_message(link: Link, message: ControlMessage) -> None:
 
 
 def frame_of(message: ControlMessage) -> tuple[bytes, memoryview]:
-    """Return header and payload of a control message."""
+    """Return the header and the payload of a control message."""
     body: bytes = msgpack.packb(message)
     return HEADER.pack(FrameKind.CONTROL, 0, 0, 0, 0, 0, 0, len(body), len(body)), memoryview(body)

@@ -1,7 +1,7 @@
 """Schema checks of plain data, composed of small functions.
 
-A check is called with a value and a `Scope`, and raises `Misfit` if the value is invalid. A check inspects only as
-many levels as its schema has, whatever the value is.
+A check takes a value and a `Scope`, and raises `Misfit` if the value is invalid. A check inspects only as many levels
+as its schema has, however deep the value is.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = [
     "text",
 ]
 
-#: Characters of a value that an error message shows.
+#: Maximum number of characters of a value in an error message.
 SHOWN = 80
-#: Characters of a text: error messages that list calls are cut at that.
+#: Maximum number of characters of a text. Longer error messages, which list calls, are truncated.
 TEXT = 1 << 16
-#: Items in a list: counts are one per rank, and no job has more ranks than this.
+#: Maximum number of items in a list. Counts have one item per rank, and no job has more ranks.
 LIST = 1 << 16
 
 
 class Scope(NamedTuple):
-    """Number of ranks: in the job, and in the group of the message; None if this rank is not in that group."""
+    """The number of ranks in the job, and in the message's group; None if this rank is not in that group."""
 
     world: int
     group: int | None
@@ -56,17 +56,17 @@ Check = Callable[[Any, Scope], None]
 
 
 class Misfit(ValueError):
-    """A value does not match its schema."""
+    """Raised when a value does not match its schema."""
 
 
 def shown(value: Any) -> str:
-    """Return the text of a value, cut if it is long."""
+    """Return the text of a value for an error message, truncated if it is long."""
     text = repr(value) if isinstance(value, (int, float, str, bytes, bool, type(None))) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def refuse(value: Any, wanted: str) -> None:
-    """Raise an error that names `value` and what was expected.
+    """Raise an error that names `value` and the expected kind of value.
 
     Raises:
         Misfit: always.
@@ -75,7 +75,7 @@ def refuse(value: Any, wanted: str) -> None:
 
 
 def integer(stop: int, start: int = 0) -> Check:
-    """A number from `start` to below `stop`."""
+    """Return a check for a number from `start` to below `stop`."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not int or not start <= value < stop:
@@ -85,7 +85,7 @@ def integer(stop: int, start: int = 0) -> Check:
 
 
 def text(limit: int = TEXT) -> Check:
-    """A text of at most `limit` characters."""
+    """Return a check for a text of at most `limit` characters."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not str or len(value) > limit:
@@ -95,7 +95,7 @@ def text(limit: int = TEXT) -> Check:
 
 
 def data(limit: int) -> Check:
-    """At most `limit` bytes."""
+    """Return a check for at most `limit` bytes."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not bytes or len(value) > limit:
@@ -105,7 +105,7 @@ def data(limit: int) -> Check:
 
 
 def one_of(*values: Any) -> Check:
-    """One of these values."""
+    """Return a check for one of these values."""
 
     def check(value: Any, scope: Scope) -> None:
         if not any(type(value) is type(each) and value == each for each in values):
@@ -115,7 +115,7 @@ def one_of(*values: Any) -> Check:
 
 
 def either(*checks: Check) -> Check:
-    """A value that passes one of these checks."""
+    """Return a check that passes if one of `checks` passes."""
 
     def check(value: Any, scope: Scope) -> None:
         for each in checks[:-1]:
@@ -130,7 +130,7 @@ def either(*checks: Check) -> Check:
 
 
 def maybe(inner: Check) -> Check:
-    """None, or a value that passes the check."""
+    """Return a check for None, or a value that passes `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
         if value is not None:
@@ -140,7 +140,7 @@ def maybe(inner: Check) -> Check:
 
 
 def listed(inner: Check, limit: int = LIST) -> Check:
-    """A list of values that pass the check."""
+    """Return a check for a list of at most `limit` values that pass `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not list or len(value) > limit:
@@ -152,7 +152,7 @@ def listed(inner: Check, limit: int = LIST) -> Check:
 
 
 def mapped(inner: Check) -> Check:
-    """A map from texts to values that pass the check."""
+    """Return a check for a map from texts to values that pass `inner`."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not dict or not all(type(name) is str for name in value):
@@ -164,11 +164,11 @@ def mapped(inner: Check) -> Check:
 
 
 def anything(value: Any, scope: Scope) -> None:
-    """Any value: it is checked elsewhere, or only shown."""
+    """Accept any value: other code checks it, or it is only displayed."""
 
 
 def row(*checks: Check) -> Check:
-    """A list with one value for each of these checks."""
+    """Return a check for a list with one value for each of `checks`, in this order."""
 
     def check(value: Any, scope: Scope) -> None:
         if type(value) is not list or len(value) != len(checks):
@@ -180,7 +180,7 @@ def row(*checks: Check) -> Check:
 
 
 def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
-    """A map with all these fields, any of the optional ones, and no others."""
+    """Return a check for a map with all `required` fields, any of the `optional` ones, and no others."""
     known = {**required, **(optional or {})}
 
     def check(value: Any, scope: Scope) -> None:
@@ -192,7 +192,7 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
         for name, each in value.items():
             inner = known.get(name)
             if inner is None:
-                raise Misfit(f"there is no field {shown(name)}")
+                raise Misfit(f"unknown field {shown(name)}")
             try:
                 inner(each, scope)
             except Misfit as error:
@@ -202,50 +202,50 @@ def fields(optional: Mapping[str, Check] | None = None, /, **required: Check) ->
 
 
 def fitting(words: str) -> str:
-    """Return a text as a message can carry it: cut to `TEXT` characters, with lone surrogates replaced."""
+    """Return a text that fits into a message: truncated to `TEXT` characters, with lone surrogates replaced."""
     return words[:TEXT].encode("utf-8", "replace").decode()
 
 
-#: More seconds than any clock shows: 30,000 years.
+#: Limit of clock readings in seconds: 30,000 years.
 LONG = 1e12
 _COUNT = integer(1 << 63)
 
 
 def job_rank(value: Any, scope: Scope) -> None:
-    """A rank of the job."""
+    """Check a rank of the job."""
     if type(value) is not int or not 0 <= value < scope.world:
         refuse(value, f"one of the {scope.world} ranks")
 
 
 def group_rank(value: Any, scope: Scope) -> None:
-    """A rank of the group of the message."""
+    """Check a rank of the message's group."""
     size = scope.world if scope.group is None else scope.group
     if type(value) is not int or not 0 <= value < size:
         refuse(value, f"one of the {size} ranks of the group")
 
 
 def rank_list(value: Any, scope: Scope) -> None:
-    """Ranks of the job, ascending."""
+    """Check a list of ranks of the job in ascending order."""
     listed(job_rank)(value, scope)
     if any(one >= two for one, two in pairwise(value)):
-        refuse(value, "a list of ranks that ascend")
+        refuse(value, "an ascending list of ranks")
 
 
 def rank_order(value: Any, scope: Scope) -> None:
-    """Ranks of the job as a group numbers them, each once."""
+    """Check a list of different ranks of the job, in the order of their numbers in a group."""
     listed(job_rank)(value, scope)
     if len(set(value)) < len(value):
-        refuse(value, "a list of ranks, each once")
+        refuse(value, "a list of different ranks")
 
 
 def per_rank(value: Any, scope: Scope) -> None:
-    """A number for each rank of the group."""
+    """Check a list with one number for each rank of the group."""
     listed(_COUNT)(value, scope)
     if scope.group not in (None, len(value)):
-        raise Misfit(f"{len(value)} numbers are not one for each of the {scope.group} ranks of the group")
+        raise Misfit(f"expected {scope.group} numbers, one per rank of the group; got {len(value)}")
 
 
 def seconds(value: Any, scope: Scope) -> None:
-    """Seconds of any clock."""
+    """Check a clock reading in seconds."""
     if type(value) not in (int, float) or not -LONG < value < LONG:
         refuse(value, "a number of seconds")

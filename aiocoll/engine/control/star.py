@@ -1,8 +1,8 @@
-"""The control plane of an endpoint: a star of links, one from each rank to the hub, the lowest rank that is present.
+"""Control plane of an endpoint: a star of links from each rank to the hub, the lowest rank that is present.
 
-It carries small msgpack maps: who has left, what has failed, who waits for whom. A message between two ranks without a
-link goes through the hub, which also broadcasts what concerns all ranks. A broken control link is how a loss is
-noticed, so a rank that ends must first tell everybody (`aiocoll.engine.control.departure`).
+It carries small msgpack maps about ranks that left, failures, and stalled operations. Two ranks without a common link
+exchange messages through the hub. The hub also broadcasts messages that concern all ranks. A broken control link
+reveals a lost rank, so a rank that ends must first notify the others (`aiocoll.engine.control.departure`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["ControlPlane"]
 
 
 class ControlPlane:
-    """The sink of all control links of one rank, and their owner.
+    """The owner and the sink of all control links of one rank.
 
     Args:
-        context: of the endpoint.
+        context: the endpoint's context.
 
     Attributes:
-        departure: ends this rank in order.
+        departure: the orderly end of this rank.
     """
 
     _ranks: Roster
@@ -56,25 +56,25 @@ class ControlPlane:
         self.departure = Departure(context, self)
 
     def connect(self, ranks: Roster, detector: FailureDetector, direct_links: PeerLinks, receiver: Receiver) -> None:
-        """Set the parts that are notified of links and messages."""
+        """Set the parts that handle link changes and messages."""
         self._ranks, self._detector, self._direct_links, self._receiver = ranks, detector, direct_links, receiver
         self.departure.connect(receiver)
 
     @property
     def links(self) -> list[Link]:
-        """The open links."""
+        """Return the open links."""
         return list(self._links.values())
 
     @property
     def hub(self) -> int:
-        """The lowest rank that has neither ended nor died."""
+        """Return the lowest rank that has neither ended nor died."""
         while self._hub in self._gone:
             self._hub += 1
         return self._hub
 
     @property
     def is_alone(self) -> bool:
-        """Whether all other ranks have ended or died."""
+        """Return whether all other ranks have ended or died."""
         return len(self._gone) == self._context.world_size - 1
 
     def link(self, rank: int) -> Link | None:
@@ -82,20 +82,20 @@ class ControlPlane:
         return self._links.get(rank)
 
     def dials(self, rank: int) -> bool:
-        """Whether a link to `rank`, as the next hub, is being opened."""
+        """Return whether a link to `rank`, as the next hub, is being opened."""
         return rank in self._dialling
 
     def linked(self, rank: int) -> bool:
-        """Whether there is a link to `rank`, one is being opened, or there never will be one."""
+        """Return whether a link to `rank` exists or is being opened, or `rank` has gone and needs none."""
         return rank in self._links or rank in self._dialling or rank in self._gone
 
     def absent(self) -> list[int]:
-        """Ranks that have not connected to the hub yet."""
+        """Return the ranks that have not connected to the hub yet."""
         present = {self._context.rank, *self._links}
         return [rank for rank in range(self._context.world_size) if rank not in present]
 
-    def cut(self, rank: int) -> list[Link]:
-        """Stop using the link to `rank`; return it, if there is one."""
+    def detach(self, rank: int) -> list[Link]:
+        """Stop using the link to `rank`; return it in a list, which is empty if there is no link."""
         link = self._links.pop(rank, None)
         return [] if link is None else [link]
 
@@ -114,8 +114,8 @@ class ControlPlane:
         if self._lost_early is not None:
             raise self._lost_early
 
-    def formed(self) -> None:
-        """The hub says that all ranks are linked to it."""
+    def on_formed(self) -> None:
+        """Handle the hub's message that all ranks are linked to it."""
         if not self._formed.done():
             self._formed.set_result(None)
 
@@ -125,7 +125,7 @@ class ControlPlane:
         self._links[link.peer] = link
         link.sink = self
         if broken is not None:
-            # The peer has lost the old link; this rank has not seen its end yet. From now on the new link is used.
+            # The peer has lost the old link, but this rank has not noticed yet. The new link replaces it now.
             broken.close()
             self._ranks.cut_off(link.peer)
         if (note := self._ranks.note(link.peer)) is not None:
@@ -141,7 +141,7 @@ class ControlPlane:
             self.tell(rank, message)
         self._detector.linked(link)
         self._ranks.restored(link.peer)
-        self._direct_links.attached(link)
+        self._direct_links.on_link_open(link)
         self.departure.advance()
 
     # -- sending
@@ -167,7 +167,7 @@ class ControlPlane:
     # -- receiving: the sink of control links
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Control frames are small: the link buffers them."""
+        """Return None: control frames are small, so the link buffers them."""
         return None
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
@@ -177,40 +177,40 @@ class ControlPlane:
         self._receiver.receive(link.peer, payload, CONTROL)
 
     def withdrawn(self, link: Link, header: Header) -> None:
-        """Nothing to do: only data can be."""
+        """Ignore a withdrawn frame: only data frames are withdrawn."""
 
     def drained(self, link: Link) -> None:
-        """Nothing to do: nothing waits for it."""
+        """Ignore a drained link: no part waits for it."""
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """A control link is closed: its peer has ended or is lost, or sent something unacceptable."""
+        """Handle a closed control link: its peer has ended, is lost, or sent an unacceptable message."""
         peer = link.peer
         if self._links.get(peer) is not link:
-            return  # it has been replaced
+            return  # the link has been replaced
         del self._links[peer]
         self._ranks.unlinked(peer)
         if self._receiver.refuse(peer, error, link):
             return
         if peer in self._ranks.over:
-            self.gone(peer)
+            self.remove_rank(peer)
         self._detector.broken(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
 
     # -- changes of the hub
 
-    def gone(self, rank: int) -> None:
-        """A rank is lost or has ended: nothing is sent to it any more, and the next lowest rank may be the new hub."""
-        self.gone_too([rank])
+    def remove_rank(self, rank: int) -> None:
+        """Handle a rank that is lost or has ended: stop sending to it, and use a new hub if it was the hub."""
+        self.remove_ranks([rank])
 
-    def back(self, rank: int) -> None:
-        """A lost rank is reachable again; it may be the hub."""
+    def restore_rank(self, rank: int) -> None:
+        """Handle a lost rank that is reachable again; it may be the hub."""
         hub = self.hub
         self._gone.discard(rank)
         self._hub = 0
         if self.hub != hub:
             self.succeed_hub()
 
-    def gone_too(self, ranks: Iterable[int]) -> None:
-        """These ranks have ended."""
+    def remove_ranks(self, ranks: Iterable[int]) -> None:
+        """Handle ranks that have ended."""
         hub, before = self.hub, len(self._gone)
         self._gone.update(ranks)
         if len(self._gone) > before:
@@ -219,14 +219,14 @@ class ControlPlane:
             self._ranks.changed()
             self.departure.advance()
 
-    def miss(self, rank: int, detail: str) -> None:
-        """End `join` with an error if it still waits, since a rank has died."""
+    def fail_join(self, rank: int, detail: str) -> None:
+        """Fail a waiting `join`, since a rank has died."""
         if not self._formed.done():
             self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
             self._formed.set_result(None)
 
     def succeed_hub(self) -> None:
-        """The hub may have changed: make sure that there is a link to it."""
+        """Open a link to the hub if there is none, since the hub may have changed."""
         context, hub = self._context, self.hub
         if not context.closed and hub != context.rank:
             if not self.linked(hub) and not self._direct_links.dials(hub):
@@ -238,7 +238,7 @@ class ControlPlane:
         try:
             await self._dial(rank)
         except (OSError, AiocollError) as error:
-            # If it was ending as well, its goodbye came before that of the last hub.
+            # A rank that was ending as well has sent its goodbye before the last hub did.
             self._ranks.died(rank, f"it cannot be reached ({error})", how="unreachable")
         finally:
             self._dialling.discard(rank)

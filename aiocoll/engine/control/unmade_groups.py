@@ -1,8 +1,9 @@
-"""Frames and messages for groups that this rank has not made yet; they are delivered when the group is made.
+"""Buffers of frames and messages for groups that this rank has not made yet.
 
-Ranks make groups without waiting for each other, so a rank may be behind. What is buffered is bounded for each peer,
-whatever groups it names: frames by the window of its link (`aiocoll.engine.links.channel`), everything else by limits
-far above what a correct peer needs. A peer that exceeds a limit breaks the protocol.
+Ranks make groups without waiting for each other, so a rank may be behind. The buffered frames and messages are
+delivered when the group is made. Their number is limited per peer, however many groups the peer names: frames by the
+window of the peer's link (`aiocoll.engine.links.channel`), everything else by limits far above the needs of a correct
+peer. A peer that exceeds a limit breaks the protocol.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from aiocoll.transport.frame import Header
 if TYPE_CHECKING:
     from aiocoll.engine.links.channel import Channel
 
-__all__ = ["Early", "Kept", "Unmade", "keep_message"]
+__all__ = ["Kept", "UnmadeGroup", "UnmadeGroups", "keep_message"]
 
-#: Groups that one peer may name before this rank has made them: the peer would have to be thousands of calls of
-#: `split_group` ahead, each for a group that it has used, left or revoked by now.
+#: Maximum number of groups that one peer may name before this rank has made them. To reach it, a peer must be
+#: thousands of `split_group` calls ahead, and must have used, left or revoked each of these groups.
 GROUPS = 4096
-#: Messages about CUDA devices of one peer for one group: before all ranks have described theirs, each sends one.
+#: Maximum number of messages about CUDA devices from one peer for one group. A correct peer sends one before all ranks
+#: have described their devices.
 DEVICE_MESSAGES = 16
 
 
 T = TypeVar("T")
 
-#: The sender of a message, and the group's name in it.
+#: The sender of a message, and the group name that it contains.
 Key = tuple[int, str | None]
 
 
@@ -38,15 +40,15 @@ Key = tuple[int, str | None]
 Kept = tuple["Channel", Header, bytes]
 
 
-class Unmade:
-    """What has arrived for one group that is not made yet.
+class UnmadeGroup:
+    """The buffered frames and messages for one group that is not made yet.
 
     Attributes:
-        frames: in order of arrival.
-        messages: about CUDA devices, with their senders.
-        causes: why it was revoked, by sender and name of the group; the first one of each.
-        farewells: of ranks that have left it, by sender and name of the group.
-        peers: that have named it, with the names: several only if ids collide.
+        frames: the frames, in order of arrival.
+        messages: the messages about CUDA devices, with their senders.
+        causes: the first cause of revocation, by sender and group name.
+        farewells: the goodbyes of ranks that have left the group, by sender and group name.
+        peers: the peers that have named the group, with the names: several only if ids collide.
     """
 
     def __init__(self) -> None:
@@ -56,9 +58,9 @@ class Unmade:
         self.farewells: dict[Key, Farewells] = {}
         self.peers: dict[int, set[str]] = {}
 
-    def split(self, name: str | None, ranks: Collection[int]) -> Unmade:
-        """Take out what is about the group of this name and these ranks; another group may have the same id."""
-        found, members = Unmade(), self.peers.keys() & set(ranks)
+    def split(self, name: str | None, ranks: Collection[int]) -> UnmadeGroup:
+        """Remove and return everything about the group of this name and these ranks; another group may share its id."""
+        found, members = UnmadeGroup(), self.peers.keys() & set(ranks)
         found.frames = [kept for kept in self.frames if kept[0].peer in members]
         found.messages = [(peer, message) for peer, message in self.messages if peer in members]
         self.frames = [kept for kept in self.frames if kept[0].peer not in members]
@@ -73,33 +75,33 @@ class Unmade:
 
 
 def _taken(kept: dict[Key, T], name: str | None, members: Collection[int]) -> dict[Key, T]:
-    """Take out what is about the group of this name and these ranks."""
+    """Remove and return the entries about the group of this name and these ranks."""
     return {key: kept.pop(key) for key in list(kept) if key[0] in members and _fits(name, key[1])}
 
 
 def _fits(name: str | None, other: str | None) -> bool:
-    """Return whether two names may be of one group; None if a name is not known."""
+    """Return whether two names may belong to one group; None is an unknown name."""
     return name == other or None in (name, other)
 
 
-class Early:
-    """All groups of one endpoint that are not made yet, or will never be made.
+class UnmadeGroups:
+    """The buffers of all groups of one endpoint that are not made yet, or will never be made.
 
     Args:
-        closed: groups that this rank has left.
+        closed: the groups that this rank has left.
     """
 
     def __init__(self, closed: ClosedGroups) -> None:
         self._closed = closed
-        self._unmade: dict[int, Unmade] = {}
+        self._unmade: dict[int, UnmadeGroup] = {}
         self._named: Counter[int] = Counter()
         self._disowned: Counter[int] = Counter()
 
-    def unmade(self, identity: int, peer: int, name: str | None = None) -> Unmade:
+    def unmade(self, identity: int, peer: int, name: str | None = None) -> UnmadeGroup:
         """Return the buffer of a group that `peer` has named.
 
         Raises:
-            ProtocolError: it has named too many.
+            ProtocolError: `peer` has named too many groups.
         """
         found = self._unmade.get(identity)
         names = None if found is None else found.peers.get(peer)
@@ -107,14 +109,14 @@ class Early:
             if self._named[peer] >= GROUPS:
                 raise ProtocolError(f"rank {peer} has named more than {GROUPS} groups that are not made yet")
             self._named[peer] += 1
-        found = found or self._unmade.setdefault(identity, Unmade())
+        found = found or self._unmade.setdefault(identity, UnmadeGroup())
         names = found.peers.setdefault(peer, set())
         if name is not None:
             names.add(name)
         return found
 
     def keep_frame(self, channel: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Buffer a frame; True if its group is closed, and the frame is dropped instead."""
+        """Buffer a frame; return True if it is dropped instead, because its group is closed."""
         identity = header[3]
         if self._closed.sends_frames(identity, channel.peer):
             return True
@@ -123,25 +125,25 @@ class Early:
         return False
 
     def keep_message(self, identity: int, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Buffer a message about CUDA devices; `direct` if it came behind frames."""
+        """Buffer a message about CUDA devices; `direct` if it arrived on the data link."""
         if not self._closed.sends_notes(identity, peer, direct):
             keep_message(self.unmade(identity, peer).messages, peer, message)
 
     def keep_cause(self, identity: int, peer: int, name: str | None, cause: dict[str, Any], direct: bool) -> None:
-        """Store why a group was revoked; the first cause stays. `direct` if the message came behind frames."""
+        """Store the cause of a revocation unless an earlier one is stored; `direct` if it arrived on the data link."""
         if not self._closed.sends_notes(identity, peer, direct, name):
             self.unmade(identity, peer, name).causes.setdefault((peer, name), cause)
 
     def keep_farewell(self, identity: int, peer: int, name: str | None, frames: bool, notes: bool) -> None:
-        """Store a goodbye of a rank that has left a group; see `ClosedGroups`."""
+        """Store the goodbye of a rank that has left a group; see `ClosedGroups`."""
         unmade = self.unmade(identity, peer, name)
         unmade.farewells.setdefault((peer, name), Farewells(name, (peer,))).mark(peer, frames, notes)
 
-    def take(self, identity: int, name: str | None, ranks: Collection[int]) -> Unmade:
-        """Return and remove what is buffered for a group that is made now."""
+    def take(self, identity: int, name: str | None, ranks: Collection[int]) -> UnmadeGroup:
+        """Remove and return the buffer of a group that is made now."""
         unmade = self._unmade.get(identity)
         if unmade is None:
-            return Unmade()
+            return UnmadeGroup()
         before = {peer: max(1, len(names)) for peer, names in unmade.peers.items()}
         found = unmade.split(name, ranks)
         self._named.subtract({peer: count - len(unmade.peers.get(peer, ())) for peer, count in before.items()})
@@ -150,7 +152,7 @@ class Early:
         return found
 
     def drop(self, identity: int, name: str | None, ranks: Collection[int]) -> Farewells:
-        """Drop what is buffered for a group that this rank will never make; return who has left it."""
+        """Drop the buffer of a group that this rank will never make; return the goodbyes that it contained."""
         found, farewells = self.take(identity, name, ranks), Farewells(name, ranks)
         for channel, header, _ in found.frames:
             channel.release(header)
@@ -159,7 +161,7 @@ class Early:
         return farewells
 
     def disown(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
-        """Buffer nothing for a group that `peer` has named: this rank, `me`, will never be in it."""
+        """Stop buffering for a group that `peer` has named and that this rank, `me`, will never be in."""
         if self._closed.is_known(identity):
             return
         self._disowned[peer] += 1
@@ -169,13 +171,13 @@ class Early:
 
 
 def keep_message(messages: list[tuple[int, ControlMessage]], peer: int, message: ControlMessage) -> None:
-    """Append a message about CUDA devices to those that wait for a handler.
+    """Append a message about CUDA devices to the messages that wait for a handler.
 
     Raises:
-        ProtocolError: that rank has sent too many.
+        ProtocolError: `peer` has sent too many.
     """
     if sum(each == peer for each, _ in messages) >= DEVICE_MESSAGES:
         raise ProtocolError(
-            f"rank {peer} sent more than {DEVICE_MESSAGES} control messages about devices not in use yet"
+            f"rank {peer} sent more than {DEVICE_MESSAGES} control messages about devices that are not in use yet"
         )
     messages.append((peer, message))

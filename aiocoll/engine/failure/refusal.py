@@ -58,12 +58,12 @@ class Refusals:
         if not isinstance(error, ProtocolError):
             words = f"rank {self._context.rank} could not take what rank {peer} sent: {error!r}"
         detail = fitting(words)
-        links = [*([] if link is None else [link]), *self._control.cut(peer), *self._cut(peer)]
+        links = [*([] if link is None else [link]), *self._control.detach(peer), *self._cut(peer)]
         if peer in self._roster.over and peer not in self._roster.dead:
             self._ended(peer)
         else:
             self._roster.died(peer, detail, how=PROTOCOL)
-        self._control.gone(peer)
+        self._control.remove_rank(peer)
         for each in links:
             send_message(each, {"t": "died", "rank": peer, "detail": detail, "how": PROTOCOL})
             each.sink = Ignored(self._lost)

@@ -216,8 +216,8 @@ class Roster:
     def _lose(self, rank: int, detail: str, how: str) -> None:
         self.over.add(rank)
         self.dead[rank] = how, detail
-        self._control.gone(rank)
-        self._control.miss(rank, detail)
+        self._control.remove_rank(rank)
+        self._control.fail_join(rank, detail)
         self._reconsider()
         self.changed()
         self._examine(rank)
@@ -229,7 +229,7 @@ class Roster:
         del self.dead[rank]
         self.over.discard(rank)
         self._data_links.renew(rank)
-        self._control.back(rank)
+        self._control.restore_rank(rank)
         self.changed()
 
     def finished(self, rank: int) -> None:
