@@ -189,11 +189,11 @@ PARTS = {
     "unsized_counted": "aiocoll.engine.operations.stepped.Stepped._complete",
     "call_finished": "aiocoll.completion.Completion.finish",
     # failure
-    "peer_seen": "aiocoll.engine.failure.failure_detector.FailureDetector.sees",
-    "stall_gathered": "aiocoll.engine.failure.stall_inspector.StallInspector._gathered",
+    "peer_seen": "aiocoll.engine.failure.failure_detector.FailureDetector.is_known_alive",
+    "stall_gathered": "aiocoll.engine.failure.stall_inspector.StallInspector._answer_waiting",
     "stall_heard": "aiocoll.engine.failure.stall_inspector.StallInspector.handle",
     "stall_reported": "aiocoll.engine.failure.stall_inspector.StallInspector.report",
-    "stall_told": "aiocoll.engine.failure.stall_inspector.StallInspector._tell",
+    "stall_told": "aiocoll.engine.failure.stall_inspector.StallInspector._send",
     "vote_heard": "aiocoll.engine.consensus.voter.Voter.handle",
     "vote_said": "aiocoll.engine.consensus.voter.Voter.send",
     # certificates

@@ -128,7 +128,7 @@ class Channels:
             broken.close()
             channel.lost(broken, None)
             channel = self._made_anew(link.peer)
-        if (note := self._roster.note(link.peer)) is not None:
+        if (note := self._roster.notice(link.peer)) is not None:
             send_message(link, note)
         channel.attach(link)
         for group in self._groups.made.values():
@@ -141,11 +141,11 @@ class Channels:
         """The data link to `peer` is closed, or `peer` sent something unacceptable."""
         self._count_links()
         self._groups.closed.end([peer], notes=False)
-        self._roster.unlinked(peer)
+        self._roster.on_link_closed(peer)
         if self._receiver.refuse(peer, error, link):
             pass
         elif peer not in self._roster.over:
-            self._failure_detector.broken(peer, f"its connection broke ({error or 'closed without a goodbye'})")
+            self._failure_detector.on_broken_link(peer, f"its connection broke ({error or 'closed without a goodbye'})")
         elif peer not in self._roster.dead:
             self._groups.ended(peer)
         if (shared := self.to(peer).shared) is not None:

@@ -66,7 +66,7 @@ class Endpoint:
         self.groups = registry.made
         roster = self.roster = Roster(context, control, self.groups)
         detector = self.failure_detector = FailureDetector(context, control, roster)
-        self.direct = PeerLinks(context, control, roster, detector.examine)
+        self.direct = PeerLinks(context, control, roster, detector.confirm_death)
         self.polling = Polling(context, self.groups, spin, crowded)
         #: The same for slots: read by every await.
         self.spin = self.polling.spin
@@ -74,8 +74,8 @@ class Endpoint:
         self.channels = self._make_channels(registry, roster, detector)
         refusals = self._refusals = Refusals(context, control, roster, self.channels.cut, registry.ended)
         self.attempt = refusals.attempt
-        self.watch = Deadlines(runtime, self.groups, detector.needed)
-        parts = Parts(context, roster, self.direct, control.flood, detector.look, self.groups)
+        self.watch = Deadlines(runtime, self.groups, detector.check_awaited)
+        parts = Parts(context, roster, self.direct, control.flood, detector.check_process, self.groups)
         self.agreements = self._make_agreements(parts)
         #: Memory of this rank that peers read in place.
         self.registered_memory = transport.registered_memory
@@ -84,7 +84,7 @@ class Endpoint:
         facts = Facts(rank, world_size, registry.ranks_of)
         receiver = Receiver(facts, control, roster, detector, self.channels, self.agreements, registry, self._refusals)
         control.connect(roster, detector, self.direct, receiver)
-        roster.connect(detector.examine, self._ranks_changed, self.channels, is_majority)
+        roster.connect(detector.confirm_death, self._ranks_changed, self.channels, is_majority)
         registry.connect(self.agreements.drop_group, self.channels.release)
         self.channels.connect(receiver)
         transport.accepted = self.accept
@@ -149,7 +149,7 @@ class Endpoint:
         early = self.registry.add(group)
         for (rank, _), cause in early.causes.items():
             if (detail := self.registry.own_death(cause)) is not None:
-                self.roster.disowned(detail, rank)
+                self.roster.on_own_death(detail, rank)
             group.revoke(error_from(cause), tell=False)
         for rank, message in early.messages:
             self.attempt(rank, group.devices.handle, rank, message)

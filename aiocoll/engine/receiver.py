@@ -62,16 +62,16 @@ class Receiver(NamedTuple):
             raise
         except Exception as error:
             raise ProtocolError(
-                f"rank {self.facts.rank} could not take the control message {message['t']!r} of rank {peer}: {error!r}"
+                f"rank {self.facts.rank} could not handle control message {message['t']!r} of rank {peer}: {error!r}"
             ) from error
 
     def _handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
         """Carry out a message, which came behind all data if `direct`."""
         kind = message["t"]
         if (detail := self._own_death(message)) is not None:
-            self.roster.disowned(detail, peer)
+            self.roster.on_own_death(detail, peer)
         elif kind == "died" and message["rank"] == peer:
-            self.roster.gave_up(peer, message["detail"])
+            self.roster.on_rank_out(peer, message["detail"])
         if kind not in HEARD and self.roster.is_ignored(peer):
             return
         if kind == "relay":
@@ -100,9 +100,9 @@ class Receiver(NamedTuple):
         elif kind == "probe":
             self.control.tell(peer, {"t": "alive"})
         elif kind == "alive":
-            self.roster.restored(peer)
+            self.roster.record_return(peer)
         elif kind == "waits":
-            self.failure_detector.needed()
+            self.failure_detector.check_awaited()
         elif kind == "revoke":
             self.groups.revoked(peer, message)
         elif kind == "shrink":
@@ -123,7 +123,7 @@ class Receiver(NamedTuple):
 
     def _finished(self, rank: int, moved: list[int]) -> None:
         """A rank has ended in order; it had continued elsewhere from the groups `moved`."""
-        self.roster.finished(rank)
+        self.roster.record_end(rank)
         self.agreements.record_moved(rank, moved)
 
     def _handle_relayed(self, origin: int, message: ControlMessage) -> None:

@@ -42,7 +42,7 @@ class Alone:
     def suspected(self) -> set[int]:
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
-    def restored(self, rank: int) -> None:
+    def record_return(self, rank: int) -> None:
         self.dead.pop(rank, None)
 
     def send(self, rank: int, note: dict[str, Any]) -> None:

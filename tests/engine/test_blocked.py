@@ -123,7 +123,7 @@ async def test_a_line_that_blocks_again_and_again_is_logged_once(
     assert len(blocked) == 2
     for text, number in zip(blocked, lines, strict=True):
         assert f"{__file__}:{number} in" in text
-    assert sum("turns again" in text for text in said) <= 2, "of blocks that were logged"
+    assert sum("runs again" in text for text in said) <= 2, "of blocks that were logged"
 
 
 def test_the_line_of_a_block_is_the_users_innermost_one(tmp_path: Path) -> None:

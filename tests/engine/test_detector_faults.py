@@ -187,7 +187,9 @@ class Bed:
         cards[AWAY] = {"host": "away", "process": ProcessId(1, 1, 1)}
         cards[self._me] = {"host": "here", "process": this_process()}
         self.hub = self._me if self._me < 0 else self.chance.choice((LIVING, KILLED))
-        roster: Any = SimpleNamespace(died=self._died, cut_off=self._cut_off, over=set(), suspected={LIVING, KILLED})
+        roster: Any = SimpleNamespace(
+            died=self._died, on_connection_broken=self._cut_off, over=set(), suspected={LIVING, KILLED}
+        )
         links = [self._link(rank) for rank in self._pids if self.hub in (self._me, rank)]
         control: Any = SimpleNamespace(links=links, hub=self.hub, tell=lambda *_: None)
         context: Any = SimpleNamespace(
@@ -220,13 +222,13 @@ class Bed:
         detector = self.detector
         what = self.chance.randrange(8)
         if what == 0:
-            detector.broken(rank, "its connection broke")
+            detector.on_broken_link(rank, "its connection broke")
         elif what == 1:
-            detector.examine(rank)
+            detector.confirm_death(rank)
         elif what == 2:
-            detector.look(rank)
+            detector.check_process(rank)
         elif what == 3:
-            detector.sees(rank)
+            detector.is_known_alive(rank)
             detector.state(rank)
         elif what == 4:
             detector.linked(self._link(rank))
@@ -244,7 +246,7 @@ class Bed:
         """Let the loop turn, and wait for all ranks, long enough for anything to be noticed."""
         self.clock.is_blocked = False
         for _ in range(int(2 * BLOCKED_AFTER / ROUND) + 8):
-            self.detector.needed()
+            self.detector.check_awaited()
             self.round()
         self.clock.advance(1.0)
 
@@ -305,7 +307,7 @@ def run(seed: int, living: int) -> None:
                 return
             for _ in range(12):
                 bed.step()
-                bed.detector.needed()
+                bed.detector.check_awaited()
                 bed.round()
             bed.watch()
         silent = fault.call == "receive" and fault.number == errno.EAGAIN and fault.lasts

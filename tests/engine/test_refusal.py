@@ -253,7 +253,7 @@ async def test_an_exception_while_a_note_is_handled_ends_its_groups_by_name(
         if pg.rank() == 2:
             what = {"t": "query", "g": comm_of(pg).id, "op": 9}
             note(control_link(pg, 0), {"t": "relay", "to": 1, "note": what})
-        with pytest.raises(PeerProtocolError, match="could not take the control message 'query' of rank 2: MemoryErr"):
+        with pytest.raises(PeerProtocolError, match="could not handle control message 'query' of rank 2: MemoryErr"):
             async with asyncio.timeout(SOON):
                 await work
         if pair.size() == 2:
@@ -309,7 +309,7 @@ async def call(pg: ProcessGroup) -> str:
 @pytest.mark.parametrize("transport", LINKS[1:])
 async def test_processes_hear_of_an_exception(transport: str) -> None:
     told = await run_processes(2, call, options=options(transport))
-    assert all("could not take what rank 1 sent, a DATA frame" in each and "MemoryError" in each for each in told)
+    assert all("could not handle a frame of rank 1, a DATA frame" in each and "MemoryError" in each for each in told)
 
 
 # -- what runs for a group of its own accord
@@ -370,7 +370,7 @@ async def test_an_exception_in_an_operation_ends_the_group_by_name(
 TOO_MUCH: dict[str, tuple[list[int], str]] = {
     "a frame beyond the end": ([792, 16], "more than the 800 bytes"),
     "a frame without bytes": ([0], "sent nothing where 800 bytes belong"),
-    "a part of an element": ([796], "could not take .* ValueError"),
+    "a part of an element": ([796], "could not handle .* ValueError"),
 }
 
 

@@ -138,7 +138,7 @@ async def test_process_counts_as_stopped_although_it_cannot_be_observed_at_times
     watch = make(heard, lambda rank: next(seen))
     for _ in range(20):
         watch.observe([1])
-        watch._look_at_processes(0.0, watchdog.ROUND)
+        watch._check_processes(0.0, watchdog.ROUND)
     assert watchdog.STOPPED_AFTER / watchdog.ROUND == 9  # so the tenth observation ends it
     await asyncio.sleep(0)
     assert heard.lost == [(1, "stopped", watchdog.STOPPED_AFTER)]
@@ -168,7 +168,7 @@ async def test_log_line_without_a_thread_comes_when_the_loop_turns(
 ) -> None:
     watch = make(Heard())
     monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
-    watch._watch_itself(watchdog.ROUND + watchdog.BLOCKED_AFTER)
+    watch._check_itself(watchdog.ROUND + watchdog.BLOCKED_AFTER)
     assert not caplog.records
     await asyncio.sleep(0)
     assert "rank 3: for about 1.5 s no other thread of this process could run" in caplog.text

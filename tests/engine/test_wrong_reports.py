@@ -230,7 +230,7 @@ def test_a_lost_majority_ends_the_disregard_of_a_report() -> None:
         roster = comm_of(pg).endpoint.roster
         if pg.rank() == 0:
             roster.died(1, REASON, tell=False)
-            roster.disowned("so says rank 1", 1)
+            roster.on_own_death("so says rank 1", 1)
             assert roster.out is None
             roster.died(2, REASON, tell=False)
             assert roster.out == "so says rank 1"

@@ -252,7 +252,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         ),
         "group ids": Subject(("ClosedGroups.close",), (("test_group_ids.py", "-k", "not 5"),)),
         "wrong reports": Subject(
-            ("Roster.disowned",), (("test_wrong_reports.py", "test_reports.py", "-k", "not more and not many"),)
+            ("Roster.on_own_death",), (("test_wrong_reports.py", "test_reports.py", "-k", "not more and not many"),)
         ),
         "nans": Subject(("nan_fingerprint",), (("group/test_nans.py",), ("integration/test_nans.py",))),
         "arguments": Subject(

@@ -48,7 +48,7 @@ class Coordinator:
     def on_vote(self, peer: int, message: ControlMessage) -> None:
         """Handle a new or repeated vote of `peer`."""
         agreement, ballot = self._agreement, message["ballot"]
-        agreement.parts.ranks.restored(peer)
+        agreement.parts.ranks.record_return(peer)
         if agreement.outcome is not None:
             agreement.send_decision(peer)
             return

@@ -334,7 +334,7 @@ class Voter:
             group.revoke(GroupError(text, group=group.name), tell=False)
         if self.rank in members and not message["outcome"]["grown"]:
             for rank in members:
-                self.parts.ranks.restored(rank)
+                self.parts.ranks.record_return(rank)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(message["outcome"])
 

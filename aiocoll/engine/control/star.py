@@ -127,8 +127,8 @@ class ControlPlane:
         if broken is not None:
             # The peer has lost the old link, but this rank has not noticed yet. The new link replaces it now.
             broken.close()
-            self._ranks.cut_off(link.peer)
-        if (note := self._ranks.note(link.peer)) is not None:
+            self._ranks.on_connection_broken(link.peer)
+        if (note := self._ranks.notice(link.peer)) is not None:
             send_message(link, note)
         link.start()
         enough = len(self._links) >= self._context.world_size - 1
@@ -140,7 +140,7 @@ class ControlPlane:
         for rank, message in backlog:
             self.tell(rank, message)
         self._detector.linked(link)
-        self._ranks.restored(link.peer)
+        self._ranks.record_return(link.peer)
         self._direct_links.on_link_open(link)
         self.departure.advance()
 
@@ -188,12 +188,12 @@ class ControlPlane:
         if self._links.get(peer) is not link:
             return  # the link has been replaced
         del self._links[peer]
-        self._ranks.unlinked(peer)
+        self._ranks.on_link_closed(peer)
         if self._receiver.refuse(peer, error, link):
             return
         if peer in self._ranks.over:
             self.remove_rank(peer)
-        self._detector.broken(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
+        self._detector.on_broken_link(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
 
     # -- changes of the hub
 

@@ -1,1 +1,1 @@
-"""Failure detection: which ranks are alive, what an operation waits for, and which calls do not match."""
+"""Failure detection: living ranks, stalled operations, and mismatched calls."""

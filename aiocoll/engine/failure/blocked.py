@@ -1,4 +1,4 @@
-"""Where a thread is, in terms of the user's own source lines."""
+"""Position of a thread, in terms of the user's own source lines."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from types import FrameType
 
 __all__ = ["line", "place"]
 
-#: Source lines named: the current one and its caller.
+#: Maximum number of source lines in the text: the current line and its callers.
 PLACES = 3
 #: The folder of this package.
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-#: Files that start with one of these belong to Python or to this package.
+#: Prefixes of files that belong to Python or to this package.
 _NOT_THEIRS = ("<frozen ", os.path.dirname(os.__file__) + os.sep, _OURS + os.sep)
-#: Folders of installed packages, which lie below Python's files or in a virtual environment.
+#: Folders of installed packages, below Python's files or in a virtual environment.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def place(frame: FrameType | None) -> str:
-    """Return the user's source lines at which a thread is.
+    """Return the user's source lines that a thread is executing.
 
     Args:
         frame: the innermost frame, as in `sys._current_frames`.
@@ -28,20 +28,20 @@ def place(frame: FrameType | None) -> str:
         frames.append(frame)
         frame = frame.f_back
     theirs = [each for each in frames[1:] if _is_theirs(each.f_code.co_filename)]
-    # In an installed program, or one in C, no line can be distinguished from a library's.
+    # An installed program, or one in C, has no line that differs from a library's.
     named = [*frames[:1], *(theirs or frames[1:])][:PLACES]
     places = [f"{each.f_code.co_filename}:{each.f_lineno} in {each.f_code.co_name}" for each in named]
     return ", called from ".join(places) or "an unknown place"
 
 
 def line(frame: FrameType | None) -> str:
-    """Return the innermost of the user's source lines at which a thread is; an unknown one is ""."""
+    """Return the innermost of the user's source lines that a thread is executing; "" if there is none."""
     innermost = frame
     while frame is not None:
         if _is_theirs(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    # In an installed program, or one in C, no line can be distinguished from a library's.
+    # An installed program, or one in C, has no line that differs from a library's.
     return "" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
 
 

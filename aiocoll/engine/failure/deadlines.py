@@ -1,4 +1,4 @@
-"""One timer per endpoint that finds operations that have waited long, at no cost for those that have not."""
+"""Deadlines of pending operations: one timer per endpoint, at no cost for operations that complete early."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["REPORT_AFTER", "Deadlines"]
 
 #: Seconds after which a pending operation is reported to the coordinator (contract: 250 ms); also the timer's period.
 REPORT_AFTER = 0.25
-#: Operations examined per tick, oldest first: with equal timeouts the oldest is the first to expire.
+#: Number of operations examined per tick, oldest first. With equal timeouts the oldest operation expires first.
 LOOKED_AT = 64
 
 
 class Deadlines:
-    """Deadlines, reports and warnings of all operations of one endpoint.
+    """The deadlines, stall reports and warnings of all operations of one endpoint.
 
     Args:
         runtime: clock and timers.
-        groups: of the endpoint.
-        needed: called when an operation waits for other ranks.
+        groups: the endpoint's groups, by id.
+        needed: callback that runs when an operation waits for other ranks.
 
     Attributes:
-        armed: whether there is a timer for the next tick; not while there is nothing to look at. An array, which native
-            code reads, too.
+        armed: whether a timer for the next tick runs; False while no operation is pending. It is an array, so that
+            native code can read it.
     """
 
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator], needed: Callable[[], None]) -> None:
@@ -42,31 +42,31 @@ class Deadlines:
         self._needed = needed
         self.armed = array("b", [False])
         self._timer: asyncio.TimerHandle | None = None
-        #: When it goes off; uvloop's timers of less than a millisecond do not say.
+        #: Time of the next tick. uvloop's timers of less than a millisecond do not provide it.
         self._due = 0.0
-        # Operations with another timeout than the group's: these may expire before older ones.
-        self._hurried: dict[Operation, Communicator] = {}
+        # Operations with a timeout of their own: they may expire before older operations.
+        self._own_timeouts: dict[Operation, Communicator] = {}
 
     @property
     def least_timeout(self) -> float:
-        """The shortest timeout of an operation's own that may become known to `entered` after a tick."""
+        """Return the shortest own timeout, in seconds, for an operation that `entered` sees only after a tick."""
         return 2 * REPORT_AFTER
 
     def entered(self, group: Communicator, operation: Operation) -> None:
-        """Watch `operation` of `group`; default timeouts need this only while no timer runs."""
+        """Watch `operation` of `group`. For a default timeout this call is needed only while no timer runs."""
         if operation.timeout != group.default_timeout:
-            self._hurried[operation] = group
-            self._arm(_report_delay(operation))
+            self._own_timeouts[operation] = group
+            self._schedule_tick(_report_delay(operation))
         elif not self.armed[0]:
             self.start()
 
     def start(self) -> None:
-        """Start the timer, which looks at all operations."""
-        self._arm(REPORT_AFTER)
+        """Start the timer, which examines all operations."""
+        self._schedule_tick(REPORT_AFTER)
 
     def ended(self, operation: Operation) -> None:
         """Forget `operation`, so that its buffers do not live until the next tick."""
-        self._hurried.pop(operation, None)
+        self._own_timeouts.pop(operation, None)
 
     def close(self) -> None:
         """Stop the timer."""
@@ -75,8 +75,8 @@ class Deadlines:
             self._timer.cancel()
             self._timer = None
 
-    def _arm(self, delay: float) -> None:
-        """Tick in `delay` seconds at the latest."""
+    def _schedule_tick(self, delay: float) -> None:
+        """Schedule the next tick in `delay` seconds or earlier."""
         due = self._runtime.time() + delay
         if self._timer is not None:
             if delay >= REPORT_AFTER or self._due <= due:
@@ -91,37 +91,37 @@ class Deadlines:
         self.armed[0] = False
         now = self._runtime.time()
         delay = REPORT_AFTER
-        for operation, group in list(self._hurried.items()):
+        for operation, group in list(self._own_timeouts.items()):
             if operation.done:
                 self.ended(operation)
                 continue
             left = operation.entered + operation.timeout - now
             if left <= 0:
-                del self._hurried[operation]
+                del self._own_timeouts[operation]
                 group.attempt(operation.expire)
             else:
-                group.attempt(self._look, group, operation, now, True)
+                group.attempt(self._check, group, operation, now, True)
                 delay = min(delay, left, max(0.0, _due(operation) - now))
-        busy = bool(self._hurried)
+        busy = bool(self._own_timeouts)
         waits = False
         for group in list(self._groups.values()):
             oldest = True
-            # Collectives are also examined separately: any number of receives may have been pending for longer.
+            # Collectives have a separate limit, since any number of older receives may be pending.
             pending = dict.fromkeys(islice(group.in_flight.pending, LOOKED_AT))
             pending.update(dict.fromkeys(islice(group.in_flight.collectives(), LOOKED_AT)))
             for operation in pending:
                 busy = True
                 waits = waits or now - operation.entered >= REPORT_AFTER
-                group.attempt(self._look, group, operation, now, oldest)
+                group.attempt(self._check, group, operation, now, oldest)
                 # Receives may wait indefinitely, and are not reported.
                 oldest = oldest and operation.id & P2P == P2P
         if waits:
             self._needed()
         if busy:
-            self._arm(delay)
+            self._schedule_tick(delay)
 
-    def _look(self, group: Communicator, operation: Operation, now: float, oldest: bool) -> None:
-        """Do what is due for an operation; of those already reported, only the `oldest` is reported again."""
+    def _check(self, group: Communicator, operation: Operation, now: float, oldest: bool) -> None:
+        """Expire, report or warn of one operation. Among reported operations, only the `oldest` is reported again."""
         if operation.done:
             return
         age = now - operation.entered
@@ -129,7 +129,7 @@ class Deadlines:
             operation.expire()
             return
         stalls = group.stalls
-        if now >= _due(operation) and (oldest or not operation.reported or stalls.unanswered(operation)):
+        if now >= _due(operation) and (oldest or not operation.reported or stalls.is_unanswered(operation)):
             operation.reported = stalls.report(operation)
             operation.seek()
         if age >= group.warn_after and not operation.warned:
@@ -138,10 +138,10 @@ class Deadlines:
 
 
 def _report_delay(operation: Operation) -> float:
-    """Seconds until the first report: half of a short timeout, which leaves time for an answer."""
+    """Return the seconds until the first report: half of a short timeout, which leaves time for an answer."""
     return min(REPORT_AFTER, operation.timeout / 2)
 
 
 def _due(operation: Operation) -> float:
-    """Return when `operation` has to be reported."""
+    """Return the time at which `operation` must be reported."""
     return operation.reported or operation.entered + _report_delay(operation)

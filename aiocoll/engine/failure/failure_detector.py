@@ -1,10 +1,10 @@
-"""Which ranks are alive: the event loop's part of the watchdog.
+"""Detection of dead ranks: the event loop's part of the watchdog.
 
-The hub monitors all ranks, and all ranks monitor the hub. A process of the same host is checked while something waits
-for it; a rank whose process is not visible from here has a heartbeat. Ranks of one process need neither.
+The hub monitors all ranks, and all ranks monitor the hub. A process of the same host is checked while an operation
+waits for it. A rank whose process is not visible from here exchanges heartbeats. Ranks of one process need neither.
 
-A broken connection proves nothing: firewalls, proxies and cables break connections of living processes. Only an
-observer of the process knows that it is gone, here or on another rank of its host, which then tells all; see
+A broken connection proves nothing: firewalls, proxies and cables break connections of living processes. Only a rank
+on the same host can observe that a process is gone. It then notifies all ranks; see
 `aiocoll.engine.consensus.quorum`.
 """
 
@@ -25,26 +25,26 @@ from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["FailureDetector"]
 
-#: Seconds between two requests to check the processes that something waits for.
+#: Seconds between two requests to check the processes that operations wait for.
 ASK_AGAIN = 1.0
 #: Seconds in which messages sent before a process ended still arrive, perhaps its goodbye.
 LAST_WORDS = 0.05
-#: Seconds in which a process that ends is seen to be gone after its connections broke. The kernel closes them in one of
-#: the last steps of its exit; a loaded host may let it wait there.
+#: Seconds to wait for the end of a process after its connections broke. The kernel closes connections in one of the
+#: last steps of a process exit, and a loaded host may delay the steps after it.
 GRACE = 0.3
 #: Seconds between two checks of such a process.
 LOOK = 0.005
-#: Seconds between two attempts, each of some seconds, to connect to a rank that does not answer but is alive.
+#: Seconds between two connection attempts to a living rank that does not answer. An attempt takes some seconds.
 CONNECT_AGAIN = 0.5
 
 
 class FailureDetector:
-    """Finds out for one endpoint which other processes are alive.
+    """The detector of dead processes of one endpoint.
 
     Args:
-        context: of the endpoint.
-        control: who is linked to whom.
-        roster: is told of the findings.
+        context: the endpoint's context.
+        control: the control plane: the links to other ranks.
+        roster: the record of lost ranks.
     """
 
     def __init__(self, context: Context, control: ControlPlane, roster: Roster) -> None:
@@ -52,37 +52,37 @@ class FailureDetector:
         self._control = control
         self._roster = roster
         self._watchdog: Watchdog | None = None
-        #: Processes that /proc shows here.
+        #: Processes visible in this process's /proc.
         self._processes: dict[int, ProcessId] = {}
-        #: Processes of this host at the other end of a control link: a pidfd needs no descriptor later, and works in
-        #: any namespace.
+        #: Processes of this host at the other end of a control link. A pidfd needs no further descriptor later, and
+        #: works in any namespace.
         self._pidfds: dict[int, PidFd] = {}
-        #: Heartbeats that were opened before the thread was started.
+        #: Heartbeats opened before the thread started.
         self._heartbeats: list[tuple[int, ByteStream]] = []
         self._dialling = False
         self._asked_at = -ASK_AGAIN
-        self._over = False
+        self._stopped = False
 
     def start(self) -> None:
-        """Start monitoring, if there are other processes.
+        """Start monitoring, if the job has other processes.
 
         Raises:
-            RendezvousError: the thread for it cannot be started.
+            RendezvousError: the watchdog thread cannot be started.
         """
         context = self._context
         cards = context.cards
         me = cards[context.rank]
         if all(card["process"] == me["process"] and card["host"] == me["host"] for card in cards.values()):
             return
-        host, own = _whereabouts(me)
+        host, own = _host_and_process(me)
         for rank, card in cards.items():
-            there, process = _whereabouts(card)
+            there, process = _host_and_process(card)
             seen = there == host and process.namespace == own.namespace != 0
             # A host may hide the processes of other users.
             if rank != context.rank and seen and state(process) not in (GONE, UNKNOWN):
                 self._processes[rank] = process
         self._watchdog = Watchdog(
-            context.rank, context.loop, context.runtime.ticks, self._state, self._lost, self._heartbeat_ended
+            context.rank, context.loop, context.runtime.ticks, self._state, self._on_lost, self._on_heartbeat_closed
         )
         self._watchdog.start()
         for rank, stream in self._heartbeats:
@@ -94,7 +94,7 @@ class FailureDetector:
 
     def stop(self) -> None:
         """Stop the thread and the heartbeats."""
-        self._over = True
+        self._stopped = True
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
@@ -104,7 +104,7 @@ class FailureDetector:
             pidfd.close()
 
     def linked(self, link: Link) -> None:
-        """Hold on to the process at the other end of a control link."""
+        """Keep a pidfd of the process at the other end of a control link."""
         peer = link.peer
         if self._watchdog is None or peer in self._pidfds:
             return
@@ -114,7 +114,7 @@ class FailureDetector:
 
     def attach(self, rank: int, stream: ByteStream) -> None:
         """Exchange heartbeats with a rank."""
-        if self._over:
+        if self._stopped:
             stream.close()
         elif self._watchdog is None:
             self._heartbeats.append((rank, stream))
@@ -130,8 +130,8 @@ class FailureDetector:
             self._dialling = True
             context.spawn(self._dial(hub), "aiocoll heartbeat")
 
-    def needed(self) -> None:
-        """Something waits: check the processes it may wait for, or ask the hub to."""
+    def check_awaited(self) -> None:
+        """Check the processes that operations may wait for, or request that from the hub."""
         now = self._context.runtime.time()
         if self._watchdog is None or now < self._asked_at + ASK_AGAIN:
             return
@@ -145,15 +145,15 @@ class FailureDetector:
             control.tell(hub, {"t": "waits"})
         self._watchdog.observe(watched & self._processes.keys())
 
-    def sees(self, rank: int) -> bool:
-        """Whether the process of a rank is known to be alive, even if its event loop is blocked."""
+    def is_known_alive(self, rank: int) -> bool:
+        """Return whether the process of a rank is known to be alive, even if its event loop is blocked."""
         if rank in self._processes:
             return self._state(rank) != GONE
         silence = None if self._watchdog is None else self._watchdog.silence(rank)
         return silence is not None and silence <= 2 * ROUND
 
     def state(self, rank: int) -> str:
-        """Describe what the process of a rank does, as far as visible from here; "" if nothing is known."""
+        """Describe the state of a rank's process, if it is visible from here; "" if nothing is known."""
         if rank in self._processes:
             found = self._state(rank)
             if found == UNKNOWN:
@@ -162,84 +162,84 @@ class FailureDetector:
         silence = None if self._watchdog is None else self._watchdog.silence(rank)
         if silence is None:
             return ""
-        return "its process is alive" if silence <= 2 * ROUND else f"nothing of it has been heard for {silence:.1f} s"
+        return "its process is alive" if silence <= 2 * ROUND else f"its heartbeat has been silent for {silence:.1f} s"
 
     def blocked(self) -> tuple[float, str] | None:
-        """Return for how many seconds the loop of this rank has been blocked, and where; None: not as far as known.
+        """Return the seconds for which the loop of this rank has been blocked, and its position; None if it is not.
 
-        Any thread may ask.
+        Any thread may call this.
         """
         watchdog = self._watchdog
         return None if watchdog is None else watchdog.blocked()
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
-        """Open a link to `rank`, unless it opens one itself; retry while its process lives: its loop may be blocked."""
+        """Open a link to `rank`, unless `rank` opens one. Retry while its process lives: its loop may be blocked."""
         while True:
             try:
                 return await self._context.connect(rank, kind)
             except PeerLostError:
-                if rank in self._roster.over or not self.sees(rank):
+                if rank in self._roster.over or not self.is_known_alive(rank):
                     raise
             await self._context.runtime.sleep(CONNECT_AGAIN)
 
     # -- broken connections
 
-    def broken(self, rank: int, detail: str) -> None:
-        """A connection to a rank broke: its process has ended, or it cannot be reached."""
+    def on_broken_link(self, rank: int, detail: str) -> None:
+        """Handle a broken connection to a rank: its process has ended, or it cannot be reached."""
         if self._context.closed:
             return
         if rank in self._roster.over:
-            self.examine(rank)
-        elif self._in_sight(rank):
-            self._look(rank, self._context.runtime.time() + GRACE, cut=True)
+            self.confirm_death(rank)
+        elif self._is_visible(rank):
+            self._check_until(rank, self._context.runtime.time() + GRACE, cut=True)
         else:
             self._roster.died(rank, detail, how="unreachable")
 
-    def examine(self, rank: int) -> None:
-        """If the process of a lost rank is gone, tell all ranks."""
-        if rank in self._roster.suspected and self._in_sight(rank):
-            self._look(rank, self._context.runtime.time() + GRACE, cut=False)
+    def confirm_death(self, rank: int) -> None:
+        """Notify all ranks if the process of a lost rank is gone."""
+        if rank in self._roster.suspected and self._is_visible(rank):
+            self._check_until(rank, self._context.runtime.time() + GRACE, cut=False)
 
-    def look(self, rank: int) -> None:
-        """If the process of a rank is gone, tell all ranks: while it is dialled, no connection shows its end."""
-        if not self._over and self._state(rank) == GONE:
-            self._lost(rank, "killed", 0.0)
+    def check_process(self, rank: int) -> None:
+        """Notify all ranks if the process of a rank is gone. While it is dialled, no connection shows its end."""
+        if not self._stopped and self._state(rank) == GONE:
+            self._on_lost(rank, "killed", 0.0)
 
-    def _in_sight(self, rank: int) -> bool:
+    def _is_visible(self, rank: int) -> bool:
         return rank in self._processes or rank in self._pidfds
 
     def _state(self, rank: int) -> str:
-        """Return the state of a rank's process, as far as visible from here. Any thread may call this."""
+        """Return the state of a rank's process, if it is visible from here. Any thread may call this."""
         return state(self._processes.get(rank), self._pidfds.get(rank))
 
-    def _look(self, rank: int, until: float, cut: bool) -> None:
-        """Check a process until it is gone, or at least `until`; `cut` if a connection to it broke."""
-        if self._over:
+    def _check_until(self, rank: int, until: float, cut: bool) -> None:
+        """Check a process until it is gone, or for at least `until`; `cut` if a connection to it broke."""
+        if self._stopped:
             return
         runtime = self._context.runtime
         if self._state(rank) == GONE:
             self._roster.died(rank, "its process is gone")
         elif runtime.time() < until:
-            runtime.call_later(LOOK, self._look, rank, until, cut)
+            runtime.call_later(LOOK, self._check_until, rank, until, cut)
         elif cut:
-            self._roster.cut_off(rank)
+            self._roster.on_connection_broken(rank)
 
-    # -- what the watchdog reports
+    # -- callbacks of the watchdog
 
-    def _lost(self, rank: int, how: str, seconds: float) -> None:
+    def _on_lost(self, rank: int, how: str, seconds: float) -> None:
         if how == "killed":
-            # A goodbye may be on its way; the connection will show the end, unless a child process holds it open.
-            self._context.runtime.call_later(LAST_WORDS, self._gone, rank)
+            # A goodbye may be in flight. The connection shows the end, unless a child process holds it open.
+            self._context.runtime.call_later(LAST_WORDS, self._report_gone, rank)
         elif how == "stopped":
             self._roster.died(rank, f"its process has been stopped for {seconds:.1f} s", how=how)
         else:
-            self._roster.died(rank, f"nothing has been heard of its process for {seconds:.1f} s", how=how)
+            self._roster.died(rank, f"its heartbeat has been silent for {seconds:.1f} s", how=how)
 
-    def _gone(self, rank: int) -> None:
+    def _report_gone(self, rank: int) -> None:
         self._roster.died(rank, "its process is gone")
 
-    def _heartbeat_ended(self, rank: int) -> None:
-        """Nothing to do: if its rank has ended or died, other messages tell."""
+    def _on_heartbeat_closed(self, rank: int) -> None:
+        """Handle a closed heartbeat; only a heartbeat of the hub is opened again."""
         if rank == self._control.hub:
             self.follow_hub()
 
@@ -257,5 +257,5 @@ class FailureDetector:
             self.follow_hub()
 
 
-def _whereabouts(card: Card) -> tuple[Any, ProcessId]:
+def _host_and_process(card: Card) -> tuple[Any, ProcessId]:
     return card["host"], ProcessId._make(card["process"])

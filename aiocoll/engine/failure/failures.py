@@ -1,4 +1,4 @@
-"""The errors with which a group fails when it loses a rank, or when code raises; ranks are numbered as in the group."""
+"""Errors of a group that lost a rank or whose code raised. Ranks are numbered as in the group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["crashed", "left", "lost", "raised", "revoked", "timed_out", "torn"]
 
 
 def lost(group: str, peer: int, detail: str, how: str) -> GroupError:
-    """A rank is lost: "killed", "unreachable", "stopped", or refused for a protocol error."""
+    """Return the error for a lost rank: "killed", "unreachable", "stopped", or rejected for a protocol error."""
     if how == PROTOCOL:
         return PeerProtocolError(f"group {group!r} failed: {detail}", group=group, ranks=[peer])
     state = "is gone" if how == "killed" else "is lost"
@@ -21,14 +21,14 @@ def lost(group: str, peer: int, detail: str, how: str) -> GroupError:
 
 
 def torn(group: str, rank: int, peer: int) -> PeerLostError:
-    """The connection between two ranks broke and both are alive; both ranks raise the same text."""
+    """Return the error for a broken connection between two living ranks; both ranks raise the same text."""
     one, other = sorted((rank, peer))
     text = f"the connection between ranks {one} and {other} of group {group!r} broke, though both live"
     return PeerLostError(text, group=group, ranks=[one, other], how="unreachable")
 
 
 def left(group: str, rank: int, peer: int, completion: Completion) -> PeerLostError:
-    """A call on `rank` needs a rank that has closed its group."""
+    """Return the error for a call on `rank` that needs a rank which has closed its group."""
     return PeerLostError(
         f"{completion.op} on rank {rank} of group {group!r} needs rank {peer}, which has left",
         how="left",
@@ -40,7 +40,7 @@ def left(group: str, rank: int, peer: int, completion: Completion) -> PeerLostEr
 
 
 def timed_out(group: str, rank: int, operation: Operation, missing: list[int], detail: str) -> CollectiveTimeoutError:
-    """A collective did not complete in time; `detail` is about the ranks that are missing."""
+    """Return the error for a collective that did not complete in time; `detail` describes the missing ranks."""
     return CollectiveTimeoutError(
         f"{operation.title()} of group {group!r} did not complete within {operation.timeout:g} s on rank {rank}, "
         f"which called {called(operation.describe())}: {detail}",
@@ -52,7 +52,7 @@ def timed_out(group: str, rank: int, operation: Operation, missing: list[int], d
 
 
 def revoked(group: str, rank: int, cause: GroupError) -> GroupRevokedError:
-    """A call on a group that has failed."""
+    """Return the error for a call on a group that has failed."""
     error = GroupRevokedError(
         f"group {group!r} on rank {rank} was revoked: {cause}",
         group=group,
@@ -65,7 +65,7 @@ def revoked(group: str, rank: int, cause: GroupError) -> GroupRevokedError:
 
 
 def raised(group: str, rank: int, completion: Completion, error: BaseException, what: str) -> GroupError:
-    """A calculation of `rank` for a call has raised `error`; `what` says which calculation."""
+    """Return the error for a computation of `rank` that raised `error`; `what` names the computation."""
     name = completion.key or completion.seq
     cause = GroupError(
         f"{completion.op} (sequence {name!r}) of group {group!r} failed on rank {rank}: {what}{describe(error)}",
@@ -79,7 +79,7 @@ def raised(group: str, rank: int, completion: Completion, error: BaseException, 
 
 
 def crashed(group: str, rank: int, error: Exception) -> GroupError:
-    """Code of the library has raised an unexpected error on `rank`."""
+    """Return the error for an unexpected exception in library code on `rank`."""
     text = f"group {group!r} failed on rank {rank}, where the library raised {type(error).__name__}: {error}"
     cause = GroupError(text, group=group, ranks=[rank])
     cause.__cause__ = error

@@ -1,8 +1,9 @@
-"""Two ranks called operations that do not match: how all ranks come to raise the same error.
+"""Reports of mismatched calls, which make all ranks raise the same error.
 
-A rank that receives a frame that does not fit sends its own description to the frame's sender. The sender knows both
-descriptions then, and tells the lowest rank, which revokes the group: several pairs may notice at the same time, and
-only one pair is reported. If the lowest rank is silent, the sender itself revokes after a while.
+A rank that receives a frame with the wrong fingerprint sends the description of its own call to the frame's sender.
+The sender then knows both descriptions and reports them to the lowest rank, which revokes the group. Several pairs may
+notice a mismatch at the same time, but only one pair is reported. If the lowest rank is silent, the sender itself
+revokes the group after `INSIST_AFTER` seconds.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ if TYPE_CHECKING:
 
 __all__ = ["MismatchReports"]
 
-#: Seconds the lowest rank has to revoke a group after it was told of a mismatch: its loop may be blocked, and the
-#: contract gives one second in all.
+#: Seconds that the lowest rank has to revoke a group after a mismatch report. Its loop may be blocked, and the contract
+#: allows one second in total.
 INSIST_AFTER = 0.5
 
 Description = dict[str, Any]
 
 
 class MismatchReports:
-    """Finds out for one group which ranks' calls do not match.
+    """The mismatch reports of one group.
 
     Args:
         group: the group.
-        sender: sends to its other ranks.
+        sender: sends messages to the group's other ranks.
     """
 
     def __init__(self, group: Communicator, sender: Sender) -> None:
@@ -38,44 +39,44 @@ class MismatchReports:
         self._open: set[int] = set()
 
     def disagree(self, peer: int, op: int, mine: Description) -> None:
-        """A frame of `peer` does not match this rank's call: tell the peer, which then knows both calls."""
+        """Report this rank's call to `peer`, whose frame does not match it; the peer then knows both calls."""
         if op not in self._open:
             self._open.add(op)
-            self._sender.say(peer, {"t": "disagree", "op": op, "theirs": mine})
+            self._sender.send(peer, {"t": "disagree", "op": op, "theirs": mine})
 
     def differ(self, one: Description, two: Description) -> None:
-        """Two calls do not match: let the lowest rank tell all."""
+        """Report two mismatched calls to the lowest rank, which revokes the group."""
         group = self._group
         judge = next(rank for rank in range(len(group.ranks)) if rank not in group.left)
         if group.rank == judge:
-            self.settle(one, two)
+            self.revoke(one, two)
         else:
-            self._sender.say(judge, {"t": "differ", "one": one, "two": two})
-            group.call_later(INSIST_AFTER, self._insist, one, two)
+            self._sender.send(judge, {"t": "differ", "one": one, "two": two})
+            group.call_later(INSIST_AFTER, self._revoke_here, one, two)
 
-    def disagreed(self, peer: int, message: dict[str, Any]) -> None:
-        """A frame of this rank did not match what `peer` called."""
+    def on_disagree(self, peer: int, message: dict[str, Any]) -> None:
+        """Handle a peer's report that a frame of this rank did not match the peer's call."""
         group, op = self._group, message["op"]
         record = group.record(op)
-        self.differ(_forgotten(group.rank, op) if record is None else record.describe(group.rank), message["theirs"])
+        self.differ(_placeholder(group.rank, op) if record is None else record.describe(group.rank), message["theirs"])
 
-    def differed(self, peer: int, message: dict[str, Any]) -> None:
-        """Another rank reports two calls that do not match."""
-        self.settle(message["one"], message["two"])
+    def on_differ(self, peer: int, message: dict[str, Any]) -> None:
+        """Handle a report of two mismatched calls."""
+        self.revoke(message["one"], message["two"])
 
-    def settle(self, one: Description, two: Description) -> None:
-        """Revoke the group, naming the two calls."""
+    def revoke(self, one: Description, two: Description) -> None:
+        """Revoke the group with an error that names both calls."""
         self._group.revoke(mismatch(self._group.name, one, two))
 
-    def _insist(self, one: Description, two: Description) -> None:
+    def _revoke_here(self, one: Description, two: Description) -> None:
         group = self._group
         if group.stands():
-            self.settle(one, two)
-            # Revocations may be routed through the silent rank; these messages go direct where there is a link.
+            self.revoke(one, two)
+            # The silent rank may relay revocations, so these messages use direct links where they exist.
             for rank in set(range(len(group.ranks))) - {group.rank}:
-                self._sender.say(rank, {"t": "differ", "one": one, "two": two})
+                self._sender.send(rank, {"t": "differ", "one": one, "two": two})
 
 
-def _forgotten(rank: int, op: int) -> Description:
-    """Stand in for a call of `rank` that is too old to have a record."""
-    return {"rank": rank, "op": "AN OPERATION IT NO LONGER REMEMBERS", "seq": op, "key": None}
+def _placeholder(rank: int, op: int) -> Description:
+    """Return a placeholder for a call of `rank` that is too old to have a record."""
+    return {"rank": rank, "op": "AN OPERATION NO LONGER RECORDED", "seq": op, "key": None}

@@ -1,7 +1,8 @@
-"""What happens to a rank that has sent something unacceptable: it is told why, and everything else it sends is ignored.
+"""Rejection of a rank that has sent an unacceptable message.
 
-Its links are closed and its groups fail on all ranks with an error that names it, whether it broke the protocol or an
-exception was raised here while its message was handled: in both cases nobody knows what is missing from then on.
+The rank receives the reason, its links are closed, and everything else it sends is ignored. Its groups fail on all
+ranks with an error that names it. A rank is rejected if it broke the protocol, or if handling its message raised an
+exception here: in both cases the missing data is unknown.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from aiocoll.transport.frame import Header
 
 __all__ = ["LINGER", "Ignored", "Refusals", "cannot_be_taken"]
 
-#: Seconds for which a link stays open to send what is queued, and for the peer to end its side too.
+#: Seconds for which a link stays open to send queued data, and for the peer to close its side.
 LINGER = 1.0
 
 
 class Refusals:
-    """The links of one endpoint that are being closed after a refusal.
+    """The links of one endpoint that are closing after a rejection.
 
     Args:
-        context: of the endpoint.
-        control: its control links.
-        roster: is told which rank is refused.
+        context: the endpoint's context.
+        control: the control plane.
+        roster: the record of lost ranks.
         cut: stops the use of the data links to a rank and returns them.
-        ended: called with a rank that had ended before it was refused.
+        ended: callback for a rank that had ended before it was rejected.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class Refusals:
         self._links: dict[Link, asyncio.TimerHandle] = {}
 
     def refuse(self, peer: int, error: Exception, link: Link | None = None) -> None:
-        """End all contact with `peer`; `link` is one of its links that the endpoint has forgotten already."""
+        """Reject `peer` and close its links; `link` is a further link that the endpoint has dropped already."""
         words = str(error)
         if not isinstance(error, ProtocolError):
-            words = f"rank {self._context.rank} could not take what rank {peer} sent: {error!r}"
+            words = f"rank {self._context.rank} could not handle a message of rank {peer}: {error!r}"
         detail = fitting(words)
         links = [*([] if link is None else [link]), *self._control.detach(peer), *self._cut(peer)]
         if peer in self._roster.over and peer not in self._roster.dead:
@@ -71,7 +72,7 @@ class Refusals:
             each.finish()
 
     def attempt(self, peer: int, take: Callable[..., Any], *args: Any) -> Any:
-        """Call `take` with something of `peer` that has waited here; an exception ends the peer's links, too."""
+        """Call `take` with a buffered message of `peer`; an exception rejects the peer."""
         try:
             return take(*args)
         except Exception as error:
@@ -93,25 +94,25 @@ class Refusals:
 
 
 class Ignored:
-    """The sink of a link that is being closed: ignores what arrives."""
+    """A sink for a link that is closing; it ignores everything that arrives."""
 
     def __init__(self, lost: Callable[[Link, Exception | None], None]) -> None:
         self.lost = lost
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Give no memory: the payload is dropped."""
+        """Return None, so that the payload is dropped."""
         return None
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
         """Drop a frame."""
 
     def withdrawn(self, link: Link, header: Header) -> None:
-        """Nothing to do: it is dropped anyway."""
+        """Ignore a withdrawn frame, since all frames are dropped."""
 
     def drained(self, link: Link) -> None:
-        """Nothing to do: nothing waits for it."""
+        """Ignore a drained link: no part waits for it."""
 
 
 def cannot_be_taken(error: Exception | None) -> TypeGuard[Exception]:
-    """Whether a link ended because of what the peer sent, or because handling it raised an exception here."""
+    """Return whether a link ended because of the peer's data, or because handling the data raised an exception."""
     return error is not None and not isinstance(error, OSError)

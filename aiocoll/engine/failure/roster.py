@@ -1,4 +1,4 @@
-"""The state of all other ranks of the job: which are lost and how, which are reachable again, which have ended."""
+"""Roster of the job's other ranks: lost ranks and the evidence, ranks reachable again, and ended ranks."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ if TYPE_CHECKING:
 
 __all__ = ["DOUBT", "Roster"]
 
-#: Seconds in which a rank that is taken for dead may show that it lives: many times what a message takes between
-#: processes that run, and as long as a death may stay undetected (contract).
+#: Seconds in which a rank declared dead may prove that it lives: many times the delay of a message between running
+#: processes, and as long as a death may stay undetected (contract).
 DOUBT = 1.0
 
 
 class Roster:
     """The state of the other ranks of one endpoint.
 
-    Evidence of a death may be wrong: a program reports a rank that lives, or a detector reads garbage. Five rules keep
-    two groups from continuing then, as long as messages between living ranks arrive within `DOUBT` seconds:
+    Evidence of a death may be wrong: a program reports a living rank, or a detector reads garbage. Five rules keep two
+    groups from continuing in that case, if messages between living ranks arrive within `DOUBT` seconds:
 
-    1. A rank that takes a peer for dead sends the peer a note that says so. On each link, this note precedes
-       everything sent afterwards, and it is the first message on a new link.
-    2. A rank processes a notice of its own death from any sender, in any message: a note, the cause of a revocation or
-       of a goodbye, the agreement on the next group.
-    3. Such a rank is *out*: its groups fail, it votes no more, sends no more notes of other deaths, and sends all ranks
-       a note of its own. From then on its death is true in the sense of the agreement: it can no longer take part.
-    4. Of two ranks that take each other for dead, the one that has a majority of the job left disregards the other's
-       notice, until it loses that majority. Majorities share a rank, and this rank believes only one of the two.
-    5. While a rank that is taken for dead might still answer, its death is *doubted*: the agreement requires a majority
-       that counts it. The doubt ends when that rank is out, when its links break, or after `DOUBT` seconds. A process
-       that has ended breaks its links, so recovery from a real death does not wait.
+    1. A rank that declares a peer dead sends the peer a notice. On each link, this notice precedes everything sent
+       later, and it is the first message on a new link.
+    2. A rank accepts a notice of its own death from any sender and in any message: a notice, the cause of a revocation
+       or a goodbye, or the agreement on the next group.
+    3. Such a rank is *out*: its groups fail, it no longer votes, sends no more notices of other deaths, and sends all
+       ranks a notice of its own. From then on its death is true in the sense of the agreement: it can no longer take
+       part.
+    4. If two ranks declare each other dead, the rank that still has a majority of the job disregards the other rank's
+       notice until it loses that majority. Two majorities share a rank, and that rank believes only one of the two.
+    5. While a rank declared dead might still answer, its death is *doubted*: the agreement requires a majority that
+       includes that rank in the count. The doubt ends when the rank is out, when its links break, or after `DOUBT`
+       seconds. A process that has ended breaks its links, so recovery from a real death does not wait.
 
     Args:
-        context: of the endpoint.
-        control: tells the others.
-        groups: of this rank; they fail when one of their ranks is lost.
+        context: the endpoint's context.
+        control: the control plane.
+        groups: this rank's groups, which fail when one of their ranks is lost.
 
     Attributes:
-        dead: how each lost rank was lost, and the evidence for it: proven dead ("killed"), or not. This rank itself is
-            among them if others take it for dead.
-        over: ranks that have ended or are lost: a connection that breaks to one of them is no news.
+        dead: how each lost rank was lost ("killed" if its death is proven), and the evidence. This rank itself is
+            included if other ranks declared it dead.
+        over: ranks that have ended or are lost. A broken connection to one of them reveals nothing new.
         changed: see `connect`.
     """
 
@@ -63,7 +64,7 @@ class Roster:
         self.dead: dict[int, tuple[str, str]] = {}
         self.over: set[int] = set()
         self._doubts: dict[int, asyncio.TimerHandle] = {}
-        #: Notices of this rank's own death that it disregards, by sender.
+        #: Disregarded notices of this rank's own death, by sender.
         self._disregarded: dict[int, str] = {}
 
     def connect(
@@ -76,55 +77,56 @@ class Roster:
         """Set the parts that are made later.
 
         Args:
-            examine: called with a rank that is lost: its process may be gone, which would prove its death.
-            changed: called when a rank was lost, has ended, or is reachable again.
-            data_links: of the endpoint.
-            is_majority: return whether some ranks are a majority of all; see `aiocoll.engine.consensus.quorum`.
+            examine: callback for a lost rank, which checks whether its process is gone: that would prove its death.
+            changed: callback for a rank that was lost, has ended, or is reachable again.
+            data_links: the endpoint's data links.
+            is_majority: returns whether some ranks are a majority of all; see `aiocoll.engine.consensus.quorum`.
         """
         self._examine, self.changed = examine, changed
         self._data_links, self._is_majority = data_links, is_majority
 
     @property
     def out(self) -> str | None:
-        """Why other ranks take this one for dead; None: they do not."""
+        """Return the reason why other ranks declared this rank dead; None if they did not."""
         return self.dead.get(self._context.rank, ("", None))[1]
 
     @property
     def suspected(self) -> set[int]:
-        """Lost ranks that may still be alive."""
+        """Return the lost ranks that may still be alive."""
         return {rank for rank, (how, _) in self.dead.items() if how != "killed"}
 
     @property
     def doubted(self) -> set[int]:
-        """Ranks taken for dead that may still show that they live."""
+        """Return the ranks declared dead that may still prove that they live."""
         return set(self._doubts)
 
     def is_ignored(self, rank: int) -> bool:
-        """Return whether `rank` is taken for dead."""
+        """Return whether `rank` was declared dead, so that its messages are ignored."""
         return self.dead.get(rank, ("", ""))[0] == "killed"
 
-    def note(self, rank: int) -> ControlMessage | None:
-        """Return the note to a rank that is taken for dead; None for other ranks, and if this rank is out itself."""
+    def notice(self, rank: int) -> ControlMessage | None:
+        """Return the notice for a rank declared dead; None for other ranks, or if this rank itself is out."""
         if self.out is not None or not self.is_ignored(rank):
             return None
         return {"t": "died", "rank": rank, "detail": self.dead[rank][1], "how": "killed"}
 
     def died(self, rank: int, detail: str, tell: bool = True, how: str = "killed") -> None:
-        """A rank is lost: all its groups fail here and, if this rank is the first to know, on all other ranks.
+        """Record a lost rank: its groups fail here and, if this rank is the first to know, on all other ranks.
 
         Args:
             rank: the lost rank.
             detail: the evidence.
-            tell: this rank is the first to know.
-            how: "killed" only if a witness has proven it: all messages of that rank are ignored. Otherwise the rank may
-                come back ("unreachable", "stopped"), or other ranks may still hear from it ("protocol").
+            tell: whether this rank is the first to know, and notifies the others.
+            how: "killed" only if a witness has proven the death: then all messages of that rank are ignored. Otherwise
+                the rank may come back ("unreachable", "stopped"), or other ranks may still receive from it
+                ("protocol").
         """
         self._record(rank, detail, how, tell=tell, witnessed=tell)
 
     def report(self, rank: int, detail: str) -> None:
-        """The program, or what runs it, knows that the process of `rank` is gone. If it lives, it gets a note."""
+        """Record a death reported by the program or its launcher. If the rank lives, it receives a notice."""
         if rank == self._context.rank:
-            self.disowned(detail, rank)
+            self.on_own_death(detail, rank)
         elif self.out is None:
             self._record(rank, detail, "killed", tell=True, witnessed=False)
 
@@ -136,16 +138,16 @@ class Roster:
         known = rank in self.over
         if known and (rank not in self.suspected or how != "killed"):
             if witnessed and how == "killed" and not self._is_linked(rank):
-                self._settle(rank)
+                self._end_doubt(rank)
             return
         if how == "killed" and self.out is None:
             note = {"t": "died", "rank": rank, "detail": detail, "how": how}
             self._control.tell(rank, note)
             self._data_links.notify(rank, note)
-            # No link shows the end of a process to which there was none; this rank has not seen the end itself either.
+            # No link shows the end of a process without a link, and this rank has not seen the end itself either.
             if self._is_linked(rank) or not (witnessed or known):
-                self._doubts[rank] = context.runtime.call_later(DOUBT, self._settle, rank)
-        self._lose(rank, detail, how)
+                self._doubts[rank] = context.runtime.call_later(DOUBT, self._end_doubt, rank)
+        self._record_lost(rank, detail, how)
         if tell and self.out is None:
             message = {"t": "died", "rank": rank, "detail": detail, "how": how}
             self._control.flood(message, range(context.world_size))
@@ -157,8 +159,8 @@ class Roster:
     def _is_linked(self, rank: int) -> bool:
         return self._control.link(rank) is not None or self._data_links.is_linked(rank)
 
-    def _settle(self, rank: int) -> None:
-        """The death of a rank is doubted no longer."""
+    def _end_doubt(self, rank: int) -> None:
+        """End the doubt about the death of a rank."""
         if (timer := self._doubts.pop(rank, None)) is not None:
             timer.cancel()
             self._disregarded.pop(rank, None)
@@ -166,17 +168,17 @@ class Roster:
                 self._context.transport.catch_up()
                 self.changed()
 
-    def unlinked(self, rank: int) -> None:
-        """A link to a rank has ended."""
+    def on_link_closed(self, rank: int) -> None:
+        """Handle a closed link to a rank."""
         if rank in self._doubts and not self._is_linked(rank):
-            self._settle(rank)
+            self._end_doubt(rank)
 
-    def disowned(self, detail: str, sender: int) -> None:
-        """`sender` takes this rank for dead, and ignores it: all groups of this rank fail."""
+    def on_own_death(self, detail: str, sender: int) -> None:
+        """Handle a notice from `sender` that declares this rank dead: all groups of this rank fail."""
         context = self._context
         if context.closed or self.out is not None:
             return
-        if self.is_ignored(sender) and self._prevails():
+        if self.is_ignored(sender) and self._has_majority():
             if sender in self._doubts:
                 self._disregarded[sender] = detail
             return
@@ -188,42 +190,42 @@ class Roster:
             group.lost(context.rank, detail, "killed")
         self.changed()
 
-    def _prevails(self) -> bool:
-        """Return whether the ranks that are left are a majority of the job."""
+    def _has_majority(self) -> bool:
+        """Return whether the remaining ranks are a majority of the job."""
         job = range(self._context.world_size)
         return self._is_majority([rank for rank in job if rank not in self.over], job)
 
-    def _reconsider(self) -> None:
-        """Be out after all if the majority that spoke against it is lost."""
+    def _review_disregarded(self) -> None:
+        """Accept disregarded notices of this rank's death once the majority is lost."""
         for sender, detail in list(self._disregarded.items()):
-            self.disowned(detail, sender)
+            self.on_own_death(detail, sender)
 
-    def gave_up(self, rank: int, detail: str) -> None:
-        """A rank has learned that others take it for dead: it takes part in nothing more."""
+    def on_rank_out(self, rank: int, detail: str) -> None:
+        """Handle the notice of a rank that is out: it takes part in nothing more."""
         self._record(rank, detail, "killed", tell=False, witnessed=False)
-        self._settle(rank)
+        self._end_doubt(rank)
 
-    def cut_off(self, rank: int) -> None:
-        """The connection to a rank broke although its process lives: groups with both fail, for the same reason."""
+    def on_connection_broken(self, rank: int) -> None:
+        """Handle a broken connection to a living process: groups with both ranks fail, for the same reason."""
         if self._context.closed or rank in self.over:
             return
         self._context.transport.catch_up()
-        self._lose(rank, "its connection broke, though its process lives", "unreachable")
+        self._record_lost(rank, "its connection broke, though its process lives", "unreachable")
         for group in list(self._groups.values()):
             if rank in group.position:
                 group.torn(rank)
 
-    def _lose(self, rank: int, detail: str, how: str) -> None:
+    def _record_lost(self, rank: int, detail: str, how: str) -> None:
         self.over.add(rank)
         self.dead[rank] = how, detail
         self._control.remove_rank(rank)
         self._control.fail_join(rank, detail)
-        self._reconsider()
+        self._review_disregarded()
         self.changed()
         self._examine(rank)
 
-    def restored(self, rank: int) -> None:
-        """A lost rank, neither proven dead nor refused, is reachable again: it can be in new groups."""
+    def record_return(self, rank: int) -> None:
+        """Record that a lost rank is reachable again, unless it was proven dead or rejected: it may join new groups."""
         if self._context.closed or self.dead.get(rank, ("", ""))[0] not in ("unreachable", "stopped"):
             return
         del self.dead[rank]
@@ -232,9 +234,9 @@ class Roster:
         self._control.restore_rank(rank)
         self.changed()
 
-    def finished(self, rank: int) -> None:
-        """A rank has ended in order."""
+    def record_end(self, rank: int) -> None:
+        """Record that a rank has ended in order."""
         self.over.add(rank)
         if rank in self.suspected:
             del self.dead[rank]
-        self._reconsider()
+        self._review_disregarded()

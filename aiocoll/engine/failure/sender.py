@@ -1,4 +1,4 @@
-"""How the ranks of one group send each other messages about its operations."""
+"""Messages between the ranks of one group about its operations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Sender:
     """Sends messages about the operations of one group.
 
     Args:
-        identity: the group.
-        ranks: of the group, numbered as in the job.
-        channels: to these ranks.
-        control: the star, which reaches all of them.
-        links: direct links between this rank and each of them.
+        identity: the group's id.
+        ranks: the group's ranks, numbered as in the job.
+        channels: the channels to these ranks.
+        control: the control plane, which reaches all of them.
+        links: direct control links between this rank and each of them.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class Sender:
         self._lineage: tuple[Any, ...] = ()
 
     def split_off(self, parent: Sender, split: Any) -> None:
-        """From now on, add the origin of this group to its messages: the group and the call it was split from."""
+        """Add this group's origin to all later messages: the parent group, and the call it was split from."""
         self._lineage = (*parent._lineage, split)
 
-    def tell(self, rank: int, message: ControlMessage) -> None:
-        """Send a message on a direct link between this rank and `rank`."""
+    def send_direct(self, rank: int, message: ControlMessage) -> None:
+        """Send a message on a direct control link to `rank`."""
         if self._lineage:
             message = {**message, "split": self._lineage}
         self._links.tell(self._ranks[rank], {**message, "g": self._group})
 
-    def say(self, rank: int, message: ControlMessage) -> None:
-        """Send a message on the data link to `rank`, if there is one: it does not depend on any other rank."""
+    def send(self, rank: int, message: ControlMessage) -> None:
+        """Send a message on the data link to `rank`, which needs no other rank; without one, on the control plane."""
         message = {**message, "g": self._group}
         if self._channels[rank].link is not None:
             self._channels[rank].say(message)

@@ -1,9 +1,9 @@
-"""Which ranks have not entered an operation, or called another one: the messages ranks exchange about a stall.
+"""Stall inspection: the messages that find ranks which have not entered an operation, or called a different one.
 
 An operation pending for 250 ms is reported to the group's coordinator, its lowest rank, and then once a second. The
-coordinator compares the reports, asks the ranks that sent none, and answers with the ranks that have not entered and
-with those that do not answer, because their loop is blocked or their process is stopped. If the coordinator itself does
-not answer, the next rank is asked instead. A rank that is asked about an operation before it enters it reports when
+coordinator compares the reports and queries the ranks that sent none. It answers with the ranks that have not entered,
+and with those that do not answer because their loop is blocked or their process is stopped. If the coordinator itself
+does not answer, the report goes to the next rank. A rank that is queried before it enters the operation reports when
 it enters.
 """
 
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 
 __all__ = ["StallInspector"]
 
-#: Operations for which reports and answers are kept; the oldest are dropped first.
+#: Maximum number of operations whose reports and answers are kept; the oldest are dropped first.
 KEPT = 256
-#: Seconds between two reports of the oldest pending operation: the state of the others is at most that old.
+#: Seconds between two reports of the oldest pending operation: the known state of other ranks is at most that old.
 REPORT_AGAIN = 1.0
-#: Seconds between two rounds of questions about an operation: the next report from the same rank starts the next round.
+#: Seconds between two rounds of queries about an operation. The next report of the same rank starts the next round.
 ROUND = 0.9 * REPORT_AGAIN
-#: Seconds a coordinator has to answer before the next rank is asked, at most; a quarter of a shorter timeout.
+#: Maximum seconds for a coordinator's answer before the next rank is used; less for short timeouts: a quarter of them.
 PATIENCE = 0.25
-#: Seconds to collect answers before the waiting ranks are told: answers to one round of questions arrive together.
+#: Seconds to collect answers before the waiting ranks are notified: answers to one round arrive together.
 GATHER = 0.01
 
 Description = dict[str, Any]
 
 
 class StallInspector:
-    """Reports, asks and answers for one group.
+    """The stall reports, queries and answers of one group.
 
     Args:
         group: the group.
-        journal: what this rank has called.
-        mismatches: is told of calls that do not match.
-        sender: sends to the other ranks.
+        journal: the record of this rank's calls.
+        mismatches: the mismatch reports of the group.
+        sender: sends messages to the other ranks.
         runtime: the clock.
-        failure_detector: knows the state of the processes of silent ranks.
+        failure_detector: describes the processes of silent ranks.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class StallInspector:
         self._sender = sender
         self._now = runtime.time
         self._state = failure_detector.state
-        # As a waiting rank: the last answer by operation; the rank asked and when, while it has not answered; the
-        # ranks found to be slow since they last answered, and of these those that were logged; and when each last
-        # answered, to this rank or to a coordinator.
+        # State of a waiting rank. By operation: the last finding, and the coordinator that has not answered, with the
+        # time of the report. By rank: those found slow since their last answer, those of them that were logged, and the
+        # time of the last answer to this rank or to a coordinator.
         self._findings: dict[int, Finding] = {}
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()
         self._slow_logged: set[int] = set()
         self._repeats = Repeats()
         self._answered: dict[int, float] = {}
-        # As the coordinator: reports by operation. In both roles: since when a rank has owed an answer.
+        # State of the coordinator: reports by operation. In both roles: the first unanswered request to each rank.
         self._reports: dict[int, StallReport] = {}
         self._silent: dict[int, float] = {}
-        #: Operations that ranks asked about before this rank entered them, and those ranks.
+        #: Ranks that queried an operation before this rank entered it, by operation.
         self.asked_early: dict[int, set[int]] = {}
 
     # -- as a waiting rank
 
     def report(self, operation: Operation) -> float:
-        """Report an operation that has been pending for a while to the coordinator; return when to report it again."""
+        """Report a long pending operation to the coordinator; return the time of the next report."""
         if operation.id & P2P:
             return inf
         now = self._now()
@@ -100,20 +100,20 @@ class StallInspector:
         _bounded(self._asked)[operation.id] = rank, now
         if rank != self._group.rank:
             self._silent.setdefault(rank, now)
-        self._tell(rank, {"t": "report", "op": operation.id, "mine": operation.describe()})
+        self._send(rank, {"t": "report", "op": operation.id, "mine": operation.describe()})
         return now + (min(PATIENCE, operation.timeout / 4) if operation.id in self._asked else REPORT_AGAIN)
 
     def entered(self, operation: Operation) -> None:
-        """Answer the ranks that asked about it: this rank may complete at once, and never send anything else."""
+        """Report an entered operation to ranks that queried it earlier: this rank may send nothing else."""
         for peer in self.asked_early.pop(operation.id, ()):
-            self._tell(peer, {"t": "report", "op": operation.id, "mine": operation.describe(), "asked": True})
+            self._send(peer, {"t": "report", "op": operation.id, "mine": operation.describe(), "asked": True})
 
-    def unanswered(self, operation: Operation) -> bool:
-        """Whether the coordinator owes an answer about it."""
+    def is_unanswered(self, operation: Operation) -> bool:
+        """Return whether the coordinator has not yet answered the report about an operation."""
         return operation.id in self._asked
 
     def finding(self, op: int) -> Finding | None:
-        """Return the last answer about an operation."""
+        """Return the last finding about an operation."""
         return self._findings.get(op)
 
     def missing(self, operation: Operation) -> tuple[list[int], str]:
@@ -122,17 +122,15 @@ class StallInspector:
         if finding is not None:
             return finding.ranks(self._now()), finding.words(self._now())
         asked = self._asked.get(operation.id)
-        text = operation.standing() or "the other ranks have not been asked yet"
+        text = operation.standing() or "no rank has answered yet"
         if asked is not None:
-            text = (
-                f"rank {asked[0]}, which was asked who is missing {self._now() - asked[1]:.2g} s ago, has not answered"
-            )
+            text = f"rank {asked[0]} has not answered the stall report of {self._now() - asked[1]:.2g} s ago"
         if awaited := operation.awaited():
-            text += f"; what rank(s) {', '.join(map(str, awaited[:DETAILED]))} should send it has not all come"
+            text += f"; data of rank(s) {', '.join(map(str, awaited[:DETAILED]))} has not arrived completely"
         return [], text
 
     def timed_out(self, operation: Operation) -> None:
-        """A collective timed out: revoke the group on all ranks, naming the missing ones."""
+        """Revoke the group on all ranks after a timed-out collective; the error names the missing ranks."""
         missing, detail = self.missing(operation)
         self._group.revoke(timed_out(self._group.name, self._group.rank, operation, missing, detail))
 
@@ -151,13 +149,13 @@ class StallInspector:
         )
 
     def _coordinator(self, silent: int | None) -> int:
-        """Return the lowest rank that may answer, skipping those that did not."""
+        """Return the lowest rank that may answer, skipping ranks that did not."""
         group = self._group
         first = 0 if silent is None else silent + 1
         return next((rank for rank in range(first, group.rank) if rank not in group.left), group.rank)
 
-    def _status(self, peer: int, message: dict[str, Any]) -> None:
-        """The coordinator has answered."""
+    def _on_status(self, peer: int, message: dict[str, Any]) -> None:
+        """Handle a coordinator's answer."""
         op, now = message["op"], self._now()
         self._asked.pop(op, None)
         known = tuple(Absence(*each) for each in message["known"])
@@ -176,14 +174,14 @@ class StallInspector:
                     extra=self._group.log_extra,
                 )
         if (operation := self._group.in_flight.find(op)) is not None:
-            # What a rank has answered others may not have reached the coordinator yet.
+            # A rank may have answered this rank but not the coordinator yet.
             seconds = {rank: min(each.silent, now - self._answered.get(rank, -inf)) for rank, each in silent.items()}
             slow = [rank for rank in silent if seconds[rank] >= SLOW_AFTER and rank not in self._slow]
             self._slow.update(slow)
             self._warn_of_slow([(silent[rank], seconds[rank]) for rank in slow], operation)
 
     def _warn_of_slow(self, ranks: list[tuple[Absence, float]], operation: Operation) -> None:
-        """Log that ranks have not answered for so many seconds, in one warning: in a large group they may be many."""
+        """Log slow ranks in one warning, since a large group may have many."""
         logged = []
         for each, seconds in ranks:
             if (repeated := self._repeats.admit(each.rank, self._now())) is not None:
@@ -210,51 +208,51 @@ class StallInspector:
         elif peer in self._silent:
             self._silent[peer] = self._now()
         handler = {
-            "disagree": self._mismatches.disagreed,
-            "differ": self._mismatches.differed,
-            "report": self._reported,
-            "query": self._queried,
-            "absent": self._absent,
-            "status": self._status,
+            "disagree": self._mismatches.on_disagree,
+            "differ": self._mismatches.on_differ,
+            "report": self._on_report,
+            "query": self._on_query,
+            "absent": self._on_absent,
+            "status": self._on_status,
         }[message["t"]]
         handler(peer, message)
 
-    def _queried(self, peer: int, message: dict[str, Any]) -> None:
+    def _on_query(self, peer: int, message: dict[str, Any]) -> None:
         record = self._group.record(message["op"])
         if record is not None:
             answer = {"t": "report", "op": record.op, "mine": record.describe(self._group.rank)}
         else:
-            self._ask_early(message["op"], peer)
-            answer = {"t": "absent", "op": message["op"], **self._last()}
-        self._tell(peer, {**answer, "asked": True})
+            self._record_early_query(message["op"], peer)
+            answer = {"t": "absent", "op": message["op"], **self._last_operation()}
+        self._send(peer, {**answer, "asked": True})
 
     # -- coordinating
 
-    def _reported(self, peer: int, message: dict[str, Any]) -> None:
+    def _on_report(self, peer: int, message: dict[str, Any]) -> None:
         op, theirs = message["op"], message["mine"]
-        report = self._report_on(op)
+        report = self._get_report(op)
         report.called[peer] = theirs
         report.absent.pop(peer, None)
         if "asked" in message:
             report.asked.discard(peer)
         other = opposed(theirs, report.called.values())
         if other is not None:
-            self._mismatches.settle(other, theirs)
+            self._mismatches.revoke(other, theirs)
             return
         if "asked" in message:
-            self._soon(op, report)
+            self._schedule_answer(op, report)
         else:
-            self._ask(op, report, peer)
-            self._answer(op, report, [peer])
+            self._query_ranks(op, report, peer)
+            self._send_status(op, report, [peer])
 
-    def _absent(self, peer: int, message: dict[str, Any]) -> None:
-        report = self._report_on(message["op"])
+    def _on_absent(self, peer: int, message: dict[str, Any]) -> None:
+        report = self._get_report(message["op"])
         report.asked.discard(peer)
         if peer not in report.called:
             report.absent[peer] = message["last"], message["age"], self._now()
-            self._soon(message["op"], report)
+            self._schedule_answer(message["op"], report)
 
-    def _report_on(self, op: int) -> StallReport:
+    def _get_report(self, op: int) -> StallReport:
         report = self._reports.get(op)
         if report is None:
             report = _bounded(self._reports)[op] = StallReport()
@@ -263,19 +261,19 @@ class StallInspector:
             if (record := self._group.record(op)) is not None:
                 report.called[rank] = record.describe(rank)
             else:
-                last = self._last()
-                self._ask_early(op, rank)
+                last = self._last_operation()
+                self._record_early_query(op, rank)
                 report.absent[rank] = last["last"], last["age"], self._now()
         return report
 
-    def _ask_early(self, op: int, peer: int) -> None:
-        """Remember to answer `peer`, or this rank itself, when this rank enters the operation."""
+    def _record_early_query(self, op: int, peer: int) -> None:
+        """Record that `peer`, or this rank itself, needs a report when this rank enters the operation."""
         if op not in self.asked_early:
             _bounded(self.asked_early)[op] = set()
         self.asked_early[op].add(peer)
 
-    def _ask(self, op: int, report: StallReport, reporter: int) -> None:
-        """Ask every rank, except the reporter and those already asked; in rounds, since all ranks may report."""
+    def _query_ranks(self, op: int, report: StallReport, reporter: int) -> None:
+        """Query every rank except the reporter and ranks already queried; in rounds, since all ranks may report."""
         group = self._group
         now = self._now()
         if now < report.again:
@@ -288,61 +286,61 @@ class StallInspector:
             elif rank not in (group.rank, reporter) and rank not in report.asked:
                 report.asked.add(rank)
                 self._silent.setdefault(rank, now)
-                self._tell(rank, {"t": "query", "op": op})
+                self._send(rank, {"t": "query", "op": op})
         if len(report.asked) > before:
-            self._expect(op)
+            self._schedule_overdue(op)
 
-    def _expect(self, op: int) -> None:
-        """Check again when the next rank has been silent for long."""
+    def _schedule_overdue(self, op: int) -> None:
+        """Schedule the next check, at the time when another rank becomes slow."""
         now = self._now()
         due = [since + SLOW_AFTER for since in self._silent.values() if since + SLOW_AFTER > now]
         if due:
-            # A little later, in case the clock's rounding makes it a little less.
-            self._group.call_later(min(due) + GATHER - now, self._overdue, op)
+            # A little later, since the clock's rounding may make the silence a little shorter.
+            self._group.call_later(min(due) + GATHER - now, self._on_overdue, op)
 
-    def _overdue(self, op: int) -> None:
-        """A rank has been silent for long: tell the waiting ranks."""
+    def _on_overdue(self, op: int) -> None:
+        """Notify the waiting ranks of a slow rank."""
         report = self._reports.get(op)
         if report is not None and self._silent and self._group.stands():
-            self._answer(op, report, list(report.called))
-            self._expect(op)
+            self._send_status(op, report, list(report.called))
+            self._schedule_overdue(op)
 
-    def _soon(self, op: int, report: StallReport) -> None:
-        """Tell all waiting ranks, once answers have had time to arrive."""
+    def _schedule_answer(self, op: int, report: StallReport) -> None:
+        """Schedule an answer to all waiting ranks, after other answers have had time to arrive."""
         if not report.due:
             report.due = True
-            self._group.call_later(GATHER, self._gathered, op, report)
+            self._group.call_later(GATHER, self._answer_waiting, op, report)
 
-    def _gathered(self, op: int, report: StallReport) -> None:
+    def _answer_waiting(self, op: int, report: StallReport) -> None:
         report.due = False
         if self._group.stands():
-            self._answer(op, report, list(report.called))
+            self._send_status(op, report, list(report.called))
 
-    def _answer(self, op: int, report: StallReport, ranks: list[int]) -> None:
-        """Tell `ranks` who is missing."""
+    def _send_status(self, op: int, report: StallReport, ranks: list[int]) -> None:
+        """Send the missing ranks to `ranks`."""
         group = self._group
         missing = report.missing(len(group.ranks))
         known = report.absences(missing, self._silent, lambda rank: self._state(group.ranks[rank]), self._now())
         for rank in ranks:
-            self._tell(rank, {"t": "status", "op": op, "missing": missing, "known": known})
+            self._send(rank, {"t": "status", "op": op, "missing": missing, "known": known})
 
-    def _last(self) -> dict[str, Any]:
+    def _last_operation(self) -> dict[str, Any]:
         record = self._journal.last()
         if record is None:
-            return {"last": f"{self._waiting()}in no operation yet", "age": None}
-        last = f"{self._waiting()}last in {called(record.describe(self._group.rank))}"
+            return {"last": f"{self._describe_wait()}in no operation yet", "age": None}
+        last = f"{self._describe_wait()}last in {called(record.describe(self._group.rank))}"
         return {"last": last, "age": self._now() - record.entered}
 
-    def _waiting(self) -> str:
-        """Describe the newest message this rank waits for: it may be what keeps this rank from entering."""
+    def _describe_wait(self) -> str:
+        """Describe the newest message that this rank waits for: it may keep this rank from entering."""
         operation = next((each for each in reversed(self._group.in_flight.pending) if each.id & P2P == P2P), None)
         return "" if operation is None else f"waiting in {called(operation.describe())}; "
 
-    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+    def _send(self, rank: int, message: dict[str, Any]) -> None:
         if rank == self._group.rank:
             self.handle(rank, message)
         else:
-            self._sender.tell(rank, message)
+            self._sender.send_direct(rank, message)
 
 
 V = TypeVar("V")

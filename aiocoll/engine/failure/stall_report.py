@@ -1,4 +1,4 @@
-"""What a coordinator knows about one pending operation, and what it tells the ranks that wait for it."""
+"""Stall report of a coordinator about one pending operation, and its finding for the waiting ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 __all__ = ["DETAILED", "SLOW_AFTER", "Absence", "Finding", "StallReport"]
 
-#: Ranks a finding describes in words: more than anybody reads, and few enough to send to a thousand ranks.
+#: Maximum number of ranks that a finding describes: enough for any reader, and small enough to send to a thousand
+#: ranks.
 DETAILED = 16
-#: Seconds a question may go unanswered before a rank is called slow: a responsive loop turns a thousand times
-#: as often.
+#: Seconds without an answer after which a rank is called slow. A responsive loop answers in a thousandth of that.
 SLOW_AFTER = 1.0
 #: Seconds in which an answer may still be in flight: many times the round trip between hosts.
 DOUBT = 0.025
@@ -19,14 +19,14 @@ Description = dict[str, Any]
 
 
 class Absence(NamedTuple):
-    """What is known of one rank that others may wait for; times are relative to when the finding was received.
+    """The state of one rank that other ranks may wait for. Times are relative to the arrival of the finding.
 
     Attributes:
-        rank: in the group.
-        entered: it has entered the operation.
-        last: description of the operation it was last seen in; None if it has not answered.
+        rank: the rank in the group.
+        entered: whether it has entered the operation.
+        last: description of its last known operation; None if it has not answered.
         age: seconds since it entered that operation; None if there is none.
-        silent: seconds since a question to it was asked that it has not answered; 0 if none.
+        silent: seconds since the first unanswered request to it; 0 if none is unanswered.
         state: state of its process, as far as it is visible.
     """
 
@@ -38,7 +38,7 @@ class Absence(NamedTuple):
     state: str
 
     def describe(self, since: float) -> str:
-        """Return a text, `since` seconds after the finding was received."""
+        """Return a text about this rank, `since` seconds after the finding arrived."""
         known = self.last
         if known is not None and self.age is not None:
             known += f", {self.age + since:.1f} s ago"
@@ -50,21 +50,21 @@ class Absence(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """An answer to a report: all ranks that have not entered, and details of some of them and of silent ranks."""
+    """A coordinator's answer: all ranks that have not entered, and details of some of them and of silent ranks."""
 
     missing: tuple[int, ...]
     known: tuple[Absence, ...]
     received: float
 
     def ranks(self, now: float) -> list[int]:
-        """Return the ranks to blame: those that have not entered; if there are none, those that do not answer."""
+        """Return the ranks to blame: those that have not entered, or, if all have, those that do not answer."""
         doubtful = {each.rank for each in self.known if each.last is None and each.silent + now - self.received < DOUBT}
         return [rank for rank in self.missing if rank not in doubtful] or [
             each.rank for each in self.known if each.entered
         ]
 
     def words(self, now: float) -> str:
-        """Return a text about what the operation waits for."""
+        """Return a text about the ranks that the operation waits for."""
         since = now - self.received
         absent = [each.describe(since) for each in self.known if not each.entered]
         silent = [each.describe(since) for each in self.known if each.entered]
@@ -82,10 +82,11 @@ class StallReport:
 
     Attributes:
         called: the call of each rank that has entered.
-        absent: for ranks that have not: the operation they were last seen in, its age, and when they said so.
-        asked: ranks that have not answered a question about it.
-        again: when the ranks may be asked about it again.
-        due: an answer to the waiting ranks is scheduled.
+        absent: for each rank that has not entered: its last known operation, the age of that, and the time of its
+            answer.
+        asked: ranks that have not answered a request about the operation.
+        again: the time from which requests may be repeated.
+        due: whether an answer to the waiting ranks is scheduled.
     """
 
     __slots__ = ("absent", "again", "asked", "called", "due")
@@ -104,12 +105,12 @@ class StallReport:
     def absences(
         self, missing: Sequence[int], silent: Mapping[int, float], state: Callable[[int], str], now: float
     ) -> list[Absence]:
-        """Describe ranks that are missing, and those that have entered and gone silent; the first of each.
+        """Describe missing ranks, and silent ranks that have entered; at most `DETAILED` of each.
 
         Args:
             missing: ranks that have not entered.
-            silent: since when questions to ranks have gone unanswered.
-            state: says what the process of a rank does, asked of ranks that have been silent for long.
+            silent: for each silent rank, the time of the first unanswered request.
+            state: describes the process of a rank; called for ranks that have been silent for long.
             now: the time.
         """
         slow = [rank for rank in silent if rank in self.called and now - silent[rank] >= SLOW_AFTER]

@@ -1,17 +1,17 @@
-"""A thread that runs even if the event loop is blocked: it proves that this process lives, and checks other processes.
+"""Watchdog thread: it runs even if the event loop is blocked, proves that this process lives, and checks others.
 
 Twice a second it
 
-- sends a byte on every heartbeat, a connection to a rank whose process is not visible from here, and receives: a
-  heartbeat falls silent if the other process is stopped, its host is dead or the cable is cut, but not if only its
+- sends a byte on every heartbeat and receives one. A heartbeat is a connection to a rank whose process is not visible
+  from here. It falls silent if the other process is stopped, its host is dead or the cable is cut, but not if only its
   loop is blocked;
 - checks the processes of this host that the loop waits for;
-- asks the loop for a sign of life, and logs where the loop is blocked if none comes: for each source line the first
-  time, then at growing intervals.
+- requests a sign of life from the loop. Without one, it logs the position of the blocked loop: for each source line
+  the first time, then at growing intervals.
 
-Only time in which this thread itself was running counts: a process that was stopped must not call others silent.
-Heartbeats come first in a round, and the failure of anything else (a log handler, a thread that cannot be started, a
-file that cannot be opened) leaves the thread running.
+Only time in which this thread itself was running counts: a process that was stopped must not call other ranks silent.
+Heartbeats come first in a round. The thread survives every other failure: of a log handler, of a thread that cannot be
+started, of a file that cannot be opened.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from aiocoll.transport.byte_stream import ByteStream
 
 __all__ = ["Watchdog"]
 
-#: Seconds between two rounds: precise enough for deadlines of seconds. An idle rank, with two wake-ups of its loop,
-#: takes 0.05 % of a core.
+#: Seconds between two rounds: precise enough for deadlines of seconds. The two wake-ups a second of an idle rank use
+#: 0.05 % of a core.
 ROUND = 0.5
-#: Seconds a heartbeat may be silent: a loaded host, or a call that holds the GIL, delays it by less (contract: 6 s).
+#: Seconds a heartbeat may be silent. A loaded host, or a call that holds the GIL, delays it by less (contract: 6 s).
 UNREACHABLE_AFTER = 5.0
-#: Seconds a process may be stopped: leaves 1.5 s of the contract's 6 to notice the stop and to tell all ranks.
+#: Seconds a process may be stopped: leaves 1.5 s of the contract's 6 s to detect the stop and to notify all ranks.
 STOPPED_AFTER = 4.5
-#: Seconds without a sign of life from the loop, or of this thread, that are reported.
+#: Seconds without a sign of life from the loop, or of this thread, before a warning.
 BLOCKED_AFTER = 1.0
-#: Seconds for which processes are checked after the loop has asked for it, which it does once a second.
+#: Seconds for which processes are checked after a request of the loop, which repeats it once a second.
 ATTENTION = 2.5
-#: Bytes taken from a heartbeat at once: all that gather in an hour of not listening.
+#: Maximum bytes per read of a heartbeat: more than an hour of unread heartbeats.
 GULP = 8192
-#: Seconds to wait for the end of the thread; it takes none, unless the host hangs.
+#: Seconds to wait for the end of the thread, which is immediate unless the host hangs.
 FAREWELL = 1.0
 
-#: Errors of this process or its host, which show nothing of a connection.
+#: Errors of this process or its host, which reveal nothing about a connection.
 _OWN_ERRORS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EINTR}
 )
@@ -72,10 +72,10 @@ class _Heartbeat:
         self.silence = 0.0
 
     def exchange(self, counted: float, received: memoryview) -> bool:
-        """Send, and receive into `received`, whose content is ignored; False if the connection has ended."""
+        """Send and receive heartbeats; the content of `received` is ignored. Return False if the connection ended."""
         try:
             self.stream.send(b"\0")
-        except OSError as error:  # BlockingIOError: it has not been read for hours
+        except OSError as error:  # BlockingIOError: the peer has not read for hours
             if _has_ended(error):
                 return False
         try:
@@ -98,15 +98,15 @@ def _has_ended(error: OSError) -> bool:
 
 
 class Watchdog:
-    """The thread of one endpoint. It reports through `call_soon_threadsafe`.
+    """The watchdog thread of one endpoint. It reports through `call_soon_threadsafe`.
 
     Args:
         rank: this rank in the job.
-        loop: the loop it monitors; running in the thread that makes the watchdog.
+        loop: the monitored loop, which runs in the thread that makes the watchdog.
         clock: real seconds, read from any thread.
-        state: returns the state of a rank's process, as `aiocoll.process.state` does; called in the thread.
-        lost: called in the loop with a rank, how it is lost and for how many seconds.
-        ended: called in the loop with the rank of a heartbeat whose connection has ended.
+        state: returns the state of a rank's process, as `aiocoll.process.state` does; called in the watchdog thread.
+        lost: loop callback for a lost rank, with the way it was lost and the seconds of silence.
+        ended: loop callback for the rank of a heartbeat whose connection has ended.
     """
 
     def __init__(
@@ -133,16 +133,16 @@ class Watchdog:
         self._observed: Collection[int] = ()
         self._attentive_until = 0.0
         self._stopped: dict[int, float] = {}
-        self._sign = True
-        self._signless = 0.0
+        self._has_sign = True
+        self._silent_seconds = 0.0
         self._asked_at = 0.0
         self._blocked = False
         self._is_block_logged = False
         self._repeats = Repeats()
-        self._turned_at = clock()
+        self._round_at = clock()
         self._cpu = _cpu_time()
         self._trouble = ""
-        self._speaker: threading.Thread | None = None
+        self._log_thread: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=f"aiocoll watchdog {rank}", daemon=True)
 
     def start(self) -> None:
@@ -162,23 +162,23 @@ class Watchdog:
             ) from error
 
     def stop(self) -> None:
-        """End the thread, close the heartbeats."""
+        """End the thread, which closes the heartbeats."""
         self._ending = True
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(FAREWELL)
-        if self._speaker is not None:
-            self._speaker.join(FAREWELL)
+        if self._log_thread is not None:
+            self._log_thread.join(FAREWELL)
 
     def add_heartbeat(self, rank: int, stream: ByteStream) -> None:
-        """Exchange heartbeats with `rank` on `stream`, which belongs to the thread from now on."""
+        """Exchange heartbeats with `rank` on `stream`, which the thread owns from now on."""
         if self._ending:
             stream.close()
         self._arriving.append((rank, stream))
         self._wake.set()
 
     def observe(self, ranks: Collection[int]) -> None:
-        """Check the processes of these ranks for a while."""
+        """Check the processes of these ranks for `ATTENTION` seconds."""
         late = self._clock() > self._attentive_until
         self._observed = ranks
         self._attentive_until = self._clock() + ATTENTION
@@ -186,23 +186,23 @@ class Watchdog:
             self._wake.set()
 
     def silence(self, rank: int) -> float | None:
-        """Return for how many seconds the heartbeat of `rank` has been silent; None if there is none."""
+        """Return the seconds for which the heartbeat of `rank` has been silent; None if there is no heartbeat."""
         heartbeat = self._heartbeats.get(rank)
         return None if heartbeat is None else heartbeat.silence
 
     def blocked(self) -> tuple[float, str] | None:
-        """Return for how many seconds the loop has given no sign of life, and where it is; None if it has.
+        """Return the seconds since the loop's last sign of life, and its position; None if the loop is not blocked.
 
-        Any thread may ask.
+        Any thread may call this.
         """
-        if self._sign or self._signless < BLOCKED_AFTER:
+        if self._has_sign or self._silent_seconds < BLOCKED_AFTER:
             return None
         return self._clock() - self._asked_at, place(sys._current_frames().get(self._watched_thread))
 
-    # -- in the thread
+    # -- in the watchdog thread
 
     def _run(self) -> None:
-        self._turned_at, self._cpu = self._clock(), _cpu_time()
+        self._round_at, self._cpu = self._clock(), _cpu_time()
         try:
             while not self._ending and not self._loop.is_closed():
                 self._wake.wait(ROUND)
@@ -212,22 +212,22 @@ class Watchdog:
             self._close()
 
     def _do_round(self) -> None:
-        """Do what is due twice a second; no failure of one part keeps another from its turn."""
-        before, now = self._turned_at, self._clock()
-        self._turned_at = now
+        """Run the parts of one round; a failure of one part does not stop the others."""
+        before, now = self._round_at, self._clock()
+        self._round_at = now
         counted = min(now - before, ROUND)
         self._exchange_heartbeats(counted)
-        self._attempt(self._look_at_processes, now, counted)
-        self._attempt(self._watch_loop, now, counted)
-        self._attempt(self._watch_itself, now - before)
+        self._attempt(self._check_processes, now, counted)
+        self._attempt(self._check_loop, now, counted)
+        self._attempt(self._check_itself, now - before)
 
     def _attempt(self, part: Callable[..., None], *args: float) -> None:
         try:
             part(*args)
         except Exception as error:
             trouble, self._trouble = self._trouble, repr(error)
-            if trouble != self._trouble:  # it may come in every round
-                self._log(logging.WARNING, "rank %d: its watchdog goes on after an error: %r", self._rank, error)
+            if trouble != self._trouble:  # an error may repeat in every round
+                self._log(logging.WARNING, "rank %d: its watchdog continues after an error: %r", self._rank, error)
 
     def _close(self) -> None:
         for rank in list(self._heartbeats):
@@ -246,17 +246,17 @@ class Watchdog:
     def _exchange_heartbeat(self, rank: int, heartbeat: _Heartbeat, counted: float) -> None:
         if not heartbeat.exchange(counted, self._received):
             self._drop(rank)
-            self._tell(self._ended, rank)
+            self._call_in_loop(self._ended, rank)
         elif heartbeat.silence >= UNREACHABLE_AFTER:
             self._drop(rank)
-            self._tell(self._lost, rank, "unreachable", heartbeat.silence)
+            self._call_in_loop(self._lost, rank, "unreachable", heartbeat.silence)
 
     def _drop(self, rank: int) -> None:
         heartbeat = self._heartbeats.pop(rank, None)
         if heartbeat is not None:
             heartbeat.stream.close()
 
-    def _look_at_processes(self, now: float, counted: float) -> None:
+    def _check_processes(self, now: float, counted: float) -> None:
         if now > self._attentive_until:
             self._stopped.clear()
             return
@@ -265,23 +265,23 @@ class Watchdog:
             if found == STOPPED:
                 since = self._stopped[rank] = self._stopped.get(rank, -counted) + counted
                 if since >= STOPPED_AFTER:
-                    self._tell(self._lost, rank, "stopped", since)
+                    self._call_in_loop(self._lost, rank, "stopped", since)
             elif found != UNKNOWN:
                 self._stopped.pop(rank, None)
                 if found == GONE:
-                    self._tell(self._lost, rank, "killed", 0.0)
+                    self._call_in_loop(self._lost, rank, "killed", 0.0)
 
-    def _watch_loop(self, now: float, counted: float) -> None:
-        """Ask the loop for a sign of life; log once if none comes."""
-        if self._sign or not self._loop.is_running():
+    def _check_loop(self, now: float, counted: float) -> None:
+        """Request a sign of life from the loop, and log once if there is none."""
+        if self._has_sign or not self._loop.is_running():
             blocked, asked_at, self._blocked = self._blocked, self._asked_at, False
-            self._sign, self._signless, self._asked_at = False, 0.0, now
-            self._tell(self._give_sign)
+            self._has_sign, self._silent_seconds, self._asked_at = False, 0.0, now
+            self._call_in_loop(self._on_sign)
             if blocked and self._is_block_logged:
-                self._log(logging.INFO, "rank %d: the event loop turns again, after %.1f s", self._rank, now - asked_at)
+                self._log(logging.INFO, "rank %d: the event loop runs again, after %.1f s", self._rank, now - asked_at)
             return
-        self._signless += counted
-        if self._signless >= BLOCKED_AFTER and not self._blocked:
+        self._silent_seconds += counted
+        if self._silent_seconds >= BLOCKED_AFTER and not self._blocked:
             self._blocked = True
             frame = sys._current_frames().get(self._watched_thread)
             repeated = self._repeats.admit(line(frame), now)
@@ -297,32 +297,32 @@ class Watchdog:
                     repeated,
                 )
 
-    def _watch_itself(self, elapsed: float) -> None:
+    def _check_itself(self, elapsed: float) -> None:
         """Log that this thread could not run."""
         before, self._cpu = self._cpu, _cpu_time()
         if elapsed >= ROUND + BLOCKED_AFTER:
-            repeated = self._repeats.admit(STOOD_STILL, self._turned_at)
+            repeated = self._repeats.admit(STOOD_STILL, self._round_at)
             if repeated is not None:
                 self._log(logging.WARNING, STOOD_STILL, self._rank, elapsed, self._cpu - before, repeated)
 
-    def _give_sign(self) -> None:
-        self._sign = True
+    def _on_sign(self) -> None:
+        self._has_sign = True
 
     def _log(self, level: int, text: str, *args: object) -> None:
-        """Log from a separate thread: a handler may wait for what blocks the loop; heartbeats must not.
+        """Log from a separate thread: a log handler may wait for the blocked loop, and must not delay heartbeats.
 
-        Where no thread can be started, the loop logs it when it turns again.
+        If no thread can be started, the loop logs the text when it runs again.
         """
         log = partial(logger.log, level, text, *args, extra={"rank": self._rank})
         try:
             speaker = threading.Thread(target=log, name=f"aiocoll warning {self._rank}", daemon=True)
             speaker.start()
         except (MemoryError, RuntimeError):
-            self._tell(log)
+            self._call_in_loop(log)
         else:
-            self._speaker = speaker
+            self._log_thread = speaker
 
-    def _tell(self, callback: Callable[..., object], *args: object) -> None:
+    def _call_in_loop(self, callback: Callable[..., object], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:

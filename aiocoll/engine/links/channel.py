@@ -361,7 +361,7 @@ class Channel:
         return kind == _WINDOW
 
     def _untaken(self, header: Header, error: Exception) -> ProtocolError:
-        what = f"rank {self._context.rank} could not take what rank {self.peer} sent"
+        what = f"rank {self._context.rank} could not handle a frame of rank {self.peer}"
         return ProtocolError(f"{what}, a {describe(header)}: {error!r}")
 
     def _credited(self, nbytes: int) -> None:
