@@ -1,6 +1,6 @@
-"""The channels of one rank, and the data links under them: opened on first use, renewed for a rank that is back.
+"""Channels of one rank and their data links, opened on first use and replaced when a lost rank returns.
 
-A small group gets its channels, one per rank, when it is made; a large one gets each on first use.
+A small group gets its channels, one per rank, when it is made. A large group gets each channel on first use.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Channels"]
 
-#: Ranks up to which all channels are made with the group: a plain list is read fastest, at every call. A channel takes
-#: a kilobyte, and a rank of a thousand talks to few of them.
+#: Maximum size of a group whose channels are made with the group: every call reads them, fastest from a plain list. A
+#: channel takes a kilobyte, and a rank in a group of a thousand exchanges data with few others.
 FEW = 64
 
 
@@ -34,10 +34,10 @@ class Channels:
     """The channels of one endpoint.
 
     Args:
-        context: of the endpoint.
-        groups: of the endpoint.
-        roster: which ranks are lost or have ended.
-        failure_detector: examines ranks whose connection broke.
+        context: the endpoint's context.
+        groups: the endpoint's groups.
+        roster: the lost and ended ranks.
+        failure_detector: checks ranks whose connection broke.
         polling: polls the links.
     """
 
@@ -63,7 +63,7 @@ class Channels:
         self._channels: dict[int, Channel] = {}
 
     def connect(self, receiver: Receiver) -> None:
-        """Pass control messages, and frames for no group, to `receiver`."""
+        """Set the receiver of control messages and of links that broke."""
         self._receiver = receiver
         self.receive = receiver.receive
 
@@ -75,7 +75,7 @@ class Channels:
         return channel
 
     def of_group(self, ranks: Sequence[int]) -> Sequence[Channel]:
-        """Return the channels to `ranks`, in order; iterating over those of a large group gives only existing ones."""
+        """Return the channels to `ranks`, in order. For a large group, iteration yields only existing channels."""
         return [self.to(rank) for rank in ranks] if len(ranks) <= FEW else _Lazy(self, self._context.rank, ranks)
 
     def made(self, ranks: Sequence[int]) -> Iterator[Channel]:
@@ -86,10 +86,10 @@ class Channels:
         """Return the open data links."""
         return [channel.link for channel in self._channels.values() if channel.link is not None]
 
-    def say(self, message: ControlMessage) -> None:
-        """Send a control message on each data link, behind all queued data."""
+    def send_on_links(self, message: ControlMessage) -> None:
+        """Send a control message on each data link, after all queued data."""
         for channel in self._channels.values():
-            channel.say(message)
+            channel.send_after_data(message)
 
     def is_linked(self, rank: int) -> bool:
         """Return whether there is a data link to `rank`."""
@@ -99,7 +99,7 @@ class Channels:
     def notify(self, rank: int, message: ControlMessage) -> None:
         """Send a control message on the data link to `rank`, if there is one."""
         if (channel := self._channels.get(rank)) is not None:
-            channel.say(message)
+            channel.send_after_data(message)
 
     # -- opening
 
@@ -124,10 +124,10 @@ class Channels:
         """Use a link that this rank or a peer has opened."""
         channel = self.to(link.peer)
         if (broken := channel.link) is not None:
-            # The peer has lost the old link; this rank has not seen its end yet.
+            # The peer has lost the old link, but this rank has not noticed yet.
             broken.close()
             channel.lost(broken, None)
-            channel = self._made_anew(link.peer)
+            channel = self._replace_channel(link.peer)
         if (note := self._roster.notice(link.peer)) is not None:
             send_message(link, note)
         channel.attach(link)
@@ -138,7 +138,7 @@ class Channels:
     # -- ending
 
     def lost(self, peer: int, error: Exception | None, link: Link) -> None:
-        """The data link to `peer` is closed, or `peer` sent something unacceptable."""
+        """Handle a closed data link to `peer`, or an unacceptable message of `peer`."""
         self._count_links()
         self._groups.closed.end([peer], notes=False)
         self._roster.on_link_closed(peer)
@@ -152,37 +152,37 @@ class Channels:
             shared.unmap()
 
     def departed(self, rank: int, group: int) -> None:
-        """A rank has left a group: it reads nothing more of what this rank has posted there."""
+        """Record that a rank has left a group: it reads none of this rank's later posts there."""
         if (channel := self._channels.get(rank)) is not None and channel.shared is not None:
             channel.shared.departed(group)
 
     def release(self, rank: int, group: int) -> None:
-        """A rank has left a group that is closed here: nothing more of it comes through shared memory."""
+        """Record that a rank has left a group which is closed here: it posts nothing more for it in shared memory."""
         if (channel := self._channels.get(rank)) is not None:
             channel.purge(group, has_left=True)
 
     def cut(self, rank: int) -> list[Link]:
-        """Stop using the data link to `rank`; return it, if there is one."""
+        """Stop using the data link to `rank`; return it in a list, which is empty if there is no link."""
         channel = self._channels.get(rank)
         found = [] if channel is None else channel.cut()
         self._count_links()
         return found
 
     def renew(self, rank: int) -> None:
-        """Reset the channel to a rank that is back: its pending messages belong to groups that have failed."""
+        """Replace the channel to a returned rank: its pending messages belong to groups that have failed."""
         channel = self._channels.get(rank)
         if channel is not None and channel.link is None and not channel.dialling:
-            self._made_anew(rank)
+            self._replace_channel(rank)
             self._count_links()
 
     def close(self) -> None:
-        """Release the shared memory of all peers; all links are closed."""
+        """Release the shared memory of all peers, after all links have closed."""
         for channel in self._channels.values():
-            channel.give_back()
+            channel.release_shared()
         self._poll_shared(())
 
-    def _made_anew(self, rank: int) -> Channel:
-        self._channels.pop(rank).give_back()
+    def _replace_channel(self, rank: int) -> Channel:
+        self._channels.pop(rank).release_shared()
         return self.to(rank)
 
     def _count_links(self) -> None:
@@ -202,7 +202,7 @@ class _Lazy(list[Channel]):
         super().__init__([None] * len(ranks))  # type: ignore[list-item]
         self._channels = channels
         self._ranks = ranks
-        channels.to(rank)  # as in a small group; it is never linked
+        channels.to(rank)  # as in a small group; this channel never gets a link
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
@@ -211,5 +211,5 @@ class _Lazy(list[Channel]):
         return found
 
     def __iter__(self) -> Iterator[Channel]:
-        # Channels that peers have opened count, too: they may hold buffers of this group.
+        # Channels opened by peers count, too: they may hold buffers of this group.
         return self._channels.made(self._ranks)

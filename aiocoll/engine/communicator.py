@@ -1,4 +1,4 @@
-"""One rank's part in one group: operations in flight, frames that came early, and whether the group has failed."""
+"""Communicator: one rank's part in one group, with operations in flight, early frames, and the group's failure."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from aiocoll.transport.frame import FrameKind, Header
 
 __all__ = ["BARRED", "DIVERTS", "ENTERED", "Communicator"]
 
-#: Indices in the gate of a group, at which all calls are checked: the number of the last ordered operation; whether
-#: calls take the slow checks, since the group has failed or a hook is running; whether they take the slow path, since
-#: the group is closed or there are interceptors.
+#: Indices into the gate of a group, which every call checks. ENTERED: the number of the last ordered operation. BARRED:
+#: whether calls take the slow checks, since the group has failed or a hook is running. DIVERTS: whether calls take the
+#: slow path, since the group is closed or has interceptors.
 ENTERED: Final = 0
 BARRED: Final = 1
 DIVERTS: Final = 2
@@ -51,22 +51,22 @@ _DATA: Final = int(FrameKind.DATA)
 
 
 class _Positions(dict[int, int]):
-    """Rank in the group by rank in the job; a message about any other rank breaks the protocol."""
+    """The rank in the group for each rank in the job. A message about any other rank breaks the protocol."""
 
     def __missing__(self, rank: int) -> int:
-        raise StrangerError(f"a message names rank {rank} in a group of ranks {sorted(self)}")
+        raise StrangerError(f"received a message about rank {rank} in a group of ranks {sorted(self)}")
 
 
 class Communicator:
     """One rank's part in one group, below `ProcessGroup`.
 
     Args:
-        endpoint: what all groups of this rank share.
+        endpoint: the parts that all groups of this rank share.
         identity: id of the group on the wire: a hash of its name.
-        ranks: rank in the job of each rank of the group.
-        spec: of the group, with its name.
+        ranks: the group's ranks, numbered as in the job.
+        spec: the group's name and options.
         chunk_nbytes: size of the smallest chunks in shared memory if all ranks share memory; else 0.
-        tuning: measured speed of the machine and of the group's transport, the same on all ranks.
+        tuning: measured speed of the machine and of the group's transport, equal on all ranks.
     """
 
     def __init__(
@@ -85,23 +85,23 @@ class Communicator:
         self.name = name = spec.name
         self.ranks = tuple(ranks)
         self.timeout = spec.timeout
-        #: Timeout of operations that expire in order of entry, and that need not be registered with the deadlines; nan
-        #: if all of them must be registered.
+        #: Timeout of operations that expire in call order and need no entry in the deadlines; nan if all operations
+        #: need one.
         self.default_timeout = nan
         self.warn_after = spec.options.warn_after
         self.tuning = tuning
         self.rank = self.ranks.index(endpoint.rank)
-        #: Identifies the group and rank in log records.
+        #: Fields of log records that identify the group and the rank.
         self.log_extra = {"group": name, "rank": self.rank}
-        #: Host number of each rank, the same on all ranks since their cards are.
+        #: Host number of each rank, equal on all ranks since their cards are.
         self.hosts = host_numbers(endpoint.cards[rank]["host"] for rank in self.ranks)
-        #: Whether the arithmetic of all ranks makes the same NaNs.
+        #: Whether the arithmetic of all ranks produces the same NaNs.
         self.makes_same_nans = len({endpoint.cards[rank].get("nans", 0) for rank in self.ranks}) == 1
         self.position = _Positions((rank, index) for index, rank in enumerate(self.ranks))
         self.channels = endpoint.channels.of_group(self.ranks)
         self.slots = Slots(self.channels, identity, chunk_nbytes)
         natives = sum(endpoint.cards[rank].get("native", False) for rank in self.ranks)
-        # Queues between ranks of which one has no accelerator have larger chunks.
+        # Queues to or from a rank without the accelerator have larger chunks.
         self.chunk_nbytes = chunk_nbytes if natives > 1 else chunk_nbytes * CHUNKS // LARGE_CHUNKS
         self.others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         self._operations: dict[int, Operation] = {}
@@ -109,23 +109,25 @@ class Communicator:
         self.in_flight = InFlight(self._pending, self._operations)
         self.journal = Journal(self.channels, self.in_flight.snapshot, endpoint.runtime.stamp(), spec.options.stats)
         self.cause: GroupError | None = None
-        #: An array, which native code reads and writes, too.
+        #: An array, which native code also reads and writes.
         self.gate = array("q", [0, False, False])
         self.hooks = Hooks(name, self.rank, partial(log_reasons, self))
-        #: Those that the log has named why collectives run in Python although the accelerator could take them.
+        #: Logged reasons why collectives run in Python although the accelerator runs.
         self.python_reasons: set[str] = set()
-        #: Collectives that failed with the revocation, by number, or by key and count; all others this rank entered had
-        #: completed by then. Taken from completions, since one collective may run as several operations in turn.
+        #: Collectives that failed with the revocation, by number, or by key and count. All others that this rank
+        #: entered had completed by then. Taken from completions, since one collective may run as several operations in
+        #: turn.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
-        #: Collectives that failed without revoking the group, because the ranks' calls differed; named the same way.
+        #: Collectives that failed without revoking the group, because the ranks' calls differed; identified as in
+        #: `unfinished`.
         self.refused: set[int | tuple[str, int]] = set()
         #: This rank's calls that split this group.
         self.splits = Splits()
         self.on_revoked: list[Callable[[], None]] = []
-        #: Called with each rank that leaves.
+        #: Callbacks for each rank that leaves.
         self.on_departed: list[Callable[[int], None]] = []
         self.left: set[int] = set()
-        #: How many times the group has grown.
+        #: Number of times the group has grown.
         self.growths = 0
         #: Messages about the CUDA devices of the ranks.
         self.devices = DeviceInbox(self.ranks, self.position, endpoint.attempt)
@@ -147,7 +149,7 @@ class Communicator:
         self._counts: dict[str, int] = {}
 
     def is_on_all_cards(self, ability: str) -> bool:
-        """Return whether all ranks have an ability, as far as each can tell alone.
+        """Return whether all ranks have an ability, according to their cards.
 
         Args:
             ability: "reads" (the ranks read each other's memory) or "native" (they run the native accelerator).
@@ -157,7 +159,7 @@ class Communicator:
     def set_timeout(self, timeout: float) -> None:
         """Set the default timeout of later operations, in seconds."""
         self.timeout = timeout
-        # Later operations may expire before those that are in flight.
+        # Later operations may expire before operations in flight.
         self.default_timeout = nan if len(self.in_flight) or timeout < REPORT_AFTER else timeout
         log_reasons(self)
 
@@ -165,7 +167,7 @@ class Communicator:
 
     @property
     def entered(self) -> int:
-        """The number of the last ordered operation; a new one takes the next number."""
+        """Return the number of the last ordered operation; a new one takes the next number."""
         return self.gate[ENTERED]
 
     def keyed_id(self, key: str) -> tuple[int, int]:
@@ -176,12 +178,12 @@ class Communicator:
         return identity, count
 
     def counts(self, limit: int) -> dict[str, int]:
-        """Return how often this rank has called each key, of the last `limit` keys that it has called first."""
+        """Return the number of calls with each key, for the last `limit` keys that were new."""
         counts = self._counts.copy()
         return {key: counts[key] for key in list(counts)[-limit:]}
 
     def enter(self, operation: Operation) -> None:
-        """Put an operation in flight: from now on its id and fingerprint are matched against frames and questions."""
+        """Put an operation in flight: from now on, frames and queries are matched against its id and fingerprint."""
         operation.entered = self.stamp()
         self._pending[operation] = None
         identity = operation.id
@@ -193,8 +195,8 @@ class Communicator:
         if self.stalls.asked_early:
             self.stalls.entered(operation)
         if self.left:
-            # Deferred: what they sent before they left may be enough.
-            self.call_soon(self._missed, operation)
+            # Deferred: data that the ranks sent before they left may be enough.
+            self.call_soon(self._fail_if_left, operation)
         if self.hooks.active and operation.parent is None:
             self._call_hooks(self.hooks.start, operation, None, None)
         try:
@@ -207,7 +209,7 @@ class Communicator:
                 self.endpoint.attempt(channel.peer, channel.redeliver, take, header, payload)
 
     def ended(self, operation: Operation, error: BaseException | None) -> None:
-        """An operation has ended; every operation ends exactly once, here."""
+        """Handle an ended operation. Every operation calls this exactly once."""
         now = self.stamp()
         self.journal.ended(operation, error, now)
         del self._pending[operation]
@@ -228,7 +230,7 @@ class Communicator:
         error: BaseException | None,
         seconds: float | None,
     ) -> None:
-        """Call the hooks for an operation; they may not call this group meanwhile."""
+        """Call the hooks for an operation; they may not call this group during that time."""
         self.gate[BARRED] = True
         try:
             call(operation, lambda: told(operation, error, seconds))
@@ -236,7 +238,7 @@ class Communicator:
             self.gate[BARRED] = self.cause is not None
 
     def record(self, op: int) -> Record | None:
-        """Return the record of a collective, or of a send; for a child operation, the record of its parent."""
+        """Return the record of a collective or a send; for a child operation, the record of its call."""
         operation = self.in_flight.find(op)
         if operation is not None:
             return Record.of(operation.root)
@@ -245,7 +247,7 @@ class Communicator:
     # -- frames
 
     def route(self, peer: int, header: Header) -> tuple[Operation | None, memoryview | None]:
-        """Return the operation and the destination memory of a payload that is arriving."""
+        """Return the operation and the destination memory of an arriving payload."""
         _, _, step, _, op, fingerprint, offset, length, total = header
         if op & P2P:
             return self.matching.route(self.position[peer], header)
@@ -255,13 +257,13 @@ class Communicator:
         return operation, operation.route(self.position[peer], step, offset, total, length)
 
     def deliver(self, channel: Channel, header: Header, payload: memoryview | None, is_early: bool = False) -> bool:
-        """Deliver a frame to this group; False if it has to wait here and counts against its sender's window."""
+        """Deliver a frame to this group; False if the frame is buffered and counts against its sender's window."""
         kind, _, step, _, op, fingerprint, _, length, total = header
         peer = self.position[channel.peer]
         operation = self._operations.get(op) or self.in_flight.find(op)
         if operation is None:
             return self._deliver_unentered(channel, peer, header, payload)
-        if not is_early:  # else it was here before the operation
+        if not is_early:  # an early frame arrived before the operation, which did not wait for it
             operation.set_waited_for(peer)
         if kind == _DATA:
             if operation.fingerprint != fingerprint or not operation.deliver(peer, step, total, payload, length):
@@ -282,7 +284,7 @@ class Communicator:
         if op & P2P:
             return self.matching.deliver(channel, peer, header, payload)
         if op <= self.entered or self.in_flight.has_ended(op):
-            # An operation that has ended has received all its messages, so the peer means a different call.
+            # An ended operation has received all its messages, so the peer made a different call.
             if header[0] != FrameKind.GRANT and (record := self.record(op)) is not None:
                 self.mismatches.disagree(peer, op, record.describe(self.rank))
             return True
@@ -298,23 +300,23 @@ class Communicator:
         self.early.clear()
 
     def _purge(self) -> None:
-        """Free what peers have left for this group in shared memory."""
+        """Free the posts of peers for this group in shared memory."""
         for channel in self.channels:
             channel.purge(self.id, self.position.get(channel.peer) in self.left)
 
     def stands(self) -> bool:
-        """Whether the group is still usable: neither revoked nor closed."""
+        """Return whether the group is usable: neither revoked nor closed."""
         return self.cause is None and self.endpoint.groups.get(self.id) is self
 
     # -- failing
 
     def raise_if_revoked(self) -> None:
-        """Refuse a call on a group that has failed."""
+        """Raise an error if the group has failed."""
         if self.cause is not None:
             raise revoked(self.name, self.rank, self.cause)
 
     def revoke(self, cause: GroupError, tell: bool = True) -> None:
-        """Fail everything pending with `cause`, refuse new calls, and tell all ranks; only the first cause counts."""
+        """Fail all pending operations, reject new calls, and notify all ranks; only the first `cause` counts."""
         if self.cause is not None:
             return
         self.cause = cause
@@ -341,19 +343,19 @@ class Communicator:
             callback()
 
     def lost(self, rank: int, detail: str, how: str) -> None:
-        """A rank of the group (numbered as in the job) is lost."""
+        """Handle a lost rank of the group (numbered as in the job)."""
         peer = self.position[rank]
         if peer not in self.left:
             self.revoke(lost(self.name, peer, detail, how))
 
     def torn(self, rank: int) -> None:
-        """The connection to a rank of the group (numbered as in the job) broke, though both processes live."""
+        """Handle a broken connection to a living rank of the group (numbered as in the job)."""
         peer = self.position[rank]
         if peer not in self.left:
             self.revoke(torn(self.name, self.rank, peer))
 
     def departed(self, rank: int) -> None:
-        """A rank of the group (numbered as in the job) has closed it: operations that need that rank fail."""
+        """Handle a rank (numbered as in the job) that has closed the group: operations that need it fail."""
         peer = self.position[rank]
         self.left.add(peer)
         self.endpoint.channels.departed(rank, self.id)
@@ -362,10 +364,10 @@ class Communicator:
         for callback in self.on_departed:
             callback(peer)
         for operation in list(self.in_flight.pending):
-            operation.reported = 0.0  # that rank may have been the coordinator of the reports
-            self._missed(operation)
+            operation.reported = 0.0  # the rank may have been the coordinator of the reports
+            self._fail_if_left(operation)
 
-    def _missed(self, operation: Operation) -> None:
+    def _fail_if_left(self, operation: Operation) -> None:
         """Fail `operation` if it needs a rank that has closed the group."""
         peer = next((rank for rank in sorted(self.left) if not operation.done and operation.needs(rank)), None)
         if peer is None:
@@ -377,31 +379,31 @@ class Communicator:
             self.revoke(error)
 
     def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
-        """A calculation of `operation` on this rank has raised `error`."""
+        """Revoke the group after a computation of `operation` on this rank has raised `error`."""
         self.revoke(raised(self.name, self.rank, operation.completion, error, what))
 
     def crashed(self, error: Exception) -> None:
-        """Code of the library has raised an unexpected error while working for this group."""
+        """Revoke the group after library code has raised an unexpected error."""
         self.revoke(crashed(self.name, self.rank, error))
 
     def attempt(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call something on behalf of this group: an exception revokes the group on all ranks."""
+        """Call `callback` on behalf of this group; an exception revokes the group on all ranks."""
         try:
             callback(*args)
         except Exception as error:
             self.crashed(error)
 
     def divert(self, operation: Operation) -> None:
-        """Stop receiving into the memory of `operation`: it belongs to the caller again."""
+        """Stop receiving into the memory of `operation`, which belongs to the caller again."""
         for channel in self.channels:
             channel.drop(operation)
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
-        """Run `attempt` in the next turn of the loop."""
+        """Run `attempt` in the next iteration of the loop."""
         self.runtime.call_soon(self.attempt, callback, *args)
 
     def before_turn_ends(self, callback: Callable[[], object]) -> None:
-        """Run `attempt` at the end of this turn of the loop, or when an await polls."""
+        """Run `attempt` at the end of this iteration of the loop, or when an await polls."""
         self.runtime.before_turn_ends(lambda: self.attempt(callback))
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
@@ -409,13 +411,13 @@ class Communicator:
         return self.runtime.call_later(delay, self.attempt, callback, *args)
 
     def linked(self) -> None:
-        """A link has been opened."""
+        """Handle a new link."""
         self.journal.linked()
         if self.in_flight.native is not None:
             self.in_flight.native.relink()
 
     def close(self) -> None:
-        """Leave the group: nothing is received for it any more."""
+        """Leave the group; from now on it receives nothing."""
         if self.in_flight.native is not None:
             self.polling.readers.pop(self.in_flight.native, None)
             self.polling.lookers.pop(self.in_flight.native, None)

@@ -1,4 +1,4 @@
-"""One rank's end of a job: links, control plane, clock and timers, shared by all groups of this rank on this loop."""
+"""Endpoint: one rank's part in one job, with links, control plane, clock and timers for all its groups on this loop."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ __all__ = ["Endpoint"]
 
 
 class Endpoint:
-    """Everything this rank shares between its groups in one job.
+    """The parts of one rank that all its groups in one job share.
 
     Args:
         runtime: clock, timers and loop.
         transport: opens links to peers; already listening.
         rank: this rank in the job.
         world_size: number of ranks in the job.
-        spin: seconds an await may poll before it suspends; 0 where a peer shares this process.
-        crowded: more ranks on this host than cores: yield the core between polls.
+        spin: seconds an await may poll before it suspends; 0 if a peer shares this process.
+        crowded: whether this host has more ranks than cores: then ranks yield the core between polls.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Endpoint:
         detector = self.failure_detector = FailureDetector(context, control, roster)
         self.direct = PeerLinks(context, control, roster, detector.confirm_death)
         self.polling = Polling(context, self.groups, spin, crowded)
-        #: The same for slots: read by every await.
+        #: Cached: every await reads it.
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
         self.channels = self._make_channels(registry, roster, detector)
@@ -103,16 +103,16 @@ class Endpoint:
 
     @cached_property
     def loop_end(self) -> LoopEnd:
-        """Closes open groups at the end of the loop; the owner calls its `forget` when all are closed."""
+        """Closes open groups at the end of the loop; its owner calls `forget` when all groups are closed."""
         return LoopEnd()
 
-    def know(self, cards: Mapping[int, Card]) -> None:
+    def set_cards(self, cards: Mapping[int, Card]) -> None:
         """Store the cards of all ranks: their addresses and properties."""
         self.cards = self.context.cards = cards
 
     async def join(self, cards: Mapping[int, Card]) -> None:
-        """Connect to all ranks; on failure, tell every rank that is linked to this one."""
-        self.know(cards)
+        """Connect to all ranks. On failure, close all links, so that the other ranks notice."""
+        self.set_cards(cards)
         try:
             await self.control.join()
             self._start_failure_detector()
@@ -126,7 +126,7 @@ class Endpoint:
             raise
 
     def _start_failure_detector(self) -> None:
-        """Start monitoring, or report to all ranks why this one cannot: they may have joined already."""
+        """Start monitoring. On failure, send the reason to all ranks, which may have joined already."""
         try:
             self.failure_detector.start()
         except AiocollError as error:
@@ -141,10 +141,10 @@ class Endpoint:
     # -- groups
 
     def add(self, group: Communicator) -> None:
-        """Add `group`, and deliver what its other ranks have sent so far.
+        """Add `group`, and deliver what its other ranks have already sent.
 
         Raises:
-            GroupError: its id is that of another group.
+            GroupError: another group has the same id.
         """
         early = self.registry.add(group)
         for (rank, _), cause in early.causes.items():
@@ -166,26 +166,26 @@ class Endpoint:
                 group.departed(rank)
 
     def leave(self, group: Communicator) -> None:
-        """Send a goodbye to the ranks of `group`."""
-        # On separate paths, the goodbye may overtake the revocation: so it carries the cause along.
+        """Send a goodbye to the ranks of `group`, and remove it."""
+        # On separate paths, the goodbye may overtake the revocation, so it also carries the cause.
         cause = None if group.cause is None else cause_of(group.cause)
         message = {"t": "bye", "g": group.id, "name": fitting(group.name), "cause": cause}
-        # Peers with a link must wait for the goodbye there: it comes behind all data.
-        linked = {channel.peer for channel in group.channels if channel.say(message)}
+        # Peers with a link must wait for the goodbye on it, which follows all data.
+        linked = {channel.peer for channel in group.channels if channel.send_after_data(message)}
         if cause is None:
-            # Deferred: if this was the last group, the rank ends, and a thousand ranks that end together send only
-            # that.
-            self.runtime.call_soon(self._say_bye, message, group.ranks, linked)
+            # Deferred: if this was the last group, this rank ends and sends only the notice of its end. That matters
+            # when a thousand ranks end together.
+            self.runtime.call_soon(self._send_goodbye, message, group.ranks, linked)
         else:
-            self._say_bye(message, group.ranks, linked)
+            self._send_goodbye(message, group.ranks, linked)
         roster = self.roster
         gone = {rank for rank in roster.over if rank not in roster.suspected}
-        # First: removing the group may forget its agreements, with the task that waits for one.
+        # Before the group is removed, since that may drop its agreements, with a task that waits for one.
         self.agreements.withdraw(group.id, group.ranks)
         self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))
         group.close()
 
-    def _say_bye(self, message: ControlMessage, ranks: Sequence[int], linked: set[int]) -> None:
+    def _send_goodbye(self, message: ControlMessage, ranks: Sequence[int], linked: set[int]) -> None:
         if not self._closing:
             for rank in ranks:
                 if rank != self.rank:
@@ -196,7 +196,7 @@ class Endpoint:
     # -- links
 
     def accept(self, link: Link) -> None:
-        """Use a link that a peer has opened, unless the peer was refused."""
+        """Use a link that a peer has opened, unless the peer was rejected."""
         if self.roster.dead.get(link.peer, ("", ""))[0] == PROTOCOL:
             link.close()
         elif link.kind is ConnKind.CONTROL:
@@ -213,12 +213,12 @@ class Endpoint:
     # -- ending
 
     async def aclose(self) -> None:
-        """Send what is queued, say goodbye, and wait at most `LINGER` seconds for the peers to end, too."""
+        """Send queued data and goodbyes, and wait at most `LINGER` seconds for the peers to close their sides."""
         if self._closing:
             return
         self._closing = True
         self.agreements.close()
-        # A program interrupted in one of these steps waits no longer, but still closes everything.
+        # A program interrupted in one of these steps no longer waits, but still closes everything.
         try:
             await self.control.departure.run()
         finally:
@@ -228,14 +228,14 @@ class Endpoint:
                 self._close()
 
     def drop(self) -> None:
-        """Close everything, when the loop does not run: the peers get a goodbye if the sockets take it at once."""
+        """Close everything while the loop does not run; peers get a goodbye only if the sockets take it immediately."""
         if self._closing:
             return
         self._closing = True
         self.agreements.close()
         self.context.closed = True
         if not self.loop.is_closed():
-            self._say_end()
+            self._send_end()
         self.watch.close()
         self.failure_detector.stop()
         self._close()
@@ -247,11 +247,11 @@ class Endpoint:
         self.failure_detector.stop()
         await context.stop_tasks()
         await context.transport.aclose()
-        await self._linger(self._say_end())
+        await self._linger(self._send_end())
 
-    def _say_end(self) -> list[Link]:
-        """Say goodbye on all links, and return them."""
-        self.channels.say({"t": "end", "moved": self.agreements.moved_groups()})
+    def _send_end(self) -> list[Link]:
+        """Send goodbyes on all links, and return the links."""
+        self.channels.send_on_links({"t": "end", "moved": self.agreements.moved_groups()})
         self.control.departure.send_goodbyes()
         links = self._all_links()
         for link in links:

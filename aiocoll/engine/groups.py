@@ -1,4 +1,4 @@
-"""The groups of one rank: those that it has made, and what has arrived for others."""
+"""Groups of one rank: the groups that it has made, and buffered frames and messages for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocoll.engine.control.star import ControlPlane
 from aiocoll.engine.control.unmade_groups import UnmadeGroup, UnmadeGroups
 from aiocoll.engine.job.context import Context
 from aiocoll.engine.links.channel import Channel
-from aiocoll.engine.split_history import stranger
+from aiocoll.engine.split_history import handle_foreign_message
 from aiocoll.errors import GroupError, PeerLostError
 from aiocoll.transport.frame import Header
 
@@ -27,14 +27,14 @@ class Groups:
     """The groups of one endpoint.
 
     Args:
-        context: of the endpoint.
-        control: tells ranks that a group does not exist here.
+        context: the endpoint's context.
+        control: sends messages to other ranks, such as the end of a group.
 
     Attributes:
-        made: groups that this rank is in, by id.
-        closed: groups that this rank has left.
-        early: what has arrived for groups that this rank has not made.
-        finished: ranks that have ended, and all of whose frames have arrived.
+        made: the groups that this rank is in, by id.
+        closed: the groups that this rank has left.
+        early: the groups that this rank has not made, with their frames and messages.
+        finished: ranks that have ended, and whose frames have all arrived.
     """
 
     _forget: Callable[[int, Collection[int]], None]
@@ -53,16 +53,17 @@ class Groups:
         """Set the callbacks.
 
         Args:
-            forget: called with the id and the ranks of a closed group about which nothing arrives any more.
-            release: called with a rank that has left a closed group, and the group's id: the rank posts nothing more.
+            forget: callback for a closed group about which nothing arrives any more, with its id and ranks.
+            release: callback for a rank that has left a closed group, with the rank and the group's id: the rank posts
+                nothing more.
         """
         self._forget, self._release = forget, release
 
     def add(self, group: Communicator) -> UnmadeGroup:
-        """Add a group; return what its other ranks have sent so far.
+        """Add a group; return what its other ranks have already sent.
 
         Raises:
-            GroupError: its id is that of another group. All its ranks raise this error.
+            GroupError: another group has the same id. All ranks of the group raise this error.
         """
         identity = group.id
         other = self.made.get(identity)
@@ -78,7 +79,7 @@ class Groups:
         return early
 
     def remove(self, group: Communicator, members: Iterable[int]) -> None:
-        """This rank leaves a group; `members` may still send something."""
+        """Remove a group that this rank leaves; `members` may still send frames or messages about it."""
         del self.made[group.id]
         self.closed.close(group.id, self._farewells.pop(group.id), members)
 
@@ -105,12 +106,12 @@ class Groups:
         return self.made[identity] if farewells is not None and farewells.matches(peer, name) else None
 
     def ranks_of(self, identity: int, peer: int) -> Sequence[int] | None:
-        """Return the ranks of a group that this rank is in, if `peer` is in it, too."""
+        """Return the ranks of a group that contains both this rank and `peer`; None if there is no such group."""
         group = self._find_group(identity, peer)
         return None if group is None else group.ranks
 
     def record_name(self, identity: int, peer: int) -> bool:
-        """A rank has named a group, which this rank may not have made; return whether it may still exist."""
+        """Record a group id received from `peer`; return False if all ranks of that group have left."""
         if self._find_group(identity, peer) is not None or self.closed.name(identity) is not None:
             return True
         if self.closed.sends_notes(identity, peer, direct=False):
@@ -119,11 +120,11 @@ class Groups:
         return True
 
     def keep_frame(self, source: Channel, header: Header, payload: memoryview | None) -> bool:
-        """Buffer a frame of a group that this rank has not made; True if it is dropped instead."""
+        """Buffer a frame of a group that this rank has not made; return True if the frame is dropped instead."""
         return self._context.closed or self.early.keep_frame(source, header, payload)
 
     def parted(self, rank: int, message: ControlMessage, direct: bool) -> None:
-        """A rank has left a group; `direct` if the goodbye came behind all its data."""
+        """Handle the goodbye of a rank that has left a group; `direct` if it arrived on the data link."""
         identity, name = message["g"], message.get("name")
         if message["cause"] is not None:
             self.revoked(rank, message, direct)
@@ -139,7 +140,7 @@ class Groups:
             self.early.keep_farewell(identity, rank, name, frames, notes)
 
     def ended(self, rank: int, linked: Sequence[int] = (), direct: bool = False) -> None:
-        """A rank has ended, and so has left every group, unless it announces that behind its data, too."""
+        """Handle the end of a rank, which has left every group, except those whose data link carries its own notice."""
         frames = self._context.rank not in linked
         if frames:
             self.finished.add(rank)
@@ -161,7 +162,7 @@ class Groups:
         return None
 
     def revoked(self, rank: int, message: ControlMessage, direct: bool = False) -> None:
-        """Another rank has revoked a group; `direct` if the message came behind frames."""
+        """Handle the revocation of a group by another rank; `direct` if it arrived on the data link."""
         self._context.transport.catch_up()
         identity, name = message["g"], message.get("name")
         if (group := self._find_group(identity, rank, name)) is not None:
@@ -170,7 +171,7 @@ class Groups:
             self.early.keep_cause(identity, rank, name, message["cause"], direct)
 
     def handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Pass a message about a device or an operation to its group; `direct` if it came behind frames."""
+        """Pass a message about a device or an operation to its group; `direct` if it arrived on the data link."""
         identity = message["g"]
         group = self._find_group(identity, peer)
         if group is not None and message["t"] == DEVICE:
@@ -180,7 +181,7 @@ class Groups:
         elif message["t"] == DEVICE:
             self.early.keep_message(identity, peer, message, direct)
         else:
-            last = stranger(self.made, self.early, self.closed, self._control, peer, message)
+            last = handle_foreign_message(self.made, self.early, self.closed, self._control, peer, message)
             if last is not None and message["t"] == "query":
                 answer = {"t": "absent", "g": identity, "op": message["op"], "last": last, "age": None, "asked": True}
                 self._control.tell(peer, answer)

@@ -1,4 +1,4 @@
-"""The operations of one rank in one group that have not ended, and the ids of those that may come up again."""
+"""Operations in flight of one rank in one group, and the ids of ended operations that may recur."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """What is in flight: operations, and the calls of the accelerator, which it hands over when they are asked for.
+    """The operations in flight, including native calls, which the accelerator hands over on request.
 
     Args:
-        pending: the operations, in the order of their calls; the communicator enters and removes them.
+        pending: the operations, in call order. The communicator adds and removes them.
         operations: the collectives among them, by id.
 
     Attributes:
-        native: the calls of the accelerator; None without it.
+        native: the native calls of the accelerator; None without it.
     """
 
     __slots__ = ("_ended", "_operations", "_pending", "native")
@@ -30,7 +30,8 @@ class InFlight:
     def __init__(self, pending: dict[Operation, None], operations: dict[int, Operation]) -> None:
         self._pending = pending
         self._operations = operations
-        # Keyed operations and children that have ended, with the call each belonged to; ordered ones need no entry.
+        # Ended keyed operations and children, with the id of the call that each belonged to. Ordered ones need no
+        # entry.
         self._ended: dict[int, int] = {}
         self.native: core.Calls | None = None
 
@@ -39,22 +40,22 @@ class InFlight:
 
     @property
     def pending(self) -> dict[Operation, None]:
-        """All operations, in the order of their calls."""
+        """Return all operations, in call order."""
         self._take_over()
         return self._pending
 
     def snapshot(self) -> list[Operation]:
-        """Return all operations, in the order of their calls, for readers in any thread: nothing is handed over.
+        """Return all operations, in call order, to a reader in any thread, without handing over native calls.
 
-        Those of the accelerator are copies, which are not carried out.
+        Native calls are represented by copies, which are never carried out.
         """
-        pending = list(self._pending)  # by one call into C: the loop may go on meanwhile
+        pending = list(self._pending)  # one call into C, since the loop may run at the same time
         if self.native is not None and self.native.count:
             pending = sorted([*pending, *self.native.copies()], key=lambda each: each.entered)
         return pending
 
     def collectives(self) -> Iterable[Operation]:
-        """Return the collectives, in the order of their calls."""
+        """Return the collectives, in call order."""
         self._take_over()
         return self._operations.values()
 
@@ -71,7 +72,7 @@ class InFlight:
         return operation
 
     def adopt(self, operation: Operation) -> None:
-        """Take over a collective that the accelerator has begun, in its place among the others."""
+        """Insert a collective that the accelerator has started, in call order."""
         later = []
         for each in reversed(self._pending):
             if each.entered <= operation.entered:
@@ -83,16 +84,16 @@ class InFlight:
             self._pending[each] = None
         self._operations[operation.id] = operation
 
-    # -- ids of what has ended
+    # -- ids of ended operations
 
     def remember(self, identity: int, root: int) -> None:
-        """Keep the id of a keyed operation or a child that has ended, and that of its call."""
+        """Record the id of an ended keyed operation or child, and the id of its call."""
         if len(self._ended) >= HISTORY:
             del self._ended[next(iter(self._ended))]
         self._ended[identity] = root
 
     def forget(self, op: int) -> None:
-        """Allow another operation to use the id of an operation that has ended."""
+        """Allow another operation to use the id of an ended operation."""
         self._ended.pop(op, None)
 
     def has_ended(self, op: int) -> bool:
@@ -100,11 +101,11 @@ class InFlight:
         return op in self._ended
 
     def root_of(self, op: int) -> int:
-        """Return the id of the call that an operation which has ended belonged to."""
+        """Return the id of the call that an ended operation belonged to."""
         return self._ended.get(op, op)
 
     def close(self) -> None:
-        """Let the accelerator hand over what it has, and go."""
+        """Take over all native calls and release the accelerator."""
         if self.native is not None:
             self.native.hand_over()
             self.native.close()

@@ -1,4 +1,4 @@
-"""The engine's interfaces that have several implementations, some of them in packages above it."""
+"""Interfaces of the engine that have several implementations, some in higher layers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["Looker", "Progressive"]
 
 
 class Looker(Protocol):
-    """An operation that looks for its peers' data in shared memory itself, since no frame announces it."""
+    """An operation that reads its peers' data from shared memory itself, since no frame announces the data."""
 
     @property
     def comm(self) -> Communicator:
-        """The group of the operation."""
+        """Return the operation's group."""
 
     def look(self) -> bool:
-        """Do what has become possible; return whether anything moved."""
+        """Make all progress that is possible; return whether there was any."""
 
 
 class Progressive(Progress, Protocol):
     """The interface of a block to its deferred completions.
 
     Attributes:
-        flushed: the recorded calls have started.
+        flushed: whether the recorded calls have started.
     """
 
     flushed: bool
@@ -42,4 +42,4 @@ class Progressive(Progress, Protocol):
 
     @property
     def failed(self) -> Callable[[DeferredCompletion], None]:
-        """Called with each completion that fails."""
+        """Return the callback for each completion that fails."""

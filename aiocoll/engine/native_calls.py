@@ -1,8 +1,8 @@
-"""The calls of a group that the accelerator carries out: when it may, and how Python takes one over.
+"""Native calls of a group: the conditions for the accelerator, and the takeover of its calls by Python.
 
-The accelerator takes small collectives in shared memory if everything about them is plain. It keeps to the schedules,
-ids and memory of `SlotProgram`, so ranks with and without it work together. What turns out not to be plain later goes
-on as a `SlotProgram` that has posted.
+The accelerator carries out small collectives in shared memory if they need nothing special. It uses the schedules, ids
+and memory of `SlotProgram`, so ranks with and without it work together. A native call that later needs something
+special continues as a `SlotProgram` that has posted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["native_calls"]
 
-#: Seconds for which calls wait for slots without one becoming free: a few time slices of a kernel whose cores are busy.
+#: Seconds for which calls wait for a free slot: a few time slices of a kernel whose cores are busy.
 PATIENCE: Final = 10e-3
 
 _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]) -> core.Calls | None:
-    """Return the accelerator's part in a group; None if there is none, and the log says why.
+    """Return the accelerator's part in a group; None if there is none. Then the reason is logged.
 
     Args:
         comm: this rank's part in the group.
@@ -46,7 +46,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Ca
     if reason := obstacle(comm, owner.options.debug):
         log_obstacle(comm, reason)
         return None
-    seams = _Seams(comm)
+    seams = _NativeCallbacks(comm)
     polling = comm.polling
     calls = core.Calls(
         comm,
@@ -82,7 +82,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Ca
     return calls
 
 
-class _Seams:
+class _NativeCallbacks:
     """The functions of one group that the accelerator calls."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -92,7 +92,7 @@ class _Seams:
         self._since = 0.0
 
     def make_steps(self, plan: Plan) -> core.Steps | Literal[False]:
-        """Return a plan as the accelerator carries it out; False if it cannot."""
+        """Compile a plan for the accelerator; return False if the accelerator cannot carry it out."""
         plan.steps = False
         step = plan.round
         kernel = plan.kernel
@@ -104,14 +104,14 @@ class _Seams:
         arrays += [buffer for _, buffer in (*step.own, *step.moves)]
         arrays += [buffer for pair in step.copies for buffer in pair]
         arrays += [] if step.fold is None else [step.fold]
-        # Of an array of one element, NumPy rounds a complex product differently from its own loop.
+        # For an array of one element, NumPy rounds a complex product differently than its own loop does.
         ufunc = None if kernel is None or not kernel.portable else kernel.ufunc
         return self._make(plan, max(arrays, default=-1) + 1, tuple(step), ufunc)
 
     def _make_relay(self, plan: Plan, relay: Relay) -> core.Steps | Literal[False]:
-        """Return a large collective as the accelerator carries it out; False if it cannot."""
+        """Compile a large collective for the accelerator; return False if the accelerator cannot carry it out."""
         kernel, ends = plan.kernel, {region.count % relay.chunk for region in relay.sources}
-        # Of an array of one element, NumPy makes other NaNs than its own loop.
+        # For an array of one element, NumPy produces different NaNs than its own loop does.
         if relay.sources and (kernel is None or kernel.ufunc is None or not kernel.is_builtin or 1 in ends):
             return False
         ways = relay.puts, relay.takes, relay.sources, relay.copy or ()
@@ -132,19 +132,19 @@ class _Seams:
     def operation(
         self, identity: int, plan: Plan, arrays: list[Any], completion: Completion, entered: float
     ) -> Operation:
-        """Return an operation like a call; its `adopt` takes the call over."""
+        """Return an operation equal to a native call; its `adopt` takes the call over."""
         operation = plan.executor(self._comm, identity, plan, arrays, completion)
         operation.entered = entered
         return operation
 
     def run_quietly(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in the context of the engine, in which this may run already."""
+        """Call a function in the context of the engine, unless it is the current context."""
         if is_quiet.get():
             return function(*arguments)
         return self._comm.endpoint.quiet.run(function, *arguments)
 
     def overwritten(self, peer: int) -> None:
-        """A peer has given this rank up and overwritten what it was reading.
+        """Raise an error: a peer has stopped waiting for this rank and overwritten the slot that this rank was reading.
 
         Raises:
             ProtocolError: always.
@@ -153,7 +153,7 @@ class _Seams:
         raise ProtocolError(f"rank {rank} has given this rank up and overwritten what it was reading")
 
     def wait(self) -> None:
-        """Calls wait for slots: look for some in every turn of the loop."""
+        """Look for free slots in every iteration of the loop, since calls wait for them."""
         self._since = self._comm.runtime.ticks()
         if not self._is_waiting:
             self._is_waiting = True

@@ -1,4 +1,4 @@
-"""Reasons why collectives of a group run in Python although the accelerator runs, for the log (`docs/native.md`)."""
+"""Reasons, for the log, why collectives of a group run in Python although the accelerator runs (`docs/native.md`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["log_obstacle", "log_reasons", "obstacle"]
 
 
 def obstacle(comm: Communicator, debug: str) -> str:
-    """Return why the accelerator takes no call of a group; empty if it may.
+    """Return the reason why the accelerator takes no call of a group; empty if it may take calls.
 
     Args:
         comm: this rank's part in the group.
-        debug: the option of that name.
+        debug: the `debug` option.
     """
     if len(comm.ranks) == 1:
         return "it has one rank"
@@ -34,12 +34,12 @@ def obstacle(comm: Communicator, debug: str) -> str:
 
 
 def log_obstacle(comm: Communicator, reason: str) -> None:
-    """Log why the accelerator takes no call of a group."""
+    """Log the reason why the accelerator takes no call of a group."""
     _log(logging.DEBUG, comm, reason)
 
 
 def log_reasons(comm: Communicator) -> None:
-    """Log why later collectives of a group whose calls the accelerator takes run in Python; each reason once."""
+    """Log the reasons why later collectives run in Python although the group has native calls; each reason once."""
     if comm.in_flight.native is None:
         return
     for reason in _reasons(comm):

@@ -1,11 +1,11 @@
-"""Busy polling: how long an await polls before it suspends, and a turn of the loop before the rank sleeps.
+"""Busy polling of an await before it suspends, and of a loop iteration before the rank sleeps.
 
-Polling finds new data within a fraction of a microsecond, a wake-up through the kernel takes twenty. So an await polls
-for `spin_us`, and so does a turn of the loop in which peers were sending; a rank that receives nothing sleeps.
+Polling finds new data within a fraction of a microsecond. A wake-up through the kernel takes 20 µs. So an await polls
+for `spin_us`, and so does a loop iteration in which peers were sending. A rank that receives nothing sleeps.
 
-Whoever polls keeps the core, and a peer that the kernel has put on the same one cannot send meanwhile, as it does where
-another process keeps the other cores busy: an exchange of 8 B then takes 120 µs, not 7. So ranks that share a core take
-turns (`sched_yield`); and since both want to run all the time, the kernel moves one to a core that becomes free.
+A polling rank keeps its core, so a peer that the kernel has put on the same core cannot send. The kernel does that when
+another process keeps the other cores busy: an exchange of 8 B then takes 120 µs instead of 7 µs. So ranks that share a
+core take turns (`sched_yield`). Since both want to run all the time, the kernel moves one to the next free core.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Polling"]
 
-#: An await that completes at once yields a turn of the loop when the last turn is this many seconds ago (contract).
+#: Seconds since the last loop iteration after which an await that completes at once must yield to the loop (contract).
 TURN: Final = 500e-6
-#: Seconds after which an await that polls looks whether a peer is on the same core; most are over before.
+#: Seconds after which a polling await checks whether a peer shares its core; most awaits complete earlier.
 DOUBT: Final = 5e-6
-#: Readers called between two readings of the clock: each takes about half a microsecond, or a small reduction.
+#: Number of readers called between two readings of the clock. Each takes half a microsecond, or a small reduction.
 SOME: Final = 8
 
 
@@ -40,20 +40,21 @@ class Polling:
     """The polling of one endpoint.
 
     Args:
-        context: of the endpoint.
-        groups: of the endpoint.
-        spin: seconds to poll without result; 0 where a peer shares this process.
-        crowded: more ranks on this host than cores: yield the core between polls.
+        context: the endpoint's context.
+        groups: the endpoint's groups, by id.
+        spin: seconds to poll without result; 0 if a peer shares this process.
+        crowded: whether this host has more ranks than cores: then ranks yield the core between polls.
 
     Attributes:
         links: the links to poll.
-        lookers: operations that look into shared memory whenever there is time.
-        outboxes: of the peers on this host.
-        readers: operations that look when something was posted to a slot.
-        stray_posts: finds what was posted for no operation of this rank.
-        spun: an await has polled without result in this turn of the loop.
-        turn: when an await last yielded a turn, or polled, by `Runtime.ticks`; an array, which native code writes, too.
-        spin_seconds, crowded: as given; no polling where time is virtual.
+        lookers: operations that look into shared memory in every poll.
+        outboxes: the outboxes of the peers on this host.
+        readers: operations that look into shared memory after a new post to a slot.
+        stray_posts: finds posts that match no operation of this rank.
+        spun: whether an await has polled without result in this loop iteration.
+        turn: the time, by `Runtime.ticks`, at which an await last yielded to the loop or polled. It is an array, which
+            native code also writes.
+        spin_seconds, crowded: as given; `spin_seconds` is 0 if time is virtual.
     """
 
     def __init__(self, context: Context, groups: Mapping[int, Communicator], spin: float, crowded: bool) -> None:
@@ -62,17 +63,17 @@ class Polling:
         self.outboxes: tuple[PeerOutbox, ...] = ()
         self.readers: dict[Looker, None] = {}
         self.stray_posts = StrayPosts(context.runtime, groups)
-        # Readers that have not looked since something was posted, the next one last; and whether more was posted since.
+        # Readers that have not looked since the last post, the next one last; and whether there are newer posts.
         self._scan: list[Looker] = []
-        self._news = False
+        self._has_news = False
         self._runtime = context.runtime
         self._quiet = context.quiet
         self._groups = groups
         self.spin_seconds = self._spin = spin if context.runtime.may_spin else 0.0
         self._sched_yield = getattr(os, "sched_yield", None)
         self.crowded = crowded
-        # Whether a peer was on the core of this rank at the last look.
-        self._beside = False
+        # Whether a peer was on the core of this rank at the last check.
+        self._shares_core = False
         self.spun = False
         # Whether polling ended for lack of time while peers were sending.
         self._busy = False
@@ -80,16 +81,16 @@ class Polling:
 
     @property
     def polls(self) -> bool:
-        """Whether awaits poll at all."""
+        """Return whether awaits poll at all."""
         return self._spin > 0.0
 
     def spin(self, completion: Completion) -> None:
-        """Poll the links for a moment; without result at most once per turn of the loop."""
+        """Poll the links for at most `spin` seconds, and without result at most once per loop iteration."""
         if not self.spun and self._spin and (self.links or self.lookers):
             self._quiet.run(self._poll, completion, 0)
 
     def poll_once(self) -> None:
-        """Take what has come, without waiting for more."""
+        """Handle the data that has arrived, without waiting for more."""
         if self.links:
             self._quiet.run(self._poll_once)
 
@@ -99,18 +100,18 @@ class Polling:
         self.look()
 
     def _poll(self, completion: Completion | None, before: int) -> None:
-        """Poll until `completion` is done, or without one until fewer than `before` operations are in flight.
+        """Poll until `completion` is done, or, without one, until fewer than `before` operations are in flight.
 
-        Time that other processes use on the core that this rank yields does not count as polling; but no
-        callback takes longer than `BUDGET`.
+        Time that other processes use on the yielded core does not count as polling. But no callback takes longer than
+        `BUDGET`.
         """
         ticks, spin = self._runtime.ticks, self._spin
-        give_way = self._sched_yield if self.crowded or self._beside else None
+        give_way = self._sched_yield if self.crowded or self._shares_core else None
         now = ticks()
         idle, limit, doubt = now + spin, now + BUDGET, now + DOUBT
         while now < idle and now < limit:
             if give_way is not None:
-                # Before it looks: who comes here has looked just now, and waits for a rank that may need this core.
+                # Yield before looking: the caller has just looked, and waits for a rank that may need this core.
                 give_way()
                 given, now = now, ticks()
                 idle += now - given
@@ -127,22 +128,25 @@ class Polling:
             now = ticks()
             if now > doubt:
                 doubt = limit
-                self._beside = self._is_beside_a_peer()
-                give_way = self._sched_yield if self.crowded or self._beside else None
+                self._shares_core = self._is_core_shared()
+                give_way = self._sched_yield if self.crowded or self._shares_core else None
         self._busy = now < idle
         if completion is not None:
             self.turn[0] = now
         if completion is not None or not self._busy:
             self.rest()
 
-    def _is_beside_a_peer(self) -> bool:
+    def _is_core_shared(self) -> bool:
         return any(link.shared.is_beside() for link in self.links if link.shared is not None)
 
     def linger(self, moved: bool) -> bool:
-        """Poll on at the end of a turn in which something `moved`, while data arrives and no operation has ended.
+        """Continue polling at the end of a loop iteration, while data arrives and no operation has ended.
+
+        Args:
+            moved: whether this iteration received or sent data.
 
         Returns:
-            Whether the next turn polls again, before this rank has to be woken.
+            Whether the next iteration polls again before this rank must be woken.
         """
         if not moved and not self._busy:
             return False
@@ -152,21 +156,21 @@ class Polling:
         return True
 
     def look(self) -> bool:
-        """Let operations look into shared memory, for about `BUDGET` seconds; whether anything moved, or is left."""
-        moved = self._look_on() if self.lookers else False
-        # All are asked: otherwise the same posts would be found twice.
+        """Let operations read shared memory for about `BUDGET` seconds; return whether progress was or may be made."""
+        moved = self._run_lookers() if self.lookers else False
+        # Check every outbox: a skipped one would report the same posts again.
         for outbox in self.outboxes:
             if outbox.has_news():
-                self._news = True
-        if self._news:
+                self._has_news = True
+        if self._has_news:
             self.stray_posts.watch()
         if not self.readers:
-            self._news = False
-        elif self._news or self._scan:
-            moved = self._read() or moved
+            self._has_news = False
+        elif self._has_news or self._scan:
+            moved = self._run_readers() or moved
         return moved
 
-    def _look_on(self) -> bool:
+    def _run_lookers(self) -> bool:
         ticks = self._runtime.ticks
         deadline = ticks() + BUDGET
         moved = False
@@ -177,7 +181,7 @@ class Polling:
             except Exception as error:
                 operation.comm.crashed(error)
             if ticks() > deadline:
-                # The one that has looked is the last next time.
+                # The operation that has just looked goes last next time.
                 if operation in self.lookers:
                     del self.lookers[operation]
                     self.lookers[operation] = None
@@ -185,13 +189,13 @@ class Polling:
         return moved
 
     def rescan(self) -> None:
-        """Let all readers look, and keep none that has ended: views of slots would keep memory mapped."""
-        self._scan, self._news = [], True
+        """Let all readers look, and forget ended ones, whose views of slots would keep memory mapped."""
+        self._scan, self._has_news = [], True
 
-    def _read(self) -> bool:
-        """Call all readers once after each post, over several calls if need be."""
+    def _run_readers(self) -> bool:
+        """Call all readers once after each post, over several calls if necessary."""
         if not self._scan:
-            self._news = False
+            self._has_news = False
             self._scan = list(self.readers)
             self._scan.reverse()
         scan, ticks = self._scan, self._runtime.ticks
@@ -206,18 +210,18 @@ class Polling:
                 operation.comm.crashed(error)
             if not len(scan) % SOME and ticks() > deadline:
                 break
-        return moved or bool(scan) or self._news
+        return moved or bool(scan) or self._has_news
 
     def _in_flight(self) -> int:
         return sum([len(group.in_flight) for group in self._groups.values()])
 
     def rest(self) -> None:
-        """Stop polling without result in this turn."""
+        """Stop polling without result in this loop iteration."""
         self.spun = True
-        self._runtime.call_soon(self._turned)
+        self._runtime.call_soon(self._on_iteration_end)
 
     def turn_is_due(self) -> bool:
-        """Whether an await must yield: the last turn of the loop is too long ago."""
+        """Return whether an await must yield because the last loop iteration is too long ago."""
         if self._runtime.due:
             self._runtime.settle()
         now = self._runtime.ticks()
@@ -226,5 +230,5 @@ class Polling:
         self.turn[0] = now
         return True
 
-    def _turned(self) -> None:
+    def _on_iteration_end(self) -> None:
         self.spun = False

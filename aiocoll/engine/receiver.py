@@ -1,4 +1,4 @@
-"""Reads, checks and dispatches the control messages of other ranks to the parts of the endpoint."""
+"""Receiver of control messages: it reads, checks and dispatches them to the parts of the endpoint."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from aiocoll.transport.base import Link
 
 __all__ = ["Receiver"]
 
-#: Kinds of messages that are processed even if their sender is taken for dead. An agreement answers with its decision.
+#: Kinds of messages that are processed even if their sender was declared dead: an agreement replies with its decision.
 #: A relayed message counts as sent by its origin.
 HEARD = frozenset({"shrink", "relay", "relayed"})
 
 
 class Receiver(NamedTuple):
-    """Carries out control messages for one endpoint; its attributes are the other parts."""
+    """The receiver of control messages of one endpoint; its attributes are the other parts."""
 
     facts: Facts
     control: ControlPlane
@@ -35,27 +35,27 @@ class Receiver(NamedTuple):
     refusals: Refusals
 
     def receive(self, peer: int, payload: memoryview | None, way: str) -> None:
-        """Handle a message that `peer` sent this way.
+        """Handle a message that `peer` sent on a data or control link (`way`).
 
         Raises:
-            ProtocolError: it is invalid, or handling it raised an exception.
+            ProtocolError: the message is invalid, or handling it raised an exception.
         """
         message = read(payload or b"", peer, way, self.facts)
-        self._carry_out(peer, message, way == DATA)
+        self._dispatch(peer, message, way == DATA)
 
     def refuse(self, peer: int, error: Exception | None, link: Link) -> bool:
-        """End all contact with `peer` if `error` means that its message was unacceptable; return whether it does."""
+        """Reject `peer` if `error` means that its message was unacceptable; return whether it does."""
         if not cannot_be_taken(error):
             return False
         self.refusals.refuse(peer, error, link)
         return True
 
     def make_end_fields(self) -> ControlMessage:
-        """Return the message that this rank ends: the groups it continued elsewhere, and its data links."""
+        """Return the fields of the notice of this rank's end: its data links, and the groups continued elsewhere."""
         linked = sorted(link.peer for link in self.channels.links())
         return {"linked": linked, "moved": self.agreements.moved_groups()}
 
-    def _carry_out(self, peer: int, message: ControlMessage, direct: bool) -> None:
+    def _dispatch(self, peer: int, message: ControlMessage, direct: bool) -> None:
         try:
             self._handle(peer, message, direct)
         except ProtocolError:
@@ -66,7 +66,7 @@ class Receiver(NamedTuple):
             ) from error
 
     def _handle(self, peer: int, message: ControlMessage, direct: bool) -> None:
-        """Carry out a message, which came behind all data if `direct`."""
+        """Handle a message; `direct` if it arrived on the data link, after all data."""
         kind = message["t"]
         if (detail := self._own_death(message)) is not None:
             self.roster.on_own_death(detail, peer)
@@ -111,7 +111,7 @@ class Receiver(NamedTuple):
             self.groups.handle(peer, message, direct)
 
     def _own_death(self, message: ControlMessage) -> str | None:
-        """Return why the sender takes this rank for dead; None if the message does not imply that it does."""
+        """Return the reason why the sender declared this rank dead; None if the message does not imply that."""
         kind, me = message["t"], self.facts.rank
         if kind == "died":
             return message["detail"] if message["rank"] == me and message["how"] == "killed" else None
@@ -122,14 +122,14 @@ class Receiver(NamedTuple):
         return None
 
     def _finished(self, rank: int, moved: list[int]) -> None:
-        """A rank has ended in order; it had continued elsewhere from the groups `moved`."""
+        """Record the orderly end of a rank that had continued in successors of the groups `moved`."""
         self.roster.record_end(rank)
         self.agreements.record_moved(rank, moved)
 
     def _handle_relayed(self, origin: int, message: ControlMessage) -> None:
-        """Handle a relayed message; if it is unacceptable, the relaying rank is not to blame."""
+        """Handle a relayed message; an unacceptable one is the fault of its origin, not of the relaying rank."""
         try:
-            self._carry_out(origin, message, direct=False)
+            self._dispatch(origin, message, direct=False)
         except ProtocolError as error:
             self.refusals.refuse(origin, error)
 

@@ -1,8 +1,9 @@
-"""Sub-groups that ranks have split off differently: how this is detected, and which ranks are told.
+"""Splits of a group: the record of this rank's calls, and the detection of ranks that split differently.
 
-A split takes no message: every rank numbers its calls and stores its list. The id of a sub-group hashes the list, too,
-so ranks with different lists cannot communicate. A message about a pending operation of a sub-group says how the group
-was made; a rank that receives one and is not in that group compares it with its own calls.
+A split sends no message: every rank counts its calls and stores its list. The id of a sub-group is a hash that
+includes the list, so ranks with different lists derive different ids and cannot exchange messages. A message about a
+pending operation of a sub-group carries the calls that made the group. A rank that receives it and is not in that group
+compares them with its own calls.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aiocoll.errors import CollectiveMismatchError, GroupError
 if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
 
-__all__ = ["Split", "Splits", "stranger"]
+__all__ = ["Split", "Splits", "handle_foreign_message"]
 
 
 class Split(NamedTuple):
@@ -29,9 +30,10 @@ class Split(NamedTuple):
 
     Attributes:
         parent: id of the group that was split.
-        number: of the call, counted from 0.
-        name: as given, or None.
-        ranks: the list with this rank, as in the job, in the order of the new group; empty if there is none.
+        number: number of the call, counted from 0.
+        name: the group name as given, or None.
+        ranks: the list that contains this rank, numbered as in the job, in the order of the new group; empty if none
+        does.
     """
 
     parent: int
@@ -40,14 +42,14 @@ class Split(NamedTuple):
     ranks: tuple[int, ...]
 
     def identity(self) -> int:
-        """Return the id of the group that results."""
+        """Return the id of the resulting group."""
         return group_id(f"{self.parent}\0split\0{tuple(self)}")
 
 
 class Splits:
     """This rank's calls that have split one group: their number, and the last `GROUPS` of them.
 
-    Earlier ones are compared with nothing: a peer breaks the protocol if it is that many groups behind.
+    Earlier calls are not compared: a peer that is so many groups behind breaks the protocol.
     """
 
     def __init__(self) -> None:
@@ -58,12 +60,12 @@ class Splits:
         return self._count
 
     def append(self, split: Split | None) -> None:
-        """Count a call; None if it does not know its list yet."""
+        """Record a call; None if its list is not known yet."""
         self._kept.append(split)
         self._count += 1
 
     def is_kept(self, number: int) -> bool:
-        """Return whether call `number` has been made, and is one of the last ones."""
+        """Return whether call `number` has been made and is still recorded."""
         return self._count - len(self._kept) <= number < self._count
 
     def __getitem__(self, number: int) -> Split | None:
@@ -74,11 +76,11 @@ class Splits:
             self._kept[number - self._count] = split
 
     def known(self) -> int:
-        """Return the number of calls that know their lists."""
+        """Return the number of calls whose lists are known."""
         return self._count - self._kept.count(None)
 
 
-def stranger(
+def handle_foreign_message(
     groups: Mapping[int, Communicator],
     early: UnmadeGroups,
     closed: ClosedGroups,
@@ -89,15 +91,15 @@ def stranger(
     """Handle a message of `peer` about a group that this rank is not in: explain why, or revoke the group.
 
     Args:
-        groups: of this rank.
-        early: the groups it has not made.
-        closed: the groups it has left.
-        control: tells the others.
-        peer: who sent the message.
-        message: what it says.
+        groups: this rank's groups, by id.
+        early: the groups that this rank has not made.
+        closed: the groups that this rank has left.
+        control: sends messages to other ranks.
+        peer: the sender of the message.
+        message: the message.
 
     Returns:
-        A text for the peer about this rank, if that may still change; None otherwise.
+        A text for the peer about this rank, if this rank may still make the group; None otherwise.
     """
     history = [Split(parent, number, name, tuple(ranks)) for parent, number, name, ranks in message.get("split", ())]
     for level, theirs in enumerate(history):
@@ -135,7 +137,7 @@ def _refuse(
 
 
 def _mismatch(parent: Communicator, peer: int, theirs: Split, mine: Split) -> CollectiveMismatchError:
-    """Name both lists, that of the lower rank first: the text must not depend on which rank detects it."""
+    """Return an error with both calls, the lower rank's first: the text must not depend on the rank that detects it."""
     calls = sorted([(parent.position[peer], theirs), (parent.rank, mine)])
     fields = [
         field

@@ -1,8 +1,8 @@
-"""Posts to slots that nobody reads: they show that the calls of two ranks do not match.
+"""Stray posts: slots that no operation reads, because the calls of two ranks do not match.
 
-A frame is compared with this rank's own call when it comes. A slot is looked at only by an operation that expects
-something there; a rank that has made another call does not look, and the one that posted may be done. So a while
-after something was posted, what is still unread is compared as frames are. So is the next chunk of a queue.
+A frame is compared with this rank's own call on arrival. But only an operation that expects a post reads a slot. A rank
+that has made a different call does not read it, and the rank that posted may have finished. So `AFTER` seconds after a
+post, unread slots and the next chunk of each chunk queue are compared with this rank's calls, as frames are.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = ["StrayPosts"]
 
-#: Seconds until unread posts are compared: well below the second within which a mismatch has to be found, and so long
-#: that looking at all slots of all peers, some 5 µs for each, does not count.
+#: Seconds until unread posts are compared: well below the second in which a mismatch must be found, and so long that
+#: the time for reading all slots of a peer, about 5 µs, is negligible.
 AFTER = 0.1
 
 
 class StrayPosts:
-    """Watches the outboxes of one endpoint's peers.
+    """The search for unread posts in the outboxes of one endpoint's peers.
 
     Args:
         runtime: clock and timers.
-        groups: of the endpoint.
+        groups: the endpoint's groups, by id.
 
     Attributes:
-        outboxes: of the peers, with their ranks in the job.
-        links: to the peers, with their ranks in the job; they have chunk queues.
+        outboxes: the peers' outboxes, with their ranks in the job.
+        links: the links to peers with chunk queues, with their ranks in the job.
     """
 
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator]) -> None:
@@ -46,7 +46,7 @@ class StrayPosts:
         self._waiting = False
 
     def watch(self) -> None:
-        """Something was posted: look in a while whether it was read."""
+        """Schedule a check for unread posts, since there was a new post."""
         if not self._waiting:
             self._waiting = True
             self._runtime.call_later(AFTER, self._look)
@@ -73,7 +73,7 @@ def _compare(group: Communicator, rank: int, op: int, fingerprint: int) -> None:
     """Report a post that does not match this rank's call."""
     operation = group.in_flight.find(op)
     if operation is None:
-        # One that has ended has read all that was posted for it, so the peer means a different call.
+        # An ended operation has read all posts for it, so the peer made a different call.
         record = group.record(op)
         mine = None if record is None else record.describe(group.rank)
     else:

@@ -125,7 +125,7 @@ class _Nowhere(Endpoint):
 
     def __init__(self, runtime: Runtime, rank: int, world_size: int) -> None:
         super().__init__(runtime, MemoryTransport(Hub(runtime), rank), rank, world_size, 0.0, False)
-        self.know(_Alike({"host": "", "loop": "", "process": (0, 0, 0), "piece": 0}))
+        self.set_cards(_Alike({"host": "", "loop": "", "process": (0, 0, 0), "piece": 0}))
 
     def _make_control(self, context: Context) -> ControlPlane:
         return _Silent(context)

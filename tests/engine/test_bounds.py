@@ -97,7 +97,7 @@ FLOODS: dict[str, tuple[Flood, int | tuple[int, int], str]] = {
     "a message beyond its window": (
         lambda link, pg, number: frame(link, DATA, EAGER, 0, UNMADE, 1, 0, number, payload=bytes(SEGMENT)),
         1,
-        "more of operation 0x1 than it was asked for",
+        "more bytes of operation 0x1 than were granted",
     ),
     "goodbyes to groups that there are not": (
         lambda link, pg, number: note(link, t="bye", g=number, cause=None),

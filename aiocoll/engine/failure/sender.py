@@ -53,6 +53,6 @@ class Sender:
         """Send a message on the data link to `rank`, which needs no other rank; without one, on the control plane."""
         message = {**message, "g": self._group}
         if self._channels[rank].link is not None:
-            self._channels[rank].say(message)
+            self._channels[rank].send_after_data(message)
         else:
             self._control.tell(self._ranks[rank], message)

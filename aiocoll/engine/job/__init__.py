@@ -1,1 +1,1 @@
-"""What every part of an endpoint needs to know of this rank and its job."""
+"""This rank in its job: the state that all parts of an endpoint share."""

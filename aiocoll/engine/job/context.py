@@ -1,4 +1,4 @@
-"""What every part of an endpoint needs: this rank's number, clock and tasks, and the way to reach other ranks."""
+"""Context of an endpoint: this rank's number, clock and tasks, and connections to other ranks."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from aiocoll.transport.byte_stream import ByteStream
 __all__ = ["Context", "is_quiet"]
 
 
-#: Whether code runs in such a context as `Context.quiet`, which cannot be entered twice.
+#: Whether the current code runs in a context such as `Context.quiet`, which cannot be entered twice.
 is_quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("aiocoll_quiet", default=False)
 
 
 class Context:
-    """This rank in one job.
+    """This rank in one job, as all parts of its endpoint see it.
 
     Args:
         runtime: clock, timers and loop.
-        transport: how peers are reached; listening already.
+        transport: opens connections to peers; already listening.
         rank: this rank in the job.
         world_size: number of ranks in the job.
 
     Attributes:
-        cards: by rank, its addresses; empty until the ranks have met.
-        quiet: context of all engine code, in which NumPy does not warn about the caller's numbers.
-        closed: this rank has ended, or could not join: nothing new is started.
+        cards: the card of each rank, with its addresses; empty until the rendezvous is complete.
+        quiet: context variables of all engine code, in which NumPy does not warn about the caller's numbers.
+        closed: whether this rank has ended or could not join; then nothing new is started.
     """
 
     __slots__ = ("_tasks", "cards", "closed", "loop", "quiet", "rank", "runtime", "transport", "world_size")
@@ -52,11 +52,11 @@ class Context:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def connect(self, rank: int, kind: ConnKind) -> Link | None:
-        """Open a link to `rank`; None if that rank is opening one to this one."""
+        """Open a link to `rank`; None if `rank` is already opening a link to this rank."""
         return await self.transport.connect(rank, self.cards[rank], kind)
 
     async def connect_heartbeat(self, rank: int) -> ByteStream | None:
-        """Open a heartbeat to `rank`; None if that rank is opening one to this one."""
+        """Open a heartbeat to `rank`; None if `rank` is already opening one to this rank."""
         return await self.transport.connect_heartbeat(rank, self.cards[rank])
 
     def spawn(self, coro: Coroutine[Any, Any, None], name: str) -> None:

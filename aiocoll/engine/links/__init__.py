@@ -1,1 +1,1 @@
-"""The data link to one peer: in which order messages are sent on it, and flow control."""
+"""Data link to one peer: the order of messages on it, and flow control."""

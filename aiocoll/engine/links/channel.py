@@ -1,9 +1,9 @@
-"""A channel: all traffic with one peer, with fair sending and flow control, over one link.
+"""Channel: all traffic with one peer over one link, with fair sending and flow control.
 
 Messages of different operations take turns segment by segment, so a long one never blocks another. Eager data, which
-the receiver has not asked for, is bounded twice: `EAGER_WINDOW` bytes per message and `LINK_WINDOW` bytes per peer.
-Beyond that, a READY frame announces the bytes, and they are sent when the receiver, having entered the operation,
-answers GRANT. The receiver enforces the windows: a peer that exceeds them breaks the protocol.
+the receiver has not requested, has two limits: `EAGER_WINDOW` bytes per message and `LINK_WINDOW` bytes per peer. For
+more, the sender announces the bytes in a READY frame. It sends them after the receiver has entered the operation and
+replied with GRANT. The receiver enforces the windows: a peer that exceeds them breaks the protocol.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Channel:
     """The sink of the data link to `peer`, and its send queue.
 
     Args:
-        context: of the endpoint.
-        peer: rank of the other end in the job.
-        groups: of the endpoint.
-        owner: of the channel.
+        context: the endpoint's context.
+        peer: the rank at the other end, numbered as in the job.
+        groups: the endpoint's groups, by id.
+        owner: the channels of the endpoint.
     """
 
     __slots__ = (
@@ -59,8 +59,8 @@ class Channel:
         "_owner",
         "_pumping",
         "_queue",
+        "_unannounced",
         "_unasked",
-        "_unsaid",
         "_waiting",
         "dialling",
         "link",
@@ -72,7 +72,8 @@ class Channel:
     def __init__(self, context: Context, peer: int, groups: Mapping[int, Communicator], owner: Channels) -> None:
         self.peer = peer
         self.link: Link | None = None
-        #: The link, if it goes through shared memory; kept after its end, since what the peer left there can be read.
+        #: The link, if it uses shared memory. Kept after the link's end, since data that the peer left there is still
+        #: valid.
         self.shared: SharedMemoryLink | None = None
         self.dialling = False
         self.receiving: Operation | None = None
@@ -84,9 +85,9 @@ class Channel:
         #: Frames that wait for a link: headers and payloads.
         self._held: list[tuple[bytes, memoryview | None]] = []
         self._blocked: dict[Operation, list[Message]] = {}
-        #: Blocked messages that are to be announced to the peer as soon as its window has room.
-        self._unsaid: deque[Message] = deque()
-        # Eager bytes sent and not reported as consumed; eager bytes received, consumed and not reported.
+        #: Blocked messages to be announced to the peer once its window has room.
+        self._unannounced: deque[Message] = deque()
+        # Eager bytes sent and not yet reported as consumed; eager bytes received and consumed, but not yet reported.
         self._unasked = 0
         self._consumed = 0
         self._waiting = Waiting(peer)
@@ -107,10 +108,11 @@ class Channel:
     # -- sending
 
     def pass_on(self, operation: Operation, index: int, step: int, view: memoryview, total: int) -> bool | None:
-        """Send a whole small message at once, if nothing is ahead of it; the fast path of most messages.
+        """Send a whole small message immediately if the queue is empty: the fast path of most messages.
 
         Returns:
-            True if it has been sent; False if the link keeps a part, and will call `sent`; None if it has to be queued.
+            True if the message was sent; False if the link keeps a part of it and will call `sent`; None if the caller
+            must queue it.
         """
         link = self.link
         counts = total if total > LEAST else LEAST
@@ -126,14 +128,14 @@ class Channel:
         return False
 
     def kick(self, message: Message) -> None:
-        """More of `message` may be sent."""
+        """Queue `message`, more of which may be sent now."""
         if not message.queued:
             message.queued = True
             self._queue.append(message)
         self.pump()
 
     def grant(self, operation: Operation) -> None:
-        """The peer accepts all of `operation`."""
+        """Send the rest of `operation`, which the peer has granted."""
         operation.granted |= {self.peer}
         for message in self._blocked.pop(operation, ()):
             message.blocked = False
@@ -143,15 +145,15 @@ class Channel:
         """Send a frame without payload, ahead of the queue."""
         self._write(_pack(kind, 0, 0, group, op, 0, amount, 0, 0))
 
-    def say(self, message: ControlMessage) -> bool:
-        """Send a control message behind all data; False if there is neither a link nor data that waits for one."""
+    def send_after_data(self, message: ControlMessage) -> bool:
+        """Send a control message after all data. Return False if there is no link and no data that waits for one."""
         if self.link is None and not self._held:
             return False
         self.send_control(message)
         return True
 
     def send_control(self, message: ControlMessage) -> None:
-        """Send a control message behind all data, on a link that is opened for it if there is none."""
+        """Send a control message after all data; open a link if there is none."""
         self._write(*frame_of(message))
 
     def _write(self, header: bytes, payload: memoryview | None = None) -> None:
@@ -188,12 +190,12 @@ class Channel:
                 except Exception as error:
                     message.operation.comm.crashed(error)
             if self._queue and ticks() > deadline:
-                self._later()
+                self._schedule_pump()
                 break
         self._pumping = False
 
     def drained(self, link: Link) -> None:
-        """The link has sent the frame that it had to keep."""
+        """Handle the link's report that it has sent the frame that it kept."""
         if self._inflight is not None:
             message, nbytes = self._inflight
             self._inflight = None
@@ -204,33 +206,33 @@ class Channel:
         operation = message.operation
         moved = message.moved
         nbytes = message.limit - moved
-        place = self._place_of(message) if nbytes >= LEAST_BY_REFERENCE else None
+        place = self._find_reference(message) if nbytes >= LEAST_BY_REFERENCE else None
         nbytes = min(nbytes, SEGMENT if place is None else MOST_BY_REFERENCE)
         if not nbytes and (message.total or moved):
             if message.announces and self.peer not in operation.granted:
-                self._ask(link, message)
+                self._block(link, message)
             return
         flags, cut = 0, False
         if self.peer not in operation.granted:
             flags = EAGER
             room = LINK_WINDOW - self._unasked
-            # A payload that is read in place goes in one frame, since the receiver would copy what it cannot use yet.
+            # A payload read in place is sent in one frame, since the receiver would copy bytes that it cannot use yet.
             allowed = 0 if place is not None and message.total > EAGER_WINDOW else min(EAGER_WINDOW - moved, room)
             if allowed < nbytes or room < LEAST:
                 cut = True
                 nbytes = max(0, allowed) // ALIGN * ALIGN
                 if not nbytes or room < LEAST:
-                    self._ask(link, message)
+                    self._block(link, message)
                     return
             self._unasked += max(nbytes, LEAST)
-        referenced = place is not None and self._refer(message, place, flags, nbytes)
+        referenced = place is not None and self._send_by_reference(message, place, flags, nbytes)
         if not referenced:
             nbytes = min(nbytes, SEGMENT)
         message.moved = moved + nbytes
         written = False if referenced else link.write(*self._frame(message, flags, moved, nbytes))
         if cut:
-            # At once: announcements of later messages must not use the room that is left for this one.
-            self._ask(link, message)
+            # Announce immediately, so that later messages do not take the room that is left for this announcement.
+            self._block(link, message)
         elif message.moved < message.limit:
             message.queued = True
             self._queue.append(message)
@@ -248,8 +250,8 @@ class Channel:
         header = _pack(_DATA, flags, message.step, group, op, fingerprint, offset, nbytes, total)
         return header, message.view[moved : moved + nbytes] if nbytes else None
 
-    def _place_of(self, message: Message) -> tuple[int, int] | None:
-        """Return where the peer can read in place what is to be sent next, if that pays."""
+    def _find_reference(self, message: Message) -> tuple[int, int] | None:
+        """Return the memory where the peer can read the next bytes in place; None if that is slower."""
         if self.shared is None or self.shared is not self.link:
             return None
         operation = message.operation
@@ -258,34 +260,34 @@ class Channel:
             return None  # the peer adds from the ring as fast as it could copy from there
         return self.shared.references.find(message.view[message.moved :], attach=attach)
 
-    def _refer(self, message: Message, place: tuple[int, int], flags: int, nbytes: int) -> bool:
+    def _send_by_reference(self, message: Message, place: tuple[int, int], flags: int, nbytes: int) -> bool:
         """Send a frame whose payload the peer reads in place; False if there is no space."""
         assert self.shared is not None
         header, _ = self._frame(message, flags, message.moved, nbytes)
         return self.shared.references.write(header, place, message.operation, partial(self._sent, message, nbytes))
 
     def _sent(self, message: Message, nbytes: int) -> None:
-        """The memory of that many bytes may be overwritten."""
+        """Report to the operation that the memory of `nbytes` sent bytes may be overwritten."""
         try:
             message.operation.sent(message, nbytes)
         except Exception as error:
             message.operation.comm.crashed(error)
 
-    def _ask(self, link: Link, message: Message) -> None:
+    def _block(self, link: Link, message: Message) -> None:
         if message.blocked:
             return
         message.blocked = True
         operation = message.operation
         self._blocked.setdefault(operation, []).append(message)
-        # A receiver that has a part of a message longer than the window knows of it: it grants when it enters.
+        # A receiver that already has a part of a message longer than the window grants the rest when it enters.
         if message.total <= EAGER_WINDOW or not message.moved:
-            self._unsaid.append(message)
+            self._unannounced.append(message)
             self._announce(link)
 
     def _announce(self, link: Link) -> None:
-        """Announce blocked messages to the peer, as far as its window allows."""
-        while self._unsaid and self._unasked + LEAST <= LINK_WINDOW + ASK_WINDOW:
-            message = self._unsaid.popleft()
+        """Announce blocked messages to the peer, as long as its window has room."""
+        while self._unannounced and self._unasked + LEAST <= LINK_WINDOW + ASK_WINDOW:
+            message = self._unannounced.popleft()
             operation = message.operation
             if message.blocked and not operation.done:
                 self._unasked += LEAST
@@ -293,7 +295,7 @@ class Channel:
                 total = message.total & 0xFFFFFFFF
                 link.write(_pack(_READY, EAGER, message.step, group, op, fingerprint, message.batch, 0, total))
 
-    def _later(self) -> None:
+    def _schedule_pump(self) -> None:
         if not self._again:
             self._again = True
             self._context.runtime.call_soon(self._resume)
@@ -305,7 +307,7 @@ class Channel:
     # -- receiving: the channel as the sink of the link
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Return the destination memory of a payload that is arriving."""
+        """Return the destination memory of an arriving payload."""
         if header[0] != _DATA:
             return None
         try:
@@ -316,7 +318,7 @@ class Channel:
         except StrangerError:
             return None
         except Exception as error:
-            raise self._untaken(header, error) from error
+            raise self._handling_error(header, error) from error
         if place is not None and place.nbytes != header[7]:
             raise ProtocolError(f"rank {self.peer} sent more than the {header[8]} bytes of its message")
         self.receiving = operation
@@ -340,10 +342,10 @@ class Channel:
         except ProtocolError:
             raise
         except Exception as error:
-            raise self._untaken(header, error) from error
+            raise self._handling_error(header, error) from error
 
     def withdrawn(self, link: Link, header: Header) -> None:
-        """The sender's operation has failed: what it has sent unasked need not be counted any more."""
+        """Handle a withdrawn frame: the sender's operation has failed, so its eager bytes no longer count."""
         self.receiving = None
         if header[1] & EAGER:
             self.consume(max(header[7], LEAST))
@@ -357,71 +359,71 @@ class Channel:
         if header[7]:
             raise ProtocolError(f"rank {self.peer} sent {header[7]} bytes with a {FrameKind(kind).name} frame")
         if kind == _WINDOW:
-            self._credited(header[6])
+            self._on_consumed(header[6])
         return kind == _WINDOW
 
-    def _untaken(self, header: Header, error: Exception) -> ProtocolError:
+    def _handling_error(self, header: Header, error: Exception) -> ProtocolError:
         what = f"rank {self._context.rank} could not handle a frame of rank {self.peer}"
         return ProtocolError(f"{what}, a {describe(header)}: {error!r}")
 
-    def _credited(self, nbytes: int) -> None:
-        """The peer has consumed eager bytes."""
+    def _on_consumed(self, nbytes: int) -> None:
+        """Handle the peer's report of consumed eager bytes."""
         if nbytes > self._unasked:
-            raise ProtocolError(f"rank {self.peer} says to have consumed {nbytes} bytes, of {self._unasked} sent")
+            raise ProtocolError(f"rank {self.peer} reported {nbytes} consumed bytes, of {self._unasked} sent")
         self._unasked -= nbytes
-        if self._unsaid and self.link is not None:
+        if self._unannounced and self.link is not None:
             self._announce(self.link)
         self.pump()
 
     def hold(self, header: Header) -> None:
-        """Count a frame that has to wait here; `ProtocolError` if it exceeds the peer's window."""
+        """Count a buffered frame; raise `ProtocolError` if it exceeds the peer's window."""
         self._waiting.add(header, self._consumed)
 
     def redeliver(
         self, take: Callable[[Channel, Header, memoryview | None], bool], header: Header, payload: bytes
     ) -> None:
-        """Deliver a frame that has waited here to `take`, which may let it wait again."""
+        """Deliver a buffered frame to `take`, which may buffer it again."""
         nbytes = self._waiting.remove(header)
         if self._waiting.again(take, self, header, memoryview(payload)):
             self.consume(nbytes)
 
     def release(self, header: Header) -> None:
-        """Stop counting a frame that has waited here."""
+        """Stop counting a buffered frame."""
         self.consume(self._waiting.remove(header))
 
     def consume(self, nbytes: int) -> None:
-        """Eager bytes have been consumed; report that to the sender from time to time."""
+        """Count consumed eager bytes, and report them to the sender in batches of `WINDOW_LOT`."""
         self._consumed += nbytes
         if self._consumed >= WINDOW_LOT and self.link is not None:
             self.control(FrameKind.WINDOW, 0, 0, self._consumed)
             self._consumed = 0
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """The link is closed, or the peer sent something unacceptable."""
+        """Handle a closed link, or an unacceptable message of the peer."""
         self.cut()
         self._owner.lost(self.peer, error, link)
 
     def cut(self) -> list[Link]:
-        """Stop using the link; return it, if there is one."""
+        """Stop using the link; return it in a list, which is empty if there is no link."""
         link, self.link = self.link, None
         if self.shared is not None and self.shared.native is not None:
             self.shared.native.retire()
         self.receiving = self._inflight = None
         return [] if link is None else [link]
 
-    def give_back(self) -> None:
-        """Release the peer's shared memory; the link is closed."""
+    def release_shared(self) -> None:
+        """Release the peer's shared memory, after the link has closed."""
         if self.shared is not None:
             self.shared.forget()
             self.shared = None
 
     def purge(self, group: int, has_left: bool) -> None:
-        """Free what the peer has left in shared memory for a group that is over, and will if it has not left it."""
+        """Free the peer's posts for an ended group in shared memory, and later ones unless the peer `has_left` it."""
         if self.shared is not None:
             self.shared.purge(group, has_left)
 
     def drop(self, operation: Operation) -> None:
-        """Forget the blocked messages of a failed operation, and where its payload was to go."""
+        """Forget the blocked messages and the destination memory of a failed operation."""
         self._blocked.pop(operation, None)
         if self.shared is not None:
             self.shared.references.void(operation)

@@ -1,8 +1,8 @@
-"""Flow control: how much a rank may send eagerly, and how its peer enforces the limit.
+"""Flow control: the limits of eager sending, and their enforcement by the receiver.
 
-An eager frame counts against the window of its link from when it is sent until its receiver reports it as consumed,
-which happens when an operation has used it. So what waits at a receiver, plus what it has not reported, never exceeds
-the window of a sender that follows the protocol.
+An eager frame counts against the window of its link from sending until its receiver reports it as consumed. The
+receiver consumes it when an operation has used it. So the bytes that wait at the receiver, plus the bytes that it has
+not reported, never exceed the window of a sender that follows the protocol.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from aiocoll.transport.frame import EAGER, FrameKind, Header
 
 __all__ = ["ALIGN", "ASK_WINDOW", "EARLY_GRANTS", "LEAST", "LINK_WINDOW", "WINDOW_LOT", "Waiting"]
 
-#: Bytes per peer that may be sent eagerly and not consumed.
+#: Maximum number of bytes per peer sent eagerly and not yet consumed.
 LINK_WINDOW = 4 * 1024 * 1024
-#: Bytes that a frame counts as, at least: a waiting one takes some 600, even if it is empty. So 32,768 may wait,
-#: several for each of 10,000 operations that the receiver has not entered (contract).
+#: Minimum number of bytes that a frame counts as: a waiting frame takes about 600 bytes even if it is empty. So 32,768
+#: frames may wait, several for each of 10,000 operations that the receiver has not entered (contract).
 LEAST = 128
-#: Additional window for READY frames, for when the window is full: as many again.
+#: Additional window for READY frames when the window is full: the same size again.
 ASK_WINDOW = LINK_WINDOW
-#: The receiver reports consumed eager bytes in batches of this size: rarely, and well before the sender has to wait.
+#: Batch size in bytes of reports about consumed eager bytes: rare, but well before the sender has to wait.
 WINDOW_LOT = LINK_WINDOW // 4
-#: Eager segments are cut at multiples of the largest itemsize, so that elements stay whole.
+#: Eager segments end at multiples of the largest itemsize, so that elements stay whole.
 ALIGN = 16
-#: GRANT frames that may wait for operations not entered yet. Each is for a message of more than `EAGER_WINDOW` bytes,
-#: so a correct peer would have called 16 GiB of them ahead.
+#: Maximum number of GRANT frames that wait for operations not entered yet. Each is for a message of more than
+#: `EAGER_WINDOW` bytes, so a correct peer would have called operations on 16 GiB ahead.
 EARLY_GRANTS = 1 << 16
 
 _DATA, _GRANT = int(FrameKind.DATA), int(FrameKind.GRANT)
 
 
 class Waiting:
-    """The frames of one peer that wait here for operations or groups that this rank has not reached.
+    """The buffered frames of one peer, for operations or groups that this rank has not reached.
 
     Args:
         peer: rank of the sender.
@@ -49,10 +49,10 @@ class Waiting:
         self._checks = True
 
     def add(self, header: Header, unreported: int) -> None:
-        """Count a frame that has to wait; `unreported` bytes were consumed, but not yet reported to the sender.
+        """Count a buffered frame; `unreported` bytes were consumed, but not yet reported to the sender.
 
         Raises:
-            ProtocolError: it exceeds the window.
+            ProtocolError: the frame exceeds the window.
         """
         kind, flags, _, _, op, _, offset, length, _ = header
         if kind == _GRANT:
@@ -64,13 +64,13 @@ class Waiting:
         window = LINK_WINDOW if kind == _DATA else LINK_WINDOW + ASK_WINDOW
         if self._checks:
             if not flags & EAGER or (kind == _DATA and offset + length > EAGER_WINDOW):
-                raise ProtocolError(f"rank {self._peer} sent more of operation {op:#x} than it was asked for")
+                raise ProtocolError(f"rank {self._peer} sent more bytes of operation {op:#x} than were granted")
             if self._nbytes + nbytes + unreported > window:
                 raise ProtocolError(f"rank {self._peer} sent more than the {window} bytes that may wait for this rank")
         self._nbytes += nbytes
 
     def again(self, take: Callable[..., bool], *frame: object) -> bool:
-        """Call `take` with a frame that has waited; if it waits again, later frames may make it exceed the window."""
+        """Call `take` with a buffered frame. If `take` buffers it again, the window is not checked."""
         self._checks = False
         try:
             return take(*frame)
@@ -78,7 +78,7 @@ class Waiting:
             self._checks = True
 
     def remove(self, header: Header) -> int:
-        """Stop counting a frame that has waited; return what it counted."""
+        """Stop counting a buffered frame; return the bytes that it counted as."""
         if header[0] == _GRANT:
             self._grants -= 1
             return 0
