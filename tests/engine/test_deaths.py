@@ -71,6 +71,6 @@ async def test_nobody_looks_at_processes_after_the_end(pg: ProcessGroup) -> None
     """A rank may be about to shrink its group when its program closes that."""
     failure_detector = comm_of(pg).endpoint.failure_detector
     failure_detector._pidfds[1 - pg.rank()] = PidFd(os.pidfd_open(os.getpid()))
-    failure_detector.look(1 - pg.rank())
+    failure_detector.check_process(1 - pg.rank())
     await pg.shutdown()
-    failure_detector.look(1 - pg.rank())
+    failure_detector.check_process(1 - pg.rank())
