@@ -230,7 +230,7 @@ def test_another_wire_version_names_both():
     hello[4] = 9
     s = server()
     answered = bytearray(s.challenge(bytes(hello)))
-    message = f"other end uses wire version 9, this process {WIRE_VERSION}: use the same aiocoll on all ranks"
+    message = f"other end uses wire version 9, this process {WIRE_VERSION}; use the same aiocoll on all ranks"
     with pytest.raises(UnprovenError, match=message):
         s.accept(bytes(CONFIRM_SIZE))
     assert answered[4] == WIRE_VERSION, "so the client can say the same"
@@ -274,7 +274,7 @@ def test_other_addresses_need_a_key(host):
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "127.0.0.1"])
 def test_short_keys_are_refused_everywhere(host):
-    with pytest.raises(AuthenticationError, match="job_key has 15 bytes, at least 16 are needed"):
+    with pytest.raises(AuthenticationError, match="job_key has 15 bytes, but needs at least 16"):
         require_key(host, KEY[:15])
     require_key(host, KEY[:16])
 

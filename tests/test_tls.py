@@ -258,7 +258,7 @@ async def test_ranks_that_differ_say_so(hosts: str, other: str) -> None:
 
     for error in await asyncio.gather(*map(rank, range(3)), return_exceptions=True):
         assert isinstance(error, RendezvousError)
-        assert "rank(s) 1 have encryption='none', and rank(s) 0, 2 have not" in str(error)
+        assert "rank(s) 1 have encryption='none', but rank(s) 0, 2 do not" in str(error)
     await store.aclose()
 
 

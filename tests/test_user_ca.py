@@ -142,7 +142,9 @@ def test_certificates_and_key_may_be_in_one_file_with_other_text(authority: Auth
 def test_certificates_between_this_one_and_the_ca(tmp_path: Path, authority: Authority) -> None:
     between = Authority(tmp_path, "between", above=authority)
     files = between.make(ANY, ca=authority.file)
-    with pytest.raises(ValueError, match=r"not signed by a CA in tls_ca=.*between the two belong into the file"):
+    with pytest.raises(
+        ValueError, match=r"not signed by a CA in tls_ca=.*append intermediate certificates to the file"
+    ):
         prepare(files, "train", RANK0)
     with open(files.certificate, "ab") as file:
         file.write(between.file.read_bytes())
@@ -197,7 +199,7 @@ def with_passphrase(files: TlsFiles) -> None:
     ("change", "message"),
     [
         (lambda files: files._replace(ca="/no/ca"), "tls_ca='/no/ca': cannot be read (No such file or directory)"),
-        (wrong("ca", b"\x30\x82"), "wrong': no certificate is in it; it has to be PEM (openssl x509 -inform DER"),
+        (wrong("ca", b"\x30\x82"), "wrong' contains no certificate; convert it to PEM (openssl x509 -inform DER"),
         (
             wrong("ca", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
             "wrong': OpenSSL cannot read a certificate in it",
@@ -207,7 +209,7 @@ def with_passphrase(files: TlsFiles) -> None:
         (wrong("certificate", b"hello"), "tls_certificate='"),
         (wrong("certificate", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"), "cannot"),
         (lambda files: files._replace(key="/no/key"), "tls_key='/no/key': cannot be opened (No such file"),
-        (wrong("key", b"hello"), "wrong': no private key is in it; it has to be PEM (openssl pkey -inform DER"),
+        (wrong("key", b"hello"), "wrong' contains no private key; convert it to PEM (openssl pkey -inform DER"),
         (
             wrong("key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"),
             "OpenSSL cannot use them",
@@ -215,8 +217,8 @@ def with_passphrase(files: TlsFiles) -> None:
         (wrong("key", b"hello", 0o640), "wrong': other users may access it; chmod 600 it"),
         (linked, "link': cannot be opened (Too many levels of symbolic links); symbolic links are not followed"),
         (lambda files: os.chmod(files.key, 0o604), "own.key': other users may access it; chmod 600 it"),
-        (of_another, "does not fit tls_certificate='"),
-        (with_passphrase, "own.key': it has a passphrase; remove that (openssl pkey -in OLD -out NEW)"),
+        (of_another, "does not match tls_certificate='"),
+        (with_passphrase, "own.key' has a passphrase; remove it (openssl pkey -in OLD -out NEW)"),
     ],
 )
 def test_files_that_cannot_be_used(authority: Authority, change: Change, message: str) -> None:
@@ -262,7 +264,7 @@ def test_a_certificate_of_another_ca(tmp_path: Path, authority: Authority) -> No
 
 
 def test_own_names_are_checked_before_anything_is_sent(authority: Authority) -> None:
-    with pytest.raises(ValueError, match=r"names aiocoll://train/rank/1, but .*/rank/0 was expected: name it in the c"):
+    with pytest.raises(ValueError, match=r"names aiocoll://train/rank/1, but .*/rank/0 was expected; add the name to the c"):
         prepare(authority.make(rank_name("train", 1)), "train", RANK0)
 
 
@@ -363,7 +365,7 @@ def unchecked(files: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> Tls:
 
 
 CLOCK = "by the clock of this host, which says 20"
-REFUSES = "WrongCertificateError: 127.0.0.1 refuses the certificate of this process"
+REFUSES = "WrongCertificateError: 127.0.0.1 rejects the certificate of this process"
 CERTIFICATE = "WrongCertificateError: the certificate of 127.0.0.1"
 
 
@@ -398,17 +400,21 @@ async def test_another_ca_is_said_at_both_ends(tmp_path: Path, authority: Author
     good = prepare(authority.make(ANY, file="good"), "train", RANK0)
     other = prepare(Authority(tmp_path, "other").make(ANY), "train", RANK0)
     dialling, dialled = await refused(*((good, other) if by_dialling else (other, good)))
-    assert dialling.startswith(f"{CERTIFICATE} is not signed by the CA in our tls_ca: every rank and the store need")
+    assert dialling.startswith(
+        f"{CERTIFICATE} is not signed by the CA in tls_ca of this process: every rank and the store need"
+    )
     assert dialled.startswith(f"{REFUSES} as not signed by its CA (compare tls_ca of both): tls_certificate='")
 
 
 async def test_an_end_without_files_is_refused_by_one_that_has_them(authority: Authority) -> None:
     ours = prepare(authority.make(ANY), "train", RANK0)
     dialling, dialled = await refused(ours, of_this_process())
-    assert dialling.startswith("WrongCertificateError: 127.0.0.1 takes only certificates of a CA: give this process, ")
-    assert dialled.startswith("WrongCertificateError: 127.0.0.1 has shown no certificate: give it, too, the files tls_")
+    assert dialling.startswith(
+        "WrongCertificateError: 127.0.0.1 accepts only certificates of a CA: give this process the files "
+    )
+    assert dialled.startswith("WrongCertificateError: 127.0.0.1 presented no certificate: give it the files tls_")
     dialling, dialled = await refused(of_this_process(), ours)
-    assert dialling.startswith(f"{CERTIFICATE} is not signed by the CA in our tls_ca")
+    assert dialling.startswith(f"{CERTIFICATE} is not signed by the CA in tls_ca of this process")
     assert "ALERT_UNKNOWN_CA" in dialled
 
 
@@ -441,7 +447,7 @@ async def test_the_reason_is_heard_by_who_can_send_nothing_any_more(authority: A
         return stream
 
     async with started(2, "tcp", open_stream=opened, connect_timeout=2.0) as (dialling, dialled):
-        with pytest.raises(AuthenticationError, match="takes only certificates of a CA"):
+        with pytest.raises(AuthenticationError, match="accepts only certificates of a CA"):
             await dialling.connect(dialled)
         await settle(dialled)
 
@@ -600,7 +606,7 @@ async def test_a_rank_whose_certificate_has_expired_since_is_named_with_its_addr
     assert re.match(r"127\.0\.0\.1 port \d+ should be rank 0's, but ", dialling)
     assert accepting.startswith("rank 0 refused a connection: ")
     owner, other = (accepting, dialling) if outdated == 0 else (dialling, accepting)
-    assert "127.0.0.1 refuses the certificate of this process as expired: tls_certificate='" in owner
+    assert "127.0.0.1 rejects the certificate of this process as expired: tls_certificate='" in owner
     assert "the certificate of 127.0.0.1 (or one that has signed it) has expired by the clock of this host" in other
 
 
@@ -616,10 +622,10 @@ async def test_a_rank_without_files_is_told_to_have_them(
     assert isinstance(dialling, AuthenticationError)
     assert "127.0.0.1 port" in str(dialling)
     if without == 1:
-        assert "takes only certificates of a CA: give this process, too, the files tls_ca" in str(dialling)
-        assert "has shown no certificate: give it, too, the files tls_ca" in caplog.text
+        assert "accepts only certificates of a CA: give this process the files tls_ca" in str(dialling)
+        assert "presented no certificate: give it the files tls_ca" in caplog.text
     else:
-        assert "is not signed by the CA in our tls_ca" in str(dialling)
+        assert "is not signed by the CA in tls_ca of this process" in str(dialling)
 
 
 async def test_new_files_are_taken_by_the_next_group_and_the_old_one_works_on(authority: Authority) -> None:
@@ -715,8 +721,8 @@ async def test_a_client_refuses_what_is_not_its_store(
     other_ca = stores(Authority(tmp_path, "another").make(STORE, file="other"))
     for server, client, message in (
         (good, other_job, "names aiocoll://train/store, but aiocoll://other/store was expected"),
-        (good, other_ca, "is not signed by the CA in our tls_ca"),
-        (WITHOUT, good, "is not signed by the CA in our tls_ca"),
+        (good, other_ca, "is not signed by the CA in tls_ca of this process"),
+        (WITHOUT, good, "is not signed by the CA in tls_ca of this process"),
     ):
         said = await refused_by_store(server, client)
         assert said.startswith("StoreAuthenticationError: cannot use the store at 127.0.0.1")
@@ -765,16 +771,16 @@ async def test_a_store_refuses_clients(
     if told is not None:
         assert f"the other end refused the connection: the certificate of this process {told}" in said
     else:
-        assert "does not take the certificate of this process, and has logged why: tls_certificate='" in said
+        assert "rejects the certificate of this process, and has logged the reason: tls_certificate='" in said
 
 
 async def test_a_store_refuses_clients_without_certificate(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = await refused_by_store(stores(authority.make(STORE)), WITHOUT)
-    assert "one that takes only certificates of a CA: then this process needs tls_ca, as every rank does" in said
+    assert "an end that accepts only certificates of a CA: then this process needs tls_ca, as every rank does" in said
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "refused a connection: 127.0.0.1 has shown no certificate: give it, too, the files tls_ca" in warning
+    assert "refused a connection: 127.0.0.1 presented no certificate: give it the files tls_ca" in warning
 
 
 def test_a_server_with_bad_files_does_not_start(authority: Authority) -> None:
@@ -835,7 +841,7 @@ def test_files_that_were_replaced_by_bad_ones_are_not_taken(
     for _ in range(3):
         assert renewed.get() is first
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the files before them stay in use: tls_certificate='")
+    assert said.startswith("the previous certificate files stay in use: tls_certificate='")
     Path(files.key).unlink()
     assert renewed.get() is first
     authority.make(STORE)

@@ -1,8 +1,9 @@
-"""How ranks find each other through a store, before any link is open.
+"""Meeting of ranks through a store, before any link is open.
 
 store_handle  the store itself, shared by all jobs of a rank that use it
-claim         which rank a process is, and that no other process is it
-cards         what a rank publishes about itself: one card per rank of a job
-growth        tickets and assignments of newcomers to a group that grows
-merging       tickets of whole groups that become one
+claim         exclusive claims of ranks by processes
+cards         the card that each rank of a job publishes about itself
+growth        tickets and assignments of newcomers to a growing group
+merging       tickets of whole groups that become one group
+holders       arrivals and deaths of ticket holders
 """

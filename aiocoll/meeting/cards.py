@@ -1,4 +1,4 @@
-"""Cards: what each rank publishes about itself in the store, before any link is open."""
+"""Cards that ranks publish about themselves in the store, before any link is open."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ __all__ = [
     "ranks_on_host",
 ]
 
-#: Prefix of a value in the store that says why the ranks cannot meet. No job name (hexadecimal) and no card (a msgpack
-#: map) begins like that.
+#: Prefix of a store value that contains the reason why the ranks cannot meet. No job name (hexadecimal) and no card (a
+#: msgpack map) begins with it.
 CALLED_OFF = b"off:"
-#: Such a value, too: the ranks meet again under the keys of the next generation.
+#: Store value that makes the ranks meet again, under the keys of the next generation.
 MOVED = b"moved:"
-#: Key of the reason why the ranks of a generation do not meet, or that they meet again: whichever is stored first.
+#: Key of the outcome of a generation that does not meet: the reason, or `MOVED`, whichever is stored first.
 ENDED = "ended"
 
-#: Types of the fields of a card: host, event loop, unix socket, address of the store, whose ticket it has, process
-#: (namespace, pid, start), host and port of TCP, bytes of a piece in shared memory, whether it reads others' memory,
-#: the fingerprint of its NaNs.
+#: Types of a card's fields: host, event loop, unix socket, store address, ticket of the holder, process (namespace,
+#: pid, start), TCP host and port, bytes of a piece in shared memory, whether the rank reads other ranks' memory,
+#: fingerprint of its NaNs.
 _CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int]
 
 
 class MeetingMovedError(RendezvousError):
-    """The ranks meet again, since one was replaced before all had published their cards."""
+    """Raised when the ranks meet again, since one was replaced before all had published their cards."""
 
 
 class CardCache:
-    """The cards of one world, decoded once for all ranks that share a loop."""
+    """A cache of the cards of one world, decoded once for all ranks that share a loop."""
 
     def __init__(self) -> None:
         self._read: dict[tuple[bytes, ...], Mapping[int, Card]] = {}
@@ -52,24 +52,24 @@ class CardCache:
         """Return the cards in `found`, in rank order.
 
         Raises:
-            RendezvousError: one is not a card, or says why the ranks cannot meet.
+            RendezvousError: a value is not a card, or is the reason why the ranks cannot meet.
         """
         data = tuple(found)
         cards = self._read.get(data)
         if cards is None:
             for each in data:
                 raise_if_called_off(each)
-            cards = self._read[data] = {rank: _decoded(rank, each) for rank, each in enumerate(data)}
+            cards = self._read[data] = {rank: _decode(rank, each) for rank, each in enumerate(data)}
         return cards
 
 
 def ranks_on_host(rank: int, cards: Mapping[int, Card]) -> int:
-    """Return how many ranks are on the host of `rank`, itself included."""
+    """Return the number of ranks on the host of `rank`, including `rank`."""
     return sum(1 for card in cards.values() if card["host"] == cards[rank]["host"])
 
 
-def _decoded(rank: int, data: bytes) -> Card:
-    """Return the card of `rank`, checked: whoever can write to the store could have written anything."""
+def _decode(rank: int, data: bytes) -> Card:
+    """Decode and check the card of `rank`: any process with access to the store could have written it."""
     try:
         card = msgpack.unpackb(data)
         tcp = card["tcp"] or ("", 0)
@@ -93,9 +93,9 @@ def _decoded(rank: int, data: bytes) -> Card:
 
 
 async def call_off(store: Store, world_size: int, reason: str, generation: int = 1) -> None:
-    """Publish why the ranks of this generation cannot meet, under every key for which a rank may be waiting.
+    """Publish the reason why the ranks of this generation cannot meet, under every key that a rank may wait for.
 
-    If they are meeting again, they find it in a later generation.
+    If the ranks are already meeting again, the reason is published in a later generation.
     """
     value = CALLED_OFF + reason.encode()
     while await meeting_store(store, generation).compare_set(ENDED, b"", value) == MOVED:
@@ -110,13 +110,13 @@ def meeting_store(store: Store, generation: int) -> Store:
 
 
 def raise_if_called_off(data: bytes) -> None:
-    """Raise if a rank has published there why the ranks cannot meet, or that they meet elsewhere."""
+    """Raise an error if `data` is the reason why the ranks cannot meet, or makes them meet again."""
     if data == MOVED:
-        raise MeetingMovedError("the ranks meet again: one of them was replaced")
+        raise MeetingMovedError("one of the ranks was replaced, so the ranks meet again")
     if data.startswith(CALLED_OFF):
         raise RendezvousError(data.removeprefix(CALLED_OFF).decode(errors="replace"))
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,13 +1,13 @@
-"""How newcomers find a group that grows: tickets and assignments in the store.
+"""Newcomers of a growing group: their tickets and assignments in the store.
 
-A newcomer takes the next ticket number and waits for the assignment of that number. Rank 0 of the group looks for
-tickets without an assignment until there are enough, calls their holders, since one may have died while it waited, then
-stores an assignment for each that has answered: a rank in a new world, in which all ranks, old and new, meet. A ticket
-is withdrawn by a mark in place of its assignment, if its holder gives up or does not answer; marks and assignments are
-stored by `compare_set`, so exactly one of the two succeeds. A holder that lives takes another ticket.
+A newcomer takes the next ticket number and waits for the assignment of that number. Rank 0 of the group counts the
+tickets without an assignment until there are enough. It then calls their holders, since one may have died while it
+waited. For each holder that answers, it stores an assignment: a rank in a new world, where all ranks, old and new,
+meet. A ticket is withdrawn by a mark in place of its assignment if its holder gives up or does not answer. Marks and
+assignments are stored by `compare_set`, so exactly one of the two succeeds. A living holder takes another ticket.
 
-Whoever dies, nobody waits for it: tickets stay where they are until they are assigned, and a world that a lost rank 0
-had made is called off by the next one.
+No process waits for a dead one. Tickets stay valid until they are assigned. If rank 0 is lost, the next rank 0 calls
+off the world that the lost rank had made.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from aiocoll.store.deadline import DeadlineStore, last_request
 
 __all__ = ["Assignment", "Invitation", "await_assignment", "await_newcomer", "invite"]
 
-#: Keys of newcomers that wait; the keys of a world begin with a number, so none of them is one of these. All tickets up
-#: to `DONE` are assigned.
+#: Keys of waiting newcomers. The keys of a world begin with a number, so they differ from these. All tickets up to the
+#: number in `DONE` are assigned.
 TICKETS = "aiocoll/grow/tickets"
 DONE = "aiocoll/grow/done"
 CALLS = "aiocoll/grow/calls"
 EPOCHS = "aiocoll/grow/epochs"
-#: Seconds in which a newcomer answers a call, and those after the deadline for newcomers.
+#: Seconds in which a newcomer answers a call, and the shorter time after the deadline for newcomers.
 ANSWER = 2.0
 LATE_ANSWER = 0.25
-#: Seconds after which whoever waits for tickets looks for them again.
+#: Seconds between two searches for tickets.
 LOOK = 5.0
-#: Stored instead of the assignment of a ticket that is not valid any more.
+#: Stored instead of the assignment of a ticket that is no longer valid.
 WITHDRAWN = b"withdrawn"
 
 
@@ -59,12 +59,12 @@ class Assignment(NamedTuple):
 
 
 class Invitation(NamedTuple):
-    """What a group that grows asks for.
+    """The invitation of a growing group to newcomers.
 
     Attributes:
-        most: newcomers that it wants.
-        least: newcomers without which it does not grow.
-        size: ranks that it has.
+        most: maximum number of newcomers.
+        least: minimum number of newcomers; with fewer the group does not grow.
+        size: current number of ranks.
         name: name of the group with the newcomers.
     """
 
@@ -75,7 +75,7 @@ class Invitation(NamedTuple):
 
 
 async def await_assignment(store: Store, timeout: float) -> Assignment:
-    """Wait until a group that grows assigns this process a rank.
+    """Wait until a growing group assigns this process a rank.
 
     Raises:
         RendezvousError: no group has grown within `timeout` seconds.
@@ -86,11 +86,11 @@ async def await_assignment(store: Store, timeout: float) -> Assignment:
     store = DeadlineStore(store, timeout)
     while True:
         ticket = await store.add(TICKETS, 1)
-        key = _assignment(ticket)
+        key = _assignment_key(ticket)
         answering = runtime.create_task(_answer_calls(store, ticket), f"aiocoll newcomer {ticket}")
         answering.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            await store.set(_came(ticket), b"")
+            await store.set(_arrival_key(ticket), b"")
             answer = await store.get(key, timeout=max(0.0, deadline - runtime.time()))
         except StoreTimeoutError:
             answer = await store.compare_set(key, b"", WITHDRAWN)
@@ -110,17 +110,17 @@ async def await_assignment(store: Store, timeout: float) -> Assignment:
 
 async def _answer_calls(store: Store, ticket: int) -> None:
     while True:
-        call = int(await store.queue_pop(_calls(ticket), timeout=float("inf")))
-        await store.queue_push(_answers(call), str(ticket).encode())
+        call = int(await store.queue_pop(_call_queue(ticket), timeout=float("inf")))
+        await store.queue_push(_answer_queue(call), str(ticket).encode())
 
 
 async def await_newcomer(store: Store) -> None:
-    """Wait until there is a newcomer, also while the store has stopped for some time."""
+    """Wait until there is a newcomer, even if the store stops for some time."""
     runtime = Runtime.of(asyncio.get_running_loop())
     while True:
         try:
-            tickets, last = await _waiting(store)
-            if await _present(store, tickets, ANSWER):
+            tickets, last = await _list_waiting(store)
+            if await _call_holders(store, tickets, ANSWER):
                 return
             await _await_ticket(store, last + 1, LOOK)
         except StoreTimeoutError:
@@ -128,20 +128,20 @@ async def await_newcomer(store: Store) -> None:
 
 
 async def invite(store: Store, invitation: Invitation, timeout: float) -> Assignment:
-    """Wait for newcomers and assign them the ranks after those that there are; return the assignment of rank 0.
+    """Wait for newcomers and assign them the ranks after the existing ones; return the assignment of rank 0.
 
     Raises:
-        RendezvousError: too few came within `timeout` seconds; these keep waiting for a later call.
+        RendezvousError: too few newcomers came within `timeout` seconds; they keep waiting for a later call.
         StoreTimeoutError: the store has stopped.
     """
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
-    # The last call for newcomers comes at the deadline, and must be answered.
+    # The last call for newcomers is made at the deadline, and needs time for the answers.
     store = DeadlineStore(store, timeout + LATE_ANSWER)
     open_world = f"aiocoll/grow/open/{invitation.name.rpartition('~')[0]}"
     await _call_off_open(store, open_world)
     while True:
-        tickets = await _find(store, invitation, deadline, runtime)
+        tickets = await _find_newcomers(store, invitation, deadline, runtime)
         if len(tickets) < invitation.least:
             raise RendezvousError(
                 f"{len(tickets)} of {invitation.least} newcomers came within {timeout:g} s: start the others with "
@@ -153,7 +153,7 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
         try:
             for number, ticket in enumerate(tickets):
                 packed = msgpack.packb(head._replace(rank=invitation.size + number))
-                if await store.compare_set(_assignment(ticket), b"", packed) != packed:
+                if await store.compare_set(_assignment_key(ticket), b"", packed) != packed:
                     break
             else:
                 return head
@@ -163,16 +163,16 @@ async def invite(store: Store, invitation: Invitation, timeout: float) -> Assign
         await _call_off_open(store, open_world)
 
 
-async def _find(store: Store, invitation: Invitation, deadline: float, runtime: Runtime) -> list[int]:
-    """Return the tickets of the newcomers that take part."""
+async def _find_newcomers(store: Store, invitation: Invitation, deadline: float, runtime: Runtime) -> list[int]:
+    """Return the tickets of the newcomers that join."""
     late = False
     while True:
-        waiting, last = await _waiting(store)
+        waiting, last = await _list_waiting(store)
         if len(waiting) >= invitation.most or late:
             left = deadline - runtime.time()
-            # There is time for one call only: call those, too, that may take the place of a dead one.
+            # There is time for only one call: also call holders that may replace a dead one.
             tickets = waiting if left <= 0 else waiting[: invitation.most]
-            present = await _present(store, tickets, min(ANSWER, max(left, LATE_ANSWER)))
+            present = await _call_holders(store, tickets, min(ANSWER, max(left, LATE_ANSWER)))
             if len(present) == len(tickets) or left <= 0:
                 return present[: invitation.most]
             continue
@@ -181,55 +181,55 @@ async def _find(store: Store, invitation: Invitation, deadline: float, runtime: 
 
 
 async def _await_ticket(store: Store, ticket: int, timeout: float) -> None:
-    """Wait until somebody has taken a ticket, but not for ever: it may have died right after that."""
+    """Wait until a newcomer has taken a ticket, for a limited time, since it may have died right after that."""
     with contextlib.suppress(StoreTimeoutError):
-        await store.get(_came(ticket), timeout=timeout)
+        await store.get(_arrival_key(ticket), timeout=timeout)
 
 
-async def _waiting(store: Store) -> tuple[list[int], int]:
-    """Return the tickets without an assignment, and the last one."""
+async def _list_waiting(store: Store) -> tuple[list[int], int]:
+    """Return the tickets without an assignment, and the number of the last ticket."""
     done, last = await store.add(DONE, 0), await store.add(TICKETS, 0)
-    waiting = [ticket for ticket in range(done + 1, last + 1) if not await store.check([_assignment(ticket)])]
+    waiting = [ticket for ticket in range(done + 1, last + 1) if not await store.check([_assignment_key(ticket)])]
     await store.set(DONE, str(min(waiting, default=last + 1) - 1).encode())
     return waiting, last
 
 
-async def _present(store: Store, tickets: Sequence[int], timeout: float) -> list[int]:
-    """Call the holders of tickets; return the tickets of those that answer, and withdraw the others."""
+async def _call_holders(store: Store, tickets: Sequence[int], timeout: float) -> list[int]:
+    """Call the holders of tickets; return the tickets of the holders that answer, and withdraw the others."""
     runtime = Runtime.of(asyncio.get_running_loop())
     deadline = runtime.time() + timeout
     call = await store.add(CALLS, 1)
     for ticket in tickets:
-        await store.queue_push(_calls(ticket), str(call).encode())
+        await store.queue_push(_call_queue(ticket), str(call).encode())
     present: set[int] = set()
     with contextlib.suppress(StoreTimeoutError):
         while len(present) < len(tickets):
             left = max(0.0, deadline - runtime.time())
-            present.add(int(await store.queue_pop(_answers(call), timeout=left)))
+            present.add(int(await store.queue_pop(_answer_queue(call), timeout=left)))
     for ticket in set(tickets) - present:
-        await store.compare_set(_assignment(ticket), b"", WITHDRAWN)
+        await store.compare_set(_assignment_key(ticket), b"", WITHDRAWN)
     return [ticket for ticket in tickets if ticket in present]
 
 
 async def _call_off_open(store: Store, open_world: str) -> None:
-    """Tell the newcomers of the last world that it may never meet; it matters to none if it has met."""
+    """Notify the newcomers of the last world that it may never meet. A world that has met ignores this."""
     if await store.check([open_world]):
         world = Assignment(*msgpack.unpackb(await store.get(open_world)))
-        reason = "the group that was to meet them does not grow: its rank 0 was lost or cancelled"
+        reason = "the group that the newcomers joined does not grow: its rank 0 was lost or cancelled"
         await call_off(PrefixStore(world.prefix, store), world.world_size, reason)
 
 
-def _assignment(ticket: int) -> str:
+def _assignment_key(ticket: int) -> str:
     return f"aiocoll/grow/assignment/{ticket}"
 
 
-def _came(ticket: int) -> str:
+def _arrival_key(ticket: int) -> str:
     return f"aiocoll/grow/came/{ticket}"
 
 
-def _calls(ticket: int) -> str:
+def _call_queue(ticket: int) -> str:
     return f"aiocoll/grow/calls/{ticket}"
 
 
-def _answers(call: int) -> str:
+def _answer_queue(call: int) -> str:
     return f"aiocoll/grow/answers/{call}"

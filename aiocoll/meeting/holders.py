@@ -1,6 +1,6 @@
-"""What the process that holds a meeting, and those that have its tickets, tell each other in its store.
+"""Arrivals and deaths of ticket holders, published in the store of a meeting.
 
-Ranks are numbered anew when a group grows: here processes are named by the tickets that they have.
+Ranks get new numbers when a group grows, so processes are identified by their tickets here.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ __all__ = ["arrival", "death", "heed_deaths"]
 
 
 def arrival(holder: str) -> str:
-    """Return the key that is set when a process has become a rank."""
+    """Return the key that is set when a ticket holder has become a rank."""
     return f"aiocoll/arrivals/{holder}"
 
 
 def death(number: int, holder: str, reason: str) -> tuple[str, bytes]:
-    """Return key and value that tell of a death, the `number`-th one: whose, and how it is known."""
-    return _death(number), msgpack.packb([holder, reason])
+    """Return the key and the value that report the `number`-th death: its ticket holder, and the evidence."""
+    return _death_key(number), msgpack.packb([holder, reason])
 
 
-def _death(number: int) -> str:
+def _death_key(number: int) -> str:
     return f"aiocoll/deaths/{number}"
 
 
 async def heed_deaths(store: Store, holders: Mapping[str, int], report: Callable[[int, str], None]) -> None:
-    """Call `report` with each rank that is told to be dead, and why, until the meeting is over.
+    """Call `report` with each rank reported dead and the evidence, until the meeting ends.
 
     Args:
-        store: of the meeting.
-        holders: the ranks of those that have tickets.
-        report: called with each that is dead.
+        store: the store of the meeting.
+        holders: the rank of each ticket holder.
+        report: callback for a dead rank and the evidence.
     """
     with contextlib.suppress(StoreError):
         for number in itertools.count():
-            holder, reason = msgpack.unpackb(await store.get(_death(number), timeout=float("inf")))
+            holder, reason = msgpack.unpackb(await store.get(_death_key(number), timeout=float("inf")))
             if holder in holders:
                 report(holders[holder], reason)

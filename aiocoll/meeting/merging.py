@@ -1,8 +1,8 @@
-"""How groups that have never met find each other: tickets in a store that all of them can reach.
+"""Merging of groups that have never met: tickets in a store that all of them can reach.
 
 The first rank of each group takes a ticket number and stores a card of the group under it. Each group reads the cards
-in the order of the tickets until their ranks add up to the requested size, so all find the same groups and number them
-alike. A later merger in the same store begins at the next card.
+in the order of the tickets until their ranks add up to the requested size. So all find the same groups and number them
+in the same way. A later merge in the same store begins at the next card.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Party", "find_assignment"]
 
 
 class Party(NamedTuple):
-    """A group that wants to be merged; parties are numbered in this order.
+    """A group to be merged. Parties are numbered in this order.
 
     Attributes:
         lowest: its lowest rank in its job.
         name: its name.
         ticket: its ticket number.
-        ranks: number of its ranks.
+        ranks: its number of ranks.
         size: requested number of ranks of the new group.
     """
 
@@ -41,16 +41,16 @@ class Party(NamedTuple):
 
 
 async def find_assignment(store: Store, party: Party, name: str, timeout: float) -> Assignment:
-    """Wait until enough groups have come; return the assignment of this one's first rank.
+    """Wait until enough groups have come; return the assignment of this group's first rank.
 
     Args:
-        store: where the groups meet.
+        store: the store where the groups meet.
         party: this rank's group, its ticket not yet set.
         name: name of the new group; only groups that give the same name meet.
         timeout: seconds to wait.
 
     Raises:
-        RendezvousError: too few ranks came in time, too many came, or the groups want different sizes.
+        RendezvousError: too few ranks came in time, too many came, or the groups request different sizes.
         StoreTimeoutError: the store has stopped.
     """
     runtime = Runtime.of(asyncio.get_running_loop())
@@ -66,7 +66,7 @@ async def find_assignment(store: Store, party: Party, name: str, timeout: float)
             if told == WITHDRAWN:
                 continue
             found.append(Party(*msgpack.unpackb(told)))
-            if _complete(found):
+            if _is_complete(found):
                 if party in found:
                     break
                 found = []
@@ -74,31 +74,34 @@ async def find_assignment(store: Store, party: Party, name: str, timeout: float)
         withdrawn = await last_request(scope.compare_set(str(party.ticket), card, WITHDRAWN))
         if isinstance(error, StoreTimeoutError) and withdrawn is not None:
             raise RendezvousError(
-                f"{_ranks(found)} of {party.size} ranks came within {timeout:g} s, those of {_named(found)}: all "
-                "groups call merge_remote_group() with the same store, size and group_name"
+                f"{_count_ranks(found)} of {party.size} ranks came within {timeout:g} s, from "
+                f"{_format_parties(found)}; call merge_remote_group() in all groups with the same store, size and "
+                "group_name"
             ) from error
         raise
     first = min(each.ticket for each in found)
     before = [each for each in found if each < party]
-    return Assignment(f"aiocoll/merge/{name}/{first}", _ranks(before), party.size, name)
+    return Assignment(f"aiocoll/merge/{name}/{first}", _count_ranks(before), party.size, name)
 
 
-def _complete(found: list[Party]) -> bool:
-    """Whether the groups make up the new one."""
+def _is_complete(found: list[Party]) -> bool:
+    """Return whether the groups make up the new group."""
     if len({each.size for each in found}) > 1:
         raise RendezvousError(
-            f"the groups to be merged want different sizes, {', '.join(str(each.size) for each in found)} "
-            f"({_named(found)}): give the same size"
+            f"the groups to be merged request different sizes, {', '.join(str(each.size) for each in found)} "
+            f"({_format_parties(found)}); pass the same size in all groups"
         )
     size = found[0].size
-    if _ranks(found) > size:
-        raise RendezvousError(f"the groups to be merged have {_ranks(found)} ranks, not size={size}: {_named(found)}")
-    return _ranks(found) == size
+    if _count_ranks(found) > size:
+        raise RendezvousError(
+            f"the groups to be merged have {_count_ranks(found)} ranks, not size={size}: {_format_parties(found)}"
+        )
+    return _count_ranks(found) == size
 
 
-def _ranks(parties: list[Party]) -> int:
+def _count_ranks(parties: list[Party]) -> int:
     return sum(each.ranks for each in parties)
 
 
-def _named(parties: list[Party]) -> str:
+def _format_parties(parties: list[Party]) -> str:
     return ", ".join(f"{each.name!r} of {each.ranks}" for each in parties) or "nobody"

@@ -1,4 +1,4 @@
-"""The store of one rank, shared by every `Job` that meets there."""
+"""Shared handle of one rank's store, used by every `Job` that meets there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["StoreHandle"]
 
 
 class StoreHandle:
-    """A store that is closed by its last user, unless the caller owns it.
+    """A store that its last user closes, unless the caller owns it.
 
     Args:
-        store: the caller's store, where the ranks meet; it stays open. None: make one.
-        open_store: makes the store otherwise; the last user closes it.
-        replaceable: whether another one may be opened if that is lost.
-        holder: how the process that holds a meeting in the store calls this one; "" if there is none.
+        store: the caller's store, where the ranks meet; it stays open. None: open one.
+        open_store: opens the store in that case; the last user closes it.
+        replaceable: whether another store may be opened if this one is lost.
+        holder: the name of this process in a meeting; "" outside of a meeting.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class StoreHandle:
         self._holders = 0
 
     def hold(self) -> None:
-        """Add a user: the store stays open until as many calls of `drop`."""
+        """Add a user: the store stays open until each user has called `drop`."""
         self._holders += 1
 
     async def drop(self) -> None:

@@ -1,1 +1,1 @@
-"""Authentication of the peers of a job: its key, the handshake, and connections that have not proven the key."""
+"""Authentication of a job's peers: the job key, the handshake, and connections that have not proven the key."""

@@ -1,4 +1,4 @@
-"""The handshake that opens every connection: five fixed-width messages, by which both ends prove the job key.
+"""Handshake that opens every connection: five fixed-width messages, by which both ends prove the job key.
 
     client                                              server
       HELLO      nonce                    ------>
@@ -19,27 +19,27 @@
          2     2  ended connections of this kind between the two, as counted by the sender, modulo 65536
          4    16  job id
         20     8  epoch
-        28     4  rank, -1 where the sender has none (a store)
-        32     4  world size, 0 where it is not known
+        28     4  rank, -1 if the sender has none (a store)
+        32     4  world size, 0 if it is unknown
         36    32  mac
 
-CONFIRM is only a mac. A mac is HMAC-SHA256(K, its label | all messages so far, its own up to the mac), and K is
+CONFIRM is only a mac. A mac is HMAC-SHA256(K, label | all messages so far, including its own up to the mac). K is
 HKDF-SHA256 (RFC 5869) of the job key, salted by HELLO, CHALLENGE and the hash of the certificate, if one secures the
-connection. So the labels prevent reflection, the two nonces prevent replay, the certificate prevents that somebody in
-between passes on the messages of both, and all claims of both sides are covered by both macs.
+connection. So the labels prevent reflection, and the two nonces prevent replay. The certificate prevents an attacker
+between the ends from relaying their messages. Both macs cover all claims of both sides.
 
-- Unproven claims have no effect. The server reads a client's claims, and asks `decide`, only if the mac of PROOF is
-  right; the client reads the server's answer only if the mac of VERDICT is right.
-- A client without the key learns nothing. It gets a nonce, and for a wrong PROOF a VERDICT of zeros: no job, no rank,
-  and no mac to test guesses of the key on. The client proves itself first because anyone can connect to a server,
-  while a client connects only to addresses from its job; a process that listens there instead of a rank learns the
-  client's identity.
-- The client sends the last message. The server accepts the connection once CONFIRM has come, so a client that gives up
-  earlier leaves no end with a link that the other does not have.
+- Unproven claims have no effect. The server reads a client's claims, and calls `decide`, only if the mac of PROOF is
+  right. The client reads the server's answer only if the mac of VERDICT is right.
+- A client without the key learns nothing. It receives a nonce, and for a wrong PROOF a VERDICT of zeros: no job, no
+  rank, and no mac to test guesses of the key on. The client proves itself first because any process can connect to a
+  server, while a client connects only to addresses from its job. A process that listens there instead of a rank learns
+  the client's identity.
+- The client sends the last message. The server accepts the connection only after CONFIRM, so a client that gives up
+  earlier leaves no end with a link that the other end does not have.
 
-Nothing here does I/O or reads a clock: the caller moves the bytes, reads exactly the sizes below, and gives the other
-end `HANDSHAKE_TIMEOUT` seconds to prove the key. After that an end waits as long as the other lives: the client has a
-connection as soon as it has sent CONFIRM, so a server that gave up then would break a connection that is in use.
+This module does no I/O and reads no clock. The caller moves the bytes, reads exactly the sizes below, and gives the
+other end `HANDSHAKE_TIMEOUT` seconds to prove the key. After that, an end waits as long as the other end lives: the
+client has a connection once it has sent CONFIRM, so a server that gave up later would break a connection in use.
 """
 
 from __future__ import annotations
@@ -83,23 +83,23 @@ HELLO_SIZE = CHALLENGE_SIZE = _OPENING.size
 PROOF_SIZE = VERDICT_SIZE = _CLAIM.size + _MAC_SIZE
 CONFIRM_SIZE = _MAC_SIZE
 
-#: Seconds in which the other end has to prove the key, TLS included: ample for a loaded host, and a silent client is
-#: gone within 5 s, though a loaded host may see late that its time is over.
+#: Seconds in which the other end must prove the key, including TLS: ample for a loaded host. A silent client is removed
+#: within 5 s, even if a loaded host notices the timeout late.
 HANDSHAKE_TIMEOUT = 4.5
 
 
 class ConnKind(IntEnum):
-    """What a connection is for."""
+    """The purpose of a connection."""
 
     STORE = 0
     CONTROL = 1
     DATA = 2
     HEARTBEAT = 3
-    """Heartbeats, a byte each, in both directions; no frames."""
+    """Heartbeats of one byte each, in both directions; no frames."""
     STRIPE = 4
     """A further connection of a data link."""
     PROBE = 5
-    """What the way between two hosts can do is measured, once; no frames."""
+    """A single measurement of the path between two hosts; no frames."""
 
 
 class Status(IntEnum):
@@ -107,23 +107,23 @@ class Status(IntEnum):
 
     OK = 0
     CROSSED = 1
-    """Both ranks dialled at once, and another connection of theirs is further along."""
+    """Both ranks dialled at the same time, and another of their connections is further along."""
     DUPLICATE = 2
-    """That rank has a live connection of this kind."""
+    """The rank already has a live connection of this kind."""
     REFUSED = 3
     WRONG_JOB = 4
     WRONG_EPOCH = 5
     WRONG_WORLD_SIZE = 6
     WRONG_KIND = 7
     WRONG_CERTIFICATE = 8
-    """The certificate of the client does not name what it claims to be."""
+    """The client's certificate does not have the name of the claimed rank."""
 
 
 class Identity(NamedTuple):
-    """The identity of one end of a connection: 16-byte job id, epoch, rank (-1: none), world size (0: not known), kind.
+    """The identity of one end: 16-byte job id, epoch, rank (-1: none), world size (0: unknown), connection kind.
 
-    `ended` counts its ended connections of that kind with the other end, modulo 65536; `striped` tells that the link
-    will have further connections.
+    `ended` is the number of its ended connections of that kind with the other end, modulo 65536. `striped` is True if
+    the link will have further connections.
     """
 
     job_id: bytes
@@ -142,11 +142,11 @@ class Peer(Identity):
 
 
 class UnprovenError(AuthenticationError):
-    """The other end has not proven that it holds the key, so what it sent has no effect."""
+    """Raised when the other end has not proven that it holds the key, so its messages have no effect."""
 
 
 class HandshakeRefusedError(AuthenticationError):
-    """One end refused the other, though both hold the key; `status` says why."""
+    """Raised when one end rejected the other, though both hold the key; `status` is the reason."""
 
     def __init__(self, message: str, status: Status) -> None:
         super().__init__(message)
@@ -171,7 +171,7 @@ def may_be_ours(said: bytes) -> bool:
 
 
 class ClientHandshake:
-    """The side that dials: send `hello()`, answer CHALLENGE by `prove()` and VERDICT by `confirm()`.
+    """The end that dials: it sends `hello()`, and answers CHALLENGE by `prove()` and VERDICT by `confirm()`.
 
     Args:
         identity: the identity of this end.
@@ -180,8 +180,8 @@ class ClientHandshake:
         bound: see the attribute.
 
     Attributes:
-        bound: what secures the connection, as both ends know it (`aiocoll.security.tls.binding`); known at `prove`.
-        peer: the server's identity, proven, once `confirm` has returned.
+        bound: the value that binds the handshake to the connection (`aiocoll.security.tls.binding`); needed by `prove`.
+        peer: the server's proven identity, once `confirm` has returned.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class ClientHandshake:
         """Return PROOF, the answer to `CHALLENGE_SIZE` bytes.
 
         Raises:
-            UnprovenError: the other end is not an aiocoll process, or one of another version.
+            UnprovenError: the other end is not an aiocoll process, or uses another version.
         """
         version = _version(challenge, "the other end")
         if version != WIRE_VERSION:
@@ -215,10 +215,10 @@ class ClientHandshake:
         return proof
 
     def confirm(self, verdict: bytes) -> bytes:
-        """Return CONFIRM, the answer to `VERDICT_SIZE` bytes; to send it is to accept the connection.
+        """Return CONFIRM, the answer to `VERDICT_SIZE` bytes; sending it accepts the connection.
 
         Raises:
-            HandshakeRefusedError: the server, which holds the key, refused; `status` says why.
+            HandshakeRefusedError: the server, which holds the key, rejected the client; `status` is the reason.
             UnprovenError: the other end does not hold the key.
         """
         claim = _proven(self._secret, b"S", self._transcript, verdict, "the other end")
@@ -232,16 +232,17 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """The side that accepts: answer HELLO by `challenge()` and PROOF by `verdict()`, then `accept()` CONFIRM.
+    """The end that is dialled: it answers HELLO by `challenge()` and PROOF by `verdict()`, then checks CONFIRM.
 
     Args:
-        identity: the identity of this end. Kind STORE accepts only STORE connections, another kind only the others.
+        identity: the identity of this end. Kind STORE accepts only STORE connections; another kind accepts all others.
         key: the job key, None for the null key of loopback.
         random_bytes: source of the nonce, normally `Runtime.random_bytes`.
-        bound: what secures the connection, as both ends know it (`aiocoll.security.tls.binding`).
+        bound: the value that binds the handshake to the connection (`aiocoll.security.tls.binding`).
 
     Attributes:
-        refusal: the error of a client that was refused. Send the answer, which tells it what it may know, and close.
+        refusal: the error of a rejected client. Send the answer, which contains only what the client may know, and
+        close.
     """
 
     def __init__(
@@ -274,9 +275,9 @@ class ServerHandshake:
         """Return VERDICT, the answer to `PROOF_SIZE` bytes.
 
         Args:
-            proof: what the client sent.
+            proof: the client's message.
             decide: called with a client that has proven the key and whose identity agrees with this end's.
-            ended: returns how many connections with such a client have ended.
+            ended: returns the number of ended connections with such a client.
         """
         try:
             status = self._judge(_proven(self._secret, b"C", self._transcript, proof, "the client"), decide)
@@ -291,14 +292,14 @@ class ServerHandshake:
         return verdict
 
     def accept(self, confirm: bytes) -> Peer:
-        """Check the client's last message, `CONFIRM_SIZE` bytes, and return its identity.
+        """Check the client's last message, `CONFIRM_SIZE` bytes, and return the client's identity.
 
         Raises:
-            AuthenticationError: the client was declined, or this is not its last message.
+            AuthenticationError: the client was rejected, or this is not its last message.
         """
         if self.refusal is not None:
             raise self.refusal
-        assert self._peer is not None  # verdict() has come first
+        assert self._peer is not None  # `verdict` was called before
         if not hmac.compare_digest(confirm, _mac(self._secret, b"D", self._transcript)):
             raise UnprovenError(f"{_name(self._peer.rank)} did not send a valid CONFIRM")
         return self._peer
@@ -377,12 +378,12 @@ def _name(rank: int) -> str:
 
 def _wrong_version(version: int) -> UnprovenError:
     return UnprovenError(
-        f"the other end uses wire version {version}, this process {WIRE_VERSION}: use the same aiocoll on all ranks"
+        f"the other end uses wire version {version}, this process {WIRE_VERSION}; use the same aiocoll on all ranks"
     )
 
 
 def _refusal(what: str, status: Status, mine: Identity, peer: Peer) -> HandshakeRefusedError:
-    """Return the error that names the two values that differ."""
+    """Return the error that contains the two values that differ."""
     reasons = {
         Status.CROSSED: "both ends dialled at once, and the other connection is further ahead",
         Status.DUPLICATE: f"rank {mine.rank} and rank {peer.rank} have an open connection of kind {peer.kind.name}",
@@ -390,9 +391,9 @@ def _refusal(what: str, status: Status, mine: Identity, peer: Peer) -> Handshake
         Status.WRONG_JOB: f"it belongs to job {peer.job_id.hex()}, this process to job {mine.job_id.hex()}",
         Status.WRONG_EPOCH: f"it is in epoch {peer.epoch}, this process in epoch {mine.epoch}",
         Status.WRONG_WORLD_SIZE: f"its world size is {peer.world_size}, this process has {mine.world_size}",
-        Status.WRONG_CERTIFICATE: "the certificate of this process does not name it; the other end has logged what it "
-        "names, and what was expected",
-        Status.WRONG_KIND: f"a {peer.kind.name} connection was asked for, and a "
+        Status.WRONG_CERTIFICATE: "the certificate of this process does not name it; the other end has logged the "
+        "names in the certificate and the expected name",
+        Status.WRONG_KIND: f"a {peer.kind.name} connection was requested, but a "
         f"{'group' if peer.kind is ConnKind.STORE else 'store'} listens there",
     }
     return HandshakeRefusedError(f"{what}: {reasons.get(status, f'status {status.name}')}", status)

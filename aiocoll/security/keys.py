@@ -1,4 +1,4 @@
-"""When a job key is needed, and what a valid one is."""
+"""Requirements for job keys: when a key is needed, and which keys are valid."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from aiocoll.errors import AuthenticationError
 
 __all__ = ["KEY_SIZE", "MIN_KEY_SIZE", "is_loopback", "require_key"]
 
-#: Bytes of the shortest job key taken: 128 bits cannot be guessed from a recorded handshake.
+#: Minimum size of a job key in bytes: 128 bits cannot be guessed from a recorded handshake.
 MIN_KEY_SIZE = 16
-#: Of keys that are made here: 256 bits, the width of the hash that the handshake uses.
+#: Size of a generated key in bytes: 256 bits, the width of the hash that the handshake uses.
 KEY_SIZE = 32
 
 _HOW_TO_GET_A_KEY = (
     "start the job with `aiocoll run`, which makes one, or pass the same job_key= (or AIOCOLL_JOB_KEY) to every rank; "
-    'make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+    'make a key with: python -c "import secrets; print(secrets.token_hex(32))"'
 )
 
 
@@ -31,14 +31,14 @@ def is_loopback(host: str) -> bool:
 
 
 def require_key(host: str, key: bytes | None) -> None:
-    """Refuse an address that other machines can reach when there is no job key, and any key that is too short.
+    """Raise an error if a key is too short, or missing although other machines can reach `host`.
 
     Raises:
-        AuthenticationError: the message says how to make a key.
+        AuthenticationError: the message describes how to make a key.
     """
     if key is not None and len(key) < MIN_KEY_SIZE:
         raise AuthenticationError(
-            f"job_key has {len(key)} bytes, at least {MIN_KEY_SIZE} are needed: {_HOW_TO_GET_A_KEY}"
+            f"job_key has {len(key)} bytes, but needs at least {MIN_KEY_SIZE}: {_HOW_TO_GET_A_KEY}"
         )
     if key is None and not is_loopback(host):
         raise AuthenticationError(

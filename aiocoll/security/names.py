@@ -1,11 +1,11 @@
-"""What a certificate of the user's own CA has to name: parts in a job, as URIs among its subjectAltNames.
+"""Names in certificates of the user's own CA: parts of a job, as URIs among the subjectAltNames.
 
     aiocoll://JOB/rank/3    rank 3 of the job whose id is JOB
     aiocoll://JOB/rank/*    any rank of it
     aiocoll://JOB/store     the process that has its store: the launcher of host 0, or rank 0 if there is no launcher
 
-A certificate may have any number of them, for a host with several ranks say. Whoever uses a store needs one of its job,
-whichever it is: a store does not know ranks. Names are compared character by character.
+A certificate may have any number of names, for a host with several ranks for instance. A store accepts any name of its
+job from its users, since it does not know ranks. Names are compared character by character.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ __all__ = [
     "store_name",
 ]
 
-#: What may stand in a URI for the job, and in every place where one would write it.
+#: Characters that a job id may have, both in a URI and wherever users write it.
 _JOB = re.compile(r"[A-Za-z0-9._:-]+")
 _SCHEME = "aiocoll://"
-#: Names that an error shows, of a certificate that may be for hundreds of ranks.
+#: Maximum number of names in an error message: a certificate may be for hundreds of ranks.
 _SHOWN = 4
 
 
 class WrongCertificateError(UnprovenError):
-    """A certificate of one end of a connection is missing, or is none that the other end takes."""
+    """Raised when the certificate of one end of a connection is missing, or is rejected by the other end."""
 
 
 def rank_name(job: str, rank: int) -> str:
-    """Return what the certificate of a rank has to name."""
+    """Return the name that the certificate of a rank must have."""
     return f"{_SCHEME}{job}/rank/{rank}"
 
 
 def store_name(job: str) -> str:
-    """Return what the certificate of the process that has the store has to name."""
+    """Return the name that the certificate of the process with the store must have."""
     return f"{_SCHEME}{job}/store"
 
 
 def part_name(job: str) -> str:
-    """Return how the names of all parts of a job begin, of which users of a store need any."""
+    """Return the prefix of all names of a job. A user of the store needs any name with this prefix."""
     return f"{_SCHEME}{job}/"
 
 
 def check_job(job: str) -> None:
-    """Refuse the id of a job that cannot be in a certificate.
+    """Raise an error if the id of a job cannot be in a certificate.
 
     Raises:
-        ValueError: says what to do.
+        ValueError: the message contains the remedy.
     """
     if not _JOB.fullmatch(job):
         raise ValueError(
@@ -68,21 +68,21 @@ def check_job(job: str) -> None:
 
 
 def names_in(certificate: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names that a certificate has, as `ssl.SSLSocket.getpeercert` describes it."""
+    """Return the names in a certificate, as `ssl.SSLSocket.getpeercert` describes it."""
     names = certificate.get("subjectAltName", ())
     return tuple(name for kind, name in names if kind == "URI" and name.startswith(_SCHEME))
 
 
 def check_names(names: Sequence[str], expected: str, whose: str) -> None:
-    """Refuse a certificate that does not name what it is shown for.
+    """Raise an error if a certificate does not have the expected name.
 
     Args:
-        names: what it has, of `names_in`.
-        expected: what `rank_name`, `store_name` or `part_name` returns.
+        names: the certificate's names, from `names_in`.
+        expected: the return value of `rank_name`, `store_name` or `part_name`.
         whose: the certificate, in words.
 
     Raises:
-        WrongCertificateError: it has neither this name nor one that includes it; the message has both.
+        WrongCertificateError: no name equals or includes `expected`; the message contains both.
     """
     job, _, _ = expected.rpartition("/rank/")
     if expected in names or f"{job}/rank/*" in names:
@@ -96,6 +96,6 @@ def check_names(names: Sequence[str], expected: str, whose: str) -> None:
 
 
 def shown(names: Sequence[str]) -> str:
-    """Write names, or the first of them."""
+    """Return the first names as text, for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}" if names else "nobody"

@@ -10,30 +10,31 @@ from aiocoll.runtime import Runtime
 
 __all__ = ["Patience", "patient_timeout"]
 
-#: Turns of the loop that there are at least: twice what a handshake takes under encryption, between ranks of one loop.
+#: Minimum number of loop iterations: twice as many as an encrypted handshake takes between ranks of one loop.
 _TURNS = 32
-#: Further turns at most, each for a message that has arrived and is not read yet, and their seconds. A stranger sends
-#: three messages: one of TLS, HELLO and PROOF.
+#: Maximum number of further iterations, each for a message that has arrived but is not read yet, and their seconds. A
+#: peer without the key sends three messages: one of TLS, HELLO and PROOF.
 _LAST_LOOKS = 3
 _LOOK_AGAIN = 0.1
-#: Seconds by which a timer is late where the loop was blocked; less is the load of the host.
+#: Seconds of delay of a timer that show a blocked loop; shorter delays are caused by the load of the host.
 _BLOCKED = 0.1
 
 
 class Patience:
-    """A timeout that also requires 32 turns of the loop, and does not expire before a message that has arrived.
+    """A timeout that also requires 32 loop iterations, and does not expire before a message that has arrived.
 
-    Where ranks share a loop and all connect at once, or where something blocks it, one turn may take longer than a
-    handshake may. By the clock alone each attempt would end after its first step, and be begun again, for ever.
+    If ranks share a loop and all connect at the same time, or if something blocks the loop, one iteration may take
+    longer than the timeout of a handshake. By the clock alone, each attempt would end after its first step and start
+    again, endlessly.
 
     Args:
         runtime: clock and timers.
         seconds: the timeout; with `inf` it never expires.
-        over: called when it expires.
+        over: callback that runs when the timeout expires.
         arrived: returns whether a message has arrived that the handshake has not read.
 
     Attributes:
-        blocked: seconds for which the loop was blocked meanwhile.
+        blocked: seconds for which the loop was blocked during the timeout.
     """
 
     __slots__ = ("_arrived", "_due", "_left", "_over", "_part", "_runtime", "_timer", "blocked")

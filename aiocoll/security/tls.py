@@ -1,9 +1,9 @@
-"""TLS 1.3 for connections between hosts: the contexts of this process, and what a handshake proves of a connection.
+"""TLS 1.3 for connections between hosts: the contexts of this process, and the binding of a handshake to a connection.
 
-Without certificates of the user's (`aiocoll.security.user_ca`), each process makes one for itself, which says nothing:
-no name in it is checked, and it lives as long as the process. The handshake binds it: both ends mix the hash of the
-certificate that the dialled end has shown into the key that they prove (`binding`), so whoever sits between them, with
-another certificate, can neither prove the job key nor use the proofs of others.
+Without certificates of the user's own CA (`aiocoll.security.user_ca`), each process makes a certificate for itself.
+That certificate proves nothing: its names are not checked, and it lives as long as the process. The handshake binds it:
+both ends mix the hash of the dialled end's certificate into the key that they prove (`binding`). So an attacker between
+them, with a different certificate, can neither prove the job key nor use the proofs of others.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = [
     "of_this_process",
 ]
 
-#: How far the clocks of hosts may be apart, and how long a process may live. Nobody checks either.
+#: Allowed difference between the clocks of hosts, and the lifetime of a process. Neither is checked by a peer.
 _SKEW, _LIFE = timedelta(days=1), timedelta(days=3650)
 
 
 class OwnCertificate(NamedTuple):
-    """The file of a certificate of the user's, what it names, and when it is valid, in seconds since 1970."""
+    """A certificate of the user's: its file, its names, and its validity in seconds since 1970."""
 
     path: str
     names: tuple[str, ...]
@@ -45,14 +45,14 @@ class OwnCertificate(NamedTuple):
 
 
 class Tls(NamedTuple):
-    """What secures connections of this process.
+    """The TLS contexts of this process.
 
     Attributes:
         server: the context of the end that is dialled.
         client: the context of the end that dials.
         certificate: the certificate of this process (DER).
-        job: the id of the job that certificates have to name; None where nobody looks at names.
-        own: the certificate of the user's, if it is one.
+        job: the job id that certificates must name; None if names are not checked.
+        own: the user's certificate, if there is one.
     """
 
     server: ssl.SSLContext
@@ -64,7 +64,7 @@ class Tls(NamedTuple):
 
 @cache
 def of_this_process() -> Tls:
-    """Return contexts with a certificate that this process has made for itself; the first time takes up to a second.
+    """Return contexts with a certificate that this process has made for itself; the first call takes up to a second.
 
     Raises:
         BackendUnavailableError: the package `cryptography` is not installed.
@@ -74,43 +74,43 @@ def of_this_process() -> Tls:
     load_chain(server, chain)
     client = new_context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_mode = ssl.CERT_NONE  # `binding` takes its place
+    client.verify_mode = ssl.CERT_NONE  # `binding` replaces the verification
     return Tls(server, client, certificate)
 
 
 def is_encrypted(encryption: str, host: str) -> bool:
-    """Return whether a connection with the other end at `host` is encrypted, by the option `encryption` of both."""
+    """Return whether a connection to `host` is encrypted, by the `encryption` option of both ends."""
     return encryption == "tls" or (encryption == "auto" and not is_loopback(host))
 
 
 def agreed(said: Mapping[int, str], hosts: int) -> bool:
-    """Return whether TCP between ranks is encrypted, by the option that each has; the same on all ranks.
+    """Return whether TCP between ranks is encrypted, by the option of each rank; equal on all ranks.
 
     Args:
-        said: the option `encryption` of each rank.
-        hosts: how many hosts they are on.
+        said: the `encryption` option of each rank.
+        hosts: number of hosts.
 
     Raises:
-        RendezvousError: some ranks have "none", and others have not.
+        RendezvousError: some ranks have "none", and others do not.
     """
     plain = [rank for rank, encryption in said.items() if encryption == "none"]
     if plain and len(plain) < len(said):
         others = [rank for rank in said if rank not in plain]
         raise RendezvousError(
-            f"rank(s) {', '.join(map(str, plain))} have encryption='none', and rank(s) {', '.join(map(str, others))} "
-            "have not: TCP is plain only where every rank says so (AIOCOLL_ENCRYPTION)"
+            f"rank(s) {', '.join(map(str, plain))} have encryption='none', but rank(s) {', '.join(map(str, others))} "
+            "do not; TCP is plain only if every rank has encryption='none' (AIOCOLL_ENCRYPTION)"
         )
     return not plain and (hosts > 1 or "tls" in said.values())
 
 
 def binding(shown: bytes | None) -> bytes:
-    """Return what a handshake binds of a connection: the hash of the certificate that the dialled end has shown."""
+    """Return the value that binds a handshake to its connection: the hash of the dialled end's certificate."""
     return hashlib.sha256(shown).digest() if shown is not None else b""
 
 
 class _Socket(ssl.SSLSocket):
     def getpeername(self) -> Any:
-        """Close a socket that is being secured and whose other end is gone: `wrap_socket` raises, and loses it."""
+        """Return the peer's address. Close the socket if the peer is gone: `wrap_socket` raises and would leak it."""
         try:
             return super().getpeername()
         except OSError as error:
@@ -121,14 +121,14 @@ class _Socket(ssl.SSLSocket):
 
 
 def new_context(protocol: int) -> ssl.SSLContext:
-    """Return a context for TLS 1.3 that knows no certificate."""
+    """Return a context for TLS 1.3 without a certificate."""
     context = ssl.SSLContext(protocol)
     context.sslsocket_class = _Socket
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # no connection is resumed
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The end of one side only is the end of the TCP stream: links and stores know by what they were told whether it
-    # came too soon.
+    # If only one side closes TLS, the TCP stream still ends: links and stores detect a premature end from their own
+    # messages.
     context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
     return context
 
@@ -142,7 +142,7 @@ def _certificate() -> tuple[bytes, bytes]:
     except ImportError as error:
         raise BackendUnavailableError(
             "connections between hosts are encrypted, which needs the package cryptography: pip install aiocoll[tls]; "
-            "on a network that you trust, encryption='none' (AIOCOLL_ENCRYPTION=none) on every rank does without"
+            "or, on a network that you trust, set encryption='none' (AIOCOLL_ENCRYPTION=none) on every rank"
         ) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "aiocoll")])
@@ -164,7 +164,7 @@ def _certificate() -> tuple[bytes, bytes]:
 
 
 def load_chain(context: ssl.SSLContext, chain: bytes) -> None:
-    """Load a certificate and its key, which `ssl` reads from a file only: one that has no name, or is ours alone."""
+    """Load a certificate and its key. `ssl` reads only files: use one without a name, or readable by this user only."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("aiocoll", os.MFD_CLOEXEC)
         try:

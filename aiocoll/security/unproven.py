@@ -1,8 +1,8 @@
-"""A bounded table of the connections that have not proven the job key, at a rank or a store.
+"""Bounded table of a listener's connections that have not proven the job key, at a rank or a store.
 
 A client without the key can take an entry of the table, and nothing else: when the table is full, the oldest connection
-is closed for the newest. An honest client needs its entry for one round trip, and dials again if it was closed. There
-is no limit per address: all ranks of a host, or behind one router, have the same.
+is closed in favour of the newest. An honest client needs its entry for one round trip, and dials again if its
+connection was closed. There is no limit per address: all ranks of a host, or behind one router, share one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 __all__ = ["MIN_PLACES", "Unproven"]
 
-#: The smallest size of the table: at 200 connections a second each is kept for over half a second, several round trips
-#: between continents; and few compared to the 1024 files that a process may usually have open.
+#: Minimum size of the table. With 200 new connections a second, each is kept for over half a second: several round
+#: trips between continents. It is small compared with the 1024 files that a process may usually open.
 MIN_PLACES = 128
 
 T = TypeVar("T")
@@ -23,8 +23,8 @@ class Unproven(Generic[T]):
     """The connections of one listener that have not proven the key yet.
 
     Args:
-        world_size: ranks that may connect at the same time; 0 if not known.
-        turn_away: called with a connection that was removed for a newer one.
+        world_size: number of ranks that may connect at the same time; 0 if unknown.
+        turn_away: callback for a connection that was removed in favour of a newer one.
     """
 
     def __init__(self, world_size: int, turn_away: Callable[[T], object]) -> None:
@@ -42,7 +42,7 @@ class Unproven(Generic[T]):
         return connection in self._oldest_first
 
     def admit(self, connection: T) -> None:
-        """Add a new connection."""
+        """Add a new connection; if the table is full, remove the oldest."""
         if len(self._oldest_first) >= self._most:
             oldest = next(iter(self._oldest_first))
             del self._oldest_first[oldest]
@@ -50,5 +50,5 @@ class Unproven(Generic[T]):
         self._oldest_first[connection] = None
 
     def release(self, connection: T) -> None:
-        """Remove a connection that has proven the key or ended; does nothing if it was removed before."""
+        """Remove a connection that has proven the key or ended; do nothing if it was removed before."""
         self._oldest_first.pop(connection, None)

@@ -1,7 +1,7 @@
-"""TLS with certificates of the user's own CA: read from files, checked as the other end will check them, and used.
+"""TLS with certificates of the user's own CA: reading the files, and checking them as the other end will.
 
-Both ends show a certificate, and `ssl` verifies both. What it cannot know, which names they have to have, is checked
-where the rank at the other end is known: `aiocoll.security.names`. All else is as without a CA, the job key included.
+Both ends present a certificate, and `ssl` verifies both. The names in a certificate are checked later, when the rank at
+the other end is known: `aiocoll.security.names`. Everything else works as without a CA, including the job key.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from aiocoll.security.tls_trouble import EXPIRED, NOT_YET, PURPOSE, WRONG_PURPOS
 
 __all__ = ["Renewed", "prepare", "read"]
 
-#: Bytes of a file: far above any key or chain of certificates.
+#: Maximum size of a file in bytes: far above any key or chain of certificates.
 _MAX_PEM = 1 << 20
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _KEY = re.compile(b"-----BEGIN [A-Z ]*PRIVATE KEY-----.+?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
-#: OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which `ssl` has no name for.
+#: OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which has no name in `ssl`.
 _NO_CHECK_TIME = 0x200000
 
 
 def prepare(files: TlsFiles | None, job: str, name: str) -> Tls:
-    """Return what secures the connections of this process from now on; reads and checks the files, if there are any.
+    """Return the TLS contexts for this process's later connections; read and check the files, if there are any.
 
     Args:
-        files: of the user's CA; None: the certificate that this process has made for itself.
+        files: the files of the user's CA; None: use the certificate that this process has made for itself.
         job: the id of the job.
-        name: what the certificate must name, see `aiocoll.security.names`.
+        name: the name that the certificate must have, see `aiocoll.security.names`.
 
     Raises:
-        ValueError: the files cannot be used; the message names the file, and what to do.
+        ValueError: the files cannot be used; the message contains the file and the remedy.
         BackendUnavailableError: without files, the package `cryptography` is not installed.
     """
     if files is None:
@@ -48,12 +48,12 @@ def prepare(files: TlsFiles | None, job: str, name: str) -> Tls:
     try:
         check_names(tls.own.names, name, f"tls_certificate={files.certificate!r}")
     except WrongCertificateError as error:
-        raise ValueError(f"{error}: name it in the certificate, or correct job_id={job!r} (AIOCOLL_JOB_ID)") from None
+        raise ValueError(f"{error}; add the name to the certificate, or fix job_id={job!r} (AIOCOLL_JOB_ID)") from None
     return tls._replace(job=job)
 
 
 def read(files: TlsFiles) -> Tls:
-    """Return what `prepare` does, whatever the certificate names.
+    """Return the result of `prepare` without a check of the certificate's names.
 
     Raises:
         ValueError: as `prepare`.
@@ -74,10 +74,10 @@ def read(files: TlsFiles) -> Tls:
 
 
 class Renewed:
-    """What secures the connections of a process that stays while its files are replaced: those of the newest.
+    """The newest usable TLS contexts of a process that keeps running while its files are replaced.
 
     Args:
-        files: which files.
+        files: the files, if there are any.
         load: reads them, see `prepare`.
     """
 
@@ -88,7 +88,7 @@ class Renewed:
         self._version: object = None
 
     def get(self) -> Tls:
-        """Return the newest that can be used; if files that were replaced cannot, that is logged once.
+        """Return the newest usable contexts; if replaced files are unusable, log that once.
 
         Raises:
             ValueError, BackendUnavailableError: see `prepare`.
@@ -100,13 +100,13 @@ class Renewed:
             except ValueError as error:
                 if self._tls is None:
                     raise
-                logger.warning("the files before them stay in use: %s", error)
+                logger.warning("the previous certificate files stay in use: %s", error)
             self._version = version
         return self._tls
 
 
 def _version(path: str) -> tuple[int, int, int]:
-    """Return what differs when a file was replaced, or written to."""
+    """Return a value that changes when a file is replaced or written to."""
     try:
         found = stat(path)
     except OSError:
@@ -115,7 +115,7 @@ def _version(path: str) -> tuple[int, int, int]:
 
 
 def _certificates(path: str, label: str) -> list[str]:
-    """Return the certificates in a file, without what else is in it."""
+    """Return the certificates in a file, ignoring its other content."""
     try:
         with open(path, "rb") as file:
             found = _CERTIFICATE.findall(file.read(_MAX_PEM).decode("latin-1"))
@@ -123,7 +123,7 @@ def _certificates(path: str, label: str) -> list[str]:
         raise ValueError(f"{label}={path!r}: cannot be read ({error.strerror})") from None
     if not found:
         raise ValueError(
-            f"{label}={path!r}: no certificate is in it; it has to be PEM (openssl x509 -inform DER -in OLD -out NEW)"
+            f"{label}={path!r} contains no certificate; convert it to PEM (openssl x509 -inform DER -in OLD -out NEW)"
         )
     return found
 
@@ -132,10 +132,10 @@ def _key(path: str) -> bytes:
     found = _KEY.search(read_private(path, "tls_key", _MAX_PEM))
     if found is None:
         raise ValueError(
-            f"tls_key={path!r}: no private key is in it; it has to be PEM (openssl pkey -inform DER -in OLD -out NEW)"
+            f"tls_key={path!r} contains no private key; convert it to PEM (openssl pkey -inform DER -in OLD -out NEW)"
         )
     if b"ENCRYPTED" in found[0]:
-        raise ValueError(f"tls_key={path!r}: it has a passphrase; remove that (openssl pkey -in OLD -out NEW)")
+        raise ValueError(f"tls_key={path!r} has a passphrase; remove it (openssl pkey -in OLD -out NEW)")
     return found[0]
 
 
@@ -154,8 +154,8 @@ def _load(context: ssl.SSLContext, chain: bytes, files: TlsFiles) -> None:
         reason = error.reason or str(error)
         if "MISMATCH" in reason:
             raise ValueError(
-                f"tls_key={files.key!r}: does not fit tls_certificate={files.certificate!r}: it is the key of another "
-                "certificate, or only one of the two files has been replaced"
+                f"tls_key={files.key!r} does not match tls_certificate={files.certificate!r}: it is the key of another "
+                "certificate, or only one of the two files was replaced; use the key that belongs to the certificate"
             ) from None
         raise ValueError(
             f"tls_certificate={files.certificate!r} with tls_key={files.key!r}: OpenSSL cannot use them ({reason})"
@@ -163,7 +163,7 @@ def _load(context: ssl.SSLContext, chain: bytes, files: TlsFiles) -> None:
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, files: TlsFiles) -> ssl.SSLObject:
-    """Connect both sides of this process to each other, in memory; return what the client has seen."""
+    """Connect the two contexts to each other in memory; return the client's end."""
     coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
     dialling = client.wrap_bio(coming, going)
     dialled = server.wrap_bio(going, coming, server_side=True)
@@ -183,7 +183,7 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, files: TlsFiles) 
 
 
 def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files: TlsFiles) -> NoReturn:
-    """Say why our own certificate is of no use; its own dates have been looked at before."""
+    """Raise an error that explains why the own certificate is unusable; its own dates were checked before."""
     where = f"tls_certificate={files.certificate!r}"
     if error.verify_code in (EXPIRED, NOT_YET):
         ends = (" to ".join(map(_moment, (each["notBefore"], each["notAfter"]))) for each in context.get_ca_certs())
@@ -194,8 +194,8 @@ def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files:
     if error.verify_code == WRONG_PURPOSE:
         raise ValueError(f"{where}: {PURPOSE}") from None
     raise ValueError(
-        f"{where}: is not signed by a CA in tls_ca={files.ca!r} ({error.verify_message}); certificates between the two "
-        "belong into the file of the certificate, after it"
+        f"{where} is not signed by a CA in tls_ca={files.ca!r} ({error.verify_message}); append intermediate "
+        "certificates to the file of the certificate"
     ) from None
 
 
@@ -204,9 +204,9 @@ def _moment(text: object) -> str:
 
 
 def _inspect(server: ssl.SSLContext, shown: str, files: TlsFiles) -> tuple[bytes, OwnCertificate]:
-    """Return our own certificate, and what is in it, unless it has expired or is not valid yet.
+    """Return the own certificate and its content, unless it has expired or is not valid yet.
 
-    `ssl` describes a certificate only to an end that has verified it: this one trusts `shown` itself, at any time.
+    `ssl` describes a certificate only to an end that has verified it, so this end trusts `shown` itself, at any time.
     """
     client = new_context(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False

@@ -136,7 +136,14 @@ def test_keys_are_nowhere_to_be_seen(launch: Launch, tmp_path: Path) -> None:
     assert sum(name.startswith("dumps/") for name in texts) >= 2
     assert sum(name.endswith((".cmdline", ".environ")) for name in texts) == 8
     assert found([b"AIOCOLL_TLS_KEY"], texts) >= {name for name in texts if name.endswith(".environ")}
-    for told in ("job_key=<hidden>", "DEBUG", as_options(files)["tls_key"], "does not fit", "not signed by", "did not"):
+    for told in (
+        "job_key=<hidden>",
+        "DEBUG",
+        as_options(files)["tls_key"],
+        "does not match",
+        "not signed by",
+        "did not",
+    ):
         assert found([told.encode()], texts) & {"stdout", "stderr"}, told
     for path in given - {tmp_path / "job.key"}:
         assert found(secrets, {"": path.read_bytes()})

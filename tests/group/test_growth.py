@@ -196,7 +196,7 @@ async def test_a_newcomer_is_told_whose_assignment_was_stored_when_rank_0_was_ca
     await asyncio.wait([inviting])
     assert inviting.cancelled()
     told = await store.get(f"{(await newcomers[0]).prefix}/aiocoll/1/job")
-    assert told == b"off:the group that was to meet them does not grow: its rank 0 was lost or cancelled"
+    assert told == b"off:the group that the newcomers joined does not grow: its rank 0 was lost or cancelled"
     # The other one waits for another group.
     assert await invite(store, Invitation(1, 1, 1, "larger"), 30) == Assignment("aiocoll/grown/2", 0, 2, "larger")
     assert await newcomers[1] == Assignment("aiocoll/grown/2", 1, 2, "larger")

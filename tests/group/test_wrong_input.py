@@ -433,7 +433,7 @@ async def test_ranks_that_were_given_different_jobs() -> None:
 
     results = await asyncio.gather(rank(0, 2), rank(1, 3), return_exceptions=True)
     assert all(isinstance(each, RendezvousError) for each in results)
-    told = "rank 1 was started with world_size=3, others with world_size=2: give all ranks the same"
+    told = "rank 1 was started with world_size=3, others with world_size=2; start all ranks with the same world_size"
     assert told in {str(each) for each in results}
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.3 s for rank\(s\) 1 of 2"):
         await rank(0, 2)

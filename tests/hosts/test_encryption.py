@@ -131,9 +131,12 @@ async def test_a_host_of_another_job_or_ca_or_of_none(
     foreign = as_variables(Authority(tmp_path, "foreign").make("aiocoll://train/rank/*", file="stranger"))
     for environment, message in (
         # First, since few warnings are logged.
-        ({"AIOCOLL_JOB_ID": "train"}, "one that takes only certificates of a CA"),
+        ({"AIOCOLL_JOB_ID": "train"}, "an end that accepts only certificates of a CA"),
         ({"AIOCOLL_JOB_ID": "other", **other}, "names aiocoll://train/rank/*, aiocoll://train/store, but"),
-        ({"AIOCOLL_JOB_ID": "train", **foreign}, "the certificate of the server is not signed by the CA in our tls_ca"),
+        (
+            {"AIOCOLL_JOB_ID": "train", **foreign},
+            "the certificate of the server is not signed by the CA in tls_ca of this process",
+        ),
     ):
         failing = await ranks.start(net.hosts[1], "total", 1, 2, method, TIMEOUT="2", **environment)
         code, complaints = await failing.end()
@@ -142,4 +145,4 @@ async def test_a_host_of_another_job_or_ca_or_of_none(
     joining = await ranks.start(net.hosts[1], "total", 1, 2, method, **of_job(authority, "rank/1", file="late"))
     assert await joining.result() == await serving.told() == [3.0, 3.0]
     _, complaints = await serving.end()
-    assert f"refused a connection: {net.hosts[1].ipv4} has shown no certificate: give it, too" in complaints
+    assert f"refused a connection: {net.hosts[1].ipv4} presented no certificate: give it" in complaints
