@@ -264,7 +264,9 @@ def test_a_certificate_of_another_ca(tmp_path: Path, authority: Authority) -> No
 
 
 def test_own_names_are_checked_before_anything_is_sent(authority: Authority) -> None:
-    with pytest.raises(ValueError, match=r"names aiocoll://train/rank/1, but .*/rank/0 was expected; add the name to the c"):
+    with pytest.raises(
+        ValueError, match=r"names aiocoll://train/rank/1, but .*/rank/0 was expected; add the name to the c"
+    ):
         prepare(authority.make(rank_name("train", 1)), "train", RANK0)
 
 

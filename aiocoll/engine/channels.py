@@ -31,7 +31,7 @@ FEW = 64
 
 
 class Channels:
-    """The channels of one endpoint.
+    """Channels of one endpoint.
 
     Args:
         context: the endpoint's context.

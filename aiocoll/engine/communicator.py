@@ -51,14 +51,14 @@ _DATA: Final = int(FrameKind.DATA)
 
 
 class _Positions(dict[int, int]):
-    """The rank in the group for each rank in the job. A message about any other rank breaks the protocol."""
+    """Rank in the group for each rank in the job. A message about any other rank breaks the protocol."""
 
     def __missing__(self, rank: int) -> int:
         raise StrangerError(f"received a message about rank {rank} in a group of ranks {sorted(self)}")
 
 
 class Communicator:
-    """One rank's part in one group, below `ProcessGroup`.
+    """Part of one rank in one group, below `ProcessGroup`.
 
     Args:
         endpoint: the parts that all groups of this rank share.
@@ -115,8 +115,7 @@ class Communicator:
         #: Logged reasons why collectives run in Python although the accelerator runs.
         self.python_reasons: set[str] = set()
         #: Collectives that failed with the revocation, by number, or by key and count. All others that this rank
-        #: entered had completed by then. Taken from completions, since one collective may run as several operations in
-        #: turn.
+        #: entered had completed by then. Completions are the source, since one collective may run as several operations.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
         #: Collectives that failed without revoking the group, because the ranks' calls differed; identified as in
         #: `unfinished`.

@@ -40,7 +40,7 @@ __all__ = ["Endpoint"]
 
 
 class Endpoint:
-    """The parts of one rank that all its groups in one job share.
+    """Parts of one rank that all its groups in one job share.
 
     Args:
         runtime: clock, timers and loop.
@@ -141,7 +141,7 @@ class Endpoint:
     # -- groups
 
     def add(self, group: Communicator) -> None:
-        """Add `group`, and deliver what its other ranks have already sent.
+        """Add `group`, and deliver the frames and messages that its other ranks have already sent.
 
         Raises:
             GroupError: another group has the same id.

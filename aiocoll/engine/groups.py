@@ -24,7 +24,7 @@ __all__ = ["Groups"]
 
 
 class Groups:
-    """The groups of one endpoint.
+    """Groups of one endpoint.
 
     Args:
         context: the endpoint's context.
@@ -60,7 +60,7 @@ class Groups:
         self._forget, self._release = forget, release
 
     def add(self, group: Communicator) -> UnmadeGroup:
-        """Add a group; return what its other ranks have already sent.
+        """Add a group; return the frames and messages that its other ranks have already sent.
 
         Raises:
             GroupError: another group has the same id. All ranks of the group raise this error.
@@ -140,7 +140,7 @@ class Groups:
             self.early.keep_farewell(identity, rank, name, frames, notes)
 
     def ended(self, rank: int, linked: Sequence[int] = (), direct: bool = False) -> None:
-        """Handle the end of a rank, which has left every group, except those whose data link carries its own notice."""
+        """Handle the end of a rank, which leaves all groups, unless a further notice follows on its data link."""
         frames = self._context.rank not in linked
         if frames:
             self.finished.add(rank)

@@ -15,7 +15,7 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """The operations in flight, including native calls, which the accelerator hands over on request.
+    """Operations in flight, including native calls, which the accelerator hands over on request.
 
     Args:
         pending: the operations, in call order. The communicator adds and removes them.

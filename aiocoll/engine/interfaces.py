@@ -26,7 +26,7 @@ class Looker(Protocol):
 
 
 class Progressive(Progress, Protocol):
-    """The interface of a block to its deferred completions.
+    """Interface of a block to its deferred completions.
 
     Attributes:
         flushed: whether the recorded calls have started.

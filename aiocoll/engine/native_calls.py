@@ -83,7 +83,7 @@ def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Ca
 
 
 class _NativeCallbacks:
-    """The functions of one group that the accelerator calls."""
+    """Functions of one group that the accelerator calls."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

@@ -1,7 +1,7 @@
 """Busy polling of an await before it suspends, and of a loop iteration before the rank sleeps.
 
 Polling finds new data within a fraction of a microsecond. A wake-up through the kernel takes 20 µs. So an await polls
-for `spin_us`, and so does a loop iteration in which peers were sending. A rank that receives nothing sleeps.
+for `spin_us`, and a loop iteration does the same if peers were sending. A rank that receives nothing sleeps.
 
 A polling rank keeps its core, so a peer that the kernel has put on the same core cannot send. The kernel does that when
 another process keeps the other cores busy: an exchange of 8 B then takes 120 µs instead of 7 µs. So ranks that share a
@@ -37,7 +37,7 @@ SOME: Final = 8
 
 
 class Polling:
-    """The polling of one endpoint.
+    """Polling of one endpoint.
 
     Args:
         context: the endpoint's context.

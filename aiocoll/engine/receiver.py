@@ -23,7 +23,7 @@ HEARD = frozenset({"shrink", "relay", "relayed"})
 
 
 class Receiver(NamedTuple):
-    """The receiver of control messages of one endpoint; its attributes are the other parts."""
+    """Receiver of control messages of one endpoint; its attributes are the other parts."""
 
     facts: Facts
     control: ControlPlane

@@ -26,7 +26,7 @@ __all__ = ["Split", "Splits", "handle_foreign_message"]
 
 
 class Split(NamedTuple):
-    """One call of `split_group` or `split` on one rank.
+    """A call of `split_group` or `split` on one rank.
 
     Attributes:
         parent: id of the group that was split.
@@ -47,7 +47,7 @@ class Split(NamedTuple):
 
 
 class Splits:
-    """This rank's calls that have split one group: their number, and the last `GROUPS` of them.
+    """Calls of this rank that have split one group: their number, and the last `GROUPS` of them.
 
     Earlier calls are not compared: a peer that is so many groups behind breaks the protocol.
     """

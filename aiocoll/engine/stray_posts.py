@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["StrayPosts"]
 
-#: Seconds until unread posts are compared: well below the second in which a mismatch must be found, and so long that
-#: the time for reading all slots of a peer, about 5 µs, is negligible.
+#: Seconds until unread posts are compared. A mismatch must be found within a second. Reading all slots of a peer takes
+#: about 5 µs, which is negligible at this interval.
 AFTER = 0.1
 
 
 class StrayPosts:
-    """The search for unread posts in the outboxes of one endpoint's peers.
+    """Search for unread posts in the outboxes of one endpoint's peers.
 
     Args:
         runtime: clock and timers.

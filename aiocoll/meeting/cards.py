@@ -29,7 +29,7 @@ __all__ = [
 CALLED_OFF = b"off:"
 #: Store value that makes the ranks meet again, under the keys of the next generation.
 MOVED = b"moved:"
-#: Key of the outcome of a generation that does not meet: the reason, or `MOVED`, whichever is stored first.
+#: Key of the outcome of a generation that does not meet: the reason, or `MOVED`. The first stored value counts.
 ENDED = "ended"
 
 #: Types of a card's fields: host, event loop, unix socket, store address, ticket of the holder, process (namespace,

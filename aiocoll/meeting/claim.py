@@ -43,7 +43,7 @@ class RankTakenError(RendezvousError):
 
 
 class Claims:
-    """The claims of one rank on a store.
+    """Claims of one rank on a store.
 
     Args:
         store: the store where the ranks meet.

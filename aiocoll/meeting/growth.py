@@ -43,7 +43,7 @@ WITHDRAWN = b"withdrawn"
 
 
 class Assignment(NamedTuple):
-    """A rank in a world that is about to meet.
+    """Assignment of a rank in a world that is about to meet.
 
     Attributes:
         prefix: prefix of that world's keys in the store; "" for the first world of the store.
@@ -59,7 +59,7 @@ class Assignment(NamedTuple):
 
 
 class Invitation(NamedTuple):
-    """The invitation of a growing group to newcomers.
+    """Invitation of a growing group to newcomers.
 
     Attributes:
         most: maximum number of newcomers.

@@ -34,12 +34,12 @@ between the ends from relaying their messages. Both macs cover all claims of bot
   rank, and no mac to test guesses of the key on. The client proves itself first because any process can connect to a
   server, while a client connects only to addresses from its job. A process that listens there instead of a rank learns
   the client's identity.
-- The client sends the last message. The server accepts the connection only after CONFIRM, so a client that gives up
-  earlier leaves no end with a link that the other end does not have.
+- The client sends the last message. The server accepts the connection only after CONFIRM. So if a client gives up
+  earlier, neither end has a link that the other end does not have.
 
 This module does no I/O and reads no clock. The caller moves the bytes, reads exactly the sizes below, and gives the
-other end `HANDSHAKE_TIMEOUT` seconds to prove the key. After that, an end waits as long as the other end lives: the
-client has a connection once it has sent CONFIRM, so a server that gave up later would break a connection in use.
+other end `HANDSHAKE_TIMEOUT` seconds to prove the key. After that, an end waits as long as the other end lives. The
+client has a connection once it has sent CONFIRM, so a server must not give up later and break a connection in use.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ HANDSHAKE_TIMEOUT = 4.5
 
 
 class ConnKind(IntEnum):
-    """The purpose of a connection."""
+    """Purpose of a connection."""
 
     STORE = 0
     CONTROL = 1
@@ -103,7 +103,7 @@ class ConnKind(IntEnum):
 
 
 class Status(IntEnum):
-    """The server's answer to a client that has proven the key."""
+    """Server's answer to a client that has proven the key."""
 
     OK = 0
     CROSSED = 1
@@ -120,7 +120,7 @@ class Status(IntEnum):
 
 
 class Identity(NamedTuple):
-    """The identity of one end: 16-byte job id, epoch, rank (-1: none), world size (0: unknown), connection kind.
+    """Identity of one end: 16-byte job id, epoch, rank (-1: none), world size (0: unknown), connection kind.
 
     `ended` is the number of its ended connections of that kind with the other end, modulo 65536. `striped` is True if
     the link will have further connections.
@@ -136,7 +136,7 @@ class Identity(NamedTuple):
 
 
 class Peer(Identity):
-    """The proven identity of the other end."""
+    """Proven identity of the other end."""
 
     __slots__ = ()
 
@@ -171,7 +171,7 @@ def may_be_ours(said: bytes) -> bool:
 
 
 class ClientHandshake:
-    """The end that dials: it sends `hello()`, and answers CHALLENGE by `prove()` and VERDICT by `confirm()`.
+    """Handshake of the dialling end: it sends `hello()`, answers CHALLENGE by `prove()` and VERDICT by `confirm()`.
 
     Args:
         identity: the identity of this end.
@@ -232,7 +232,7 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """The end that is dialled: it answers HELLO by `challenge()` and PROOF by `verdict()`, then checks CONFIRM.
+    """Handshake of the dialled end: it answers HELLO by `challenge()`, PROOF by `verdict()`, and checks CONFIRM.
 
     Args:
         identity: the identity of this end. Kind STORE accepts only STORE connections; another kind accepts all others.
@@ -241,8 +241,7 @@ class ServerHandshake:
         bound: the value that binds the handshake to the connection (`aiocoll.security.tls.binding`).
 
     Attributes:
-        refusal: the error of a rejected client. Send the answer, which contains only what the client may know, and
-        close.
+        refusal: the error of a rejected client. Send the answer, which reveals nothing else, and close.
     """
 
     def __init__(

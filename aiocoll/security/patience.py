@@ -23,9 +23,8 @@ _BLOCKED = 0.1
 class Patience:
     """A timeout that also requires 32 loop iterations, and does not expire before a message that has arrived.
 
-    If ranks share a loop and all connect at the same time, or if something blocks the loop, one iteration may take
-    longer than the timeout of a handshake. By the clock alone, each attempt would end after its first step and start
-    again, endlessly.
+    One iteration may take longer than a handshake may: if ranks share a loop and all connect at the same time, or if
+    the loop is blocked. By the clock alone, each attempt would end after its first step and start again, endlessly.
 
     Args:
         runtime: clock and timers.

@@ -1,9 +1,9 @@
 """TLS 1.3 for connections between hosts: the contexts of this process, and the binding of a handshake to a connection.
 
 Without certificates of the user's own CA (`aiocoll.security.user_ca`), each process makes a certificate for itself.
-That certificate proves nothing: its names are not checked, and it lives as long as the process. The handshake binds it:
-both ends mix the hash of the dialled end's certificate into the key that they prove (`binding`). So an attacker between
-them, with a different certificate, can neither prove the job key nor use the proofs of others.
+That certificate proves nothing: its names are not checked, and it lives as long as the process. The handshake binds it
+to the job key: both ends mix the hash of the dialled end's certificate into the key that they prove (`binding`). So an
+attacker between them, with a different certificate, can neither prove the job key nor use the proofs of others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OwnCertificate(NamedTuple):
 
 
 class Tls(NamedTuple):
-    """The TLS contexts of this process.
+    """TLS contexts of this process.
 
     Attributes:
         server: the context of the end that is dialled.

@@ -1,6 +1,6 @@
 """Bounded table of a listener's connections that have not proven the job key, at a rank or a store.
 
-A client without the key can take an entry of the table, and nothing else: when the table is full, the oldest connection
+A client without the key can take an entry of the table, and nothing else. When the table is full, the oldest connection
 is closed in favour of the newest. An honest client needs its entry for one round trip, and dials again if its
 connection was closed. There is no limit per address: all ranks of a host, or behind one router, share one.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Unproven(Generic[T]):
-    """The connections of one listener that have not proven the key yet.
+    """Connections of one listener that have not proven the key yet.
 
     Args:
         world_size: number of ranks that may connect at the same time; 0 if unknown.

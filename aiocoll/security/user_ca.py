@@ -74,7 +74,7 @@ def read(files: TlsFiles) -> Tls:
 
 
 class Renewed:
-    """The newest usable TLS contexts of a process that keeps running while its files are replaced.
+    """Newest usable TLS contexts of a process that keeps running while its files are replaced.
 
     Args:
         files: the files, if there are any.

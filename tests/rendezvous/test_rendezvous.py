@@ -294,7 +294,10 @@ async def test_world_sizes_that_differ_are_named_on_every_rank(sizes: tuple[int,
 
     order = sorted(range(len(sizes)), reverse=backwards)
     results = await asyncio.gather(*(rank(number) for number in order), return_exceptions=True)
-    named = r"rank \d was started with world_size=(\d), others with world_size=(\d); start all ranks with the same world_size"
+    named = (
+        r"rank \d was started with world_size=(\d), others with world_size=(\d); "
+        "start all ranks with the same world_size"
+    )
     for each in results:
         assert isinstance(each, RendezvousError)
         told = re.fullmatch(named, str(each))

@@ -1,4 +1,4 @@
-"""The voters of one endpoint, by group."""
+"""Voters of one endpoint, by group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Agreements"]
 
 
 class Agreements:
-    """The voters of one endpoint.
+    """Voters of one endpoint.
 
     Each voter decides which group succeeds one group. Group ids may collide, so the key of a voter also has the number
     of growths and the ranks. A voter may outlive its group: it is kept until all ranks have left the group, since only

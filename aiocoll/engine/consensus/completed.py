@@ -74,7 +74,7 @@ def report(group: Communicator) -> Report:
 
 
 def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
-    """Combine reports: the operations completed on all reporting ranks, and those completed on at least one."""
+    """Combine reports into two sets: operations completed on all reporting ranks, and on at least one."""
     each = [Completed.of(told) for told in reports]
     least = min(one.upto for one in each)
     furthest = max(each, key=lambda one: one.upto)

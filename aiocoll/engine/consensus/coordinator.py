@@ -16,15 +16,15 @@ __all__ = ["Coordinator"]
 
 #: Seconds to wait for votes, then for acceptances: a stopped rank may stay undetected as long (contract).
 BOUND = 6.0
-#: Seconds to reach a lost rank again: longer than one round trip to anywhere with a lost SYN, and long enough for a
-#: rank whose loop is not blocked.
+#: Seconds to reach a lost rank again. A round trip to any place takes less, even with a lost SYN, and so does the reply
+#: of a rank whose loop is not blocked.
 RETRY = 2.5
 #: An outcome without members. If the group has grown, `grown` is the name of the larger group.
 EMPTY: Outcome = {"members": [], "excluded": [], "everywhere": None, "somewhere": None, "grown": ""}
 
 
 class Coordinator:
-    """The coordinator of one rank: it runs one ballot at a time, the highest-numbered one that a voter has chosen.
+    """Coordinator of one rank: it runs one ballot at a time, the highest-numbered one that a voter has chosen.
 
     Args:
         agreement: this rank's own voter.

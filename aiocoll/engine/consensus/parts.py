@@ -1,4 +1,4 @@
-"""The endpoint parts that the voters use."""
+"""Endpoint parts that the voters use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Parts"]
 
 
 class Parts(NamedTuple):
-    """The parts of an endpoint that its voters use.
+    """Parts of an endpoint that its voters use.
 
     Attributes:
         context: the endpoint's context.

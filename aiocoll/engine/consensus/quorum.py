@@ -1,4 +1,4 @@
-"""The quorum rule: which ranks of a failed group may decide how it continues.
+"""Quorum rule: which ranks of a failed group may decide how it continues.
 
 A rank is *away* when it can no longer take part: it ended in order, or its death is proven. Only a witness proves a
 death. A witness is a process of the same host that sees the other process gone, or the program itself
@@ -17,7 +17,7 @@ that rank before they died. Without them in the count, two groups could continue
     Ranks 0 1 2 | 3 4 are partitioned. Ranks 0, 1 and 2 decide to continue, then 0 and 1 are killed.
     Rank 2 continues alone. If 3 and 4 counted as two of three voters, they would continue, too.
 
-Proof that two decisions about one group cannot differ. Decisions are made by Paxos (`aiocoll.engine.consensus.voter`).
+Two decisions about one group cannot differ. Proof: decisions are made by Paxos (`aiocoll.engine.consensus.voter`).
 A rank that has promised a ballot accepts no proposal of a lower one. With its promise it reports its last accepted
 proposal. A proposal of a higher ballot repeats the reported one. This is safe when the quorum P that promises the
 higher ballot contains a rank of the quorum Q that accepted the lower one. Take any two quorums:
@@ -38,9 +38,9 @@ exist.
 
 A proof of death may be wrong, too. Therefore a rank that learns of its own death does not continue, and (a) waits
 until the death is no longer doubted. Until then only a majority of the whole job decides. The rules are in
-`aiocoll.engine.failure.roster`. They keep two groups from continuing after wrong proofs if messages between living
-ranks arrive within `DOUBT` seconds: by then every rank outside the set of (a) has ended or knows of its death, and
-the proof above holds.
+`aiocoll.engine.failure.roster`. If messages between living ranks arrive within `DOUBT` seconds, these rules keep two
+groups from continuing after a wrong proof. By then every rank outside the set of (a) has ended or knows of its death,
+and the proof above holds.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ PROMPT = 2.0
 
 
 class Voter:
-    """The part of one rank in the agreement about one group.
+    """Part of one rank in the agreement about one group.
 
     The endpoint owns the voter, since the voter may outlive the group. Ranks in this module are numbered as in the job.
 

@@ -14,7 +14,7 @@ Two cases break the order. A goodbye is lost if its sender is unreachable for a 
 arrive after a goodbye on a direct link. So the number of records is limited to `RECORDS`, and messages about the
 last `RECENT` groups whose records were dropped are ignored.
 
-A frame carries only the id of its group. If two groups have the same id, the sender decides: a frame belongs to a
+A frame carries only the id of its group. If two groups have the same id, the sender decides. A frame belongs to a
 group only if its sender is a member that has not sent its goodbye. Before that, a member cannot use the id for another
 group, since it keeps a record of the group itself until this rank has sent its goodbye.
 """
@@ -34,7 +34,7 @@ RECENT = 4096
 
 
 class Farewells:
-    """The goodbyes received from one group's members.
+    """Goodbyes received from one group's members.
 
     Args:
         name: the group's name as sent in messages; None if it is unknown.
@@ -77,7 +77,7 @@ class _Record(Farewells):
 
 
 class ClosedGroups:
-    """The closed groups of one endpoint.
+    """Closed groups of one endpoint.
 
     Args:
         dropped: callback for a dropped record; its arguments are the group's id and members.

@@ -25,7 +25,7 @@ PARTING = 1.0
 
 
 class Departure:
-    """The orderly end of this rank, and, on the hub, the relay of other ranks' ends.
+    """Orderly end of this rank, and, on the hub, the relay of other ranks' ends.
 
     Args:
         context: the endpoint's context.

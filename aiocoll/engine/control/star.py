@@ -30,7 +30,7 @@ __all__ = ["ControlPlane"]
 
 
 class ControlPlane:
-    """The owner and the sink of all control links of one rank.
+    """Owner and sink of all control links of one rank.
 
     Args:
         context: the endpoint's context.

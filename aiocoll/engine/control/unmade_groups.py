@@ -1,9 +1,9 @@
 """Buffers of frames and messages for groups that this rank has not made yet.
 
 Ranks make groups without waiting for each other, so a rank may be behind. The buffered frames and messages are
-delivered when the group is made. Their number is limited per peer, however many groups the peer names: frames by the
-window of the peer's link (`aiocoll.engine.links.channel`), everything else by limits far above the needs of a correct
-peer. A peer that exceeds a limit breaks the protocol.
+delivered when the group is made. Their number is limited per peer, however many groups the peer names. The window of
+the peer's link limits frames (`aiocoll.engine.links.channel`). Other limits are far above the needs of a correct peer.
+A peer that exceeds a limit breaks the protocol.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Kept = tuple["Channel", Header, bytes]
 
 
 class UnmadeGroup:
-    """The buffered frames and messages for one group that is not made yet.
+    """Buffered frames and messages for one group that is not made yet.
 
     Attributes:
         frames: the frames, in order of arrival.
@@ -85,7 +85,7 @@ def _fits(name: str | None, other: str | None) -> bool:
 
 
 class UnmadeGroups:
-    """The buffers of all groups of one endpoint that are not made yet, or will never be made.
+    """Buffers of all groups of one endpoint that are not made yet, or will never be made.
 
     Args:
         closed: the groups that this rank has left.

@@ -24,7 +24,7 @@ LOOKED_AT = 64
 
 
 class Deadlines:
-    """The deadlines, stall reports and warnings of all operations of one endpoint.
+    """Deadlines, stall reports and warnings of all operations of one endpoint.
 
     Args:
         runtime: clock and timers.

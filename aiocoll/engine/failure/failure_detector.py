@@ -39,7 +39,7 @@ CONNECT_AGAIN = 0.5
 
 
 class FailureDetector:
-    """The detector of dead processes of one endpoint.
+    """Detector of dead processes of one endpoint.
 
     Args:
         context: the endpoint's context.

@@ -1,8 +1,8 @@
 """Reports of mismatched calls, which make all ranks raise the same error.
 
-A rank that receives a frame with the wrong fingerprint sends the description of its own call to the frame's sender.
-The sender then knows both descriptions and reports them to the lowest rank, which revokes the group. Several pairs may
-notice a mismatch at the same time, but only one pair is reported. If the lowest rank is silent, the sender itself
+A rank that receives a frame with the wrong fingerprint sends the description of its own call to the frame's sender. The
+sender then knows both descriptions and reports them to the lowest rank, which revokes the group. Several pairs of ranks
+may notice a mismatch at the same time, but only one pair is reported. If the lowest rank is silent, the sender itself
 revokes the group after `INSIST_AFTER` seconds.
 """
 
@@ -26,7 +26,7 @@ Description = dict[str, Any]
 
 
 class MismatchReports:
-    """The mismatch reports of one group.
+    """Mismatch reports of one group.
 
     Args:
         group: the group.

@@ -28,7 +28,7 @@ LINGER = 1.0
 
 
 class Refusals:
-    """The links of one endpoint that are closing after a rejection.
+    """Links of one endpoint that are closing after a rejection.
 
     Args:
         context: the endpoint's context.

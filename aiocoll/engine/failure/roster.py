@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 __all__ = ["DOUBT", "Roster"]
 
-#: Seconds in which a rank declared dead may prove that it lives: many times the delay of a message between running
-#: processes, and as long as a death may stay undetected (contract).
+#: Seconds in which a rank declared dead may prove that it lives: as long as a death may stay undetected (contract).
+#: A message between running processes takes a small fraction of that.
 DOUBT = 1.0
 
 
 class Roster:
-    """The state of the other ranks of one endpoint.
+    """State of the other ranks of one endpoint.
 
     Evidence of a death may be wrong: a program reports a living rank, or a detector reads garbage. Five rules keep two
     groups from continuing in that case, if messages between living ranks arrive within `DOUBT` seconds:
 
     1. A rank that declares a peer dead sends the peer a notice. On each link, this notice precedes everything sent
        later, and it is the first message on a new link.
-    2. A rank accepts a notice of its own death from any sender and in any message: a notice, the cause of a revocation
-       or a goodbye, or the agreement on the next group.
-    3. Such a rank is *out*: its groups fail, it no longer votes, sends no more notices of other deaths, and sends all
-       ranks a notice of its own. From then on its death is true in the sense of the agreement: it can no longer take
-       part.
+    2. A rank accepts a notice of its own death from any sender and in any message. Such messages are notices, causes of
+       revocations and goodbyes, and messages of the agreement on the next group.
+    3. Such a rank is *out*: its groups fail, and it no longer votes. It sends no more notices of other deaths, and
+       sends all ranks a notice of its own. From then on its death is true in the sense of the agreement: it can no
+       longer take part.
     4. If two ranks declare each other dead, the rank that still has a majority of the job disregards the other rank's
        notice until it loses that majority. Two majorities share a rank, and that rank believes only one of the two.
     5. While a rank declared dead might still answer, its death is *doubted*: the agreement requires a majority that

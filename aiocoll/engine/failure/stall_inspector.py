@@ -44,7 +44,7 @@ Description = dict[str, Any]
 
 
 class StallInspector:
-    """The stall reports, queries and answers of one group.
+    """Stall reports, queries and answers of one group.
 
     Args:
         group: the group.
@@ -71,8 +71,8 @@ class StallInspector:
         self._now = runtime.time
         self._state = failure_detector.state
         # State of a waiting rank. By operation: the last finding, and the coordinator that has not answered, with the
-        # time of the report. By rank: those found slow since their last answer, those of them that were logged, and the
-        # time of the last answer to this rank or to a coordinator.
+        # time of the report. By rank: slow ranks, and the logged ones among them, until they answer; and the time of
+        # the last answer to this rank or to a coordinator.
         self._findings: dict[int, Finding] = {}
         self._asked: dict[int, tuple[int, float]] = {}
         self._slow: set[int] = set()

@@ -19,7 +19,7 @@ Description = dict[str, Any]
 
 
 class Absence(NamedTuple):
-    """The state of one rank that other ranks may wait for. Times are relative to the arrival of the finding.
+    """State of one rank that other ranks may wait for. Times are relative to the arrival of the finding.
 
     Attributes:
         rank: the rank in the group.
@@ -57,7 +57,7 @@ class Finding(NamedTuple):
     received: float
 
     def ranks(self, now: float) -> list[int]:
-        """Return the ranks to blame: those that have not entered, or, if all have, those that do not answer."""
+        """Return the ranks to blame: ranks that have not entered, or, if all have, ranks that do not answer."""
         doubtful = {each.rank for each in self.known if each.last is None and each.silent + now - self.received < DOUBT}
         return [rank for rank in self.missing if rank not in doubtful] or [
             each.rank for each in self.known if each.entered
@@ -78,7 +78,7 @@ class Finding(NamedTuple):
 
 
 class StallReport:
-    """The coordinator's state for one operation.
+    """State of one stalled operation at the coordinator.
 
     Attributes:
         called: the call of each rank that has entered.

@@ -98,7 +98,7 @@ def _has_ended(error: OSError) -> bool:
 
 
 class Watchdog:
-    """The watchdog thread of one endpoint. It reports through `call_soon_threadsafe`.
+    """Watchdog thread of one endpoint. It reports through `call_soon_threadsafe`.
 
     Args:
         rank: this rank in the job.

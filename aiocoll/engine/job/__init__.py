@@ -1,1 +1,1 @@
-"""This rank in its job: the state that all parts of an endpoint share."""
+"""State of a rank in its job, shared by all parts of an endpoint."""

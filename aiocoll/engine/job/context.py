@@ -22,7 +22,7 @@ is_quiet: contextvars.ContextVar[bool] = contextvars.ContextVar("aiocoll_quiet",
 
 
 class Context:
-    """This rank in one job, as all parts of its endpoint see it.
+    """State of one rank in one job, shared by all parts of its endpoint.
 
     Args:
         runtime: clock, timers and loop.

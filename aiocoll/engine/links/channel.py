@@ -39,7 +39,7 @@ _pack = HEADER.pack
 
 
 class Channel:
-    """The sink of the data link to `peer`, and its send queue.
+    """Sink of the data link to `peer`, and its send queue.
 
     Args:
         context: the endpoint's context.
@@ -170,7 +170,7 @@ class Channel:
             self._owner.dial(self)
 
     def pump(self) -> None:
-        """Send what may be sent, one segment of each message in turn."""
+        """Send queued messages as far as the link allows, one segment of each message in turn."""
         link = self.link
         if link is None:
             if self._queue:

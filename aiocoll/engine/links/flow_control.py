@@ -34,7 +34,7 @@ _DATA, _GRANT = int(FrameKind.DATA), int(FrameKind.GRANT)
 
 
 class Waiting:
-    """The buffered frames of one peer, for operations or groups that this rank has not reached.
+    """Buffered frames of one peer, for operations or groups that this rank has not reached.
 
     Args:
         peer: rank of the sender.
