@@ -63,7 +63,7 @@ class Channels:
         self._channels: dict[int, Channel] = {}
 
     def connect(self, receiver: Receiver) -> None:
-        """Set the receiver of control messages and of links that broke."""
+        """Set the receiver of control messages."""
         self._receiver = receiver
         self.receive = receiver.receive
 

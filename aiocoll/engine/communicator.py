@@ -16,7 +16,14 @@ from aiocoll.engine.control.device_inbox import DeviceInbox
 from aiocoll.engine.control.unmade_groups import Kept
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
-from aiocoll.engine.failure.failures import crashed, left, lost, raised, revoked, torn
+from aiocoll.engine.failure.failures import (
+    crashed_error,
+    left_error,
+    lost_error,
+    raised_error,
+    revoked_error,
+    torn_error,
+)
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_inspector import StallInspector
@@ -115,7 +122,7 @@ class Communicator:
         #: Logged reasons why collectives run in Python although the accelerator runs.
         self.python_reasons: set[str] = set()
         #: Collectives that failed with the revocation, by number, or by key and count. All others that this rank
-        #: entered had completed by then. Completions are the source, since one collective may run as several operations.
+        #: entered had completed by then. Derived from completions: a collective may run as several operations.
         self.unfinished: frozenset[int | tuple[str, int]] = frozenset()
         #: Collectives that failed without revoking the group, because the ranks' calls differed; identified as in
         #: `unfinished`.
@@ -312,7 +319,7 @@ class Communicator:
     def raise_if_revoked(self) -> None:
         """Raise an error if the group has failed."""
         if self.cause is not None:
-            raise revoked(self.name, self.rank, self.cause)
+            raise revoked_error(self.name, self.rank, self.cause)
 
     def revoke(self, cause: GroupError, tell: bool = True) -> None:
         """Fail all pending operations, reject new calls, and notify all ranks; only the first `cause` counts."""
@@ -345,13 +352,13 @@ class Communicator:
         """Handle a lost rank of the group (numbered as in the job)."""
         peer = self.position[rank]
         if peer not in self.left:
-            self.revoke(lost(self.name, peer, detail, how))
+            self.revoke(lost_error(self.name, peer, detail, how))
 
     def torn(self, rank: int) -> None:
         """Handle a broken connection to a living rank of the group (numbered as in the job)."""
         peer = self.position[rank]
         if peer not in self.left:
-            self.revoke(torn(self.name, self.rank, peer))
+            self.revoke(torn_error(self.name, self.rank, peer))
 
     def departed(self, rank: int) -> None:
         """Handle a rank (numbered as in the job) that has closed the group: operations that need it fail."""
@@ -371,7 +378,7 @@ class Communicator:
         peer = next((rank for rank in sorted(self.left) if not operation.done and operation.needs(rank)), None)
         if peer is None:
             return
-        error = left(self.name, self.rank, peer, operation.completion)
+        error = left_error(self.name, self.rank, peer, operation.completion)
         if operation.id & P2P:
             operation.fail(error)
         else:
@@ -379,11 +386,11 @@ class Communicator:
 
     def broke(self, operation: Operation, error: BaseException, what: str = "") -> None:
         """Revoke the group after a computation of `operation` on this rank has raised `error`."""
-        self.revoke(raised(self.name, self.rank, operation.completion, error, what))
+        self.revoke(raised_error(self.name, self.rank, operation.completion, error, what))
 
     def crashed(self, error: Exception) -> None:
         """Revoke the group after library code has raised an unexpected error."""
-        self.revoke(crashed(self.name, self.rank, error))
+        self.revoke(crashed_error(self.name, self.rank, error))
 
     def attempt(self, callback: Callable[..., object], *args: Any) -> None:
         """Call `callback` on behalf of this group; an exception revokes the group on all ranks."""

@@ -33,7 +33,7 @@ _FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def native_calls(comm: Communicator, owner: Any, work_type: type[Any], scope: Callable[[], Any]) -> core.Calls | None:
-    """Return the accelerator's part in a group; None if there is none. Then the reason is logged.
+    """Return the accelerator's part in a group; log the reason and return None if there is none.
 
     Args:
         comm: this rank's part in the group.
@@ -104,14 +104,14 @@ class _NativeCallbacks:
         arrays += [buffer for _, buffer in (*step.own, *step.moves)]
         arrays += [buffer for pair in step.copies for buffer in pair]
         arrays += [] if step.fold is None else [step.fold]
-        # For an array of one element, NumPy rounds a complex product differently than its own loop does.
+        # For an array of one element, NumPy does not run its own loop, and rounds a complex product differently.
         ufunc = None if kernel is None or not kernel.portable else kernel.ufunc
         return self._make(plan, max(arrays, default=-1) + 1, tuple(step), ufunc)
 
     def _make_relay(self, plan: Plan, relay: Relay) -> core.Steps | Literal[False]:
         """Compile a large collective for the accelerator; return False if the accelerator cannot carry it out."""
         kernel, ends = plan.kernel, {region.count % relay.chunk for region in relay.sources}
-        # For an array of one element, NumPy produces different NaNs than its own loop does.
+        # For an array of one element, NumPy does not run its own loop, and produces different NaNs.
         if relay.sources and (kernel is None or kernel.ufunc is None or not kernel.is_builtin or 1 in ends):
             return False
         ways = relay.puts, relay.takes, relay.sources, relay.copy or ()

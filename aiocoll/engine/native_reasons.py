@@ -1,4 +1,4 @@
-"""Reasons, for the log, why collectives of a group run in Python although the accelerator runs (`docs/native.md`)."""
+"""Logged reasons why collectives of a group run in Python although the accelerator runs (`docs/native.md`)."""
 
 from __future__ import annotations
 

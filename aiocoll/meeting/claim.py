@@ -195,7 +195,7 @@ class Claims:
 
 
 async def assign(store: Store, world_size: int) -> int:
-    """Return a rank for a process that was given none.
+    """Return a rank for a process without an assigned rank.
 
     Ranks are assigned in turn, so that as many processes can meet again on this store.
     """

@@ -31,12 +31,12 @@ __all__ = [
     "of_this_process",
 ]
 
-#: Allowed difference between the clocks of hosts, and the lifetime of a process. Neither is checked by a peer.
+#: Margins of a certificate's validity: for the clocks of hosts, and for the lifetime of a process. Peers check neither.
 _SKEW, _LIFE = timedelta(days=1), timedelta(days=3650)
 
 
 class OwnCertificate(NamedTuple):
-    """A certificate of the user's: its file, its names, and its validity in seconds since 1970."""
+    """User's certificate: its file, its names, and its validity in seconds since 1970."""
 
     path: str
     names: tuple[str, ...]

@@ -183,7 +183,7 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, files: TlsFiles) 
 
 
 def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files: TlsFiles) -> NoReturn:
-    """Raise an error that explains why the own certificate is unusable; its own dates were checked before."""
+    """Raise an error that explains why this process's certificate is unusable; its dates were checked before."""
     where = f"tls_certificate={files.certificate!r}"
     if error.verify_code in (EXPIRED, NOT_YET):
         ends = (" to ".join(map(_moment, (each["notBefore"], each["notAfter"]))) for each in context.get_ca_certs())
@@ -204,7 +204,7 @@ def _moment(text: object) -> str:
 
 
 def _inspect(server: ssl.SSLContext, shown: str, files: TlsFiles) -> tuple[bytes, OwnCertificate]:
-    """Return the own certificate and its content, unless it has expired or is not valid yet.
+    """Return this process's certificate and its content, unless it has expired or is not valid yet.
 
     `ssl` describes a certificate only to an end that has verified it, so this end trusts `shown` itself, at any time.
     """

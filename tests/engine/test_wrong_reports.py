@@ -14,7 +14,7 @@ from aiocoll import GroupError, PeerLostError, ProcessGroup, ReduceOp
 from aiocoll.engine.control.causes import cause_of
 from aiocoll.engine.control.messages import ControlMessage
 from aiocoll.engine.control.sending import frame_of
-from aiocoll.engine.failure.failures import lost
+from aiocoll.engine.failure.failures import lost_error
 from aiocoll.engine.failure.roster import DOUBT
 from aiocoll.testing.virtual import run_virtual
 from aiocoll.transport.frame import HEADER
@@ -144,7 +144,7 @@ NOTE = {"t": "died", "rank": 1, "detail": REASON, "how": "killed"}
 
 
 def _revocation(pg: ProcessGroup) -> ControlMessage:
-    return {"t": "revoke", "g": comm_of(pg).id, "cause": cause_of(lost(pg.group_name, 1, REASON, "killed"))}
+    return {"t": "revoke", "g": comm_of(pg).id, "cause": cause_of(lost_error(pg.group_name, 1, REASON, "killed"))}
 
 
 def _goodbye(pg: ProcessGroup) -> ControlMessage:

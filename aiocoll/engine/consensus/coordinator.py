@@ -14,7 +14,7 @@ from aiocoll.errors import GroupError, PeerLostError
 
 __all__ = ["Coordinator"]
 
-#: Seconds to wait for votes, then for acceptances: a stopped rank may stay undetected as long (contract).
+#: Seconds to wait for votes, then for acceptances: as long as a stopped rank may stay undetected (contract).
 BOUND = 6.0
 #: Seconds to reach a lost rank again. A round trip to any place takes less, even with a lost SYN, and so does the reply
 #: of a rank whose loop is not blocked.

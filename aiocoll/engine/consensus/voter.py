@@ -39,7 +39,7 @@ __all__ = ["Outcome", "Voter"]
 #: A decision as plain data: members, excluded ranks, completed operations, and the larger group if the group grew.
 Outcome = dict[str, Any]
 
-#: Seconds between two votes of a rank that waits. A coordinator that answered none in this time is skipped.
+#: Seconds after which a waiting rank repeats its vote. A coordinator that has not answered by then is skipped.
 PROMPT = 2.0
 
 
@@ -76,7 +76,7 @@ class Voter:
         self.ranks = tuple(ranks)
         self.taken = False
         self.accepted: tuple[int, Outcome] | None = None
-        # The remainder of a ballot number by the world size is the ballot's coordinator.
+        # A ballot is a number. Its coordinator is the rank `ballot % world_size`.
         self.promised = -1
         self.assumed: set[int] = set()
         self.moved: set[int] = set()
@@ -170,7 +170,7 @@ class Voter:
             self._stop_reminder()
 
     def identity(self, members: Sequence[int]) -> int:
-        """Return the successor's id, which only this decision yields: a different decision yields a different id."""
+        """Return the successor's id: a hash of the decision, so that different decisions yield different ids."""
         return group_id(f"{self.group}\0{self.number}\0{list(members)}")
 
     def handle(self, peer: int, message: ControlMessage) -> None:
@@ -193,7 +193,7 @@ class Voter:
         handler(peer, message)
 
     def on_change(self) -> None:
-        """React to a rank that was lost, has ended, or is reachable again. It may coordinate, or need a message."""
+        """Repeat the vote and reconsider the ballot, since a rank was lost, has ended, or is reachable again."""
         if self.outcome is None:
             if self._waiter is not None:
                 self._vote_as_candidate()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Departure"]
 
-#: Seconds that an ending hub waits for other ranks to end first. Ranks that end together need no series of new hubs.
+#: Seconds that an ending hub waits for other ranks to end first, so that ranks that end together keep one hub.
 PATIENCE = 0.05
 #: Seconds after which a rank ends even if some ranks have not been notified.
 PARTING = 1.0
@@ -96,7 +96,7 @@ class Departure:
             self._ended.append((peer, linked, moved))
 
     def _relay(self) -> None:
-        """Relay the ended ranks in one message per rank. When many end together, most need no message."""
+        """Notify each rank of the other ended ranks, in one message. If many end together, few need it."""
         ended, self._ended = self._ended, []
         for rank in range(self._context.world_size):
             others = [each for each in ended if each[0] != rank]

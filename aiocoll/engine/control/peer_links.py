@@ -96,4 +96,4 @@ class PeerLinks:
         if link is not None:
             self._control.attach(link)
         elif rank == self._control.hub:
-            self._control.succeed_hub()  # `rank` became the hub in the meantime
+            self._control.connect_to_hub()  # `rank` became the hub in the meantime

@@ -207,7 +207,7 @@ class ControlPlane:
         self._gone.discard(rank)
         self._hub = 0
         if self.hub != hub:
-            self.succeed_hub()
+            self.connect_to_hub()
 
     def remove_ranks(self, ranks: Iterable[int]) -> None:
         """Handle ranks that have ended."""
@@ -215,7 +215,7 @@ class ControlPlane:
         self._gone.update(ranks)
         if len(self._gone) > before:
             if hub in self._gone:
-                self.succeed_hub()
+                self.connect_to_hub()
             self._ranks.changed()
             self.departure.advance()
 
@@ -225,7 +225,7 @@ class ControlPlane:
             self._lost_early = RendezvousError(f"rank {rank} was lost while the ranks met: {detail}")
             self._formed.set_result(None)
 
-    def succeed_hub(self) -> None:
+    def connect_to_hub(self) -> None:
         """Open a link to the hub if there is none, since the hub may have changed."""
         context, hub = self._context, self.hub
         if not context.closed and hub != context.rank:

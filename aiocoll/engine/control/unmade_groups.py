@@ -161,7 +161,7 @@ class UnmadeGroups:
         return farewells
 
     def disown(self, identity: int, peer: int, name: str | None, ranks: Collection[int], me: int) -> None:
-        """Stop buffering for a group that `peer` has named and that this rank, `me`, will never be in."""
+        """Drop and ignore everything about a group that `peer` has named: this rank, `me`, will never be in it."""
         if self._closed.is_known(identity):
             return
         self._disowned[peer] += 1

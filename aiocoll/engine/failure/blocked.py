@@ -28,7 +28,7 @@ def place(frame: FrameType | None) -> str:
         frames.append(frame)
         frame = frame.f_back
     theirs = [each for each in frames[1:] if _is_theirs(each.f_code.co_filename)]
-    # An installed program, or one in C, has no line that differs from a library's.
+    # In an installed program, or one in C, user lines cannot be distinguished from library lines.
     named = [*frames[:1], *(theirs or frames[1:])][:PLACES]
     places = [f"{each.f_code.co_filename}:{each.f_lineno} in {each.f_code.co_name}" for each in named]
     return ", called from ".join(places) or "an unknown place"
@@ -41,7 +41,7 @@ def line(frame: FrameType | None) -> str:
         if _is_theirs(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    # An installed program, or one in C, has no line that differs from a library's.
+    # In an installed program, or one in C, user lines cannot be distinguished from library lines.
     return "" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
 
 

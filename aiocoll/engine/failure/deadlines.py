@@ -49,7 +49,7 @@ class Deadlines:
 
     @property
     def least_timeout(self) -> float:
-        """Return the shortest own timeout, in seconds, for an operation that `entered` sees only after a tick."""
+        """Return the shortest timeout, in seconds, of an operation that `entered` may register one tick late."""
         return 2 * REPORT_AFTER
 
     def entered(self, group: Communicator, operation: Operation) -> None:

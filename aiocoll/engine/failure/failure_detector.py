@@ -213,7 +213,7 @@ class FailureDetector:
         return state(self._processes.get(rank), self._pidfds.get(rank))
 
     def _check_until(self, rank: int, until: float, cut: bool) -> None:
-        """Check a process until it is gone, or for at least `until`; `cut` if a connection to it broke."""
+        """Check a process until it is gone, or at least until the time `until`; `cut` if a connection to it broke."""
         if self._stopped:
             return
         runtime = self._context.runtime

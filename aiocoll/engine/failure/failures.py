@@ -9,10 +9,18 @@ from aiocoll.engine.operations.differences import called
 from aiocoll.errors import CollectiveTimeoutError, GroupError, GroupRevokedError, PeerLostError, PeerProtocolError
 from aiocoll.user_code import describe, original
 
-__all__ = ["crashed", "left", "lost", "raised", "revoked", "timed_out", "torn"]
+__all__ = [
+    "crashed_error",
+    "left_error",
+    "lost_error",
+    "raised_error",
+    "revoked_error",
+    "timed_out_error",
+    "torn_error",
+]
 
 
-def lost(group: str, peer: int, detail: str, how: str) -> GroupError:
+def lost_error(group: str, peer: int, detail: str, how: str) -> GroupError:
     """Return the error for a lost rank: "killed", "unreachable", "stopped", or rejected for a protocol error."""
     if how == PROTOCOL:
         return PeerProtocolError(f"group {group!r} failed: {detail}", group=group, ranks=[peer])
@@ -20,14 +28,14 @@ def lost(group: str, peer: int, detail: str, how: str) -> GroupError:
     return PeerLostError(f"rank {peer} of group {group!r} {state}: {detail}", group=group, ranks=[peer], how=how)
 
 
-def torn(group: str, rank: int, peer: int) -> PeerLostError:
+def torn_error(group: str, rank: int, peer: int) -> PeerLostError:
     """Return the error for a broken connection between two living ranks; both ranks raise the same text."""
     one, other = sorted((rank, peer))
     text = f"the connection between ranks {one} and {other} of group {group!r} broke, though both live"
     return PeerLostError(text, group=group, ranks=[one, other], how="unreachable")
 
 
-def left(group: str, rank: int, peer: int, completion: Completion) -> PeerLostError:
+def left_error(group: str, rank: int, peer: int, completion: Completion) -> PeerLostError:
     """Return the error for a call on `rank` that needs a rank which has closed its group."""
     return PeerLostError(
         f"{completion.op} on rank {rank} of group {group!r} needs rank {peer}, which has left",
@@ -39,7 +47,9 @@ def left(group: str, rank: int, peer: int, completion: Completion) -> PeerLostEr
     )
 
 
-def timed_out(group: str, rank: int, operation: Operation, missing: list[int], detail: str) -> CollectiveTimeoutError:
+def timed_out_error(
+    group: str, rank: int, operation: Operation, missing: list[int], detail: str
+) -> CollectiveTimeoutError:
     """Return the error for a collective that did not complete in time; `detail` describes the missing ranks."""
     return CollectiveTimeoutError(
         f"{operation.title()} of group {group!r} did not complete within {operation.timeout:g} s on rank {rank}, "
@@ -51,7 +61,7 @@ def timed_out(group: str, rank: int, operation: Operation, missing: list[int], d
     )
 
 
-def revoked(group: str, rank: int, cause: GroupError) -> GroupRevokedError:
+def revoked_error(group: str, rank: int, cause: GroupError) -> GroupRevokedError:
     """Return the error for a call on a group that has failed."""
     error = GroupRevokedError(
         f"group {group!r} on rank {rank} was revoked: {cause}",
@@ -64,7 +74,7 @@ def revoked(group: str, rank: int, cause: GroupError) -> GroupRevokedError:
     return error
 
 
-def raised(group: str, rank: int, completion: Completion, error: BaseException, what: str) -> GroupError:
+def raised_error(group: str, rank: int, completion: Completion, error: BaseException, what: str) -> GroupError:
     """Return the error for a computation of `rank` that raised `error`; `what` names the computation."""
     name = completion.key or completion.seq
     cause = GroupError(
@@ -78,7 +88,7 @@ def raised(group: str, rank: int, completion: Completion, error: BaseException, 
     return cause
 
 
-def crashed(group: str, rank: int, error: Exception) -> GroupError:
+def crashed_error(group: str, rank: int, error: Exception) -> GroupError:
     """Return the error for an unexpected exception in library code on `rank`."""
     text = f"group {group!r} failed on rank {rank}, where the library raised {type(error).__name__}: {error}"
     cause = GroupError(text, group=group, ranks=[rank])

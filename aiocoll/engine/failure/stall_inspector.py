@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiocoll.engine.failure.failure_detector import FailureDetector
-from aiocoll.engine.failure.failures import timed_out
+from aiocoll.engine.failure.failures import timed_out_error
 from aiocoll.engine.failure.mismatch import MismatchReports
 from aiocoll.engine.failure.sender import Sender
 from aiocoll.engine.failure.stall_report import DETAILED, SLOW_AFTER, Absence, Finding, StallReport
@@ -35,7 +35,7 @@ KEPT = 256
 REPORT_AGAIN = 1.0
 #: Seconds between two rounds of queries about an operation. The next report of the same rank starts the next round.
 ROUND = 0.9 * REPORT_AGAIN
-#: Maximum seconds for a coordinator's answer before the next rank is used; less for short timeouts: a quarter of them.
+#: Maximum seconds to wait for a coordinator's answer before the next rank is used; at most a quarter of the timeout.
 PATIENCE = 0.25
 #: Seconds to collect answers before the waiting ranks are notified: answers to one round arrive together.
 GATHER = 0.01
@@ -132,7 +132,7 @@ class StallInspector:
     def timed_out(self, operation: Operation) -> None:
         """Revoke the group on all ranks after a timed-out collective; the error names the missing ranks."""
         missing, detail = self.missing(operation)
-        self._group.revoke(timed_out(self._group.name, self._group.rank, operation, missing, detail))
+        self._group.revoke(timed_out_error(self._group.name, self._group.rank, operation, missing, detail))
 
     def warn(self, operation: Operation, age: float) -> None:
         """Log that an operation has been pending for `age` seconds."""

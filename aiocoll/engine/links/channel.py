@@ -128,7 +128,7 @@ class Channel:
         return False
 
     def kick(self, message: Message) -> None:
-        """Queue `message`, more of which may be sent now."""
+        """Queue `message` unless it is queued, since more of it may be sent now."""
         if not message.queued:
             message.queued = True
             self._queue.append(message)
@@ -195,7 +195,7 @@ class Channel:
         self._pumping = False
 
     def drained(self, link: Link) -> None:
-        """Handle the link's report that it has sent the frame that it kept."""
+        """Handle a drained link: it has sent the frame that it kept, so it accepts more."""
         if self._inflight is not None:
             message, nbytes = self._inflight
             self._inflight = None

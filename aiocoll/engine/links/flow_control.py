@@ -27,7 +27,7 @@ WINDOW_LOT = LINK_WINDOW // 4
 #: Eager segments end at multiples of the largest itemsize, so that elements stay whole.
 ALIGN = 16
 #: Maximum number of GRANT frames that wait for operations not entered yet. Each is for a message of more than
-#: `EAGER_WINDOW` bytes, so a correct peer would have called operations on 16 GiB ahead.
+#: `EAGER_WINDOW` bytes, so a correct peer would be 16 GiB ahead.
 EARLY_GRANTS = 1 << 16
 
 _DATA, _GRANT = int(FrameKind.DATA), int(FrameKind.GRANT)
@@ -70,7 +70,7 @@ class Waiting:
         self._nbytes += nbytes
 
     def again(self, take: Callable[..., bool], *frame: object) -> bool:
-        """Call `take` with a buffered frame. If `take` buffers it again, the window is not checked."""
+        """Call `take` with a buffered frame, which it may buffer again even if later frames have filled the window."""
         self._checks = False
         try:
             return take(*frame)
