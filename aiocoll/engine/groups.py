@@ -87,7 +87,7 @@ class Groups:
         """Revoke a group on all its ranks, since its id is that of the group `other`, or of a closed one."""
         error = GroupError(
             f"group {group.name!r} cannot be made: its id {group.id:#x} is that of group {name!r}, which is open, or "
-            "closed by some of its ranks only; make another group, which has another id",
+            "which only some of its ranks have closed; make another group, which gets a different id",
             group=group.name,
         )
         me, wire_name = self._context.rank, fitting(group.name)

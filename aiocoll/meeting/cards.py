@@ -73,7 +73,7 @@ def _decode(rank: int, data: bytes) -> Card:
     try:
         card = msgpack.unpackb(data)
         tcp = card["tcp"] or ("", 0)
-        told = (
+        values = (
             card["host"],
             card.get("loop", ""),
             card["unix"] or "",
@@ -85,7 +85,7 @@ def _decode(rank: int, data: bytes) -> Card:
             card.get("reads", False),
             card.get("nans", 0),
         )
-        if list(map(type, told)) == _CARD:
+        if list(map(type, values)) == _CARD:
             return dict(card)
     except (ValueError, TypeError, KeyError):
         pass

@@ -155,7 +155,7 @@ class Claims:
                 return found
         reason = (
             f"rank {rank} was lost while the ranks met: its process ended after all ranks had published their "
-            "addresses, so the process in its place comes too late; start all ranks again"
+            "addresses, so its replacement came too late; start all ranks again"
         )
         await call_off(self._store, size, reason, self.generation)
         raise RendezvousError(reason)

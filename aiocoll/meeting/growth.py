@@ -96,8 +96,8 @@ async def await_assignment(store: Store, timeout: float) -> Assignment:
             answer = await store.compare_set(key, b"", WITHDRAWN)
             if answer == WITHDRAWN:
                 raise RendezvousError(
-                    f"no group has grown within {timeout:g} s: join=True waits until all ranks of a group call "
-                    "grow(n), at the same address"
+                    f"no group has grown within {timeout:g} s; while newcomers wait with join=True, call grow(n) on "
+                    "all ranks of a group that met at the same address"
                 ) from None
         except asyncio.CancelledError:
             await last_request(store.compare_set(key, b"", WITHDRAWN))

@@ -62,10 +62,10 @@ async def find_assignment(store: Store, party: Party, name: str, timeout: float)
     try:
         await scope.set(str(party.ticket), card)
         for number in count(1):
-            told = await scope.get(str(number), timeout=max(0.0, deadline - runtime.time()))
-            if told == WITHDRAWN:
+            card_or_mark = await scope.get(str(number), timeout=max(0.0, deadline - runtime.time()))
+            if card_or_mark == WITHDRAWN:
                 continue
-            found.append(Party(*msgpack.unpackb(told)))
+            found.append(Party(*msgpack.unpackb(card_or_mark)))
             if _is_complete(found):
                 if party in found:
                     break
@@ -94,7 +94,8 @@ def _is_complete(found: list[Party]) -> bool:
     size = found[0].size
     if _count_ranks(found) > size:
         raise RendezvousError(
-            f"the groups to be merged have {_count_ranks(found)} ranks, not size={size}: {_format_parties(found)}"
+            f"the groups to be merged have {_count_ranks(found)} ranks, not size={size}: {_format_parties(found)}; "
+            "pass the number of their ranks as size in all groups"
         )
     return _count_ranks(found) == size
 
@@ -104,4 +105,4 @@ def _count_ranks(parties: list[Party]) -> int:
 
 
 def _format_parties(parties: list[Party]) -> str:
-    return ", ".join(f"{each.name!r} of {each.ranks}" for each in parties) or "nobody"
+    return ", ".join(f"{each.name!r} of {each.ranks}" for each in parties) or "no group"

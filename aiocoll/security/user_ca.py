@@ -189,7 +189,7 @@ def _refuse(error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files:
         ends = (" to ".join(map(_moment, (each["notBefore"], each["notAfter"]))) for each in context.get_ca_certs())
         raise ValueError(
             f"{where}: a certificate between it and the CA, or one of tls_ca={files.ca!r} (valid from "
-            f"{', '.join(ends)}), is not valid at {moment(clock())}, which the clock of this host says"
+            f"{', '.join(ends)}), is not valid at {moment(clock())}, by the clock of this host"
         ) from None
     if error.verify_code == WRONG_PURPOSE:
         raise ValueError(f"{where}: {PURPOSE}") from None

@@ -49,10 +49,10 @@ class Completed:
         return operation in self.keyed
 
     @classmethod
-    def of(cls, told: Report) -> Completed:
+    def of(cls, encoded: Report) -> Completed:
         """Decode a report."""
-        keyed = frozenset((key, count) for key, count in told["keyed"])
-        return cls(told["upto"], frozenset(told["missing"]), keyed)
+        keyed = frozenset((key, count) for key, count in encoded["keyed"])
+        return cls(encoded["upto"], frozenset(encoded["missing"]), keyed)
 
     def as_data(self) -> Report:
         """Encode this set as a report."""
@@ -75,7 +75,7 @@ def report(group: Communicator) -> Report:
 
 def combine(reports: Sequence[Report]) -> tuple[Completed, Completed]:
     """Combine reports into two sets: operations completed on all reporting ranks, and on at least one."""
-    each = [Completed.of(told) for told in reports]
+    each = [Completed.of(encoded) for encoded in reports]
     least = min(one.upto for one in each)
     furthest = max(each, key=lambda one: one.upto)
     everywhere = Completed(

@@ -153,7 +153,7 @@ class Coordinator:
         failed = [each["failed"] for each in declined if each["successor"] in groups]
         absent = set(agreement.ranks) & (agreement.away | agreement.parts.ranks.suspected)
         if failed or absent or self._expired or len(groups) > 1 or self._voters_with("exclude"):
-            reason = failed[0] if failed else "not all of its ranks could do so"
+            reason = failed[0] if failed else "some of its ranks did not meet the newcomers"
             self._refuse(grown, GroupError(f"the group did not grow: {reason}"))
 
     def _consider_shrinking(self, promised: bool) -> None:
@@ -170,8 +170,8 @@ class Coordinator:
             self._give_up(members)
             return
         everywhere, somewhere = combine([self._candidacy(rank)["completed"] for rank in members])
-        told = {"everywhere": everywhere.as_data(), "somewhere": somewhere.as_data()}
-        self._propose({**EMPTY, "members": members, "excluded": sorted(self._excluded()), **told})
+        combined = {"everywhere": everywhere.as_data(), "somewhere": somewhere.as_data()}
+        self._propose({**EMPTY, "members": members, "excluded": sorted(self._excluded()), **combined})
 
     def _voters_with(self, what: str) -> set[int]:
         """Return the voters whose candidacy has the field `what`: "exclude", "grown" or "failed"."""

@@ -116,10 +116,10 @@ class StallReport:
         slow = [rank for rank in silent if rank in self.called and now - silent[rank] >= SLOW_AFTER]
         found = []
         for rank in (*missing[:DETAILED], *sorted(slow)[:DETAILED]):
-            last, age, told = self.absent.get(rank, (None, None, now))
+            last, age, answered = self.absent.get(rank, (None, None, now))
             quiet = now - silent[rank] if rank in silent else 0.0
             words = state(rank) if quiet >= SLOW_AFTER else ""
             found.append(
-                Absence(rank, rank in self.called, last, None if age is None else age + now - told, quiet, words)
+                Absence(rank, rank in self.called, last, None if age is None else age + now - answered, quiet, words)
             )
         return found

@@ -369,7 +369,9 @@ class Channel:
     def _on_consumed(self, nbytes: int) -> None:
         """Handle the peer's report of consumed eager bytes."""
         if nbytes > self._unasked:
-            raise ProtocolError(f"rank {self.peer} reported {nbytes} consumed bytes, of {self._unasked} sent")
+            raise ProtocolError(
+                f"rank {self.peer} reported {nbytes} consumed bytes, but only {self._unasked} were unconsumed"
+            )
         self._unasked -= nbytes
         if self._unannounced and self.link is not None:
             self._announce(self.link)
