@@ -56,7 +56,7 @@ class Channels:
         self._context = context
         self._groups = groups
         self.keep_frame = groups.keep_frame
-        self.over: Container[int] = roster.over
+        self.gone: Container[int] = roster.gone
         self._roster = roster
         self._failure_detector = failure_detector
         self._polling = polling
@@ -114,7 +114,7 @@ class Channels:
             link = await self._failure_detector.connect(channel.peer, ConnKind.DATA)
         except (OSError, AiocollError) as error:
             channel.dialling = False
-            if channel.peer not in self._roster.over:
+            if channel.peer not in self._roster.gone:
                 self._roster.died(channel.peer, f"it cannot be reached ({error})", how="unreachable")
             return
         if link is not None:
@@ -144,10 +144,10 @@ class Channels:
         self._roster.on_link_closed(peer)
         if self._receiver.refuse(peer, error, link):
             pass
-        elif peer not in self._roster.over:
+        elif peer not in self._roster.gone:
             self._failure_detector.on_broken_link(peer, f"its connection broke ({error or 'closed without a goodbye'})")
         elif peer not in self._roster.dead:
-            self._groups.ended(peer)
+            self._groups.on_rank_end(peer)
         if (shared := self.to(peer).shared) is not None:
             shared.unmap()
 

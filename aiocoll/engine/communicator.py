@@ -13,7 +13,7 @@ from aiocoll.algorithms.machine import Tuning
 from aiocoll.algorithms.two_level.hosts import host_numbers
 from aiocoll.engine.control.causes import failure_by, revocation
 from aiocoll.engine.control.device_inbox import DeviceInbox
-from aiocoll.engine.control.unmade_groups import Kept
+from aiocoll.engine.control.unmade_groups import BufferedFrame
 from aiocoll.engine.endpoint import Endpoint
 from aiocoll.engine.failure.deadlines import REPORT_AFTER
 from aiocoll.engine.failure.failures import (
@@ -151,7 +151,7 @@ class Communicator:
         self.registered_memory = endpoint.registered_memory
         self.stamp = endpoint.runtime.stamp
         self._watch = endpoint.watch
-        self.early: dict[int, list[Kept]] = {}
+        self.early: dict[int, list[BufferedFrame]] = {}
         self._counts: dict[str, int] = {}
 
     def is_on_all_cards(self, ability: str) -> bool:

@@ -72,7 +72,7 @@ class Endpoint:
         self.spin = self.polling.spin
         self.turn_is_due = self.polling.turn_is_due
         self.channels = self._make_channels(registry, roster, detector)
-        refusals = self._refusals = Refusals(context, control, roster, self.channels.cut, registry.ended)
+        refusals = self._refusals = Refusals(context, control, roster, self.channels.cut, registry.on_rank_end)
         self.attempt = refusals.attempt
         self.watch = Deadlines(runtime, self.groups, detector.check_awaited)
         parts = Parts(context, roster, self.direct, control.flood, detector.check_process, self.groups)
@@ -179,7 +179,7 @@ class Endpoint:
         else:
             self._send_goodbye(message, group.ranks, linked)
         roster = self.roster
-        gone = {rank for rank in roster.over if rank not in roster.suspected}
+        gone = {rank for rank in roster.gone if rank not in roster.suspected}
         # Before the group is removed, since that may drop its agreements, with a task that waits for one.
         self.agreements.withdraw(group.id, group.ranks)
         self.registry.remove(group, (rank for rank in group.ranks if rank != self.rank and rank not in gone))

@@ -123,11 +123,11 @@ class Groups:
         """Buffer a frame of a group that this rank has not made; return True if the frame is dropped instead."""
         return self._context.closed or self.early.keep_frame(source, header, payload)
 
-    def parted(self, rank: int, message: ControlMessage, direct: bool) -> None:
+    def on_goodbye(self, rank: int, message: ControlMessage, direct: bool) -> None:
         """Handle the goodbye of a rank that has left a group; `direct` if it arrived on the data link."""
         identity, name = message["g"], message.get("name")
         if message["cause"] is not None:
-            self.revoked(rank, message, direct)
+            self.on_revocation(rank, message, direct)
         frames, notes = direct or not message["linked"], not direct
         if (group := self._find_group(identity, rank, name)) is not None:
             self._farewells[identity].mark(rank, frames, notes)
@@ -139,7 +139,7 @@ class Groups:
         else:
             self.early.keep_farewell(identity, rank, name, frames, notes)
 
-    def ended(self, rank: int, linked: Sequence[int] = (), direct: bool = False) -> None:
+    def on_rank_end(self, rank: int, linked: Sequence[int] = (), direct: bool = False) -> None:
         """Handle the end of a rank, which leaves all groups, unless a further notice follows on its data link."""
         frames = self._context.rank not in linked
         if frames:
@@ -161,7 +161,7 @@ class Groups:
                     return str(cause["text"])
         return None
 
-    def revoked(self, rank: int, message: ControlMessage, direct: bool = False) -> None:
+    def on_revocation(self, rank: int, message: ControlMessage, direct: bool = False) -> None:
         """Handle the revocation of a group by another rank; `direct` if it arrived on the data link."""
         self._context.transport.catch_up()
         identity, name = message["g"], message.get("name")

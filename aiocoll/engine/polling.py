@@ -33,7 +33,7 @@ TURN: Final = 500e-6
 #: Seconds after which a polling await checks whether a peer shares its core; most awaits complete earlier.
 DOUBT: Final = 5e-6
 #: Number of readers called between two readings of the clock. Each takes half a microsecond, or a small reduction.
-SOME: Final = 8
+READERS_PER_CLOCK: Final = 8
 
 
 class Polling:
@@ -208,7 +208,7 @@ class Polling:
                     moved = True
             except Exception as error:
                 operation.comm.crashed(error)
-            if not len(scan) % SOME and ticks() > deadline:
+            if not len(scan) % READERS_PER_CLOCK and ticks() > deadline:
                 break
         return moved or bool(scan) or self._has_news
 

@@ -19,7 +19,7 @@ __all__ = ["Receiver"]
 
 #: Kinds of messages that are processed even if their sender was declared dead: an agreement replies with its decision.
 #: A relayed message counts as sent by its origin.
-HEARD = frozenset({"shrink", "relay", "relayed"})
+PROCESSED_FROM_DEAD = frozenset({"shrink", "relay", "relayed"})
 
 
 class Receiver(NamedTuple):
@@ -72,7 +72,7 @@ class Receiver(NamedTuple):
             self.roster.on_own_death(detail, peer)
         elif kind == "died" and message["rank"] == peer:
             self.roster.on_rank_out(peer, message["detail"])
-        if kind not in HEARD and self.roster.is_ignored(peer):
+        if kind not in PROCESSED_FROM_DEAD and self.roster.is_ignored(peer):
             return
         if kind == "relay":
             self.control.tell(message["to"], {"t": "relayed", "from": peer, "note": message["note"]})
@@ -84,17 +84,17 @@ class Receiver(NamedTuple):
             self._finished(peer, message["moved"])
             if not direct:
                 self.control.departure.on_end(peer, message["linked"], message["moved"])
-            self.groups.ended(peer, () if direct else message["linked"], direct)
+            self.groups.on_rank_end(peer, () if direct else message["linked"], direct)
         elif kind == "ended":
             for rank, _, moved in message["ranks"]:
                 self._finished(rank, moved)
             self.control.remove_ranks([rank for rank, _, _ in message["ranks"]])
             for rank, linked, _ in message["ranks"]:
-                self.groups.ended(rank, linked)
+                self.groups.on_rank_end(rank, linked)
         elif kind == "known":
             self.control.departure.finish()
         elif kind == "bye":
-            self.groups.parted(peer, message, direct)
+            self.groups.on_goodbye(peer, message, direct)
         elif kind == "died":
             self._handle_died(peer, message)
         elif kind == "probe":
@@ -104,7 +104,7 @@ class Receiver(NamedTuple):
         elif kind == "waits":
             self.failure_detector.check_awaited()
         elif kind == "revoke":
-            self.groups.revoked(peer, message)
+            self.groups.on_revocation(peer, message)
         elif kind == "shrink":
             self.agreements.handle(peer, message)
         else:

@@ -26,8 +26,8 @@ class Alone:
         self.rank = rank
         self.world_size = world_size
         self.loop = asyncio.get_running_loop()
-        self.over: set[int] = set()
-        self.out: str | None = None
+        self.gone: set[int] = set()
+        self.own_death: str | None = None
         self.dead: dict[int, tuple[str, str]] = {}
         self.doubted: set[int] = set()
         self.groups: dict[int, Any] = {}

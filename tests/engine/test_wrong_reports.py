@@ -231,9 +231,9 @@ def test_a_lost_majority_ends_the_disregard_of_a_report() -> None:
         if pg.rank() == 0:
             roster.died(1, REASON, tell=False)
             roster.on_own_death("so says rank 1", 1)
-            assert roster.out is None
+            assert roster.own_death is None
             roster.died(2, REASON, tell=False)
-            assert roster.out == "so says rank 1"
+            assert roster.own_death == "so says rank 1"
         await asyncio.sleep(END - now())
 
     run_virtual(3, rank)

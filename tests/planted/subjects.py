@@ -106,7 +106,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (
                 "Endpoint.add",
                 "Channels.lost",
-                "Groups.ended",
+                "Groups.on_rank_end",
                 "Context.spawn",
                 "Roster.died",
                 "UnmadeGroups.keep_frame",

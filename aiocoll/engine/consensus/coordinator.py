@@ -116,7 +116,7 @@ class Coordinator:
         agreement = self._agreement
         if not self._votes or agreement.outcome is not None or agreement.promised != self._ballot:
             return
-        if agreement.parts.ranks.out is not None:
+        if agreement.parts.ranks.own_death is not None:
             return
         if self._proposal is not None:
             if self._may_decide(self._acks):

@@ -98,7 +98,7 @@ class Voter:
         return {
             rank
             for rank in self.ranks
-            if rank in self.assumed or (rank in ranks.over and rank not in suspected and rank not in self.moved)
+            if rank in self.assumed or (rank in ranks.gone and rank not in suspected and rank not in self.moved)
         }
 
     @property
@@ -162,7 +162,7 @@ class Voter:
                 self._reach_lost()
                 self._vote_as_candidate()
             outcome = await self._waiter
-            if (why := self.parts.ranks.out) is not None:
+            if (why := self.parts.ranks.own_death) is not None:
                 raise self._declared_dead_error(why)
             return outcome
         finally:
@@ -240,7 +240,7 @@ class Voter:
 
     def _vote_as_candidate(self) -> None:
         """Vote as a candidate: in the promised ballot, or in a new one of the lowest rank that may answer."""
-        if (why := self.parts.ranks.out) is not None:
+        if (why := self.parts.ranks.own_death) is not None:
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(self._declared_dead_error(why))
             return
@@ -387,7 +387,7 @@ class Voter:
         """Add the common fields to `message`: the group, and the ranks that are away by proof or by declaration."""
         ranks = self.parts.ranks
         # A rank that other ranks declared dead sends no notice of other deaths.
-        known = self.ranks if ranks.out is None else [self.rank]
+        known = self.ranks if ranks.own_death is None else [self.rank]
         dead = [(rank, why) for rank, (how, why) in ranks.dead.items() if how == "killed" and rank in known]
         assumed = sorted(self.assumed)
         about = {"t": "shrink", "g": self.group, "n": self.number, "ranks": list(self.ranks)}

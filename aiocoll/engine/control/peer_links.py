@@ -82,7 +82,7 @@ class PeerLinks:
 
     async def _dial(self, rank: int) -> None:
         context = self._context
-        lost = rank in self._ranks.over
+        lost = rank in self._ranks.gone
         try:
             async with asyncio.timeout(REACH if lost else None):
                 link = await context.connect(rank, ConnKind.CONTROL)

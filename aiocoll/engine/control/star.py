@@ -191,7 +191,7 @@ class ControlPlane:
         self._ranks.on_link_closed(peer)
         if self._receiver.refuse(peer, error, link):
             return
-        if peer in self._ranks.over:
+        if peer in self._ranks.gone:
             self.remove_rank(peer)
         self._detector.on_broken_link(peer, f"its control connection broke ({error or 'closed without a goodbye'})")
 

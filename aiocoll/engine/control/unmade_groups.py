@@ -20,7 +20,7 @@ from aiocoll.transport.frame import Header
 if TYPE_CHECKING:
     from aiocoll.engine.links.channel import Channel
 
-__all__ = ["Kept", "UnmadeGroup", "UnmadeGroups", "keep_message"]
+__all__ = ["BufferedFrame", "UnmadeGroup", "UnmadeGroups", "keep_message"]
 
 #: Maximum number of groups that one peer may name before this rank has made them. To reach it, a peer must be
 #: thousands of `split_group` calls ahead, and must have used, left or revoked each of these groups.
@@ -37,7 +37,7 @@ Key = tuple[int, str | None]
 
 
 #: A waiting frame: its channel, header and payload.
-Kept = tuple["Channel", Header, bytes]
+BufferedFrame = tuple["Channel", Header, bytes]
 
 
 class UnmadeGroup:
@@ -52,7 +52,7 @@ class UnmadeGroup:
     """
 
     def __init__(self) -> None:
-        self.frames: list[Kept] = []
+        self.frames: list[BufferedFrame] = []
         self.messages: list[tuple[int, ControlMessage]] = []
         self.causes: dict[Key, dict[str, Any]] = {}
         self.farewells: dict[Key, Farewells] = {}
@@ -65,21 +65,21 @@ class UnmadeGroup:
         found.messages = [(peer, message) for peer, message in self.messages if peer in members]
         self.frames = [kept for kept in self.frames if kept[0].peer not in members]
         self.messages = [(peer, message) for peer, message in self.messages if peer not in members]
-        found.causes = _taken(self.causes, name, members)
-        found.farewells = _taken(self.farewells, name, members)
+        found.causes = _pop_matching(self.causes, name, members)
+        found.farewells = _pop_matching(self.farewells, name, members)
         for peer in members:
-            others = {other for other in self.peers.pop(peer) if not _fits(name, other)}
+            others = {other for other in self.peers.pop(peer) if not _may_match(name, other)}
             if others:
                 self.peers[peer] = others
         return found
 
 
-def _taken(kept: dict[Key, T], name: str | None, members: Collection[int]) -> dict[Key, T]:
+def _pop_matching(kept: dict[Key, T], name: str | None, members: Collection[int]) -> dict[Key, T]:
     """Remove and return the entries about the group of this name and these ranks."""
-    return {key: kept.pop(key) for key in list(kept) if key[0] in members and _fits(name, key[1])}
+    return {key: kept.pop(key) for key in list(kept) if key[0] in members and _may_match(name, key[1])}
 
 
-def _fits(name: str | None, other: str | None) -> bool:
+def _may_match(name: str | None, other: str | None) -> bool:
     """Return whether two names may belong to one group; None is an unknown name."""
     return name == other or None in (name, other)
 

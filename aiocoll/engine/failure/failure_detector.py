@@ -178,7 +178,7 @@ class FailureDetector:
             try:
                 return await self._context.connect(rank, kind)
             except PeerLostError:
-                if rank in self._roster.over or not self.is_known_alive(rank):
+                if rank in self._roster.gone or not self.is_known_alive(rank):
                     raise
             await self._context.runtime.sleep(CONNECT_AGAIN)
 
@@ -188,7 +188,7 @@ class FailureDetector:
         """Handle a broken connection to a rank: its process has ended, or it cannot be reached."""
         if self._context.closed:
             return
-        if rank in self._roster.over:
+        if rank in self._roster.gone:
             self.confirm_death(rank)
         elif self._is_visible(rank):
             self._check_until(rank, self._context.runtime.time() + GRACE, cut=True)

@@ -60,7 +60,7 @@ class Refusals:
             words = f"rank {self._context.rank} could not handle a message of rank {peer}: {error!r}"
         detail = fitting(words)
         links = [*([] if link is None else [link]), *self._control.detach(peer), *self._cut(peer)]
-        if peer in self._roster.over and peer not in self._roster.dead:
+        if peer in self._roster.gone and peer not in self._roster.dead:
             self._ended(peer)
         else:
             self._roster.died(peer, detail, how=PROTOCOL)

@@ -48,7 +48,7 @@ class Roster:
     Attributes:
         dead: how each lost rank was lost ("killed" if its death is proven), and the evidence. This rank itself is
             included if other ranks declared it dead.
-        over: ranks that have ended or are lost. A broken connection to one of them reveals nothing new.
+        gone: ranks that have ended or are lost. A broken connection to one of them reveals nothing new.
         changed: see `connect`.
     """
 
@@ -62,7 +62,7 @@ class Roster:
         self._control = control
         self._groups = groups
         self.dead: dict[int, tuple[str, str]] = {}
-        self.over: set[int] = set()
+        self.gone: set[int] = set()
         self._doubts: dict[int, asyncio.TimerHandle] = {}
         #: Disregarded notices of this rank's own death, by sender.
         self._disregarded: dict[int, str] = {}
@@ -86,7 +86,7 @@ class Roster:
         self._data_links, self._is_majority = data_links, is_majority
 
     @property
-    def out(self) -> str | None:
+    def own_death(self) -> str | None:
         """Return the reason why other ranks declared this rank dead; None if they did not."""
         return self.dead.get(self._context.rank, ("", None))[1]
 
@@ -106,7 +106,7 @@ class Roster:
 
     def notice(self, rank: int) -> ControlMessage | None:
         """Return the notice for a rank declared dead; None for other ranks, or if this rank itself is out."""
-        if self.out is not None or not self.is_ignored(rank):
+        if self.own_death is not None or not self.is_ignored(rank):
             return None
         return {"t": "died", "rank": rank, "detail": self.dead[rank][1], "how": "killed"}
 
@@ -127,7 +127,7 @@ class Roster:
         """Record a death reported by the program or its launcher. If the rank lives, it receives a notice."""
         if rank == self._context.rank:
             self.on_own_death(detail, rank)
-        elif self.out is None:
+        elif self.own_death is None:
             self._record(rank, detail, "killed", tell=True, witnessed=False)
 
     def _record(self, rank: int, detail: str, how: str, tell: bool, witnessed: bool) -> None:
@@ -135,12 +135,12 @@ class Roster:
         if context.closed or rank == context.rank:
             return
         context.transport.catch_up()
-        known = rank in self.over
+        known = rank in self.gone
         if known and (rank not in self.suspected or how != "killed"):
             if witnessed and how == "killed" and not self._is_linked(rank):
                 self._end_doubt(rank)
             return
-        if how == "killed" and self.out is None:
+        if how == "killed" and self.own_death is None:
             note = {"t": "died", "rank": rank, "detail": detail, "how": how}
             self._control.tell(rank, note)
             self._data_links.notify(rank, note)
@@ -148,7 +148,7 @@ class Roster:
             if self._is_linked(rank) or not (witnessed or known):
                 self._doubts[rank] = context.runtime.call_later(DOUBT, self._end_doubt, rank)
         self._record_lost(rank, detail, how)
-        if tell and self.out is None:
+        if tell and self.own_death is None:
             message = {"t": "died", "rank": rank, "detail": detail, "how": how}
             self._control.flood(message, range(context.world_size))
         if not known:
@@ -176,7 +176,7 @@ class Roster:
     def on_own_death(self, detail: str, sender: int) -> None:
         """Handle a notice from `sender` that declares this rank dead: all groups of this rank fail."""
         context = self._context
-        if context.closed or self.out is not None:
+        if context.closed or self.own_death is not None:
             return
         if self.is_ignored(sender) and self._has_majority():
             if sender in self._doubts:
@@ -193,7 +193,7 @@ class Roster:
     def _has_majority(self) -> bool:
         """Return whether the remaining ranks are a majority of the job."""
         job = range(self._context.world_size)
-        return self._is_majority([rank for rank in job if rank not in self.over], job)
+        return self._is_majority([rank for rank in job if rank not in self.gone], job)
 
     def _review_disregarded(self) -> None:
         """Accept disregarded notices of this rank's death once the majority is lost."""
@@ -207,7 +207,7 @@ class Roster:
 
     def on_connection_broken(self, rank: int) -> None:
         """Handle a broken connection to a living process: groups with both ranks fail, for the same reason."""
-        if self._context.closed or rank in self.over:
+        if self._context.closed or rank in self.gone:
             return
         self._context.transport.catch_up()
         self._record_lost(rank, "its connection broke, though its process lives", "unreachable")
@@ -216,7 +216,7 @@ class Roster:
                 group.torn(rank)
 
     def _record_lost(self, rank: int, detail: str, how: str) -> None:
-        self.over.add(rank)
+        self.gone.add(rank)
         self.dead[rank] = how, detail
         self._control.remove_rank(rank)
         self._control.fail_join(rank, detail)
@@ -229,14 +229,14 @@ class Roster:
         if self._context.closed or self.dead.get(rank, ("", ""))[0] not in ("unreachable", "stopped"):
             return
         del self.dead[rank]
-        self.over.discard(rank)
+        self.gone.discard(rank)
         self._data_links.renew(rank)
         self._control.restore_rank(rank)
         self.changed()
 
     def record_end(self, rank: int) -> None:
         """Record that a rank has ended in order."""
-        self.over.add(rank)
+        self.gone.add(rank)
         if rank in self.suspected:
             del self.dead[rank]
         self._review_disregarded()

@@ -166,7 +166,7 @@ class Channel:
 
     def open(self) -> None:
         """Open the link, if there is none."""
-        if self.link is None and self.peer not in self._owner.over:
+        if self.link is None and self.peer not in self._owner.gone:
             self._owner.dial(self)
 
     def pump(self) -> None:
