@@ -1,4 +1,4 @@
-"""Stray posts: slots that no operation reads, because the calls of two ranks do not match.
+"""Stray posts: slots and chunks that no operation reads, because the calls of two ranks do not match.
 
 A frame is compared with this rank's own call on arrival. But only an operation that expects a post reads a slot. A rank
 that has made a different call does not read it, and the rank that posted may have finished. So `AFTER` seconds after a
@@ -39,7 +39,7 @@ class StrayPosts:
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator]) -> None:
         self.outboxes: tuple[tuple[int, PeerOutbox], ...] = ()
         self.links: tuple[tuple[int, SharedMemoryLink], ...] = ()
-        # By rank, the number of the next chunk at the last look.
+        # By rank, the number of the next chunk at the last check.
         self._heads: dict[int, int] = {}
         self._runtime = runtime
         self._groups = groups
@@ -56,7 +56,7 @@ class StrayPosts:
         unread = [(rank, post) for rank, outbox in self.outboxes for post in outbox.unread()]
         heads = {rank: head for rank, link in self.links if (head := link.chunks.head()) is not None}
         for rank, (number, chunk) in heads.items():
-            if self._heads.get(rank) == number:  # else its operation may be reading
+            if self._heads.get(rank) == number:  # otherwise its operation may be reading it
                 unread.append((rank, chunk))
         self._heads = {rank: number for rank, (number, _) in heads.items()}
         for rank, (op, identity, fingerprint) in unread:
@@ -65,7 +65,7 @@ class StrayPosts:
                     _compare(group, rank, op, fingerprint)
                 except Exception as error:
                     group.crashed(error)
-        if unread or heads:  # they may be early: this rank is still to make its call
+        if unread or heads:  # they may be early: this rank may still make the matching call
             self.watch()
 
 
