@@ -186,7 +186,7 @@ class Hosts:
             watches = endpoint.control.hub in (endpoint.rank, ranks.get(process))
             if process in ranks and other not in self.stopped | self.killed and watches and not endpoint.context.closed:
                 how = "stopped" if self.hosts[process] == self.hosts[other] else "unreachable"
-                endpoint.failure_detector._lost(ranks[process], how, SILENCE)
+                endpoint.failure_detector._on_lost(ranks[process], how, SILENCE)
         asyncio.get_running_loop().call_later(SILENCE, self._still_stopped, process)
 
     @contextmanager
