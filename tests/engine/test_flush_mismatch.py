@@ -195,7 +195,7 @@ def test_a_long_list_is_told_as_far_as_there_is_room() -> None:
     assert len(repr(one)) < 2 * ROOM
     assert one["members"]["told"] < 5000
     text = str(mismatch("g", one, two))
-    assert re.search(r"member \d+ is ONE OF WHAT FOLLOWS\(\) on rank 0, ONE OF", text)
+    assert re.search(r"member \d+ is ONE OF THE FOLLOWING\(\) on rank 0, ONE OF", text)
     assert "and 4997 more" in text
     assert "the messages they exchange" in str(mismatch("g", one, told(1, *first)))
 
