@@ -1,5 +1,7 @@
-/* The journal of a group: the record of a call that has ended well, and its counters, in the arrays that
-   aiocoll/engine/journal.py describes. What is not known yet (a row, a longer ring) is asked of it. */
+/* Journal of a group: records and counters of successful calls, in the arrays described in
+   aiocoll/engine/journal.py.
+
+   If a value is unknown here (a row, a longer ring), the Python journal provides it. */
 #include "accelerator.h"
 
 #include <math.h>
@@ -15,7 +17,7 @@ enum {
     WAITED = 1,
     ROW = BUCKET + BUCKETS
 };
-enum { COUNT = 0, GENERATION = 1, SIZE = 2 }; /* of a table's state */
+enum { COUNT = 0, GENERATION = 1, SIZE = 2 }; /* indices of a table's state */
 
 typedef struct {
     uint64_t identity;
@@ -37,7 +39,7 @@ static int view_attribute(PyObject *object, const char *name, Py_buffer *view, i
     return failed;
 }
 
-/* Look again where the rows of a table are, if its memory has been replaced. */
+/* Update the view of a table, if its memory has been replaced. */
 static int refresh(PyObject *owner, const char *name, Py_buffer *memory, const Py_buffer *state, int64_t *generation) {
     if (state_of(state, GENERATION) == *generation) return 0;
     PyObject *table = PyObject_GetAttrString(owner, name);
@@ -70,7 +72,7 @@ int journal_open(JournalView *view, PyObject *journal, int size) {
     int fits = view->due.len >= (Py_ssize_t)sizeof(double) && PyList_Check(view->objects);
     for (int i = 0; i < 3; i++) fits = fits && states[i]->len >= (SIZE + 1) * (Py_ssize_t)sizeof(int64_t);
     if (!fits || state_of(&view->ring_state, SIZE) < 1)
-        return PyErr_SetString(PyExc_ValueError, "there is no such journal"), -1;
+        return PyErr_SetString(PyExc_ValueError, "the journal has an invalid layout"), -1;
     PyObject *counts = PyObject_GetAttrString(journal, "counts");
     if (!counts) return -1;
     view->counts = PyObject_IsTrue(counts);
@@ -92,7 +94,7 @@ void journal_close(JournalView *view) {
 }
 
 static int no_room(void) {
-    PyErr_SetString(PyExc_RuntimeError, "the journal has less room than it says");
+    PyErr_SetString(PyExc_RuntimeError, "the journal has less room than its state declares");
     return -1;
 }
 
@@ -122,7 +124,7 @@ static int write_record(JournalView *view, Handle *call, double now) {
     return 0;
 }
 
-/* Find the row of counters of calls alike. */
+/* Find the row of counters for calls with the same plan and shape. */
 static int learn(Calls *calls, Handle *call) {
     Steps *steps = call->steps;
     PyObject *found = PyObject_CallMethod(calls->journal.journal, "row_of_plan", "OO", steps->plan, call->shape);
