@@ -93,7 +93,7 @@ async def elastic(
     if max_mends is not None and max_mends < 0:
         raise ValueError(f"max_mends={max_mends}: must not be negative")
     made = new_group(**given)
-    mending = _Mending(await _first(made), state, size, wait, begun=not made.newcomer)
+    mending = _Mending(await _join_first_group(made), state, size, wait, begun=not made.newcomer)
     try:
         failure = await mending.begin()
         while True:
@@ -115,7 +115,7 @@ async def elastic(
         await mending.pg.shutdown()
 
 
-async def _first(made: new_group) -> ProcessGroup:
+async def _join_first_group(made: new_group) -> ProcessGroup:
     """Join the first group. A newcomer retries if the group fails while it joins."""
     clock = Runtime.of(running_loop()).time
     end = clock() + made.timeout
@@ -142,11 +142,11 @@ class _Mending:
         self.pg = pg
         self.mends = 0
         self.step = "starting"
-        self._begun = begun
+        self._has_started = begun
         self._state = state
         self._size = pg.size() if size is None else size
         self._wait = wait
-        self._looking: asyncio.Task[None] | None = None
+        self._newcomer_task: asyncio.Task[None] | None = None
 
     @property
     def failure(self) -> GroupError | None:
@@ -156,7 +156,7 @@ class _Mending:
 
     async def begin(self) -> GroupError | None:
         """Start with the current group, and return its failure, if any."""
-        return await self._unless_failed(self._start())
+        return await self._catch_failure(self._start())
 
     async def mend(self) -> GroupError | None:
         """Make a group of the living ranks and newcomers, and return its failure, if any."""
@@ -164,7 +164,7 @@ class _Mending:
         self.mends += 1
         self.step = "waiting for all living ranks to call shrink()"
         await self._change_to(await self.pg.shrink())
-        return await self._unless_failed(self._grow())
+        return await self._catch_failure(self._grow())
 
     def give_up(self, reason: str) -> CollectiveTimeoutError:
         """Abort the group, so that the other ranks stop waiting, too, and return the error to raise."""
@@ -173,7 +173,7 @@ class _Mending:
         pg.abort(text)
         return CollectiveTimeoutError(text, group=pg.group_name)
 
-    async def _unless_failed(self, doing: Awaitable[None]) -> GroupError | None:
+    async def _catch_failure(self, doing: Awaitable[None]) -> GroupError | None:
         try:
             await doing
         except GroupError as error:
@@ -184,21 +184,21 @@ class _Mending:
 
     def end(self) -> None:
         """Stop looking for newcomers."""
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+        if self._newcomer_task is not None:
+            self._newcomer_task.cancel()
+            self._newcomer_task = None
 
-    async def _look(self, pg: ProcessGroup) -> None:
+    async def _await_newcomers(self, pg: ProcessGroup) -> None:
         with contextlib.suppress(StoreError):
             await parts_of(pg).reconfigurer.await_newcomer()
             pg.abort("newcomers are waiting to join")
 
     async def _start(self) -> None:
-        await self._share(await self._agree())
+        await self._share_state(await self._agree_on_progress())
 
     async def _grow(self) -> None:
         """Admit newcomers in rounds, so that a newcomer that dies delays only one round, and start with the group."""
-        root = await self._agree()
+        root = await self._agree_on_progress()
         for number in count(1):
             missing = self._size - self.pg.size()
             if missing <= 0:
@@ -208,7 +208,7 @@ class _Mending:
             try:
                 grown = await parts_of(self.pg).reconfigurer.take_in(missing, 1 if last else missing, come, ROUND)
                 await self._change_to(grown)
-                root = await self._agree()  # newcomers do the same
+                root = await self._agree_on_progress()  # newcomers do the same
             except RendezvousError:  # no newcomers have arrived
                 if self.failure is not None:
                     raise self.failure from None
@@ -226,14 +226,14 @@ class _Mending:
                 break
             if last:
                 break
-        await self._share(root)
+        await self._share_state(root)
 
-    async def _agree(self) -> int:
+    async def _agree_on_progress(self) -> int:
         """Return the first rank that has been in an earlier group, and adopt its numbers."""
         pg = self.pg
         self.step = "comparing progress with the other ranks"
-        told = await pg.allgather_object((self._begun, self._size, self.mends))
-        for rank, (begun, size, mends) in enumerate(told):
+        received = await pg.allgather_object((self._has_started, self._size, self.mends))
+        for rank, (begun, size, mends) in enumerate(received):
             if begun:
                 self._size, self.mends = size, mends
                 return rank
@@ -242,7 +242,7 @@ class _Mending:
             group=pg.group_name,
         )
 
-    async def _share(self, root: int) -> None:
+    async def _share_state(self, root: int) -> None:
         """Receive the state of a rank, and look for newcomers if some are missing."""
         state, pg = self._state, self.pg
         self.step = f"receiving the state of rank {root}"
@@ -255,10 +255,10 @@ class _Mending:
             )
         if state is not None and arrays is not None:
             state.update(await self._receive(state, arrays, root))
-        self._begun = True
+        self._has_started = True
         say_elastic()
         if pg.rank() == 0 and pg.size() < self._size:
-            self._looking = running_loop().create_task(self._look(pg), name="aiocoll newcomers")
+            self._newcomer_task = running_loop().create_task(self._await_newcomers(pg), name="aiocoll newcomers")
 
     async def _receive(self, state: MutableMapping[str, Any], names: list[str], root: int) -> dict[str, Any]:
         """Return the state of rank `root`.
@@ -266,12 +266,12 @@ class _Mending:
         If this rank's state may still be needed, it stays intact until all data has arrived.
         """
         pg = self.pg
-        told = await pg.broadcast_object({name: value for name, value in state.items() if name not in names}, root)
-        kept = self._begun and pg.rank() != root
+        received = await pg.broadcast_object({name: value for name, value in state.items() if name not in names}, root)
+        kept = self._has_started and pg.rank() != root
         into = {name: empty_like(view(state[name], name=name)) if kept else state[name] for name in names}
         works = {name: pg.broadcast(array, root) for name, array in into.items()}
         arrays = {name: await work for name, work in works.items()}
-        return told | ({name: overwrite(state[name], array) for name, array in arrays.items()} if kept else arrays)
+        return received | ({name: overwrite(state[name], array) for name, array in arrays.items()} if kept else arrays)
 
     async def _change_to(self, pg: ProcessGroup) -> None:
         old, self.pg = self.pg, pg

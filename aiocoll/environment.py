@@ -1,7 +1,7 @@
 """Secrets in environment variables, which are read once, then erased.
 
-Linux shows the initial environment of a process in ``/proc/PID/environ`` during the life of the process, even after
-changes of `os.environ`, because it reads the memory block that the kernel filled at the start.
+Linux shows the initial environment of a process in ``/proc/PID/environ`` as long as the process lives. Changes of
+`os.environ` have no effect there, because Linux reads the memory block that the kernel filled at the start.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def take(environ: MutableMapping[str, str], name: str) -> str | None:
     """
     value = environ.pop(name, None)
     if value is not None and environ is os.environ:
-        _forget(os.fsencode(name))
+        _overwrite(os.fsencode(name))
     return value
 
 
-def _forget(name: bytes) -> None:
+def _overwrite(name: bytes) -> None:
     """Overwrite the bytes of a variable in the initial memory block. Other variables keep their positions."""
     try:
         with open("/proc/self/stat", "rb") as stat:

@@ -93,7 +93,7 @@ class Hooks:
     """
 
     def __init__(self, group: str, rank: int, on_change: Callable[[], None]) -> None:
-        self.active = list(_everywhere.values())
+        self.active = list(_global_hooks.values())
         self.started: dict[Any, tuple[Hook, ...]] = {}
         self.calling = ""
         self._group = group
@@ -116,7 +116,7 @@ class Hooks:
 
     def refresh(self) -> None:
         """Update the active hooks after hooks were added or removed."""
-        self.active[:] = {**_everywhere, **self._own}.values()
+        self.active[:] = {**_global_hooks, **self._own}.values()
         self._on_change()
 
     def start(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
@@ -158,12 +158,12 @@ class Hooks:
             extra={"group": self._group, "rank": self._rank},
         )
         self._own.pop(id(hook), None)
-        _everywhere.pop(id(hook), None)
+        _global_hooks.pop(id(hook), None)
         _refresh_all()
 
 
 #: Hooks for all groups, by identity.
-_everywhere: dict[int, Hook] = {}
+_global_hooks: dict[int, Hook] = {}
 _groups: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
@@ -180,11 +180,11 @@ def add_hook(hook: Hook) -> HookHandle:
         TypeError: the object has neither method.
     """
     _check(hook)
-    _everywhere[id(hook)] = hook
+    _global_hooks[id(hook)] = hook
     _refresh_all()
 
     def remove() -> None:
-        _everywhere.pop(id(hook), None)
+        _global_hooks.pop(id(hook), None)
         _refresh_all()
 
     return HookHandle(remove)

@@ -18,7 +18,7 @@ __all__ = ["Repeats", "logger"]
 #: Seconds from the first warning of a kind to the next one that is logged. Later intervals are ten times as long each.
 _AGAIN: Final = 10.0
 #: Number of kinds of warnings that are remembered. The oldest are forgotten.
-_KEPT: Final = 256
+_MAX_KINDS: Final = 256
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
@@ -59,7 +59,7 @@ class Repeats:
         due, interval, left_out = self._kinds.pop(kind, (now, _AGAIN / 10, 0))
         is_due = now >= due
         self._kinds[kind] = (now + 10 * interval, 10 * interval, 0) if is_due else (due, interval, left_out + 1)
-        if len(self._kinds) > _KEPT:
+        if len(self._kinds) > _MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if not is_due:
             return None

@@ -145,7 +145,7 @@ def open_pidfd(process: ProcessId) -> PidFd | None:
     except (OSError, AttributeError):  # this Python was built for a kernel without pidfd_open
         return None
     # Checked after the open: the number may have been assigned to another process before, but not back to this one.
-    if _letter(process) in (None, _OTHER):
+    if _read_state_letter(process) in (None, _OTHER):
         pidfd.close()
         return None
     return pidfd
@@ -189,12 +189,12 @@ def state(process: ProcessId | None, pidfd: PidFd | None = None) -> str:
         return GONE
     if process is None or not _is_visible(process):
         return UNKNOWN if ended is None else _ALIVE
-    letter = _letter(process)
+    letter = _read_state_letter(process)
     found = UNKNOWN if letter is None else _STATES.get(letter, _ALIVE)
     if found in (GONE, UNKNOWN):
         if ended is False:
             return _ALIVE
-        proven = (found == GONE and _proc_is_own()) or _has_no_process(process.pid)
+        proven = (found == GONE and _is_own_proc()) or _has_no_process(process.pid)
         return GONE if proven else UNKNOWN
     return found
 
@@ -219,7 +219,7 @@ def _namespace() -> int:
     return pids << 16 ^ times
 
 
-def _letter(process: ProcessId) -> str | None:
+def _read_state_letter(process: ProcessId) -> str | None:
     """Return the state letter of a process, as in proc(5), or `_OTHER`; None if it cannot be read."""
     try:
         fields = _fields(str(process.pid))
@@ -242,7 +242,7 @@ def _has_no_process(pid: int) -> bool:
     return False
 
 
-def _proc_is_own() -> bool:
+def _is_own_proc() -> bool:
     """Return whether /proc shows the PID namespace of this process, since that of another one may be mounted there."""
     try:
         with open("/proc/self/status", "rb") as file:

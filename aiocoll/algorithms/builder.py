@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 from aiocoll.algorithms.program import Action, Program, Region, Verb
 
-__all__ = ["Builder", "Deps", "chunks", "reduced_alone"]
+__all__ = ["Builder", "Deps", "chunks", "single_rank_reduction"]
 
 Deps: TypeAlias = tuple[int, ...]
 """Indices of actions."""
 
-_NOTHING = Region(0, 0, 0)
+_EMPTY = Region(0, 0, 0)
 
 
 def chunks(count: int, parts: int, buffer: int = 0) -> list[Region]:
@@ -91,11 +91,11 @@ class Builder:
     def signal(self, peer: int, after: Deps = ()) -> Deps:
         """Send a message without elements."""
         step = _next(self._sent, peer)
-        return self._add(Action(Verb.SEND, _NOTHING, peer, step, (), True, False, after))
+        return self._add(Action(Verb.SEND, _EMPTY, peer, step, (), True, False, after))
 
     def await_signal(self, peer: int) -> Deps:
         """Receive a message without elements."""
-        return self._add(Action(Verb.RECV, _NOTHING, peer, _next(self._received, peer)))
+        return self._add(Action(Verb.RECV, _EMPTY, peer, _next(self._received, peer)))
 
     def program(self, algorithm: str) -> Program:
         """Return the finished program."""
@@ -106,7 +106,7 @@ class Builder:
         return (len(self._actions) - 1,)
 
 
-def reduced_alone(region: Region, source: Region, buffers: int = 1) -> Program:
+def single_rank_reduction(region: Region, source: Region, buffers: int = 1) -> Program:
     """Return the program of a reduction over one rank: its own input, finalized by the op."""
     build = Builder(buffers)
     build.fold(region, (source,))

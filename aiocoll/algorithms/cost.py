@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from aiocoll.algorithms.load import Load, in_a_row, seconds_of
+from aiocoll.algorithms.load import Load, seconds_of, streaming_seconds_of
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.select import find
 from aiocoll.algorithms.spec import spec_of
@@ -72,7 +72,7 @@ def predict(algorithm: str, kind: str, nbytes: int, world_size: int, machine: Ma
     algorithm = _program(kind, algorithm)
     load = cost(algorithm, kind, nbytes, world_size)
     if algorithm == "ring":
-        return in_a_row(load, machine)
+        return streaming_seconds_of(load, machine)
     _, _, beta, gamma = machine
     seconds = seconds_of(load, machine)
     if algorithm == "exchange":

@@ -14,31 +14,31 @@ from aiocoll.algorithms.machine import PIECE, Machine
 __all__ = [
     "Formula",
     "Load",
-    "around",
+    "all_to_all_fold",
     "binomial",
     "bruck",
     "central",
+    "chain",
     "circulant_allreduce",
     "dissemination",
-    "everybody_folds",
     "exscan_fold",
     "fan_in",
     "gather",
-    "in_a_row",
     "knomial",
-    "line",
     "linear_broadcast",
     "log2",
-    "once",
+    "one_step",
     "oneshot",
     "pairwise_allreduce",
     "pairwise_reduce",
     "report",
     "ring_allreduce",
+    "ring_steps",
     "scan_fold",
     "scatter",
     "seconds_of",
     "shares",
+    "streaming_seconds_of",
 ]
 
 
@@ -70,7 +70,7 @@ def seconds_of(load: Load, machine: Machine) -> float:
     return load.worked * gamma + load.steps * alpha + max(crowd * overhead, max(load.sent, load.received) * beta)
 
 
-def in_a_row(load: Load, machine: Machine) -> float:
+def streaming_seconds_of(load: Load, machine: Machine) -> float:
     """Return the approximate duration of `load` in seconds, if each step forwards data while it arrives."""
     alpha, _, beta, gamma = machine
     # A step ends when its chunk has been forwarded. The next step begins with the first piece of the chunk.
@@ -78,12 +78,12 @@ def in_a_row(load: Load, machine: Machine) -> float:
     return load.worked * gamma + load.steps * max(alpha + min(chunk, PIECE) * beta, chunk * beta)
 
 
-def once(world_size: int) -> int:
+def one_step(world_size: int) -> int:
     """Return the number of steps of a one-step algorithm."""
     return 1
 
 
-def around(world_size: int) -> int:
+def ring_steps(world_size: int) -> int:
     """Return the number of steps of one round of a ring."""
     return world_size - 1
 
@@ -97,7 +97,7 @@ def _share(nbytes: int, world_size: int) -> int:
     return nbytes * (world_size - 1) // world_size
 
 
-def everybody_folds(nbytes: int, world_size: int) -> Load:
+def all_to_all_fold(nbytes: int, world_size: int) -> Load:
     """Return the load if every rank sends its tensor to every rank, and each rank reduces all tensors."""
     others = world_size - 1
     return Load(1, others, others, nbytes * others, nbytes * others, nbytes * others)
@@ -108,7 +108,7 @@ def scan_fold(nbytes: int, world_size: int) -> Load:
 
     The last rank folds all tensors.
     """
-    return everybody_folds(nbytes, world_size)._replace(sends=0)
+    return all_to_all_fold(nbytes, world_size)._replace(sends=0)
 
 
 def exscan_fold(nbytes: int, world_size: int) -> Load:
@@ -187,7 +187,7 @@ def shares(
     return formula
 
 
-def line(worked: Callable[[int], int]) -> Formula:
+def chain(worked: Callable[[int], int]) -> Formula:
     """Return the formula of a chain, in which the tensor passes through p-2 inner ranks."""
 
     def formula(nbytes: int, world_size: int) -> Load:

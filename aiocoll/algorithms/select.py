@@ -186,38 +186,38 @@ class Lanes(NamedTuple):
 
 ALGORITHMS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     {
-        ("allreduce", "exchange"): Algorithm(direct.exchange, load.everybody_folds),
-        ("allreduce", "oneround"): Algorithm(direct.allreduce, load.everybody_folds),
+        ("allreduce", "exchange"): Algorithm(direct.exchange, load.all_to_all_fold),
+        ("allreduce", "oneround"): Algorithm(direct.allreduce, load.all_to_all_fold),
         ("allreduce", "bruck"): Algorithm(circulant.bruck, load.bruck),
         ("allreduce", "circulant"): Algorithm(circulant.allreduce, load.circulant_allreduce),
         ("allreduce", "ring"): Algorithm(ring.allreduce, load.ring_allreduce),
         ("allreduce", "pairwise"): Algorithm(pairwise.allreduce, load.pairwise_allreduce),
         ("reduce", "linear"): Algorithm(direct.reduce, load.fan_in),
         ("reduce", "binomial"): Algorithm(tree.reduce, load.binomial),
-        ("reduce", "chain"): Algorithm(chain.reduce, load.line(lambda _: 1)),
+        ("reduce", "chain"): Algorithm(chain.reduce, load.chain(lambda _: 1)),
         ("reduce", "pairwise"): Algorithm(pairwise.reduce, load.pairwise_reduce),
-        ("reduce_scatter", "pairwise"): Algorithm(pairwise.reduce_scatter, load.shares(load.once, reduced=True)),
+        ("reduce_scatter", "pairwise"): Algorithm(pairwise.reduce_scatter, load.shares(load.one_step, reduced=True)),
         ("reduce_scatter", "circulant"): Algorithm(
             circulant.reduce_scatter, load.shares(load.log2, reduced=True, all_copied=True)
         ),
-        ("reduce_scatter", "ring"): Algorithm(ring.reduce_scatter, load.shares(load.around, reduced=True)),
-        ("allgather", "direct"): Algorithm(direct.allgather, load.shares(load.once, own_copied=True)),
+        ("reduce_scatter", "ring"): Algorithm(ring.reduce_scatter, load.shares(load.ring_steps, reduced=True)),
+        ("allgather", "direct"): Algorithm(direct.allgather, load.shares(load.one_step, own_copied=True)),
         ("allgather", "circulant"): Algorithm(
             circulant.allgather, load.shares(load.log2, all_copied=True, own_copied=True)
         ),
-        ("allgather", "ring"): Algorithm(ring.allgather, load.shares(load.around, own_copied=True)),
+        ("allgather", "ring"): Algorithm(ring.allgather, load.shares(load.ring_steps, own_copied=True)),
         ("broadcast", "linear"): Algorithm(direct.broadcast, load.linear_broadcast),
         ("broadcast", "knomial"): Algorithm(tree.broadcast, load.knomial),
-        ("broadcast", "chain"): Algorithm(chain.broadcast, load.line(lambda _: 0)),
+        ("broadcast", "chain"): Algorithm(chain.broadcast, load.chain(lambda _: 0)),
         ("gather", "linear"): Algorithm(direct.gather, load.gather),
         ("scatter", "linear"): Algorithm(direct.scatter, load.scatter),
-        ("alltoall", "pairwise"): Algorithm(pairwise.alltoall, load.shares(load.once, own_copied=True)),
+        ("alltoall", "pairwise"): Algorithm(pairwise.alltoall, load.shares(load.one_step, own_copied=True)),
         ("barrier", "dissemination"): Algorithm(circulant.barrier, load.dissemination),
         ("monitored_barrier", "linear"): Algorithm(direct.barrier, load.report),
         ("scan", "fold"): Algorithm(scan.scan_fold, load.scan_fold),
-        ("scan", "chain"): Algorithm(scan.scan_chain, load.line(lambda _: 1)),
+        ("scan", "chain"): Algorithm(scan.scan_chain, load.chain(lambda _: 1)),
         ("exscan", "fold"): Algorithm(scan.exscan_fold, load.exscan_fold),
-        ("exscan", "chain"): Algorithm(scan.exscan_chain, load.line(lambda world_size: 2 if world_size > 2 else 0)),
+        ("exscan", "chain"): Algorithm(scan.exscan_chain, load.chain(lambda world_size: 2 if world_size > 2 else 0)),
     }
 )
 
@@ -228,8 +228,8 @@ IN_SLOTS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
         ("allreduce", "central"): Algorithm(direct.central, load.central),
         ("barrier", "oneshot"): Algorithm(direct.barrier_oneround, load.oneshot),
         ("barrier", "central"): Algorithm(direct.barrier, load.central),
-        ("allgather", "oneshot"): Algorithm(direct.allgather, load.shares(load.once, own_copied=True)),
-        ("reduce_scatter", "oneshot"): Algorithm(pairwise.reduce_scatter, load.shares(load.once, reduced=True)),
+        ("allgather", "oneshot"): Algorithm(direct.allgather, load.shares(load.one_step, own_copied=True)),
+        ("reduce_scatter", "oneshot"): Algorithm(pairwise.reduce_scatter, load.shares(load.one_step, reduced=True)),
         ("broadcast", "oneshot"): Algorithm(direct.broadcast, load.linear_broadcast),
         ("reduce", "oneshot"): Algorithm(direct.reduce, load.fan_in),
         ("scan", "oneshot"): Algorithm(scan.scan_fold, load.scan_fold),

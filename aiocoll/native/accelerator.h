@@ -227,7 +227,7 @@ typedef struct Calls {
     uint64_t group, epoch;
     uint64_t asked; /* number of calls to Python functions that may have changed the state */
     uint32_t shift;
-    int rank, size, is_crowded, is_beside, watches;
+    int rank, size, is_crowded, shares_core, watches;
     unsigned long thread, forks; /* forks: number of forks of this process when the group was made */
     double spin;
     Py_buffer turn, armed, gate; /* turn: time of the loop's last iteration; armed: whether the timer of `watch` runs */
@@ -312,7 +312,7 @@ int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group);
 int queue_is_ready(PeerLanes *peer);
 int attend(PeerLanes *peer);
 void wake(PeerLanes *peer);
-int is_beside(PeerLanes *peer);
+int shares_core(PeerLanes *peer);
 void note_core(PeerLanes *peer);
 void pin(PeerLanes *peer);
 void unpin(PeerLanes *peer);
@@ -371,7 +371,7 @@ PyObject *Calls_lists(Calls *calls, PyObject *const *args, Py_ssize_t count);
 PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count);
 PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count);
 PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count);
-void forget(Known *known);
+void clear_known(Known *known);
 Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
               PyObject *key, PyObject **taken);
 int watch(Calls *calls);

@@ -193,7 +193,7 @@ static void leave_group(Calls *self) {
         DROP(call);
     }
     for (int i = 0; i < self->size && self->peers; i++) Py_CLEAR(self->peers[i]);
-    for (int i = 0; i < KNOWN + WAYS - 1; i++) forget(self->known + i);
+    for (int i = 0; i < KNOWN + WAYS - 1; i++) clear_known(self->known + i);
     for (int i = 0; i < SITES; i++) Py_CLEAR(self->sites[i].code);
     journal_close(&self->journal);
     for (size_t i = 0; i < COUNT_OF(OF_GROUP); i++) Py_CLEAR(*place_of(self, OF_GROUP[i]));

@@ -286,7 +286,7 @@ static int Iteration_traverse(Iteration *self, visitproc visit, void *arg) {
 }
 
 /* Handle the cancellation or deletion of an await: remove its future from the work. */
-static void leave(Iteration *self) {
+static void remove_future(Iteration *self) {
     Handle *work = self->work;
     PyObject *future = self->future, *type, *value, *traceback;
     self->future = NULL;
@@ -305,7 +305,7 @@ static void leave(Iteration *self) {
 }
 
 static int Iteration_clear(Iteration *self) {
-    if (self->work && self->future) leave(self);
+    if (self->work && self->future) remove_future(self);
     Py_CLEAR(self->work);
     Py_CLEAR(self->inner);
     return 0;

@@ -93,7 +93,7 @@ void journal_close(JournalView *view) {
     view->wait_rows = NULL;
 }
 
-static int no_room(void) {
+static int raise_no_room(void) {
     PyErr_SetString(PyExc_RuntimeError, "the journal has less room than its state declares");
     return -1;
 }
@@ -111,7 +111,7 @@ static int write_record(JournalView *view, Handle *call, double now) {
             if (refresh(view->journal, "collectives", &view->records, &view->ring_state, &view->records_generation) < 0)
                 return -1;
         }
-        if ((index + 1) * RECORD_NBYTES > view->records.len) return no_room();
+        if ((index + 1) * RECORD_NBYTES > view->records.len) return raise_no_room();
     }
     PyObject *objects = PyTuple_New(6), *count = PyLong_FromLongLong(number);
     if (!objects || !count) return DROP(objects), DROP(count), -1;
@@ -125,7 +125,7 @@ static int write_record(JournalView *view, Handle *call, double now) {
 }
 
 /* Find the row of counters for calls with the same plan and shape. */
-static int learn(Calls *calls, Handle *call) {
+static int find_counters(Calls *calls, Handle *call) {
     Steps *steps = call->steps;
     PyObject *found = PyObject_CallMethod(calls->journal.journal, "row_of_plan", "OO", steps->plan, call->shape);
     if (!found) return -1;
@@ -145,7 +145,7 @@ static int count_wait(JournalView *view, int peer, double took, double now) {
         if (*row < 0) return -1;
     }
     if (refresh(view->journal, "waits", &view->waits, &view->waits_state, &view->waits_generation) < 0) return -1;
-    if ((*row + WAITED + 1) * (Py_ssize_t)sizeof(double) > view->waits.len) return no_room();
+    if ((*row + WAITED + 1) * (Py_ssize_t)sizeof(double) > view->waits.len) return raise_no_room();
     double *waits = (double *)view->waits.buf + *row;
     waits[TIMES] += 1.0;
     waits[WAITED] += took;
@@ -157,10 +157,10 @@ int journal_ended(Calls *calls, Handle *call, double now) {
     Steps *steps = call->steps;
     if (write_record(view, call, now) < 0) return -1;
     if (!view->counts) return 0;
-    if (steps->epoch != calls->epoch && learn(calls, call) < 0) return -1;
+    if (steps->epoch != calls->epoch && find_counters(calls, call) < 0) return -1;
     if (refresh(view->journal, "counters", &view->counters, &view->counters_state, &view->counters_generation) < 0)
         return -1;
-    if (steps->row < 0 || (steps->row + ROW) * (Py_ssize_t)sizeof(double) > view->counters.len) return no_room();
+    if (steps->row < 0 || (steps->row + ROW) * (Py_ssize_t)sizeof(double) > view->counters.len) return raise_no_room();
     double took = now - call->entered, *counters = (double *)view->counters.buf + steps->row;
     int exponent;
     frexp(took + 0x1p-24, &exponent);

@@ -28,7 +28,7 @@ static int slots_from(Slots *slots, char *base, Py_ssize_t nbytes, Py_ssize_t wo
     return 0;
 }
 
-static int once(void) {
+static int raise_initialized(void) {
     PyErr_SetString(PyExc_TypeError, "the object is already initialized");
     return -1;
 }
@@ -47,7 +47,7 @@ static int numbers_from(PyObject *posted, PyObject *ready, Py_buffer *posted_vie
 
 static int CommonLane_init(CommonLane *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *layout, *posted, *ready, *readers, *reserve;
-    if (self->memory.obj || self->posted.obj) return once();
+    if (self->memory.obj || self->posted.obj) return raise_initialized();
     if (!PyArg_ParseTuple(args, "OO!OOO!O", &memory, &PyTuple_Type, &layout, &posted, &ready, &PyList_Type, &readers,
                           &reserve))
         return -1;
@@ -118,7 +118,7 @@ static int PeerLanes_init(PeerLanes *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *layout, *posted, *ready, *theirs, *common_layout, *lane_layout, *status, *reserve, *attend,
         *writer, *common;
     Py_ssize_t lane_start;
-    if (self->memory.obj || self->posted.obj) return once();
+    if (self->memory.obj || self->posted.obj) return raise_initialized();
     if (!PyArg_ParseTuple(args, "OO!OOOnO!O!OOOOO!i", &memory, &PyTuple_Type, &layout, &posted, &ready, &theirs,
                           &lane_start, &PyTuple_Type, &common_layout, &PyTuple_Type, &lane_layout, &status, &reserve,
                           &attend, &writer, CommonLane_type, &common, &self->eventfd))
@@ -244,7 +244,7 @@ static int queue_from(Queue *queue, const Py_buffer *region, const Py_ssize_t *l
 static PyObject *PeerLanes_connect_queues(PeerLanes *self, PyObject *args) {
     PyObject *memory, *out_state, *in_state, *reserve;
     Py_ssize_t out[6], in[6];
-    if (self->region.obj) return once(), NULL;
+    if (self->region.obj) return raise_initialized(), NULL;
     if (!PyArg_ParseTuple(args, "O(nnnnnn)O(nnnnnn)OO", &memory, out, out + 1, out + 2, out + 3, out + 4, out + 5,
                           &out_state, in, in + 1, in + 2, in + 3, in + 4, in + 5, &in_state, &reserve))
         return NULL;
@@ -423,7 +423,7 @@ void note_core(PeerLanes *peer) {
 }
 
 /* Return whether the peer was on this rank's core when it last posted, or waited for long. */
-int is_beside(PeerLanes *peer) {
+int shares_core(PeerLanes *peer) {
     note_core(peer);
     uint64_t core = load(peer->own_status + LAYOUT_CORE);
     return core && load(peer->peer_status + LAYOUT_CORE) == core;

@@ -43,8 +43,8 @@ CHUNKS: Final = 8
 #: Number of chunks in any other queue. They are larger, since each chunk takes Python 3 µs.
 LARGE_CHUNKS: Final = 4
 
-#: Number of small slots in a lane. They come first. It is twice the number of concurrent operations that need no
-#: frames, since a rank may finish with all of them before a peer has read the first.
+#: Number of small slots in a lane, which come first: twice the number of operations in flight that need no frames. A
+#: rank may finish with all of them before a peer has read the first.
 SMALL_SLOTS: Final = 128
 MIDDLE_SLOTS: Final = 4
 #: Number of slots in a lane.

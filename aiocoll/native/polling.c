@@ -4,21 +4,21 @@
 #include <sched.h>
 
 enum {
-    LOOKS_WITH_INTERPRETER = 64, /* some 2 µs, before other threads may run */
-    DOUBT = 32,                  /* checks before it finds out whether a peer runs on this core */
-    OTHERS = 8,                  /* checks between two checks of the group's other calls */
-    CLOCK = 16                   /* checks between two readings of the clock */
+    LOOKS_WITH_INTERPRETER = 64,  /* some 2 µs, before other threads may run */
+    LOOKS_BEFORE_CORE_CHECK = 32, /* checks before it finds out whether a peer runs on this core */
+    OTHERS = 8,                   /* checks between two checks of the group's other calls */
+    CLOCK = 16                    /* checks between two readings of the clock */
 };
 
 static int has_neighbour(Calls *calls) {
     int found = 0;
     for (int i = 0; i < calls->size; i++)
-        if (calls->peers[i] && calls->peers[i]->can_look) found |= is_beside(calls->peers[i]);
+        if (calls->peers[i] && calls->peers[i]->can_look) found |= shares_core(calls->peers[i]);
     return found;
 }
 
 /* Return whether any other call in flight can end. */
-static int others_move(Calls *calls, const Handle *call) {
+static int can_others_end(Calls *calls, const Handle *call) {
     for (Handle *each = calls->first; each != calls->first_waiting; each = each->next)
         if (each != call && look_at(each)) return 1;
     return 0;
@@ -52,8 +52,8 @@ int poll_for(Handle *call) {
     Calls *calls = call->calls;
     PeerLanes *pinned[calls->size];
     Released released = {NULL, pinned, calls->size};
-    if (calls->is_beside) calls->is_beside = has_neighbour(calls);
-    int found = 0, gives_way = calls->is_crowded || calls->is_beside;
+    if (calls->shares_core) calls->shares_core = has_neighbour(calls);
+    int found = 0, gives_way = calls->is_crowded || calls->shares_core;
     double now = gives_way || call->relay ? seconds() : 0.0, idle = now + calls->spin, limit = now + BUDGET;
     uint64_t moved = calls->moved;
     calls->deadline = limit;
@@ -68,7 +68,7 @@ int poll_for(Handle *call) {
         if (looks % OTHERS == 0 && calls->count > 1) {
             take_back(&released);
             if (!call->is_in_flight) return 0; /* another thread has handed it over */
-            if (calls->waiting || others_move(calls, call)) {
+            if (calls->waiting || can_others_end(calls, call)) {
                 int moved = look_at_all(calls);
                 if (moved < 0) return -1;
                 if (!call->is_in_flight) return 0;
@@ -89,9 +89,9 @@ int poll_for(Handle *call) {
                 if (!before) idle = now + calls->spin, limit = now + BUDGET;
             }
         }
-        if (looks == DOUBT) {
-            calls->is_beside = has_neighbour(calls);
-            gives_way = calls->is_crowded || calls->is_beside;
+        if (looks == LOOKS_BEFORE_CORE_CHECK) {
+            calls->shares_core = has_neighbour(calls);
+            gives_way = calls->is_crowded || calls->shares_core;
         }
         if (looks == LOOKS_WITH_INTERPRETER) release(calls, &released);
     }

@@ -298,7 +298,7 @@ static int is_like(const Known *known, const Asked *asked) {
                        has_shape(second, known->shape + DIMENSIONS, known->other_dimensions));
 }
 
-void forget(Known *known) {
+void clear_known(Known *known) {
     Py_CLEAR(known->kind);
     Py_CLEAR(known->op);
     Py_CLEAR(known->root);
@@ -450,7 +450,7 @@ static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, P
         else if (result) call = start(calls, steps, arrays, shape, result, limit, Py_None, NULL);
         DROP(result), DROP(steps), DROP(shape);
     }
-    forget(&made);
+    clear_known(&made);
     DROP(block);
     return call;
 }

@@ -129,7 +129,9 @@ def test_steps_that_fit_together_are_taken() -> None:
     ],
 )
 def test_steps_that_do_not_fit_together_are_refused(parts: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"does not exist|out of range|inconsistent|not a rank|have a reader|is invalid"):
+    with pytest.raises(
+        ValueError, match=r"does not exist|out of range|inconsistent|not a rank|have a reader|is invalid"
+    ):
         steps(**parts)
 
 

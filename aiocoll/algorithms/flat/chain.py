@@ -14,7 +14,7 @@ Ranks are numbered from the root, v = (rank - root) mod p. A broadcast runs up t
 
 from __future__ import annotations
 
-from aiocoll.algorithms.builder import Builder, Deps, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["broadcast", "reduce"]
@@ -37,7 +37,7 @@ def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
     """Reduce the tensors (buffer 0) down the line. Only the root's tensor is overwritten."""
     tensor = Region(0, 0, count)
     if world_size == 1:
-        return reduced_alone(tensor, tensor)
+        return single_rank_reduction(tensor, tensor)
     build = Builder(1)
     node = (rank - root) % world_size
     last = node == world_size - 1

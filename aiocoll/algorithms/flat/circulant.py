@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from aiocoll.algorithms.builder import Builder, Deps, chunks, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, chunks, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["allgather", "allreduce", "barrier", "bruck", "reduce_scatter"]
@@ -57,7 +57,7 @@ class _Blocks(NamedTuple):
 def allreduce(rank: int, world_size: int, count: int) -> Program:
     """Reduce-scatter and allgather the tensor (buffer 0) in place, without scratch."""
     if world_size == 1:
-        return reduced_alone(Region(0, 0, count), Region(0, 0, count))
+        return single_rank_reduction(Region(0, 0, count), Region(0, 0, count))
     build = Builder(1)
     parts = chunks(count, world_size)
     blocks = _Blocks(0, [part.start for part in parts] + [count], first=rank)
@@ -70,7 +70,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
     """Reduce inputs (buffers 0 to p-1) into the output (buffer p)."""
     output = Region(world_size, 0, counts[rank])
     if world_size == 1:
-        return reduced_alone(output, Region(0, 0, counts[0]), buffers=2)
+        return single_rank_reduction(output, Region(0, 0, counts[0]), buffers=2)
     build = Builder(world_size + 1)
     blocks = _rotated(build, rank, counts)
     copied = []
@@ -101,7 +101,7 @@ def bruck(rank: int, world_size: int, count: int) -> Program:
     """Gather all tensors (buffer 0) in scratch and fold them in rank order."""
     tensor = Region(0, 0, count)
     if world_size == 1:
-        return reduced_alone(tensor, tensor)
+        return single_rank_reduction(tensor, tensor)
     build = Builder(1)
     blocks = _rotated(build, rank, [count] * world_size)
     copied = build.copy(blocks.runs(0, 1)[0], tensor)

@@ -1,7 +1,7 @@
 """Pairwise: every rank owns one chunk, receives it directly from each other rank, and reduces all inputs in rank order.
 
-It has as little traffic as a ring, in two steps instead of 2(p-1). It is the only large-message algorithm that reduces
-each element in one place in rank order, for ops that are not commutative and for sums that must be rounded only once.
+It has as little traffic as a ring, in two steps instead of 2(p-1). No other large-message algorithm reduces each
+element in one place in rank order. That suits ops that are not commutative, and sums that must be rounded only once.
 Its disadvantage is p-1 messages at once. The reduction streams: it follows the arrivals, and the sends of results
 follow the reduction, element by element.
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aiocoll.algorithms.builder import Builder, Deps, chunks, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, chunks, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["allgather", "allreduce", "reduce_scatter"]
@@ -31,7 +31,7 @@ __all__ = ["allgather", "allreduce", "reduce_scatter"]
 def allreduce(rank: int, world_size: int, count: int) -> Program:
     """Reduce-scatter and allgather the tensor (buffer 0) in place, without scratch."""
     if world_size == 1:
-        return reduced_alone(Region(0, 0, count), Region(0, 0, count))
+        return single_rank_reduction(Region(0, 0, count), Region(0, 0, count))
     build = Builder(1)
     parts = chunks(count, world_size)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -51,7 +51,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
     """Reduce inputs (buffers 0 to p-1) into the output (buffer p)."""
     output = Region(world_size, 0, counts[rank])
     if world_size == 1:
-        return reduced_alone(output, Region(0, 0, counts[0]), buffers=2)
+        return single_rank_reduction(output, Region(0, 0, counts[0]), buffers=2)
     build = Builder(world_size + 1)
     relays = [build.scratch(max(counts)) for _ in range(min(2, world_size - 2))]
     readers: dict[int, Deps] = {}  # the last message sent from each buffer

@@ -15,7 +15,7 @@ bytes. It pays off only for many ranks and middle sizes.
 
 from __future__ import annotations
 
-from aiocoll.algorithms.builder import Builder, Deps, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["exscan_chain", "exscan_fold", "scan_chain", "scan_fold"]
@@ -52,7 +52,7 @@ def scan_chain(rank: int, world_size: int, count: int) -> Program:
     """Reduce arriving data with the tensor (buffer 0), in place, and forward the result."""
     tensor = Region(0, 0, count)
     if world_size == 1:
-        return reduced_alone(tensor, tensor)
+        return single_rank_reduction(tensor, tensor)
     build = Builder(1)
     ready = build.combine(rank - 1, tensor, tensor, final=True) if rank else build.fold(tensor, (tensor,))
     if rank < world_size - 1:

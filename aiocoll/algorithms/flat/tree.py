@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aiocoll.algorithms.builder import Builder, Deps, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["RADIX", "broadcast", "children", "reduce"]
@@ -47,7 +47,7 @@ def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
     """Reduce the tensors (buffer 0) along a binomial tree. Only the root's tensor is overwritten."""
     tensor = Region(0, 0, count)
     if world_size == 1:
-        return reduced_alone(tensor, tensor)
+        return single_rank_reduction(tensor, tensor)
     build = Builder(1)
     node = (rank - root) % world_size
     branches = sorted(children(node, world_size, 2))

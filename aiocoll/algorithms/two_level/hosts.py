@@ -52,16 +52,16 @@ class Hosts:
         return [team[lane * len(team) // self.lanes] for team in self.teams]
 
     def counterparts(self, rank: int) -> list[int]:
-        """Return the gates of `rank`'s lane: a rank on each host, and `rank` itself on its own host."""
+        """Return the gates of `rank`'s lane: one rank per host, with `rank` itself on its own host."""
         place, size = self.place[rank], len(self.teams[self.host[rank]])
         return [team[place * len(team) // size] for team in self.teams]
 
-    def turned(self, rank: int) -> list[int]:
+    def rotated_team(self, rank: int) -> list[int]:
         """Return the team of `rank`, rotated so that it begins with `rank`."""
         team, place = self.teams[self.host[rank]], self.place[rank]
         return [*team[place:], *team[:place]]
 
-    def circle(self, host: int) -> list[int]:
+    def rotated_hosts(self, host: int) -> list[int]:
         """Return all hosts, rotated so that they begin with `host`."""
         return [(host + step) % len(self.teams) for step in range(len(self.teams))]
 
@@ -97,21 +97,23 @@ def embed(
         place = places[region.buffer]
         return Region(place.buffer, place.start + region.start, place.start + region.stop)
 
-    def those(indices: Deps) -> Deps:
+    def new_indices(indices: Deps) -> Deps:
         return tuple(new for index in indices for new in written[index])
 
     for action in program.actions:
         if action.region.count == 0:  # an action of a barrier, which signals that all of `after` is complete
             is_send = action.verb is Verb.SEND
             peer = peers[action.peer]
-            written.append(build.signal(peer, after + those(action.after)) if is_send else build.await_signal(peer))
+            written.append(
+                build.signal(peer, after + new_indices(action.after)) if is_send else build.await_signal(peer)
+            )
             continue
         first = not action.after and not action.follow
-        earlier = after if first else those(action.after)
+        earlier = after if first else new_indices(action.after)
         region, sources = moved(action.region), tuple(moved(source) for source in action.sources)
         match action.verb:
             case Verb.SEND:
-                leads = follow if first else those(action.follow)
+                leads = follow if first else new_indices(action.follow)
                 written.append(build.send(peers[action.peer], region, after=earlier, follow=leads))
             case Verb.RECV:
                 written.append(build.recv(peers[action.peer], region, after=earlier))
@@ -128,9 +130,9 @@ def embed(
                 )
             case Verb.FOLD:
                 assert final
-                written.append(build.fold(region, sources, after=earlier, follow=those(action.follow)))
+                written.append(build.fold(region, sources, after=earlier, follow=new_indices(action.follow)))
             case Verb.COPY if region == sources[0]:
                 written.append(())  # two buffers of the smaller group occupy the same region
             case _:
-                written.append(build.copy(region, sources[0], after=earlier, follow=those(action.follow)))
+                written.append(build.copy(region, sources[0], after=earlier, follow=new_indices(action.follow)))
     return tuple(index for deps in written for index in deps)

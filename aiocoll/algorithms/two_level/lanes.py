@@ -2,7 +2,8 @@
 
 A vector is cut into one piece per lane. In an allreduce, the ranks of a host first reduce each piece at the gate of its
 lane. Then the gates of a lane reduce over the hosts, and each gate sends the result to its team. A block to be spread
-travels along the gates of its lane from host to host, and in each host from the gate around the team, while it arrives.
+travels along the gates of its lane from host to host. In each host, it travels from the gate around the team. Each rank
+forwards it while it arrives.
 
 Cost, h hosts of k ranks, p = hk, n = bytes of the whole vector, L = ceil(log2 h):
 
@@ -99,9 +100,9 @@ def spread(
         ready: actions that write the data at the root.
     """
     host, first = hosts.host[rank], hosts.host[root]
-    circle = hosts.circle(first)
+    circle = hosts.rotated_hosts(first)
     place = circle.index(host)
-    line = hosts.turned(gates[host])
+    line = hosts.rotated_team(gates[host])
     if place == 0:
         line = [root, *(peer for peer in line if peer != root)]
     at = line.index(rank)

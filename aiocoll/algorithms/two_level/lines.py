@@ -12,9 +12,9 @@ Cost, p ranks on h hosts, k on each, n = bytes of the whole vector:
     reduce           p - 1             n                             n(h-1)                n
     reduce_scatter   p - 1             n(p-1)/p                      n(h-1)                n(p-2)/p
 
-A ring over all ranks moves 2n(p-1)/p over each boundary between hosts, all of it from one rank, and k times as much if
-rank numbers alternate between hosts. (Reducing in each host first would take fewer steps. But data from another host
-would have to wait for that, and waiting data is copied instead of streamed.)
+A ring over all ranks moves 2n(p-1)/p over each boundary between hosts, all of it from one rank. If rank numbers
+alternate between hosts, it moves k times as much. (Reducing in each host first would take fewer steps. But data from
+another host would have to wait for that, and waiting data is copied instead of streamed.)
 
 Partial results are combined in an order that is fixed, but is not rank order, so the op must be commutative. Each
 element is reduced along one path, so all ranks get the same bits. The sources are those of `lanes`.
@@ -74,9 +74,9 @@ def _line(hosts: Hosts, target: int, gates: Sequence[int]) -> list[int]:
 
     The team of `target` is last, with `target` at its end.
     """
-    first, *others = hosts.circle(hosts.host[target])
-    line = [rank for host in others for rank in hosts.turned(gates[host])]
-    return [*line, *(rank for rank in hosts.turned(gates[first]) if rank != target), target]
+    first, *others = hosts.rotated_hosts(hosts.host[target])
+    line = [rank for host in others for rank in hosts.rotated_team(gates[host])]
+    return [*line, *(rank for rank in hosts.rotated_team(gates[first]) if rank != target), target]
 
 
 def _reduce(build: Builder, line: Sequence[int], rank: int, partial: Region, own: Region) -> Deps:

@@ -1,4 +1,4 @@
-"""Two levels: selection and cost of algorithms that treat hosts first and ranks second.
+"""Selection and cost of two-level algorithms, for groups with ranks on several hosts.
 
 Inside a host, a message costs a few microseconds and memory bandwidth. Between hosts it costs a wake-up and a share of
 the network. Two levels are used when a group has ranks on several hosts and more than one on any of them. Any split
@@ -19,14 +19,24 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from aiocoll.algorithms.flat.tree import RADIX, children
-from aiocoll.algorithms.load import Load, in_a_row, log2, seconds_of
+from aiocoll.algorithms.load import Load, log2, seconds_of, streaming_seconds_of
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.algorithms.two_level import lanes, leaders, lines
 from aiocoll.algorithms.two_level.hosts import Hosts
 
-__all__ = ["ALGORITHMS", "RULES", "TwoLevelRule", "between", "build", "choose", "cost", "has_two_levels", "predict"]
+__all__ = [
+    "ALGORITHMS",
+    "RULES",
+    "TwoLevelRule",
+    "build",
+    "bytes_between_hosts",
+    "choose",
+    "cost",
+    "has_two_levels",
+    "predict",
+]
 
 
 class TwoLevelRule(NamedTuple):
@@ -74,7 +84,7 @@ RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
         "reduce": (
             # Few steps, few of them between hosts.
             TwoLevelRule("leaders", max_nbytes=4),
-            # log2(p) whole tensors against p-1 wake-ups, like "binomial".
+            # log2(p) sends of whole tensors, instead of p-1 wake-ups, as in "binomial".
             TwoLevelRule("leaders", max_chunk=0.25),
             TwoLevelRule("lines"),
         ),
@@ -158,7 +168,7 @@ def build(
     return generate(rank, Hosts(hosts), *sizes)
 
 
-def between(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> int:
+def bytes_between_hosts(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> int:
     """Return the bytes that all ranks together send to other hosts.
 
     They depend on the number of hosts only, not on the ranks per host.
@@ -215,7 +225,7 @@ def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machin
         # A rank sends little compared to what it receives, in whole tensors or piece by piece.
         passed = nbytes if algorithm == "leaders" else min(nbytes, PIECE)
         return seconds_of(load, machine) + max(steps - 1, 0) * passed * machine.beta
-    return in_a_row(load, machine) if algorithm == "lines" else seconds_of(load, machine)
+    return streaming_seconds_of(load, machine) if algorithm == "lines" else seconds_of(load, machine)
 
 
 def _depth(ranks: int) -> int:

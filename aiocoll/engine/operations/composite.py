@@ -39,7 +39,10 @@ class ChildCompletion(Completion):
 
 
 class Children:
-    """The running children of one operation, which calls `fail` when it fails itself."""
+    """The running children of one operation, which calls `fail` when it fails itself.
+
+    The operation refers to this object. There is no reference back.
+    """
 
     __slots__ = ("_running", "algorithm")
 

@@ -3,9 +3,9 @@
 It carries out any program of one round (`round`). Each rank posts its data, reads at most one contribution per peer,
 folds or copies them, and may post the result (`central`). If a program receives a contribution into scratch memory,
 this executor folds it directly from its slot. Cost: one copy in, however many ranks read it, and one reduction or copy
-out, without messages or temporary memory. If rank 0 posts the result to all ranks, the program is the centralized
-barrier of Mellor-Crummey and Scott (Algorithms for scalable synchronization on shared-memory multiprocessors, 1991),
-with data.
+out, without messages or temporary memory. If rank 0 posts the result to all ranks, the program is a centralized
+barrier with data (Mellor-Crummey and Scott, Algorithms for scalable synchronization on shared-memory multiprocessors,
+1991).
 
 If the slot of a peer is not available, because the link is being opened or the slot is in use, the peer receives a
 frame instead.
