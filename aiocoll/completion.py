@@ -52,7 +52,7 @@ class Progress(Protocol):
 
 
 class Owner(Protocol):
-    """The group of a completion.
+    """The interface of a group for its completions.
 
     Attributes:
         group: the `ProcessGroup`.

@@ -12,7 +12,7 @@ __all__ = ["TlsFiles", "read_private", "tls_files"]
 
 
 class TlsFiles(NamedTuple):
-    """Paths of PEM files: CA certificates, the certificate of this process, and its private key."""
+    """Paths of PEM files: CA certificates, this process's certificate, and its private key."""
 
     ca: str
     certificate: str

@@ -208,8 +208,8 @@ class _Mending:
             try:
                 grown = await parts_of(self.pg).reconfigurer.take_in(missing, 1 if last else missing, come, ROUND)
                 await self._change_to(grown)
-                root = await self._agree_on_progress()  # newcomers do the same
-            except RendezvousError:  # no newcomers have arrived
+                root = await self._agree_on_progress()  # newcomers make the same call
+            except RendezvousError:  # raised if no newcomers have arrived
                 if self.failure is not None:
                     raise self.failure from None
             except StoreUnavailableError as error:

@@ -120,11 +120,11 @@ class Hooks:
         self._on_change()
 
     def start(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
-        """Call `on_start` of all hooks. `info` creates the argument."""
+        """Call `on_start` of all hooks, with the result of `info`."""
         self.started[operation] = self._call("on_start", tuple(self.active), info)
 
     def end(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
-        """Call `on_end` of the hooks that received the start of an operation."""
+        """Call `on_end` of the hooks that received the start of an operation, with the result of `info`."""
         active = set(map(id, self.active))
         hooks = tuple(hook for hook in self.started.pop(operation, ()) if id(hook) in active)
         self._call("on_end", hooks, info)

@@ -50,7 +50,7 @@ class Repeats:
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def admit(self, kind: Hashable, now: float) -> str | None:
-        """Return a suffix for a warning, with the number of skipped repetitions; None to skip this warning, too.
+        """Return the suffix of a warning, with the number of skipped repetitions; None to skip the warning.
 
         Args:
             kind: equal for warnings that repeat each other.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["MAX_LOAD", "LoadMeter", "MachineLoad", "show_cores", "show_quota", "show_share", "usable_cores"]
 
-#: Number of cores. With more load than this, timings cannot be trusted.
+#: Load in cores above which timings cannot be trusted.
 MAX_LOAD = 0.3
 
 #: Indices in a "cpu" line of /proc/stat, after the name: user, nice, system, irq, softirq; then steal.
@@ -123,7 +123,7 @@ class LoadMeter:
         return None, None
 
     def _own_time(self) -> float | None:
-        """Return the CPU seconds of the own process tree, with those of children that have ended."""
+        """Return the CPU seconds of the measured process tree, including children that have ended."""
         parents: dict[int, int] = {}
         times: dict[int, int] = {}
         for path in self._stat_files():

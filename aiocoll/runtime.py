@@ -95,7 +95,7 @@ class Runtime:
 
     @staticmethod
     def of(loop: asyncio.AbstractEventLoop) -> Runtime:
-        """Return the runtime of `loop`: its own one, as a virtual clock has, or the real one."""
+        """Return the runtime of `loop`: a virtual one if the loop provides it, else the real one."""
         made: Runtime = getattr(loop, "aiocoll_runtime", Runtime)(loop)
         return made
 

@@ -71,7 +71,7 @@ def is_ready(fd: int, *, to_write: bool = False) -> bool:
         poll = select.poll()
         poll.register(fd, select.POLLOUT if to_write else select.POLLIN)
         return bool(poll.poll(0))
-    read, write, failed = select.select([fd], [fd] if to_write else [], [fd], 0)  # Windows
+    read, write, failed = select.select([fd], [fd] if to_write else [], [fd], 0)  # Windows has no poll()
     return bool(write or failed if to_write else read or failed)
 
 
@@ -89,7 +89,7 @@ def retry_soon(sock: socket.socket, give_up_after: float | None = None) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not _LINUX:
         return
-    with suppress(OSError):  # an older kernel
+    with suppress(OSError):  # older kernels lack this option
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _RTO_MAX_MS)
     if give_up_after is not None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_after * 1000))
@@ -101,7 +101,7 @@ def send_in_bursts(sock: socket.socket) -> None:
     Call before connecting.
     """
     if _LINUX:
-        with suppress(OSError):  # a kernel without this algorithm
+        with suppress(OSError):  # some kernels lack this algorithm
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 

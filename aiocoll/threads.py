@@ -56,7 +56,7 @@ def wait_in_thread(
 
 
 def _call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed
+    with contextlib.suppress(RuntimeError):  # raised if the loop is closed
         loop.call_soon_threadsafe(call, *args)
 
 

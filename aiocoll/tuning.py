@@ -23,14 +23,15 @@ from aiocoll.log import logger
 __all__ = ["default_path", "dumps", "from_wire", "load", "to_wire"]
 
 FORMAT, VERSION = "aiocoll tuning", 1
-#: Far above any tuning, and small enough that a wrong file does no harm.
+#: Maximum size of a tuning file in bytes, so that reading a wrong file does no harm.
 _MAX_BYTES = 65536
 #: Limits of each number, in seconds, so that ratios of two numbers stay far from 0 and infinity.
 _LEAST, _MOST = 1e-15, 1e3
 _HINT = "write a new file with `aiocoll bench --tune`"
-#: Path of the processor's description on Linux, and size limits of single copy for processors on which it is faster
-#: from smaller sizes on than by default (`bench/RESULTS.md`). They copy more slowly, compared to the kernel.
+#: Path of the processor's description on Linux.
 _PROCESSORS = "/proc/cpuinfo"
+#: Size limits of single copy for processors whose own copies are slow compared to the kernel's. There, single copy is
+#: faster from smaller sizes on than by default (`bench/RESULTS.md`).
 _SINGLE_COPY = {b"GenuineIntel": SingleCopy(reduced=2.0 * 1024 * 1024)}
 
 
@@ -99,7 +100,7 @@ def to_wire(tuning: Tuning, cores: int) -> list[Any]:
 
 
 def from_wire(numbers: Any, medium: Any, ranks: int) -> Tuning:
-    """Return the tuning that rank 0 has published; the defaults without numbers.
+    """Return the tuning that rank 0 has published, or the defaults if it has published no numbers.
 
     Measurements use two ranks with one core each. The defaults are for ranks that may share cores.
 

@@ -86,7 +86,7 @@ def _may_signal_peer(sock: socket.socket) -> bool:
     """Return whether this process may signal the peer. Signalling another user's process requires privileges."""
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:  # an older kernel, or the process has ended
+    except OSError:  # raised by older kernels, or if the process has ended
         return False
     try:
         signal.pidfd_send_signal(pidfd, 0)

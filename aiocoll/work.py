@@ -302,7 +302,7 @@ class Work(_Base, Generic[T_co]):
         Raises:
             GroupError: the operation fails, see `ProcessGroup`.
         """
-        self._completion.note_await()  # also if the task is cancelled before its first step
+        self._completion.note_await()  # recorded here, since the task may be cancelled before its first step
         return self._joined()
 
     async def _joined(self) -> T_co:
@@ -356,7 +356,7 @@ class Work(_Base, Generic[T_co]):
         progress = self._completion.progress
         if asyncio._get_running_loop() is progress.loop:
             raise RuntimeError("Work.wait() would block the event loop that completes it: use `await work`")
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if the loop is closed
             progress.loop.call_soon_threadsafe(self._completion.want)
         wait_in_thread(self, progress.loop, progress.runtime, timeout)
         return self.result()

@@ -98,7 +98,7 @@ def _share(nbytes: int, world_size: int) -> int:
 
 
 def all_to_all_fold(nbytes: int, world_size: int) -> Load:
-    """Return the load if every rank sends its tensor to every rank, and each rank reduces all tensors."""
+    """Return the load of "oneround": every rank sends its tensor to all ranks, and reduces all tensors."""
     others = world_size - 1
     return Load(1, others, others, nbytes * others, nbytes * others, nbytes * others)
 
@@ -153,7 +153,7 @@ def central(nbytes: int, world_size: int) -> Load:
 
 
 def fan_in(nbytes: int, world_size: int) -> Load:
-    """Return the load if all ranks send their tensors to the root."""
+    """Return the load of "linear" for reduce: all ranks send their tensors to the root."""
     others = world_size - 1
     return Load(1, 0, others, nbytes, nbytes * others, nbytes * others)
 
@@ -207,7 +207,7 @@ def knomial(nbytes: int, world_size: int) -> Load:
 
 
 def linear_broadcast(nbytes: int, world_size: int) -> Load:
-    """Return the load if the root sends its tensor to all ranks."""
+    """Return the load of "linear" for broadcast: the root sends its tensor to all ranks."""
     return Load(1, world_size - 1, 0, nbytes * (world_size - 1), nbytes, 0)
 
 
@@ -222,11 +222,11 @@ def scatter(nbytes: int, world_size: int) -> Load:
 
 
 def dissemination(nbytes: int, world_size: int) -> Load:
-    """Return the load of messages without data, with a distance that doubles in each step."""
+    """Return the load of "dissemination": messages without data, whose distance doubles in each step."""
     steps = log2(world_size)
     return Load(steps, steps, steps, 0, 0, 0)
 
 
 def report(nbytes: int, world_size: int) -> Load:
-    """Return the load of messages without data to rank 0, and back."""
+    """Return the load of "linear" for a barrier: each rank reports to rank 0, which replies."""
     return Load(2, world_size - 1, world_size - 1, 0, 0, 0)

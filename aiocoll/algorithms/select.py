@@ -74,7 +74,7 @@ class Rule(NamedTuple):
 _SCANS = (
     # One step, until the p-1 tensors for the last rank take longer than the p-1 wake-ups of a chain.
     Rule("fold", max_volume=8),
-    # The least traffic, streaming.
+    # The least traffic, and all steps stream.
     Rule("chain"),
     # Ordered ops, since a chain would round at each rank.
     Rule("fold"),
@@ -90,7 +90,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             Rule("ring", max_world=2),
             # One step, until a rank's messages or bytes take longer than the saved steps.
             Rule("oneround", max_volume=4, max_fan=0.6),
-            # Half the steps of circulant, until the bytes of the allgather cost more.
+            # Half the steps of "circulant", until the bytes of the allgather take longer than the saved steps.
             Rule("bruck", max_volume=4),
             # Ops whose results depend on the position of an element: each chunk is folded on one rank, in two steps.
             Rule("pairwise", max_volume=4, max_fan=0.25),
@@ -99,15 +99,15 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             Rule("ring"),
             # Ordered ops. Above the limit, "pairwise" is faster despite 4(p-2) more messages.
             Rule("bruck", max_gaps=2),
-            # The fewest bytes.
+            # Ordered ops of any size, with the fewest bytes.
             Rule("pairwise"),
         ),
         "reduce": (
             # All tensors go to the root in one step, while they take no longer than the steps of a tree.
             Rule("linear", max_volume=2.5, max_fan=0.75),
-            # log2(p) whole tensors, until filling a chain takes the same time.
+            # log2(p) sends of whole tensors, until filling a chain takes the same time.
             Rule("binomial", max_stages=0.3),
-            # The least traffic, streaming.
+            # The least traffic, and all steps stream.
             Rule("chain"),
             # Ordered ops. Small tensors are folded by the root alone, larger ones by all ranks.
             Rule("linear", max_gaps=3),
@@ -116,7 +116,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "reduce_scatter": (
             # One step, and few messages per rank.
             Rule("pairwise", max_fan=0.5, max_nbytes=4),
-            # Few steps. It copies its input once, which streaming avoids above the limit.
+            # Few steps. Above the limit, streaming is faster, which needs no copy of the input.
             Rule("circulant", max_chunk=2),
             Rule("ring"),
             # Ordered ops of any size.
@@ -126,15 +126,15 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
             # One step, and few messages per rank. The fastest in measurements of up to four ranks, on every medium.
             Rule("direct", max_world=4, max_stages=1),
             Rule("direct", max_fan=0.75, max_stages=1),
-            # Few steps. Above the limit, it loses: bytes take longer than the messages of "direct", and it copies its
-            # output.
+            # Few steps. Above the limit, "direct" is faster: its messages take less time than the bytes,
+            # and it copies less.
             Rule("circulant", max_chunk=0.35),
             Rule("direct", max_stages=1),
-            # Equally fast, and no link has to carry the data of all other ranks at once.
+            # As fast as "direct" for long vectors, and no link has to carry the data of all other ranks at once.
             Rule("ring"),
         ),
         "broadcast": (
-            # No inner ranks.
+            # With two ranks, no rank has to relay.
             Rule("linear", max_world=2),
             # One step, while the root's sends take less time than a second step.
             Rule("linear", max_fan=0.5, max_volume=4),

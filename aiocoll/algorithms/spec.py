@@ -30,7 +30,7 @@ Native: TypeAlias = Literal["all_reduce", "reduce", "broadcast", "all_gather", "
 
 
 class Part(Enum):
-    """Input or output of a rank."""
+    """The kinds of input and output of a rank."""
 
     TENSOR = "the whole tensor"
     BLOCK = "one block"
@@ -208,7 +208,7 @@ PROGRAMS: tuple[Spec, ...] = (
 _ALL, _ROOT, _NOT_ROOT = Participants.ALL, Participants.ROOT, Participants.NOT_ROOT
 
 _OTHERS: tuple[Spec, ...] = (
-    # on sparse arrays
+    # Calls on sparse arrays.
     Spec("allreduce_sparse", Part.TENSOR, Part.TENSOR, reduces=True, method=Method.STEPS, sized=False),
     Spec("reduce_sparse", Part.TENSOR, Part.TENSOR, _ALL, _ROOT, reduces=True, method=Method.STEPS, sized=False),
     Spec("broadcast_sparse", Part.TENSOR, Part.TENSOR, _ROOT, _NOT_ROOT, method=Method.STEPS, sized=False),
@@ -216,15 +216,15 @@ _OTHERS: tuple[Spec, ...] = (
     Spec("gather_sparse", Part.BLOCK, Part.BLOCKS, _ALL, _ROOT, method=Method.STEPS, sized=False),
     Spec("send_sparse", method=Method.MESSAGES, sized=False),
     Spec("recv_sparse", method=Method.MESSAGES, sized=False),
-    # into new arrays, sized by the counts of all ranks
+    # Calls into new arrays, whose sizes follow from the counts of all ranks.
     Spec("allgather_allocated", Part.BLOCK, Part.BLOCKS, method=Method.STEPS),
-    # on objects
+    # Calls on objects.
     Spec("broadcast_object", Part.TENSOR, Part.TENSOR, _ROOT, _NOT_ROOT, method=Method.PARCELS, sized=False),
     Spec("allgather_object", Part.BLOCK, Part.BLOCKS, method=Method.PARCELS, sized=False),
     Spec("gather_object", Part.BLOCK, Part.BLOCKS, _ALL, _ROOT, method=Method.PARCELS, sized=False),
     Spec("scatter_object", Part.BLOCKS, Part.BLOCK, _ROOT, _ALL, method=Method.PARCELS, sized=False),
     Spec("alltoall_object", Part.BLOCKS, Part.BLOCKS, method=Method.PARCELS, sized=False),
-    # exchange of faces, axis by axis: messages of an axis start at the end of the previous axis
+    # Exchanges of faces, axis by axis. Messages of an axis start at the end of the previous axis.
     Spec("halo", Part.TENSOR, Part.TENSOR, method=Method.MESSAGES, recordable=False),
 )
 

@@ -52,7 +52,7 @@ def _choose() -> tuple[ModuleType | None, str]:
 
 
 if TYPE_CHECKING:
-    from aiocoll.native import _core as core  # only its types: at run time it may be None
+    from aiocoll.native import _core as core  # for type checkers only: at run time it may be None
 
     _reason = ""
 else:

@@ -82,7 +82,7 @@ RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
             TwoLevelRule("lines"),
         ),
         "reduce": (
-            # Few steps, few of them between hosts.
+            # Few steps, and few of them between hosts.
             TwoLevelRule("leaders", max_nbytes=4),
             # log2(p) sends of whole tensors, instead of p-1 wake-ups, as in "binomial".
             TwoLevelRule("leaders", max_chunk=0.25),
@@ -96,7 +96,7 @@ RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
             TwoLevelRule("lanes"),
         ),
         "allgather": (
-            # It copies all data twice, which costs as much as a wake-up above the limit.
+            # "leaders" copies all data twice. Above the limit, that costs as much as a wake-up.
             TwoLevelRule("leaders", max_nbytes=1),
             TwoLevelRule("lanes"),
         ),

@@ -48,7 +48,7 @@ Start = Callable[[int, Bucket, list[NDArray[Any] | None], Ended], None]
 
 
 class Packer:
-    """Packing and unpacking of the buckets of a flush.
+    """The packer of a flush, which packs, starts and unpacks its buckets.
 
     Args:
         comm: the communicator.
@@ -97,7 +97,7 @@ class Packer:
         self._put_off = False
 
     def advance(self) -> None:
-        """Pack and unpack.
+        """Pack and unpack buckets.
 
         Work that exceeds this callback's time continues in the next loop iteration, unless `foreign`.
         """
@@ -143,7 +143,7 @@ class Packer:
         return list(dict.fromkeys(member.visible() for member in members if not member.done))
 
     def add(self, starting: Iterator[bool] | None = None) -> None:
-        """Also wait for an item that is not in a bucket, until `finish_one`.
+        """Register an item that is not in a bucket. The flush also waits for it, until `finish_one`.
 
         Args:
             starting: starts the item, in pieces, before other jobs. A piece returns True to pause until `go_on`.
@@ -296,7 +296,7 @@ class Flush(Operation):
             hanging.expire()
 
     def fail(self, error: BaseException) -> None:
-        """Finish with `error`, and fail all members."""
+        """Finish the operation with `error`, and fail all members."""
         if self._packer.native is not None:
             self._packer.native.close()
         super().fail(error)

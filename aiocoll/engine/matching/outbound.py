@@ -97,7 +97,7 @@ class OutboundMessage(Operation):
         self.comm.channels[self.peer].grant(self)
 
     def fail(self, error: BaseException) -> None:
-        """Finish with `error`."""
+        """Finish the operation with `error`."""
         self._sends.outgoing.pop((self.peer, self.id), None)
         super().fail(error)
 

@@ -159,7 +159,7 @@ class PostedReceive(Receive):
         self.arrival = None
 
     def fail(self, error: BaseException) -> None:
-        """Finish with `error`. The rest of a matched message is dropped."""
+        """Finish the operation with `error`. The rest of a matched message is dropped."""
         self._receives.withdraw(self)
         super().fail(error)
 

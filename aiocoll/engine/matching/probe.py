@@ -86,12 +86,12 @@ class PostedProbe(PostedReceive):
         self.set_waited_for(arrival.peer)
         try:
             envelope = envelope_of(arrival)
-        except BackendUnavailableError as error:  # NumPy alone lacks the dtype
+        except BackendUnavailableError as error:  # NumPy lacks the dtype without another package
             self.fail(error)
         else:
             self.succeed(envelope)
 
     def fail(self, error: BaseException) -> None:
-        """Finish with `error`."""
+        """Finish the operation with `error`."""
         self._probes.unwatch(self)
         super().fail(error)

@@ -75,7 +75,7 @@ class MessageToSelf(OutboundMessage):
             self._deliver(FrameKind.READY, EAGER, 0)
 
     def asked(self) -> None:
-        """Handle the match of a receive. Copying is deferred, because the receive may still be processing the match."""
+        """Handle a matching receive. Copying is deferred, because the receive may still be processing the match."""
         self.put_off()
 
     def advance(self) -> None:

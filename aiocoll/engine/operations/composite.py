@@ -69,7 +69,7 @@ class Children:
             child.entered = parent.entered
 
     def enter(self, parent: Operation, child: Operation) -> None:
-        """Enter a child, so that it is in flight."""
+        """Put a child in flight."""
         parent.comm.enter(child)
         parent.root.started = child.entered
 

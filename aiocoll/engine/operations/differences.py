@@ -25,7 +25,7 @@ def differences(one: Description, two: Description) -> list[str]:
     if len(marks) > 1 and "detail" in marks:
         return ["debug"]
     if len(marks) == 1 and None not in marks:
-        return []  # verified operations compare the calls themselves
+        return []  # verified operations compare their calls before they start
     fields = [field for field in AGREED if one.get(field) != two.get(field)]
     if {one["op"], two["op"]} in HALVES:
         fields.remove("op")

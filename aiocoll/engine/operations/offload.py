@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def run_in_thread(operation: Operation, task: Callable[[], T], then: Callable[[T], object]) -> None:
-    """Call `task` in a thread, then `then` with its result on the event loop.
+    """Call `task` in a thread, then call `then` with the result on the event loop.
 
     `then` is not called if the operation has failed by then.
     """

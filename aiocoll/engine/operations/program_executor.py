@@ -255,7 +255,7 @@ class ProgramExecutor(Operation):
                 kernel.combine(own, incoming, out)
             if action.final and kernel.finalize is not None:
                 kernel.finalize(out)
-        except Exception as error:  # raised by a user's function
+        except Exception as error:  # raised by the user's reduce function
             self.comm.broke(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
@@ -389,7 +389,7 @@ class ProgramExecutor(Operation):
                 kernel.prescale(inputs[0], place)
             else:
                 kernel.fold(inputs, place)
-        except Exception as error:  # raised by a user's function
+        except Exception as error:  # raised by the user's reduce function
             self.comm.broke(self, error, "its reduce function raised ")
 
     # -- memory

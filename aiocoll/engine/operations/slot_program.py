@@ -112,7 +112,7 @@ class SlotProgram(Operation):
     def look(self) -> bool:
         """Look for missing contributions, and fold when none is missing. Return whether the operation has ended."""
         if self.done:
-            return True  # the operation failed together with another one, checked before
+            return True  # another operation, checked before, has failed this one
         step, inputs = self._round, self._inputs
         count = len(step.takes)
         while len(inputs) < count:
@@ -166,7 +166,7 @@ class SlotProgram(Operation):
                 inputs.insert(number, arrays[source])
             try:
                 kernel.fold(inputs, arrays[step.fold])
-            except Exception as error:  # raised by a user's function
+            except Exception as error:  # raised by the user's reduce function
                 self.comm.broke(self, error, "its reduce function raised ")
                 return False
         self.comm.slots.free(self._seen)

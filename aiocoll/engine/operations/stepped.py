@@ -98,7 +98,7 @@ class Stepped(ProgramExecutor):
             step.expire()
 
     def fail(self, error: BaseException) -> None:
-        """Finish with `error`, fail the running step, and close the generator."""
+        """Finish the operation with `error`, fail the running step, and close the generator."""
         super().fail(error)
         self._children.fail(error)
         self._steps.close()
@@ -126,7 +126,7 @@ class Stepped(ProgramExecutor):
     def _carry_out(self, name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> None:
         def make(identity: int, completion: Completion) -> Operation:
             operation = plan.executor(self.comm, identity, plan, arrays, completion)
-            operation.signature = self.root.signature  # messages name the call, as on other ranks
+            operation.signature = self.root.signature  # error messages name the user's call, as on other ranks
             return operation
 
         def ended(result: Any, error: BaseException | None) -> None:

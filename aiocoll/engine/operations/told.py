@@ -10,7 +10,7 @@ __all__ = ["told"]
 
 
 def told(operation: Operation, error: BaseException | None, seconds: float | None) -> OperationInfo:
-    """Build the `OperationInfo` passed to hooks.
+    """Build the `OperationInfo` that hooks receive.
 
     Args:
         operation: the operation that starts or has ended.

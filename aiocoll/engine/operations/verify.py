@@ -37,7 +37,7 @@ class Compared(Post):
     MARK = "detail"
     #: Equal for all calls, so that no frame is refused: the payload describes the call.
     FINGERPRINT = Signature("COMPARED", None, (), None, None).fingerprint()
-    LIMIT = 16 * 1024 * 1024  # bytes of a description, many times the counts of thousands of ranks
+    LIMIT = 16 * 1024 * 1024  # maximum bytes of a description: many times the size for thousands of ranks
 
     __slots__ = ("_children", "_make", "_outcome", "_settled")
 
@@ -93,7 +93,7 @@ class Compared(Post):
             super().expire()
 
     def fail(self, error: BaseException) -> None:
-        """Finish with `error`, and fail the actual operation."""
+        """Finish the operation with `error`, and fail the actual operation."""
         super().fail(error)
         if self._children is not None:
             self._children.fail(error)
