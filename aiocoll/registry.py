@@ -58,7 +58,7 @@ class Registry(Generic[T]):
         if version != self.version:
             raise ValueError(
                 f"{self.kind} {name!r} was written for version {version} of the {self.kind} interface, and this "
-                f"aiocoll has version {self.version}: install a release of one that fits the other"
+                f"aiocoll has version {self.version}: install matching releases of both"
             )
         self._targets[name] = target
 

@@ -290,7 +290,7 @@ def choose(
             continue
         if rule.admits(nbytes, world_size, machine):
             return rule.algorithm
-    raise AssertionError(f"the rules for {kind} have no last resort")
+    raise AssertionError(f"no rule for {kind} applies: the last rule must have no limits")
 
 
 def build(

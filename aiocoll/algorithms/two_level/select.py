@@ -155,7 +155,7 @@ def choose(
             continue
         if rule.admits(nbytes, len(hosts), number, per_host, machine.n_half):
             return rule.algorithm
-    raise AssertionError(f"the rules for {kind} have no last resort")
+    raise AssertionError(f"no rule for {kind} applies: the last rule must have no limits")
 
 
 def build(

@@ -87,7 +87,9 @@ class InboundMessage:
         self.offer = (header[6], header[2]) if self.ready and header[2] else None
         self.empty = self.ready and not self.total
         if self.op & KEYED or self.total % _itemsize(self.code):
-            raise ProtocolError(f"rank {peer} sent {self.total} bytes as message {self.op:#x} of dtype {self.code}")
+            raise ProtocolError(
+                f"rank {peer} sent an invalid message {self.op:#x}: {self.total} bytes of dtype code {self.code}"
+            )
 
     @property
     def withheld(self) -> bool:

@@ -212,7 +212,7 @@ class ProgramExecutor(Operation):
         if self._moved[index] + length > plan.totals[index]:
             raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its message")
         if not length and (total or self._has_all_bytes(index)):
-            raise ProtocolError(f"rank {peer} sent nothing where {total} bytes belong, or a message twice")
+            raise ProtocolError(f"rank {peer} sent an empty frame for a message of {total} bytes, or a message twice")
         if payload is not None:
             if self._waits[index]:
                 self._store_early(peer, index, payload, length)
