@@ -99,7 +99,7 @@ static inline int take_chunk(Word *taken, Word *waiting, uint64_t number) {
     return 1;
 }
 
-/* Let the reader know that an operation has put its last chunk. */
+/* Notify the reader that an operation has put its last chunk. */
 static inline void finish_chunks(Word *chunked) { store_release(chunked, load(chunked) + 1); }
 
 /* ---- the doorbell */
