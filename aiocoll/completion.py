@@ -82,9 +82,8 @@ class Completion:
         unwrap: creates the result at the end, by copying staged data back or decoding bytes; None if not needed.
         ends: for a message, "src" or "dst", the other rank (None for any), and the tag. None for collectives.
         source: the sender of a received message; None before.
-        order: for a call on a device in flight, makes a stream of the device wait for it. Returns False if the caller must await the
-            work
-            instead. None for other calls.
+        order: for a call on a device in flight, makes a stream of the device wait for it. Returns False if the caller
+            must await the work instead. None for other calls.
         withdraw: ends an unmatched receive when its last waiter leaves; None for operations that cannot be withdrawn.
         done: True after the end. It is set after `result` and `exception`, since other threads read it.
         result: the result of an operation that has succeeded.
@@ -92,8 +91,7 @@ class Completion:
         waiters: the futures of pending awaits.
         callbacks: callbacks for the end.
         unretrieved: the failure to be logged if no task retrieves it. Before the end, in debug mode, the warning about
-            a
-            work that is never awaited.
+            a work that is never awaited.
         code, instruction: the call site: the user's code object, and the offset of the instruction in it.
     """
 
@@ -269,8 +267,7 @@ class Completion:
             fn: the callback.
             argument: its argument.
             context: context in which `call_soon` runs the callback; `AT_ONCE` to call it synchronously. None marks a
-                callback
-                that does not retrieve failures.
+                callback that does not retrieve failures.
 
         Returns:
             The entry in `callbacks`.

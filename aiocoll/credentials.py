@@ -51,8 +51,7 @@ def read_private(path: str, label: str, most: int) -> bytes:
 
     Raises:
         ValueError: the file is missing, a symbolic link, owned by another user, or accessible to others. The message
-            begins
-            with `label`.
+            begins with `label`.
     """
     where = f"{label}={path!r}"
     try:

@@ -65,10 +65,8 @@ async def elastic(
 
     Args:
         state: the initial state of every group. In each group, all ranks receive the values of its rank 0, arrays in
-            place,
-            others as objects. Newcomers need arrays of the same names, shapes and dtypes. All ranks must pass a state,
-                or
-            none.
+            place, others as objects. Newcomers need arrays of the same names, shapes and dtypes. All ranks must pass a
+            state, or none.
         size: desired number of ranks; by default that of the first group. Newcomers adopt the others' value.
         wait: seconds to wait for newcomers before continuing without them.
         max_mends: number of groups that may fail before the failure is raised; None for no limit.

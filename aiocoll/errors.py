@@ -92,10 +92,9 @@ class PeerLostError(GroupError, ConnectionError):
 
     Attributes:
         how: ``"killed"`` (a process on its host has found that its process has ended, or it was reported dead),
-            ``"left"``
-            (it closed its groups), ``"stopped"`` (its process, on this host, has been stopped for seconds: SIGSTOP, a
-            debugger) or ``"unreachable"`` (its connection broke, or no heartbeat has arrived for seconds: it may be
-                alive).
+            ``"left"`` (it closed its groups), ``"stopped"`` (its process, on this host, has been stopped for seconds:
+            SIGSTOP, a debugger) or ``"unreachable"`` (its connection broke, or no heartbeat has arrived for seconds: it
+            may be alive).
     """
 
     def __init__(

@@ -45,8 +45,7 @@ class Runtime:
         loop: the event loop.
         ticks: real seconds, to limit the work of one callback. Must not affect decisions that peers can observe.
         latency: returns the seconds that a frame takes between two ranks of this loop, called per frame; None to
-            deliver
-            frames in the next iteration.
+            deliver frames in the next iteration.
     """
 
     __slots__ = ("__weakref__", "call_later", "call_soon", "due", "latency", "loop", "stamp", "thread", "ticks", "time")

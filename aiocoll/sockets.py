@@ -83,8 +83,7 @@ def retry_soon(sock: socket.socket, give_up_after: float | None = None) -> None:
     Args:
         sock: a socket, connected or not.
         give_up_after: seconds for which the kernel retransmits; None for the kernel's default, some 15 s with short
-            pauses
-            between attempts.
+            pauses between attempts.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not _LINUX:

@@ -316,8 +316,7 @@ class Work(_Base, Generic[T_co]):
 
         Args:
             stream: a stream of the arrays' device: CuPy's, torch's, any object with ``__cuda_stream__``, or an address.
-                None for
-                the stream that was current at the call.
+                None for the stream that was current at the call.
 
         Returns:
             The result. Only `stream` may use its data. A later failure is raised by an await of the work.
@@ -348,8 +347,7 @@ class Work(_Base, Generic[T_co]):
 
         Raises:
             RuntimeError: called on the thread of the loop, which must not be blocked (use ``await``), or in a forked
-                child; or
-                the loop was closed before the end.
+                child; or the loop was closed before the end.
             TimeoutError: the work has not ended in time. It continues.
             GroupError: the operation fails, see `ProcessGroup`.
         """

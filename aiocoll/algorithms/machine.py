@@ -83,8 +83,7 @@ class Tuning(NamedTuple):
 
     Attributes:
         tcp, unix, shm: the numbers of each medium. "tcp" has those of the loopback interface, or of the slowest link
-            between
-            the hosts of a group (`rendezvous.measured_links`).
+            between the hosts of a group (`rendezvous.measured_links`).
         medium: the medium of the group's messages.
         single_copy: size limits for reading in place on one host.
         crowd: ranks per core, at least 1. Processor times are multiplied by it.

@@ -43,8 +43,7 @@ class Rule(NamedTuple):
         max_stages: bytes of the vector divided by p, in units of the bytes that a link carries until a rank of a chain
             forwards a piece.
         max_fan: time for the p-2 messages of a rank after the first, in units of the time for all steps of a tree after
-            the
-            first.
+            the first.
     """
 
     algorithm: str

@@ -56,10 +56,8 @@ class Packer:
         members: the members, in order. Members of buckets that are not `single` are completions.
         start: starts a bucket.
         foreign: True if an interceptor starts the buckets. It must not be called from a callback of the engine. It may
-            leave
-            outputs unchanged, so outputs are filled with the members' content, too. Arrays may be changed after its
-                block,
-            so no packing is deferred.
+            leave outputs unchanged, so outputs are filled with the members' content, too. Arrays may be changed after
+            its block, so no packing is deferred.
         native: the accelerator's block, which carries out some `single` members; None without the accelerator.
 
     Attributes:

@@ -47,8 +47,7 @@ class InboundMessage:
         asked: True if the sender has received permission to send the whole message.
         empty: True for a message without bytes before its data frame has arrived.
         offer: number and size of the sender's batch, if the sender can transfer the message from device to device. None
-            for
-            other messages, and once the message has been requested from host memory.
+            for other messages, and once the message has been requested from host memory.
         steps: the decoding of its object, if a receive has started it and was then cancelled.
     """
 

@@ -30,8 +30,7 @@ class Envelope:
         tag: its tag.
         nbytes: its length in bytes; for an object or a sparse array, the encoded length.
         dtype: NumPy dtype of its elements; None for an object or a sparse array. For a structured dtype (also dates,
-            texts,
-            plain bytes) that no array of this process has, uint8.
+            texts, plain bytes) that no array of this process has, uint8.
         sparse: True for a sparse array.
     """
 

@@ -57,8 +57,7 @@ class Children:
         Args:
             parent: the parent operation.
             name: the child's id is a hash of this name, which must be unique, and the same on all ranks. No key has the
-                same
-                hash input, since keys are hashed with their count, after a zero byte.
+                same hash input, since keys are hashed with their count, after a zero byte.
             make: creates the child.
             ended: called at the end of the child, unless the parent has ended before.
             reported: if True, stall reports and expiry refer to the child instead of the parent until the child ends.

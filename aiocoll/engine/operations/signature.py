@@ -25,8 +25,7 @@ class Signature(NamedTuple):
     Attributes:
         op, dtype, counts, root, reduce: equal on all ranks.
         sends, receives: elements sent to and received from each rank, in collectives where only the two ends of a
-            message
-            know its length; () otherwise.
+            message know its length; () otherwise.
         debug: "detail" for an operation that is verified before data moves, "device" for operations on CUDA arrays.
         members: the members of a flush; None for other operations.
         device: location of the arrays, "cpu" or "cuda".
