@@ -1,4 +1,4 @@
-"""`python -m aiocoll` is the command `aiocoll`."""
+"""Entry point of `python -m aiocoll`, the same as the command `aiocoll`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The engine's side of a call: one `Completion` per started operation; users hold a `Work` over it."""
+"""Completions, the engine's side of calls: one per started operation, behind the `Work` that users hold."""
 
 from __future__ import annotations
 
@@ -16,40 +16,43 @@ from aiocoll.user_code import contain
 
 __all__ = ["AT_ONCE", "Callback", "Completion", "Owner", "Progress", "is_wait", "make_completion", "watch_works"]
 
-#: Files that start with this belong to the package: no call site of the user's.
+#: Files with this prefix belong to the package, so they contain no call site of the user.
 _HERE = os.path.dirname(__file__) + os.sep
-#: The frame where the search for the user's call starts. Before it are `Completion.__init__`, its caller and the caller
-#: of that: all belong to the package, since no function that users call makes a completion itself.
+#: Number of the frame where the search for the user's call starts. The frames before it are `Completion.__init__`, its
+#: caller and the caller's caller. All of them belong to the package, since no public function creates a completion
+#: itself.
 _INNERMOST: Final = 3
 _frame: Final = sys._getframe
 #: Sentinel context: run the callback synchronously when the operation ends.
 AT_ONCE: Final = contextvars.Context()
-#: Files of the package that calls have gone through: a lookup takes a third of the time of comparing names.
+#: Files of the package that calls have passed through. A lookup here is three times faster than a string comparison.
 _own_files: set[str] = set()
-#: The user's file with the last call: most calls come from few files.
+#: File of the user's last call, since most calls come from few files.
 _last_file = ""
-#: A group is on a loop in debug mode: `_last_file` stays empty, so every completion takes the branch that may watch it.
+#: True if a group is on a loop in debug mode. `_last_file` then stays empty, so every completion takes the branch that
+#: may watch it.
 _watching = False
 
-#: A function, its argument, and the context to run it in; None: the context of the code that ends the operation.
+#: A function, its argument, and the context to run it in. None stands for the context of the code that ends the
+#: operation.
 Callback = tuple[Callable[[Any], object], Any, contextvars.Context | None]
 
 
 class Progress(Protocol):
-    """The engine, or a block of calls, as the completions that it carries out see it."""
+    """The interface of the engine, or of a block of calls, for the completions of their operations."""
 
     loop: asyncio.AbstractEventLoop
     runtime: Runtime
 
     def spin(self, completion: Completion) -> None:
-        """Poll for a moment, in the hope that the operation ends."""
+        """Poll for a moment, because the operation may end soon."""
 
     def turn_is_due(self) -> bool:
         """Return whether the loop has been held long enough that an await must yield."""
 
 
 class Owner(Protocol):
-    """The group of a completion.
+    """The interface of a group for its completions.
 
     Attributes:
         group: the `ProcessGroup`.
@@ -64,30 +67,30 @@ class Completion:
     """The outcome of one started operation, and everything that waits for it.
 
     Args:
-        progress: carries out the operation.
+        progress: the engine or block that carries out the operation.
         op: name of the operation in capitals.
         seq: its number in the group, or the count of its key; None for point-to-point.
-        key: the key of a keyed collective.
+        key: the key of a keyed collective; None without one.
         owner: the group; None for a part of another operation, which reports failures itself.
 
     Attributes:
-        progress, op, seq, key, owner: as given.
-        handle: the user's `Work`; None once the operation has ended, and where users get none.
-        shape: the caller's main array, for messages.
-        timeout: seconds the operation may take.
-        value: the result, unless `unwrap` makes another one.
-        unwrap: makes the result at the end: copies staged data back, decodes bytes. None: not needed.
-        ends: of a message: "src" or "dst", the other rank (None: any), and the tag. None for collectives.
-        source: the rank whose message a receive got; None before.
-        order: of a call on a device, as long as it is in flight: makes a stream of the device wait for it; returns
-            False if the caller has to await the work instead.
-        withdraw: ends a receive that no message has matched, when its last waiter leaves; None: it cannot be withdrawn.
-        done: the operation has ended; set after `result` and `exception`, since other threads look at it.
-        result: the result of an operation that has ended well.
+        progress, op, seq, key, owner: the arguments.
+        handle: the user's `Work`; None after the end, and for operations without a work.
+        shape: shape of the caller's main array, for messages.
+        timeout: timeout of the operation in seconds.
+        value: the result, unless `unwrap` creates another one.
+        unwrap: creates the result at the end, by copying staged data back or decoding bytes; None if not needed.
+        ends: for a message, "src" or "dst", the other rank (None for any), and the tag. None for collectives.
+        source: the sender of a received message; None before.
+        order: for a call on a device in flight, makes a stream of the device wait for it. Returns False if the caller
+            must await the work instead. None for other calls.
+        withdraw: ends an unmatched receive when its last waiter leaves; None for operations that cannot be withdrawn.
+        done: True after the end. It is set after `result` and `exception`, since other threads read it.
+        result: the result of an operation that has succeeded.
         exception: the error of an operation that has failed.
-        waiters: the futures of awaits that have not ended.
-        callbacks: called at the end.
-        unretrieved: the failure to be logged if no task retrieves it; before the end, in debug mode, the warning about
+        waiters: the futures of pending awaits.
+        callbacks: callbacks for the end.
+        unretrieved: the failure to be logged if no task retrieves it. Before the end, in debug mode, the warning about
             a work that is never awaited.
         code, instruction: the call site: the user's code object, and the offset of the instruction in it.
     """
@@ -117,7 +120,7 @@ class Completion:
         "withdraw",
     )
 
-    # Set by `expect`, or by the dispatcher in its place.
+    # Set by `expect`, or directly by the dispatcher.
     shape: tuple[int, ...]
     timeout: float
     value: Any
@@ -140,7 +143,7 @@ class Completion:
         self.waiters: list[asyncio.Future[None]] | None = None
         self.callbacks: list[Callback] | None = None
         self.unretrieved: Unretrieved | None = None
-        # The call site costs least in this form and keeps no frame alive; the line is looked up on demand.
+        # This form of the call site takes the least time and keeps no frame alive. The line is looked up on demand.
         frame = _frame(_INNERMOST)
         while (name := (code := frame.f_code).co_filename) is not _last_file:
             if name not in _own_files or (caller := frame.f_back) is None:
@@ -154,7 +157,7 @@ class Completion:
         self.instruction: int = frame.f_lasti
 
     def init_child(self, parent: Completion) -> None:
-        """Initialize the completion of a part of an operation, in place of `__init__`, with the parent's call site."""
+        """Initialize the completion of a part of an operation, instead of `__init__`, with the parent's call site."""
         self.op, self.seq, self.key, self.owner = parent.op, parent.seq, parent.key, None
         self.progress = parent.progress
         self.code, self.instruction = parent.code, parent.instruction
@@ -182,9 +185,9 @@ class Completion:
     # -- the end
 
     def finish(self, result: Any, exception: BaseException | None = None) -> None:
-        """End the operation with a result or an error; called once, by the engine."""
+        """End the operation with a result or an error. The engine calls this once."""
         if self.unwrap is not None:
-            # Staged data goes back to the user's array, a scalar back to its Python type, bytes to an object.
+            # Restores staged data in the user's array, a scalar's Python type, or an object from its bytes.
             unwrap, self.unwrap = self.unwrap, None
             if exception is None:
                 try:
@@ -194,10 +197,10 @@ class Completion:
         self.result = result
         self.exception = exception
         self.withdraw = None
-        self.handle = None  # a reference cycle otherwise
+        self.handle = None  # breaks a reference cycle
         if exception is not None:
             self.report_failure(exception)
-        # Other threads look here, and find all of the above.
+        # Set last: other threads that see it may read all attributes above.
         self.done = True
         if self.waiters is not None:
             for waiter in self.waiters:
@@ -213,8 +216,8 @@ class Completion:
                     self.progress.loop.call_soon(fn, argument, context=context)
 
     def report_failure(self, error: BaseException) -> None:
-        """Record a failure that must be retrieved; not if a callback does, or if a receive was withdrawn."""
-        self.note_await()  # what is reported from now on is the failure
+        """Record a failure that must be retrieved, unless a callback retrieves it or a receive was withdrawn."""
+        self.note_await()  # from now on, only the failure must be reported
         self.unretrieved = None
         calls = self.callbacks
         calls_back = calls is not None and any(context is not None and not is_wait(fn) for fn, _, context in calls)
@@ -230,17 +233,17 @@ class Completion:
             self.unretrieved.awaited()
 
     def note_retrieval(self) -> None:
-        """Record that the program has got the outcome."""
+        """Record that the program has retrieved the outcome."""
         if self.unretrieved is not None:
             self.unretrieved.retrieved()
 
     # -- waiting
 
     def want(self) -> None:
-        """Start the operation if a block holds it back: a caller waits for it without an await."""
+        """Start the operation if a block holds it back, because a caller waits for it without an await."""
 
     def add_waiter(self) -> asyncio.Future[None]:
-        """Return a future for a task that wants the operation; its result is set at the end."""
+        """Return a future for a task that awaits the operation. Its result is set at the end."""
         waiter: asyncio.Future[None] = self.progress.loop.create_future()
         if self.done:
             waiter.set_result(None)
@@ -251,7 +254,7 @@ class Completion:
         return waiter
 
     def remove_waiter(self, waiter: asyncio.Future[None]) -> None:
-        """Remove the future of a task that no longer wants the operation."""
+        """Remove the future of a task that no longer awaits the operation."""
         if self.waiters is not None:
             self.waiters.remove(waiter)
             if not self.waiters and self.withdraw is not None:
@@ -262,9 +265,9 @@ class Completion:
 
         Args:
             fn: the callback.
-            argument: passed to it.
-            context: `call_soon` runs it in this one; `AT_ONCE`: it is called synchronously. None is for a callback that
-                leaves it to others to retrieve a failure.
+            argument: its argument.
+            context: context in which `call_soon` runs the callback; `AT_ONCE` to call it synchronously. None marks a
+                callback that does not retrieve failures.
 
         Returns:
             The entry in `callbacks`.
@@ -277,7 +280,7 @@ class Completion:
         return call
 
     def remove_callbacks(self, fn: Callable[[Any], object]) -> int:
-        """Remove the user's callbacks that are equal to `fn`; return how many there were."""
+        """Remove the user's callbacks that are equal to `fn`, and return their number."""
         calls = self.callbacks or []
         kept = [call for call in calls if call[2] is None or call[2] is AT_ONCE or call[0] != fn]
         self.callbacks = kept or None
@@ -288,7 +291,7 @@ class Completion:
         self.add_callback(fn, self, AT_ONCE)
 
     async def wait_end(self) -> None:
-        """Wait for the end without wanting the operation, and without retrieving a failure."""
+        """Wait for the end without requesting the operation, and without retrieving a failure."""
         if not self.done:
             self.progress.spin(self)
         if self.done:
@@ -316,13 +319,13 @@ def make_completion(
     """Return the completion of a call that the accelerator has begun.
 
     Args:
-        progress: carries out the operation.
+        progress: the engine or block that carries out the operation.
         owner: the group; None for a part of another operation.
-        facts: its op, seq, key, shape, timeout, value, code and instruction, as of a `Completion`.
+        facts: op, seq, key, shape, timeout, value, code and instruction of the `Completion`.
         waiters: the futures of awaits.
         guard: the warning about a work that is never awaited.
-        handle: the work; None of an operation that has ended well.
-        completion: not initialized; None: a new one.
+        handle: the work; None for an operation that has succeeded.
+        completion: a completion that is not initialized; None for a new one.
     """
     if completion is None:
         completion = Completion.__new__(Completion)
@@ -339,7 +342,7 @@ def make_completion(
 
 
 def is_wait(fn: Any) -> bool:
-    """Return whether a callback belongs to `asyncio.wait`, whose caller looks at the outcome itself."""
+    """Return whether a callback belongs to `asyncio.wait`, whose caller retrieves the outcome itself."""
     return getattr(fn, "__module__", None) == "asyncio.tasks"
 
 
@@ -356,6 +359,6 @@ def _user_frame(frame: FrameType) -> FrameType:
 
 
 def watch_works() -> None:
-    """Warn about works that are never awaited, in groups that ask for it."""
+    """Enable warnings about works that are never awaited, in groups that request them."""
     global _last_file, _watching
     _last_file, _watching = "", True

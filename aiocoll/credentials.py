@@ -1,4 +1,4 @@
-"""Files by which a process proves who it is: which belong together, and reading those that are secret."""
+"""Credential files: paths of TLS files, and reading of secret files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TlsFiles", "read_private", "tls_files"]
 
 
 class TlsFiles(NamedTuple):
-    """Paths of PEM files: certificates of a CA; the certificate of this process; the private key of that."""
+    """Paths of PEM files: CA certificates, this process's certificate, and its private key."""
 
     ca: str
     certificate: str
@@ -23,8 +23,8 @@ def tls_files(ca: str | None, certificate: str | None, key: str | None) -> TlsFi
     """Return the files of the options `tls_ca`, `tls_certificate` and `tls_key`; None if none is given.
 
     Raises:
-        TypeError: one is neither a str nor None.
-        ValueError: one is given without the others.
+        TypeError: an option is neither a str nor None.
+        ValueError: an option is given without the others.
     """
     given = {"tls_ca": ca, "tls_certificate": certificate, "tls_key": key}
     for name, path in given.items():
@@ -50,7 +50,8 @@ def read_private(path: str, label: str, most: int) -> bytes:
     """Return up to `most` bytes of a file that only this user may access.
 
     Raises:
-        ValueError: the file is missing, a symbolic link, of another user, or accessible to others; begins with `label`.
+        ValueError: the file is missing, a symbolic link, owned by another user, or accessible to others. The message
+            begins with `label`.
     """
     where = f"{label}={path!r}"
     try:

@@ -1,4 +1,4 @@
-"""Addresses and ports as text: where a rank listens, and where others find it."""
+"""Parsers of addresses and ports, for listening and dialling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """Split `"host:port"` or `"[::1]:port"`.
 
     Raises:
-        ValueError: `text` has another form, or the port is not 0 to 65535.
+        ValueError: `text` has another form, or the port is not in 0 to 65535.
     """
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -31,10 +31,10 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """Split `"31000-31099"`; a single port is the first and the last.
+    """Split `"31000-31099"`. A single port is both the first and the last.
 
     Raises:
-        ValueError: `text` has another form, or there are no such ports.
+        ValueError: `text` has another form, or the ports are out of range.
     """
     first, dash, last = text.partition("-")
     try:
@@ -46,20 +46,20 @@ def parse_ports(text: str) -> tuple[int, int]:
 
 
 def check_ports(first: int, last: int) -> None:
-    """Refuse what is no range of ports.
+    """Raise an error for an invalid range of ports.
 
     Raises:
-        ValueError: always says what is allowed.
+        ValueError: the range is invalid. The message describes valid ranges.
     """
     if not 1 <= first <= last <= _MAX_PORT:
         raise ValueError(f"must be two ports from 1 to {_MAX_PORT}, the first and the last, like 31000-31099")
 
 
 def parse_advertised(text: str) -> tuple[str, int | None]:
-    """Split a numeric address, with a port or without: `"10.0.0.1"`, `"10.0.0.1:31000"`, `"::1"`, `"[::1]:31000"`.
+    """Split a numeric address with an optional port, like `"10.0.0.1"`, `"10.0.0.1:31000"`, `"::1"` or `"[::1]:31000"`.
 
     Raises:
-        ValueError: `text` has another form, or is nothing that others could dial.
+        ValueError: `text` has another form, or is an address that other hosts cannot dial.
     """
     host: str = text
     port: int | None = None

@@ -1,7 +1,7 @@
-"""Secrets in the environment: read once, then erased.
+"""Secrets in environment variables, which are read once, then erased.
 
-Linux shows the environment that a process was started with in ``/proc/PID/environ`` for the life of the process,
-whatever happens to `os.environ`: it reads the block of memory that the kernel filled at the start.
+Linux shows the initial environment of a process in ``/proc/PID/environ`` as long as the process lives. Changes of
+`os.environ` have no effect there, because Linux reads the memory block that the kernel filled at the start.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import MutableMapping
 
 __all__ = ["take"]
 
-#: Indices of the block's begin and end in /proc/self/stat, counted from the field after the name of the program.
+#: Indices of the block's start and end address in /proc/self/stat, counted from the field after the program name.
 _FIELDS = slice(47, 49)
 
 
 def take(environ: MutableMapping[str, str], name: str) -> str | None:
-    """Remove a variable from the environment; return its value, None if there is none.
+    """Remove a variable from the environment, and return its value; None if it is not set.
 
-    If `environ` is that of this process, the bytes are also overwritten in the block that the process was started
-    with, if the system permits it and the entry is still there. Children that were forked before keep theirs.
+    If `environ` is that of this process, its bytes in the initial memory block are also overwritten, if the system
+    permits it and the entry is still there. Children that were forked before keep their copies.
     """
     value = environ.pop(name, None)
     if value is not None and environ is os.environ:
-        _forget(os.fsencode(name))
+        _overwrite(os.fsencode(name))
     return value
 
 
-def _forget(name: bytes) -> None:
-    """Overwrite the bytes of a variable that `os.environ` leaves in memory; other variables stay where they are."""
+def _overwrite(name: bytes) -> None:
+    """Overwrite the bytes of a variable in the initial memory block. Other variables keep their positions."""
     try:
         with open("/proc/self/stat", "rb") as stat:
             begin, end = map(int, stat.read().rpartition(b")")[2].split()[_FIELDS])
-        # Written through /proc/self/mem: an address that is not mapped is an error there, not a crash.
+        # Written through /proc/self/mem, where an unmapped address causes an error instead of a crash.
         with open("/proc/self/mem", "r+b", buffering=0) as memory:
             memory.seek(begin)
             block = memory.read(end - begin)
@@ -41,4 +41,4 @@ def _forget(name: bytes) -> None:
                 memory.seek(begin + entry.start(1))
                 memory.write(bytes(len(entry[1])))
     except (OSError, ValueError, OverflowError):
-        return  # not Linux, or it hides this from us
+        return  # not Linux, or access is denied

@@ -1,4 +1,4 @@
-"""Every exception the library raises on purpose.
+"""Exceptions that the library raises.
 
     AiocollError(RuntimeError)
       GroupError                      a collective or its group failed; carries op, seq, group, ranks
@@ -7,7 +7,7 @@
         PeerLostError                 also ConnectionError; a rank died, stopped or left
         GroupRevokedError             a later call; __cause__ is the first failure
         GroupClosedError              the group was closed by this rank
-        PeerProtocolError             also ProtocolError; a rank could not handle what another one sent
+        PeerProtocolError             also ProtocolError; a rank could not handle another rank's message
       StoreError
         StoreTimeoutError             also TimeoutError
         StoreUnavailableError         also ConnectionError
@@ -15,7 +15,7 @@
       AuthenticationError             also ConnectionError; a peer did not prove that it holds the job key
       ProtocolError                   bytes that do not follow the wire protocol
       SerializationError              also ValueError; an object that cannot be sent, with its path
-      BackendUnavailableError         also ImportError; says what to install
+      BackendUnavailableError         also ImportError; names the package to install
 
 Wrong arguments raise the built-in ``TypeError`` or ``ValueError`` at the call: nothing was sent.
 """
@@ -46,21 +46,21 @@ __all__ = [
 
 
 class AiocollError(RuntimeError):
-    """Base of every error of the library."""
+    """Base class of all errors of the library."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As by default, but for tools that pickle tracebacks, too, and cannot make objects with several bases.
+        # The default result, written out for tools that pickle tracebacks, which fail for classes with several bases.
         return type(self), self.args, self.__dict__
 
 
 class GroupError(AiocollError):
-    """A collective or its group failed.
+    """A failure of a collective or of its group.
 
     Attributes:
         op: name of the operation in capitals, or None if no single operation is the cause.
         seq: its sequence number (int) or key (str), or None.
         group: name of the group.
-        ranks: the ranks that the error is about, ascending.
+        ranks: the ranks that the error refers to, ascending.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class GroupError(AiocollError):
 
 
 class CollectiveMismatchError(GroupError):
-    """Ranks called operations that do not match."""
+    """A mismatch: ranks called different operations at the same place in the order of the group."""
 
 
 class CollectiveTimeoutError(GroupError, TimeoutError):
-    """Some ranks did not arrive, or did not finish, in time."""
+    """A timeout: some ranks did not arrive, or did not finish, in time."""
 
 
 class PeerLostError(GroupError, ConnectionError):
-    """A rank is gone.
+    """The loss of a rank.
 
     Attributes:
-        how: ``"killed"`` (a process of its host has found that its process is gone, or it was reported dead),
+        how: ``"killed"`` (a process on its host has found that its process has ended, or it was reported dead),
             ``"left"`` (it closed its groups), ``"stopped"`` (its process, on this host, has been stopped for seconds:
-            SIGSTOP, a debugger) or ``"unreachable"`` (its connection broke, or no heartbeat has come for seconds: it
+            SIGSTOP, a debugger) or ``"unreachable"`` (its connection broke, or no heartbeat has arrived for seconds: it
             may be alive).
     """
 
@@ -112,44 +112,44 @@ class PeerLostError(GroupError, ConnectionError):
 
 
 class GroupRevokedError(GroupError):
-    """The group failed before this call; the first failure is ``__cause__``."""
+    """A call to a group that had failed before. The first failure is ``__cause__``."""
 
 
 class GroupClosedError(GroupError):
-    """This rank has closed the group."""
+    """A call to a group that this rank has closed."""
 
 
 class StoreError(AiocollError):
-    """A store refused or could not carry out an operation."""
+    """A store operation that was refused or failed."""
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """Keys did not appear in time; the message lists them."""
+    """Keys that did not appear in time. The message lists them."""
 
 
 class StoreUnavailableError(StoreError, ConnectionError):
-    """The store cannot be reached."""
+    """A store that cannot be reached."""
 
 
 class RendezvousError(AiocollError):
-    """The ranks could not meet."""
+    """A failed rendezvous: the ranks could not meet."""
 
 
 class AuthenticationError(AiocollError, ConnectionError):
-    """The other end did not prove that it belongs to this job."""
+    """A connection whose other end did not prove that it belongs to this job."""
 
 
 class ProtocolError(AiocollError):
-    """The other end sent bytes that do not follow the protocol."""
+    """Bytes from the other end that do not follow the protocol."""
 
 
 class PeerProtocolError(GroupError, ProtocolError):
-    """A rank could not handle a message of another rank: it breaks the protocol, or handling it raised an exception."""
+    """A message that a rank could not handle: it violates the protocol, or handling it raised an exception."""
 
 
 class SerializationError(AiocollError, ValueError):
-    """An object cannot be sent or received; the message names its type and its path."""
+    """An object that cannot be sent or received. The message names its type and its path."""
 
 
 class BackendUnavailableError(AiocollError, ImportError):
-    """An optional dependency is missing; the message says what to install."""
+    """A missing optional dependency. The message names the package to install."""

@@ -1,4 +1,4 @@
-"""Functions of the program's that are called when operations start and end: for counters, traces and the like.
+"""Hooks: functions of the program that are called when operations start and end, for counters or traces.
 
     class Slow:
         def on_end(self, info):
@@ -8,12 +8,12 @@
     handle = aiocoll.hooks.add_hook(Slow())  # for all groups; pg.add_hook(Slow()) for one
     handle.remove()
 
-A hook has a method `on_start(info)`, `on_end(info)`, or both; they are plain functions, called on the event loop of the
-group, one at a time, so they should be short. Every start is followed by exactly one end, whatever becomes of the
-operation; who is added later hears of neither. A hook that raises is removed, and the log says so once. A hook cannot
-call the group whose operation it is told of.
+A hook has a method `on_start(info)`, `on_end(info)`, or both. They are plain functions, called on the event loop of the
+group, one at a time, so they should be short. Every start is followed by exactly one end, whatever the outcome of the
+operation. A hook that is added in between receives neither. A hook that raises is removed, with one log record. A hook
+cannot call the group whose operation is being reported.
 
-Cost: nothing is made where there is no hook; two attribute look-ups per operation.
+Cost: without hooks, two attribute lookups per operation and no allocation.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ Hook = Any
 
 
 class OperationInfo(NamedTuple):
-    """One operation: what one call has started on this rank.
+    """One operation that a call has started on this rank.
 
     Attributes:
         group: name of the group.
         rank: this rank, in the group.
         op: name of the operation in capitals.
-        kind: "collective", or "message" between two ranks.
-        key: of a keyed collective.
-        seq: its number, or the count of its key; None of a message.
-        nbytes: of the caller's main array; None where only the other end knows.
-        dtype: of the elements; None where there are none.
-        seconds: from the start to the end; None at the start.
-        algorithm: what carries it out; None where there is only one way, or that is not known yet.
-        transport: what carries the bytes: "memory", "unix", "tcp", "shm", or several with "+" between; "" where there
-            is no link yet.
-        error: what it failed with; None of one that has not, and at the start.
+        kind: "collective", or "message" for an operation between two ranks.
+        key: the key of a keyed collective; None without one.
+        seq: its sequence number, or the count of its key; None for a message.
+        nbytes: size of the caller's main array in bytes; None where only the other end knows it.
+        dtype: name of the dtype; None for operations without elements.
+        seconds: duration in seconds; None at the start.
+        algorithm: name of the algorithm; None if there is only one, or if it is not known yet.
+        transport: transport of the data: "memory", "unix", "tcp", "shm", or several joined by "+"; "" without a link.
+        error: the error of a failed operation; None at the start and after success.
     """
 
     group: str
@@ -65,36 +64,36 @@ class OperationInfo(NamedTuple):
 
 
 class HookHandle:
-    """What removes a hook.
+    """A handle that removes a hook.
 
     Args:
-        remove: removes it.
+        remove: function that removes the hook.
     """
 
     def __init__(self, remove: Callable[[], None]) -> None:
         self._remove = remove
 
     def remove(self) -> None:
-        """Call the hook no more, not even for the end of what has started. Idempotent."""
+        """Stop calling the hook, even for the end of operations that have started. Idempotent."""
         self._remove()
 
 
 class Hooks:
-    """The hooks of one group: its own, and those of all groups.
+    """The hooks of one group: its own hooks, and those for all groups.
 
     Args:
-        group: its name.
+        group: name of the group.
         rank: this rank.
-        on_change: called when there are other hooks.
+        on_change: called after hooks were added or removed.
 
     Attributes:
-        active: all of them; one list, of which native code reads the length.
-        started: of the operations in flight, the hooks that were told of their start.
-        calling: the method of a hook that is being called.
+        active: all hooks of the group. Native code reads the length of this list object.
+        started: by operation in flight, the hooks that received its start.
+        calling: name of the hook method that is being called; "" outside of calls.
     """
 
     def __init__(self, group: str, rank: int, on_change: Callable[[], None]) -> None:
-        self.active = list(_everywhere.values())
+        self.active = list(_global_hooks.values())
         self.started: dict[Any, tuple[Hook, ...]] = {}
         self.calling = ""
         self._group = group
@@ -116,22 +115,22 @@ class Hooks:
         return HookHandle(remove)
 
     def refresh(self) -> None:
-        """Take note that hooks were added or removed."""
-        self.active[:] = {**_everywhere, **self._own}.values()
+        """Update the active hooks after hooks were added or removed."""
+        self.active[:] = {**_global_hooks, **self._own}.values()
         self._on_change()
 
     def start(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
-        """Tell all hooks that an operation starts; `info` makes what they are told."""
+        """Call `on_start` of all hooks, with the result of `info`."""
         self.started[operation] = self._call("on_start", tuple(self.active), info)
 
     def end(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
-        """Tell those that know of its start that an operation has ended."""
+        """Call `on_end` of the hooks that received the start of an operation, with the result of `info`."""
         active = set(map(id, self.active))
         hooks = tuple(hook for hook in self.started.pop(operation, ()) if id(hook) in active)
         self._call("on_end", hooks, info)
 
     def _call(self, name: str, hooks: tuple[Hook, ...], make: Callable[[], OperationInfo]) -> tuple[Hook, ...]:
-        """Call a method of the hooks that have it; return the hooks that have not raised."""
+        """Call a method of the hooks that have it, and return the hooks that have not raised."""
         info = None
         kept = []
         for hook in hooks:
@@ -159,33 +158,33 @@ class Hooks:
             extra={"group": self._group, "rank": self._rank},
         )
         self._own.pop(id(hook), None)
-        _everywhere.pop(id(hook), None)
+        _global_hooks.pop(id(hook), None)
         _refresh_all()
 
 
-#: Hooks of all groups, by identity.
-_everywhere: dict[int, Hook] = {}
+#: Hooks for all groups, by identity.
+_global_hooks: dict[int, Hook] = {}
 _groups: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
 def add_hook(hook: Hook) -> HookHandle:
-    """Call `hook` for the operations of all groups of this process, those that are made later too.
+    """Call `hook` for the operations of all groups of this process, including groups made later.
 
     Args:
         hook: an object with `on_start(info)`, `on_end(info)`, or both; see `OperationInfo`.
 
     Returns:
-        What removes it again.
+        A handle that removes the hook.
 
     Raises:
-        TypeError: it has neither method.
+        TypeError: the object has neither method.
     """
     _check(hook)
-    _everywhere[id(hook)] = hook
+    _global_hooks[id(hook)] = hook
     _refresh_all()
 
     def remove() -> None:
-        _everywhere.pop(id(hook), None)
+        _global_hooks.pop(id(hook), None)
         _refresh_all()
 
     return HookHandle(remove)

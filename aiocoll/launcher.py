@@ -1,7 +1,7 @@
-"""What `aiocoll run` and a rank that it has started tell each other, besides where the ranks meet.
+"""Messages between `aiocoll run` and the ranks that it has started.
 
-With ``--max-restarts``, a rank that has said `say_elastic` is in a group that goes on without lost ranks. The launcher
-starts newcomers in their place, with ``AIOCOLL_JOIN=1`` in their environment.
+With ``--max-restarts``, a rank calls `say_elastic` when it is in a group that continues without lost ranks. The
+launcher then starts newcomers as replacements, with ``AIOCOLL_JOIN=1`` in their environment.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 
 __all__ = ["is_newcomer", "say_elastic"]
 
-#: The first code of a rank enters itself there: nothing of it is inherited by other programs.
+#: The start code of a rank registers itself under this name, so other programs inherit nothing.
 _START = "aiocoll.cli.start"
 
 
 def say_elastic() -> None:
-    """Tell the launcher, if there is one, that this rank is in a group that mends itself, and takes in newcomers.
+    """Notify the launcher, if there is one, that this rank is in an elastic group, which accepts newcomers.
 
-    To be called whenever such a group is there: before that, a newcomer would wait for it in vain. Repeating it is
+    Call this whenever such a group exists, since a newcomer that starts earlier would wait in vain. Repeated calls are
     harmless.
     """
     if (start := sys.modules.get(_START)) is not None:
@@ -26,12 +26,12 @@ def say_elastic() -> None:
 
 
 def is_newcomer(env: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process to join a group that is there.
+    """Return whether a launcher has started this process to join an existing group.
 
     Raises:
-        ValueError: the variable has another value.
+        ValueError: the variable has an invalid value.
     """
     asked = env.get("AIOCOLL_JOIN", "0")
     if asked not in ("0", "1"):
-        raise ValueError(f"AIOCOLL_JOIN={asked!r}: must be 1, for a process that joins a group that grows, or 0")
+        raise ValueError(f"AIOCOLL_JOIN={asked!r}: must be 1 (join an existing group) or 0")
     return asked == "1"

@@ -1,4 +1,4 @@
-"""Modules that are loaded by the first call that needs them."""
+"""Lazy imports of modules, by the first call that needs them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ __all__ = ["loading"]
 
 
 class loading:
-    """Context of an import inside a function: if it fails, the error names what needed it; the next call tries again.
+    """Context manager of an import inside a function, which names the feature in the error if the import fails.
 
-    The usual cause is not the module: a process that has no file descriptor left cannot open its file.
+    The next call tries again. The usual cause is not the module itself: without a free file descriptor, a process
+    cannot open the module's file.
 
     Args:
-        what: the kind of calls that need the module, for the message.
+        what: the calls that need the module, for the message.
     """
 
     __slots__ = ("_what",)

@@ -1,6 +1,6 @@
-"""The log of the library, `logging.getLogger("aiocoll")`: each record names the group and the rank.
+"""Logger of the library, `logging.getLogger("aiocoll")`. Each record names the group and the rank.
 
-A handler or filter of the program that raises does not disturb the code that logs: its traceback goes to stderr.
+If a handler or filter of the program raises, the logging code continues, and the traceback goes to stderr.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from aiocoll.user_code import contain
 
 __all__ = ["Repeats", "logger"]
 
-#: Seconds from a warning to the next one of its kind that is logged; then ten times as long, and so on.
+#: Seconds from the first warning of a kind to the next one that is logged. Later intervals are ten times as long each.
 _AGAIN: Final = 10.0
-#: Kinds of warnings that are remembered, the last ones.
-_KEPT: Final = 256
+#: Number of kinds of warnings that are remembered. The oldest are forgotten.
+_MAX_KINDS: Final = 256
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """Gives every record the attributes `group` and `rank` from `extra`; None if the record is about no group."""
+    """A logger whose records have the attributes `group` and `rank`, from `extra`; None for records without a group."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Complete the `extra` of a call."""
+        """Add missing attributes to the `extra` of a call."""
         kwargs["extra"] = {"group": None, "rank": None, **(kwargs.get("extra") or {})}
         return msg, kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a record; an exception of a handler ends here."""
-        # The record names the first frame outside of `logging`; this one is in between.
+        """Log a record, and contain exceptions of handlers."""
+        # The record names the first frame outside of `logging`. This method adds one frame.
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         try:
             super().log(level, msg, *args, **kwargs)
@@ -42,15 +42,15 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 class Repeats:
-    """Decides which repetitions of a warning to log: the first, then the next ones after 10 s, 100 s, 1000 s, ..."""
+    """Rate limit for repeated warnings: logs the first, then the next ones after 10 s, 100 s, 1000 s, ..."""
 
     def __init__(self) -> None:
-        #: Of each kind, the latest last: when the next warning is due, the interval before it, and how many were not
-        #: logged since the last.
+        #: By kind, the latest last: time of the next logged warning, the interval before it, and the number of warnings
+        #: that were not logged since the last one.
         self._kinds: dict[Hashable, tuple[float, float, int]] = {}
 
     def admit(self, kind: Hashable, now: float) -> str | None:
-        """Return the end of the text of a warning, which counts those that were not logged; None to not log this one.
+        """Return the suffix of a warning, with the number of skipped repetitions; None to skip the warning.
 
         Args:
             kind: equal for warnings that repeat each other.
@@ -59,7 +59,7 @@ class Repeats:
         due, interval, left_out = self._kinds.pop(kind, (now, _AGAIN / 10, 0))
         is_due = now >= due
         self._kinds[kind] = (now + 10 * interval, 10 * interval, 0) if is_due else (due, interval, left_out + 1)
-        if len(self._kinds) > _KEPT:
+        if len(self._kinds) > _MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if not is_due:
             return None

@@ -1,4 +1,4 @@
-"""The end of an event loop, for what must be closed while the loop can still run."""
+"""End of an event loop: closing of objects while the loop can still run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 __all__ = ["Closable", "LoopEnd"]
 
-#: Turns of an ending loop in which objects that were garbage-collected meanwhile are closed.
+#: Number of iterations of an ending loop in which objects that are garbage-collected meanwhile are closed.
 TURNS = 3
 
 
@@ -19,22 +19,22 @@ class Closable(Protocol):
 
     @property
     def is_ending(self) -> bool:
-        """Whether its owner is closing it, or has closed it."""
+        """True if its owner is closing it, or has closed it."""
 
     def begin_abandon(self) -> asyncio.Task[None]:
-        """Begin to close it without waiting for its works; return the task that closes it, perhaps the owner's."""
+        """Start closing without waiting for works, and return the closing task, which may be the owner's."""
 
     def warn(self) -> None:
-        """Warn that its owner has not closed it."""
+        """Warn that the owner has not closed the object."""
 
 
 class LoopEnd:
     """Closes objects at the end of the running loop.
 
-    `asyncio.run`, and all else that is built on `asyncio.Runner`, close the loop's asynchronous generators last, when
-    every task has ended and the loop still runs. Loops have no other hook for this.
+    `asyncio.run`, like all users of `asyncio.Runner`, closes the loop's asynchronous generators last, when every task
+    has ended and the loop still runs. Loops have no other hook for this.
 
-    A loop does not keep its generators alive: keep a reference to this object.
+    A loop does not keep its generators alive, so keep a reference to this object.
     """
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ class LoopEnd:
         _step(anext(self._generator).__await__())
 
     def add(self, closable: Closable) -> None:
-        """Close an object, too; it is not kept alive."""
+        """Also close `closable` at the end of the loop. It is not kept alive."""
         self._open.add(closable)
 
     def forget(self) -> None:
-        """Close nothing at the end of the loop."""
+        """Cancel the closing at the end of the loop."""
         self._forgotten = True
         if not self._generator.ag_running:  # type: ignore[attr-defined]
             _step(self._generator.aclose().__await__())
@@ -73,6 +73,6 @@ class LoopEnd:
 
 
 def _step(steps: Generator[Any, None, None]) -> None:
-    """Run what does not suspend."""
+    """Run a generator that does not suspend."""
     with suppress(StopIteration):
         steps.send(None)

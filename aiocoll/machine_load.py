@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["MAX_LOAD", "LoadMeter", "MachineLoad", "show_cores", "show_quota", "show_share", "usable_cores"]
 
-#: Cores: with more load than this, timings cannot be trusted.
+#: Load in cores above which timings cannot be trusted.
 MAX_LOAD = 0.3
 
 #: Indices in a "cpu" line of /proc/stat, after the name: user, nice, system, irq, softirq; then steal.
@@ -45,12 +45,12 @@ class MachineLoad:
 
     @property
     def total(self) -> float | None:
-        """Cores that were not available, by other processes and by steal; None if the first is unknown."""
+        """Number of cores lost to other processes and to steal; None if the first is unknown."""
         return None if self.others is None else self.others + (self.steal or 0.0)
 
     @property
     def is_high(self) -> bool:
-        """Whether timings of the interval cannot be trusted: more than `MAX_LOAD` cores were not available."""
+        """True if timings of the interval cannot be trusted, because more than `MAX_LOAD` cores were lost."""
         return self.total is not None and self.total > MAX_LOAD
 
     def __str__(self) -> str:
@@ -76,10 +76,10 @@ class _Reading:
 
 
 class LoadMeter:
-    """Measures the load between two calls of `lap`.
+    """A meter of the load between two calls of `lap`.
 
     Args:
-        root: the directory that has `proc` and `sys`.
+        root: the directory that contains `proc` and `sys`.
         pid: the root of the own process tree; by default this process.
     """
 
@@ -90,7 +90,7 @@ class LoadMeter:
         self._last = self._read()
 
     def lap(self) -> MachineLoad:
-        """Return the load since the last call, or since the meter was made."""
+        """Return the load since the last call, or since the meter was created."""
         before, after = self._last, self._read()
         self._last = after
         passed = _difference(before.uptime, after.uptime)
@@ -123,12 +123,12 @@ class LoadMeter:
         return None, None
 
     def _own_time(self) -> float | None:
-        """Return the CPU seconds of the own process tree, with those of children that have ended."""
+        """Return the CPU seconds of the measured process tree, including children that have ended."""
         parents: dict[int, int] = {}
         times: dict[int, int] = {}
         for path in self._stat_files():
             with suppress(OSError, ValueError, IndexError):
-                # The name stands in parentheses and may contain anything, parentheses too.
+                # The name is in parentheses and may contain any characters, including parentheses.
                 fields = path.read_text(errors="replace").rpartition(")")[2].split()
                 user, system, children_user, children_system = map(int, fields[_TIMES])
                 pid = int(path.parent.name)
@@ -156,7 +156,7 @@ class LoadMeter:
         return None
 
     def _quota(self) -> float | None:
-        """Return the least quota of the control group and the groups around it; `inf` without a limit."""
+        """Return the smallest quota of the control group and its parents; `inf` without a limit."""
         found = []
         with suppress(OSError, ValueError):
             for line in (self._proc / "self/cgroup").read_text().splitlines():
@@ -194,12 +194,12 @@ def _difference(before: float | None, after: float | None) -> float | None:
 
 
 def _rate(seconds: float | None, passed: float | None) -> float | None:
-    # The times of cores and of processes are counted apart, so a difference may be some ticks below 0.
+    # Times of cores and of processes are counted separately, so a difference may be some ticks below 0.
     return None if seconds is None or not passed else max(0.0, seconds / passed)
 
 
 def _ticks() -> int:
-    """Return the clock ticks per second in which /proc counts."""
+    """Return the number of clock ticks per second in /proc."""
     return os.sysconf("SC_CLK_TCK")
 
 

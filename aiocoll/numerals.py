@@ -1,10 +1,10 @@
-"""Numbers that a user gives: as arguments, which may be NumPy scalars, in the environment or on a command line.
+"""Conversion of numbers that users pass as arguments, environment variables or command-line options.
 
-Use what `to_int` and `to_float` return, not the argument: a NumPy integer wraps, a 0-d array is no key of a dict, and
-neither can be sent as data.
+Use the result of `to_int` and `to_float`, not the argument. A NumPy integer wraps around, a 0-d array is not hashable,
+and neither can be sent as data.
 
-Of text, Python's ``int`` and ``float`` accept more: ``int("1_0")`` is 10, and blanks and the digits of other scripts
-are accepted too. A variable that was set by mistake would be read as another number.
+For text, Python's ``int`` and ``float`` accept too much: ``int("1_0")`` is 10, and blanks and digits of other scripts
+are accepted, too. A variable set by mistake would be read as another number.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 __all__ = ["parse_float", "parse_int", "to_float", "to_int"]
 
-#: 18 digits fit into 64 bits; no rank, port or descriptor number needs as many.
+#: 18 digits fit into 64 bits. Ranks, ports and descriptors need fewer.
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _DECIMAL = re.compile(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|-?inf|nan")
 
 
 def parse_int(text: str) -> int:
-    """Return the integer that `text` is: ASCII digits, with a minus before them if it is negative.
+    """Return the integer in a text: ASCII digits, after a minus sign if it is negative.
 
     Raises:
-        ValueError: it is anything else; the message names no variable.
+        ValueError: the text has another form. The message names no variable.
     """
     if _INTEGER.fullmatch(text) is None:
         raise ValueError(f"{text!r} must be a whole number")
@@ -34,10 +34,10 @@ def parse_int(text: str) -> int:
 
 
 def parse_float(text: str) -> float:
-    """Return the number that `text` is: as in ``12``, ``1.5``, ``1e-3`` or ``inf``.
+    """Return the number in a text, like ``12``, ``1.5``, ``1e-3`` or ``inf``.
 
     Raises:
-        ValueError: it is anything else; the message names no variable.
+        ValueError: the text has another form. The message names no variable.
     """
     if _DECIMAL.fullmatch(text) is None:
         raise ValueError(f"{text!r} must be a number")
@@ -45,10 +45,10 @@ def parse_float(text: str) -> float:
 
 
 def to_int(value: Any, name: str, what: str = "an int") -> int:
-    """Return the integer that an argument is: an int, a NumPy integer, or another object with ``__index__``.
+    """Return an argument as an int, given an int, a NumPy integer, or another object with ``__index__``.
 
     Raises:
-        TypeError: it is none, or a bool; the message says that `name` must be `what`.
+        TypeError: the argument is not an integer, or is a bool. The message states that `name` must be `what`.
     """
     if not isinstance(value, bool):
         try:
@@ -59,10 +59,10 @@ def to_int(value: Any, name: str, what: str = "an int") -> int:
 
 
 def to_float(value: Any, name: str, what: str = "a number") -> float:
-    """Return the real number that an argument is: a Python or NumPy number, or an array of no dimensions.
+    """Return an argument as a float, given a real Python or NumPy number, or an array without dimensions.
 
     Raises:
-        TypeError: it is none, or a bool; the message says that `name` must be `what`.
+        TypeError: the argument is not a real number, or is a bool. The message states that `name` must be `what`.
     """
     number: Any = value.item() if getattr(value, "shape", None) == () else value
     is_real = isinstance(number, Real) and not isinstance(number, bool)

@@ -1,9 +1,9 @@
 """Observation of other processes on this host: running, stopped or ended. Linux only; elsewhere the state is unknown.
 
-Three observations prove that a process has ended: its pidfd is readable; signal 0 finds no process of its number in
-this PID namespace; /proc/<pid>/stat shows another start time, or an exited process. `state` decides, and nothing else
-may. Every other error (no descriptor, no memory, no permission, no /proc, an entry that is hidden) is a problem of the
-observer and proves nothing.
+Three observations prove that a process has ended: its pidfd is readable; signal 0 finds no process with its number in
+this PID namespace; /proc/<pid>/stat shows another start time, or an exited process. Only `state` decides. Every other
+error (no descriptor, no memory, no permission, no /proc, a hidden entry) is a problem of the observer and proves
+nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ STOPPED: Final = "stopped"
 GONE: Final = "gone"
 UNKNOWN: Final = "unknown"
 _ALIVE: Final = "alive"
-#: In place of a letter: the number belongs to another process now.
+#: Used instead of a letter if the number belongs to another process now.
 _OTHER: Final = "other"
 
-#: The letters of /proc/<pid>/stat; see proc(5).
+#: State letters of /proc/<pid>/stat; see proc(5).
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -49,24 +49,23 @@ _STATES = {
     "X": GONE,
     _OTHER: GONE,
 }
-#: The socket option that gives a descriptor of the process at the other end (Linux 6.5); `socket` has no name for it.
+#: Socket option that returns a pidfd of the process at the other end (Linux 6.5). `socket` has no name for it.
 _SO_PEERPIDFD = 77
 #: struct ucred: process, user, group.
 _CREDENTIALS = struct.Struct("3i")
-#: Indices among the fields after the name, which are numbered from 3 in proc(5).
+#: Indices of fields after the process name, which proc(5) numbers from 3.
 _THREADS = 20 - 3
 _START = 22 - 3
-#: The largest process number of 64-bit Linux (PID_MAX_LIMIT). A number from a peer's card may be anything.
+#: The largest process number of 64-bit Linux (PID_MAX_LIMIT), to check numbers in peers' cards.
 _MAX_PID = 1 << 22
 
 
 class ProcessId(NamedTuple):
-    """Identifies one process among all that a kernel has run.
+    """The identity of one process among all that a kernel has run.
 
     Attributes:
-        namespace: identifies the PID namespace of `pid` and the time namespace of `started`; 0 where /proc cannot be
-            read.
-        pid: its number, which the kernel may give to another process later.
+        namespace: identifies the PID namespace of `pid` and the time namespace of `started`; 0 if /proc cannot be read.
+        pid: its number, which the kernel may assign to another process later.
         started: clock ticks from the start of the kernel to the start of the process.
     """
 
@@ -76,13 +75,13 @@ class ProcessId(NamedTuple):
 
 
 class PidFd:
-    """A process by a pidfd, which never refers to another process later and works in any namespace.
+    """A process identified by a pidfd, which never refers to another process later and works in any namespace.
 
     Args:
-        fd: the pidfd; closed by `close`.
+        fd: the pidfd, which `close` closes.
 
     Raises:
-        OSError: the descriptor cannot be used; it is closed then.
+        OSError: the descriptor cannot be used. It is closed then.
     """
 
     __slots__ = ("_fd", "_file")
@@ -113,11 +112,11 @@ class PidFd:
             self._fd = -1
 
     def _is_intact(self) -> bool:
-        """Return whether the descriptor is still the same file: a program may close all, and open others."""
+        """Return whether the descriptor still refers to the same file, which a program may have closed."""
         return os.path.samestat(os.fstat(self._fd), self._file)
 
     def _is_pidfd(self) -> bool:
-        """Return whether the file is a pidfd: kernels before 6.9 show one inode for many kinds of files."""
+        """Return whether the file is a pidfd. Kernels before 6.9 use one inode for many kinds of files."""
         try:
             signal.pidfd_send_signal(self._fd, 0)
         except AttributeError:  # Python was built with headers of an older kernel
@@ -145,8 +144,8 @@ def open_pidfd(process: ProcessId) -> PidFd | None:
         pidfd = PidFd(os.pidfd_open(process.pid))
     except (OSError, AttributeError):  # this Python was built for a kernel without pidfd_open
         return None
-    # Read after the open: the number may have gone to another process before, but not back to this one.
-    if _letter(process) in (None, _OTHER):
+    # Checked after the open: the number may have been assigned to another process before, but not back to this one.
+    if _read_state_letter(process) in (None, _OTHER):
         pidfd.close()
         return None
     return pidfd
@@ -165,7 +164,7 @@ def peer_id(sock: socket.socket) -> ProcessId | None:
 
 
 def identify(pid: int) -> ProcessId:
-    """Return the identity of the process that has this number here; its namespace is 0 if it cannot be read."""
+    """Return the identity of the process with this number; its namespace is 0 if it cannot be read."""
     return _identify(str(pid), pid)
 
 
@@ -177,34 +176,36 @@ def _identify(entry: str, pid: int) -> ProcessId:
 
 
 def state(process: ProcessId | None, pidfd: PidFd | None = None) -> str:
-    """Return the state of a process of this host: `GONE` only if its end is proven, `UNKNOWN` if nothing is observed.
+    """Return the state of a process of this host.
+
+    `GONE` if its end is proven, `UNKNOWN` if no observation is possible.
 
     Args:
-        process: its identity; None if it is not known, as for a process of another PID namespace.
-        pidfd: a pidfd of it, if there is one.
+        process: its identity; None if unknown, as for a process of another PID namespace.
+        pidfd: a pidfd of the process; None without one.
     """
     ended = None if pidfd is None else pidfd.has_ended()
     if ended:
         return GONE
     if process is None or not _is_visible(process):
         return UNKNOWN if ended is None else _ALIVE
-    letter = _letter(process)
+    letter = _read_state_letter(process)
     found = UNKNOWN if letter is None else _STATES.get(letter, _ALIVE)
     if found in (GONE, UNKNOWN):
         if ended is False:
             return _ALIVE
-        proven = (found == GONE and _proc_is_own()) or _has_no_process(process.pid)
+        proven = (found == GONE and _is_own_proc()) or _has_no_process(process.pid)
         return GONE if proven else UNKNOWN
     return found
 
 
 def _is_visible(process: ProcessId) -> bool:
-    """Return whether the number of `process` means the same process here."""
+    """Return whether the number of `process` refers to the same process in this namespace."""
     return 0 < process.pid <= _MAX_PID and process.namespace == _namespace() != 0
 
 
 def _namespace() -> int:
-    """Return the number of this process's PID and time namespaces; 0 if it cannot be read."""
+    """Return a number that identifies this process's PID and time namespaces; 0 if they cannot be read."""
     try:
         pids = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -218,20 +219,20 @@ def _namespace() -> int:
     return pids << 16 ^ times
 
 
-def _letter(process: ProcessId) -> str | None:
+def _read_state_letter(process: ProcessId) -> str | None:
     """Return the state letter of a process, as in proc(5), or `_OTHER`; None if it cannot be read."""
     try:
         fields = _fields(str(process.pid))
         if int(fields[_START]) != process.started:
             return _OTHER
-        # The main thread has ended, and others go on.
+        # Only the main thread has ended, and others continue.
         return "S" if fields[0] == "Z" and int(fields[_THREADS]) > 1 else fields[0]
     except (OSError, ValueError, IndexError):
         return None
 
 
 def _has_no_process(pid: int) -> bool:
-    """Return whether the kernel finds no process of that number in this PID namespace."""
+    """Return whether the kernel finds no process with that number in this PID namespace."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -241,8 +242,8 @@ def _has_no_process(pid: int) -> bool:
     return False
 
 
-def _proc_is_own() -> bool:
-    """Return whether /proc shows the PID namespace of this process: another one may be mounted there."""
+def _is_own_proc() -> bool:
+    """Return whether /proc shows the PID namespace of this process, since that of another one may be mounted there."""
     try:
         with open("/proc/self/status", "rb") as file:
             numbers = next((line.split()[1:] for line in file if line.startswith(b"NSpid:")), [])
@@ -253,5 +254,5 @@ def _proc_is_own() -> bool:
 
 def _fields(entry: str) -> list[str]:
     with open(f"/proc/{entry}/stat", "rb") as file:
-        # The name stands in parentheses and may contain anything, parentheses too.
+        # The name is in parentheses and may contain any characters, including parentheses.
         return file.read().rpartition(b")")[2].decode().split()

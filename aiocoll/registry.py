@@ -20,16 +20,16 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Implementations of one interface by name, each imported on first use.
 
-    If a name is unknown, the entry points `aiocoll.{kind}s` are read, one of which may provide it. The entry point of a
-    name refers to a function that takes this registry and calls `register`.
+    For an unknown name, the entry points `aiocoll.{kind}s` are read, since one of them may provide it. The entry point
+    of a name refers to a function that takes this registry and calls `register`.
 
     Args:
         kind: the noun in error messages, such as "store".
-        version: of the interface; an implementation of another version is refused.
+        version: version of the interface. Implementations of other versions are refused.
 
     Attributes:
-        kind, version: as given.
-        packages: the distribution to install for a name that is not registered.
+        kind, version: the arguments.
+        packages: by name that is not registered, the distribution to install.
     """
 
     def __init__(self, kind: str, version: int) -> None:
@@ -40,16 +40,16 @@ class Registry(Generic[T]):
         self._has_read: set[str] = set()
 
     def register(self, name: str, target: T | str, *, version: int) -> None:
-        """Register an implementation; a later one of the same name replaces an earlier one.
+        """Register an implementation. A later one of the same name replaces an earlier one.
 
         Args:
             name: the name that users write, in lower case.
             target: the implementation, or "module:attribute", which is imported on first use.
-            version: of the interface that it was written for.
+            version: version of the interface that it was written for.
 
         Raises:
-            TypeError: `name` is no str.
-            ValueError: `name` is empty or not in lower case, or `version` is not that of this registry.
+            TypeError: `name` is not a str.
+            ValueError: `name` is empty or not in lower case, or `version` differs from that of this registry.
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
@@ -58,12 +58,12 @@ class Registry(Generic[T]):
         if version != self.version:
             raise ValueError(
                 f"{self.kind} {name!r} was written for version {version} of the {self.kind} interface, and this "
-                f"aiocoll has version {self.version}: install a release of one that fits the other"
+                f"aiocoll has version {self.version}: install matching releases of both"
             )
         self._targets[name] = target
 
     def register_all(self, targets: Mapping[str, str], *, version: int) -> None:
-        """Register "module:attribute" by name."""
+        """Register "module:attribute" targets by name."""
         for name, target in targets.items():
             self.register(name, target, version=version)
 
@@ -72,15 +72,15 @@ class Registry(Generic[T]):
         return list(self._targets)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is an implementation; the entry points are read if none is registered."""
+        """Return whether an implementation exists. Entry points are read if the name is not registered."""
         return name in self._targets or self._read_entry_point(name)
 
     def get(self, name: str) -> T:
-        """Return an implementation.
+        """Return the implementation of a name.
 
         Raises:
-            ValueError: there is none; the message lists the registered names, or says what to install.
-            BackendUnavailableError: it cannot be imported.
+            ValueError: there is none. The message lists the registered names, or the package to install.
+            BackendUnavailableError: the implementation cannot be imported.
         """
         if name not in self:
             package = self.packages.get(name)
@@ -95,11 +95,11 @@ class Registry(Generic[T]):
         return target
 
     def _read_entry_point(self, name: str) -> bool:
-        """Let the distribution that provides a name register it; return whether one did."""
+        """Let the distribution that provides a name register it, and return whether one did."""
         if name in self._has_read:
             return False
         self._has_read.add(name)
-        from importlib.metadata import entry_points  # takes 20 ms, and most programs need none
+        from importlib.metadata import entry_points  # takes 20 ms, and most programs do not need it
 
         for point in entry_points(group=f"aiocoll.{self.kind}s", name=name):
             self._provide(point)

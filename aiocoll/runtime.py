@@ -1,7 +1,7 @@
-"""Time and randomness: every clock reading, timer and random byte of the library goes through a `Runtime`.
+"""Time and randomness: every clock reading, timer and random byte of the library comes from a `Runtime`.
 
-A group on a virtual clock is the same code with another `Runtime` (and a loop whose time is virtual),
-so nothing else in the package may import `time`, `random` or `os.urandom`; a test checks that.
+A group on a virtual clock is the same code with another `Runtime`, and a loop with virtual time. So no other module of
+the package may import `time`, `random` or `os.urandom`; a test checks that.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from weakref import WeakSet
 
 __all__ = ["BUDGET", "Runtime", "random_bytes", "refuse_trio", "running_loop"]
 
-#: Longest time one callback moves or reduces data before it puts the rest off, in seconds: with what a last piece
-#: takes on top, no callback holds the loop for a millisecond.
+#: Longest time in seconds for which one callback moves or reduces data before it defers the rest. Including the last
+#: piece, no callback blocks the loop for a millisecond.
 BUDGET = 300e-6
-#: Two readings of one clock may differ by so many seconds: a loop may return the time at which its iteration began.
+#: Maximum difference in seconds between two readings of one clock. A loop may return the time at which its iteration
+#: began.
 _SAME_CLOCK = 1.0
 
 
-_NO_LOOP = (
-    "no asyncio event loop runs here: aiocoll is called from coroutines that asyncio.run(main()), or uvloop, runs"
-)
+_NO_LOOP = "no asyncio event loop is running; call aiocoll from a coroutine that asyncio.run(main()) or uvloop runs"
 _TRIO = (
-    "trio runs here, and aiocoll runs on asyncio's loops only, uvloop's among them: run the ranks in a thread, by "
-    "`await trio.to_thread.run_sync(asyncio.run, main())`; with anyio choose the backend asyncio, in tests by a "
+    "trio is running, but aiocoll needs an event loop of asyncio or uvloop; run the ranks in a thread with "
+    "`await trio.to_thread.run_sync(asyncio.run, main())`; with anyio, choose the asyncio backend, in tests with a "
     'fixture anyio_backend that returns "asyncio"'
 )
 
 
 def random_bytes(n: int) -> bytes:
-    """Return random bytes where there is no loop whose `Runtime` would give them."""
+    """Return random bytes where no event loop, and so no `Runtime`, is available."""
     return os.urandom(n)
 
 
@@ -43,18 +42,20 @@ class Runtime:
     """Time and randomness of one event loop.
 
     Args:
-        loop: the loop.
-        ticks: real seconds, to bound the work done in one callback; never for a decision peers can see.
-        latency: seconds a frame from one rank to another of this loop takes, asked per frame; None for the next turn.
+        loop: the event loop.
+        ticks: real seconds, to limit the work of one callback. Must not affect decisions that peers can observe.
+        latency: returns the seconds that a frame takes between two ranks of this loop, called per frame; None to
+            deliver frames in the next iteration.
     """
 
     __slots__ = ("__weakref__", "call_later", "call_soon", "due", "latency", "loop", "stamp", "thread", "ticks", "time")
 
-    #: An await may poll before it suspends; off where time is virtual, since polling takes no virtual time.
+    #: True if an await may poll before it suspends. False for virtual time, since polling takes no virtual time.
     may_spin = True
-    #: Ranks may be reached through sockets; off where time is virtual, since the kernel's clock does not wait for it.
+    #: True if ranks may use sockets. False for virtual time, since the kernel's clock does not wait for it.
     may_listen = True
-    #: Long calculations run in a thread; off where time is virtual, since the virtual clock would not wait for them.
+    #: True if long calculations run in a thread. False for virtual time, since the virtual clock does not wait for
+    #: threads.
     may_thread = True
 
     def __init__(
@@ -67,57 +68,62 @@ class Runtime:
         self.ticks = ticks
         self.latency = latency
         self.thread = threading.get_ident()
-        """The id of the thread that runs the loop; 0 in a forked child, which must not use the loop."""
+        """Id of the thread that runs the loop; 0 in a forked child, which must not use the loop."""
         self.time: Callable[[], float] = loop.time
         """Seconds on the clock that timers, timeouts and error messages use."""
         self.stamp = self.time
-        """Seconds on the clock of `time`, at full resolution: uvloop reads milliseconds, once an iteration."""
+        """Seconds on the clock of `time`, at full resolution.
+
+        The time of uvloop has milliseconds, read once per iteration.
+        """
         if abs(time.monotonic() - loop.time()) < _SAME_CLOCK:
             self.stamp = time.monotonic
         self.call_soon: Callable[..., asyncio.Handle] = loop.call_soon
         self.call_later: Callable[..., asyncio.TimerHandle] = loop.call_later
         self.due: list[Callable[[], object]] = []
-        """Callbacks to be called before this iteration of the loop ends, see `before_turn_ends`; one list, of which
-        native code reads the length."""
+        """Callbacks to be called before this loop iteration ends, see `before_turn_ends`.
+
+        Native code reads the length of this list object.
+        """
         _runtimes.add(self)
 
     @property
     def is_real(self) -> bool:
-        """Whether its clocks are those of the system, which code in C may read, too."""
+        """True if the clocks are those of the system, so that C code may read them, too."""
         return self.may_spin and self.stamp is time.monotonic and self.ticks is time.perf_counter
 
     @staticmethod
     def of(loop: asyncio.AbstractEventLoop) -> Runtime:
-        """Return the runtime of `loop`: its own if it brings one (a virtual clock does), else the real one."""
+        """Return the runtime of `loop`: a virtual one if the loop provides it, else the real one."""
         made: Runtime = getattr(loop, "aiocoll_runtime", Runtime)(loop)
         return made
 
     def before_turn_ends(self, callback: Callable[[], object]) -> None:
-        """Call `callback` at the end of this iteration of the loop, or earlier, by `settle`."""
+        """Call `callback` at the end of this loop iteration, or earlier, in `settle`."""
         if not self.due:
             self.call_soon(self.settle)
         self.due.append(callback)
 
     def settle(self) -> None:
-        """Call now the callbacks that are due before this iteration ends."""
+        """Call the callbacks that are due before this iteration ends."""
         due = self.due[:]
         self.due.clear()
         for callback in due:
             callback()
 
     def wall(self) -> float:
-        """Return the seconds since 1970, to align records of several hosts; virtual where time is virtual."""
+        """Return the seconds since 1970, to align records of several hosts. Virtual time if the clock is virtual."""
         return time.time() if self.stamp is time.monotonic else self.time()
 
     def random_bytes(self, n: int) -> bytes:
-        """Return `n` bytes fit for keys and nonces."""
+        """Return `n` random bytes that are fit for keys and nonces."""
         return random_bytes(n)
 
     def give_way(self) -> None:
-        """Let other threads have the interpreter for a moment, 50 µs and what it takes to get it back.
+        """Release the interpreter lock for 50 µs, so that other threads can run.
 
-        Python takes the interpreter from a thread that has it for 5 ms. A loop that always has a callback to run, none
-        as long as that, lets go of it in between, but has it again before another thread has woken up.
+        Python takes the lock from a thread that has held it for 5 ms. A loop with a constant stream of shorter
+        callbacks releases it in between, but takes it back before another thread has woken up.
         """
         time.sleep(50e-6)
 
@@ -126,19 +132,19 @@ class Runtime:
         await asyncio.sleep(seconds)
 
     def create_task(self, coro: Any, name: str) -> asyncio.Task[Any]:
-        """Start a background task; the caller keeps the reference.
+        """Start a background task. The caller must keep the reference.
 
-        Its first step is in a later turn of the loop, also where the program's tasks are eager: the caller may be in
-        the midst of something.
+        The first step of the task runs in a later loop iteration, even if the program's tasks are eager, because the
+        caller may be in an inconsistent state.
         """
         return asyncio.Task(coro, loop=self.loop, name=name)
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """Return the asyncio event loop that runs here.
+    """Return the running asyncio event loop.
 
     Raises:
-        RuntimeError: there is none, or the loop that runs is another library's.
+        RuntimeError: no loop is running, or the running loop belongs to another library.
     """
     loop = asyncio._get_running_loop()
     if loop is None:
@@ -148,7 +154,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 def refuse_trio() -> None:
-    """Say what to do where trio runs, before anything else is found to be missing: `RuntimeError`."""
+    """Raise `RuntimeError` with a remedy if trio is running, before other checks fail with less helpful errors."""
     if _in_trio():
         raise RuntimeError(_TRIO)
 
@@ -161,7 +167,8 @@ def _in_trio() -> bool:
         return False
 
 
-#: All runtimes of this process. Reading the pid at every call instead, a system call, took 6 % of a small collective.
+#: All runtimes of this process. Checking the process id at every call instead, a system call, took 6 % of a small
+#: collective.
 _runtimes: WeakSet[Runtime] = WeakSet()
 
 

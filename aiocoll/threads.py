@@ -1,4 +1,4 @@
-"""Waiting in one thread for an operation that the event loop of another thread completes."""
+"""Blocking waits of a thread for an operation that the event loop of another thread completes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from aiocoll.runtime import Runtime
 
 __all__ = ["Waitable", "wait_in_thread"]
 
-#: Seconds between two checks of a waiting thread whether the loop still runs: nothing notifies it when a loop ends.
+#: Seconds between two checks whether the loop still runs, since no notification is sent when a loop ends.
 CHECK_INTERVAL = 0.1
 
 
 class Waitable(Protocol):
-    """What a thread waits for; all methods but `done` are called in the loop."""
+    """The interface of an awaited object. All methods except `done` are called in the loop."""
 
     def done(self) -> bool:
-        """Whether it has ended; its outcome was set before."""
+        """Return whether the object has ended. Its outcome is set before."""
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Call `fn` in the loop after the end."""
 
     def remove_done_callback(self, fn: Callable[[Any], object]) -> int:
-        """Do not call `fn`."""
+        """Remove the callback `fn`."""
 
 
 def wait_in_thread(
     work: Waitable, loop: asyncio.AbstractEventLoop, runtime: Runtime, timeout: float | timedelta | None
 ) -> None:
-    """Block this thread until `work` has ended; for errors, see `aiocoll.work.Work.wait`."""
+    """Block this thread until `work` has ended. For errors, see `aiocoll.work.Work.wait`."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     end = inf if seconds is None else runtime.ticks() + seconds
     ended = threading.Event()
@@ -56,14 +56,14 @@ def wait_in_thread(
 
 
 def _call(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed
+    with contextlib.suppress(RuntimeError):  # raised if the loop is closed
         loop.call_soon_threadsafe(call, *args)
 
 
 def _check(work: Waitable, loop: asyncio.AbstractEventLoop, runtime: Runtime) -> None:
-    """Raise if `work` can no longer end."""
+    """Raise an error if `work` can no longer end."""
     if runtime.thread == 0:
-        raise RuntimeError(f"{work!r} belongs to the process that this one was forked from: it never ends here")
+        raise RuntimeError(f"{work!r} belongs to the parent process: it cannot end in this forked child")
     # The outcome is set before a loop stops.
     if not loop.is_running() and (loop.is_closed() or runtime.thread == threading.get_ident()) and not work.done():
         why = "was closed" if loop.is_closed() else "belongs to this thread and does not run"

@@ -1,11 +1,11 @@
-"""The file to which `aiocoll bench --tune` writes what it measured; rank 0 reads it and tells the others.
+"""Tuning file: measurements of `aiocoll bench --tune`, which rank 0 reads and sends to the other ranks.
 
     {"format": "aiocoll tuning", "version": 1, "machine": "its host name", "date": "when it was measured",
      "media": {"tcp": {"alpha": 3.1e-05, "overhead": 9e-06, "beta": 4.2e-10, "gamma": 5e-11}, "unix": ...},
      "single_copy": {"moved": 2097152, "spread": 524288, "reduced": null}}
 
-What is missing has its defaults, which do well without a file; those of single copy are the processor's. A size of null
-is never reached.
+Missing numbers have defaults, which also suit programs without a file. The defaults of single copy depend on the
+processor. A size of null is never reached.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from aiocoll.log import logger
 __all__ = ["default_path", "dumps", "from_wire", "load", "to_wire"]
 
 FORMAT, VERSION = "aiocoll tuning", 1
-#: Far above any tuning, and small enough that a wrong file does no harm.
+#: Maximum size of a tuning file in bytes, so that reading a wrong file does no harm.
 _MAX_BYTES = 65536
-#: Bounds of each number, in seconds, so that ratios of two stay far from 0 and infinity.
+#: Limits of each number, in seconds, so that ratios of two numbers stay far from 0 and infinity.
 _LEAST, _MOST = 1e-15, 1e3
-_HINT = "write it anew with `aiocoll bench --tune`"
-#: Where Linux tells which processor this is, and from which sizes on single copy pays on those where it was measured to
-#: pay earlier than the defaults say (`bench/RESULTS.md`): they copy more slowly, compared to what the kernel does.
+_HINT = "write a new file with `aiocoll bench --tune`"
+#: Path of the processor's description on Linux.
 _PROCESSORS = "/proc/cpuinfo"
+#: Size limits of single copy for processors whose own copies are slow compared to the kernel's. There, single copy is
+#: faster from smaller sizes on than by default (`bench/RESULTS.md`).
 _SINGLE_COPY = {b"GenuineIntel": SingleCopy(reduced=2.0 * 1024 * 1024)}
 
 
 class _OtherVersionError(Exception):
-    """The file is a tuning of a version that this library cannot read."""
+    """A tuning file of an unsupported version."""
 
 
 def default_path(environ: Mapping[str, str]) -> str:
-    """Return the path of this host's tuning; hosts may share a home directory, so the path contains the host name."""
+    """Return the path of this host's tuning. It contains the host name, since hosts may share a home directory."""
     cache = environ.get("XDG_CACHE_HOME", "")
     folder = cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")
     return os.path.join(folder, "aiocoll", f"tuning-{socket.gethostname()}.json")
@@ -48,11 +49,11 @@ def default_path(environ: Mapping[str, str]) -> str:
 def load(path: str | None, environ: Mapping[str, str]) -> Tuning | None:
     """Return the tuning in the file `path`, by default the one that `aiocoll bench --tune` wrote for this host.
 
-    Returns None if there is no such file. A file of another version, and a default file that cannot be used, also
-    give None, with a warning.
+    Return None if there is no such file. For a file of another version, and a default file that cannot be used, log a
+    warning and return None.
 
     Raises:
-        ValueError: `path` cannot be read or is no tuning.
+        ValueError: `path` cannot be read or is not a tuning file.
     """
     where = default_path(environ) if path is None else path
     try:
@@ -71,7 +72,7 @@ def load(path: str | None, environ: Mapping[str, str]) -> Tuning | None:
 
 
 def dumps(machines: Mapping[Medium, Machine], date: str, single_copy: SingleCopy | None = None) -> str:
-    """Return the text of the file for what was measured on this host at `date`."""
+    """Return the text of the file for measurements on this host at `date`."""
     media = {medium: machine._asdict() for medium, machine in machines.items()}
     import json  # takes two milliseconds, and few programs have a tuning
 
@@ -84,7 +85,7 @@ def dumps(machines: Mapping[Medium, Machine], date: str, single_copy: SingleCopy
 
 
 def _single_copy_here() -> SingleCopy:
-    """Return from which sizes on single copy pays, by default, on the processor of this host."""
+    """Return the default size limits of single copy for the processor of this host."""
     try:
         with open(_PROCESSORS, "rb", buffering=0) as file:
             vendor = file.read(64).partition(b"vendor_id\t: ")[2].partition(b"\n")[0]
@@ -94,22 +95,22 @@ def _single_copy_here() -> SingleCopy:
 
 
 def to_wire(tuning: Tuning, cores: int) -> list[Any]:
-    """Return what was measured on a host of that many cores, as rank 0 publishes it."""
+    """Return the measurements of a host with `cores` cores, in the form that rank 0 publishes."""
     return [cores, *(list(getattr(tuning, medium)) for medium in MEDIA), list(tuning.single_copy)]
 
 
 def from_wire(numbers: Any, medium: Any, ranks: int) -> Tuning:
-    """Return the tuning that rank 0 has published; without numbers, the defaults.
+    """Return the tuning that rank 0 has published, or the defaults if it has published no numbers.
 
-    Measurements are of two ranks that have a core each. The defaults are for ranks that may share cores.
+    Measurements use two ranks with one core each. The defaults are for ranks that may share cores.
 
     Args:
-        numbers: what rank 0 has published, or None.
-        medium: the medium that rank 0 has named.
+        numbers: the published numbers, or None.
+        medium: the published medium.
         ranks: number of ranks on the host of rank 0.
 
     Raises:
-        RendezvousError: it is not a tuning; whoever can write to the store could have written anything.
+        RendezvousError: the numbers are not a tuning. Any client of the store could have written them.
     """
     if medium not in MEDIA:
         raise RendezvousError(f"rank 0 published an invalid medium in the store: {medium!r:.64}")
@@ -140,11 +141,11 @@ def _parse(data: bytes) -> Tuning:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
-        raise ValueError("it is no JSON") from None
+        raise ValueError("it is not JSON") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f'it has no "format": "{FORMAT}"')
     if content.get("version") != VERSION:
-        raise _OtherVersionError(f"its version is {content.get('version')!r:.64}, and only {VERSION} is known")
+        raise _OtherVersionError(f"version {content.get('version')!r:.64} is not supported; supported: {VERSION}")
     media = content.get("media")
     if not isinstance(media, dict) or not media.keys() <= set(MEDIA):
         raise ValueError(f'"media" must be an object with some of {", ".join(MEDIA)}')

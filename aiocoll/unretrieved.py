@@ -1,10 +1,10 @@
 """Failures that were never retrieved, and works that were never awaited.
 
-Works that fail by one cause, such as a revocation, share one `Unretrieved`: one log line counts them, and retrieving
-the failure of one counts for all. It is written when the failures can no longer be retrieved. A test on ranks also
-collects these failures, and fails.
+Works that fail with the same cause, such as a revocation, share one `Unretrieved`. One log line counts them, and
+retrieving the failure of one counts for all. The line is logged when the failures can no longer be retrieved. A test on
+ranks also collects these failures, and fails.
 
-On an event loop in debug mode, a work that was dropped without being awaited leads to a `RuntimeWarning`.
+On an event loop in debug mode, a work that was dropped without being awaited causes a `RuntimeWarning`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aiocoll.user_code import describe
 
 __all__ = ["CallSite", "Collector", "Unawaited", "Unretrieved", "UnretrievedFailures", "collecting", "line_of"]
 
-#: Calls that a log line names; the rest are only counted.
+#: Maximum number of calls that a log line names. The others are only counted.
 NAMED = 3
 
 
@@ -48,27 +48,27 @@ def line_of(code: CodeType, instruction: int) -> int | None:
 
 
 class Collector:
-    """The unretrieved failures of all groups that were made in its block."""
+    """The unretrieved failures of all groups that were created in its block."""
 
     def __init__(self) -> None:
-        # By the identity of the cause, which is kept: one may still be retrieved when its group has been closed.
+        # By identity of the cause, which is kept alive: a failure may be retrieved even after its group was closed.
         self._found: dict[int, tuple[BaseException, str]] = {}
         self._groups: WeakSet[UnretrievedFailures] = WeakSet()
 
     def watch(self, failures: UnretrievedFailures) -> None:
-        """Collect the failures of a group, too."""
+        """Also collect the failures of a group."""
         self._groups.add(failures)
 
     def add(self, cause: BaseException, text: str) -> None:
-        """Note the failures by one cause, which were logged."""
+        """Record logged failures with the same cause."""
         self._found[id(cause)] = cause, text
 
     def retrieved(self, cause: BaseException) -> None:
-        """One of the failures was retrieved after all."""
+        """Remove failures with `cause`, because one of them was retrieved."""
         self._found.pop(id(cause), None)
 
     def finish(self) -> list[str]:
-        """Return one text for each cause of unretrieved failures since the last call, like a log line."""
+        """Return one text per cause of unretrieved failures since the last call, formatted like a log line."""
         for failures in list(self._groups):
             failures.log()
         found, self._found = self._found, {}
@@ -80,7 +80,7 @@ _collector: ContextVar[Collector | None] = ContextVar("collector of unretrieved 
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Collect the unretrieved failures of groups that are made in this block; they are still logged."""
+    """Collect the unretrieved failures of groups that are created in this block. They are still logged."""
     collector = Collector()
     token = _collector.set(collector)
     try:
@@ -90,9 +90,10 @@ def collecting() -> Iterator[Collector]:
 
 
 class Unretrieved:
-    """The calls that failed by one cause.
+    """The calls that failed with the same cause.
 
-    It lives as long as one of their works; when the last one is collected it logs, unless one failure was retrieved.
+    It lives as long as one of their works. When the last work is collected, it logs the failures, unless one was
+    retrieved.
     """
 
     __slots__ = ("__weakref__", "_calls", "_cause", "_collector", "_group", "_rank", "_text")
@@ -105,25 +106,25 @@ class Unretrieved:
         self._cause = cause  # keeps the object alive, so that its id stays unique
         self._text = text
         self._collector = collector
-        # None once one of the failures was retrieved or logged.
+        # None after one of the failures was retrieved or logged.
         self._calls: list[CallSite] | None = []
 
     def add(self, call: CallSite) -> None:
-        """Note a failed call."""
+        """Record a failed call."""
         if self._calls is not None:
             self._calls.append(call)
 
     def awaited(self) -> None:
-        """Ignore an await that has begun: only its end retrieves a failure."""
+        """Ignore the start of an await, since only its end retrieves a failure."""
 
     def retrieved(self) -> None:
-        """One of the failures was retrieved."""
+        """Record that one of the failures was retrieved."""
         self._calls = None
         if self._collector is not None:
             self._collector.retrieved(self._cause)
 
     def log(self) -> None:
-        """Log the failures if none of them was retrieved, once."""
+        """Log the failures once, if none of them was retrieved."""
         calls, self._calls = self._calls, None
         if not calls:
             return
@@ -140,7 +141,7 @@ class Unretrieved:
 
 
 class Unawaited(Unretrieved):
-    """A work of a loop in debug mode that has not been awaited; it is collected with the work."""
+    """A work of a loop in debug mode that has not been awaited. It is collected together with the work."""
 
     __slots__ = ("_call", "_failures")
 
@@ -149,7 +150,7 @@ class Unawaited(Unretrieved):
         self._failures: UnretrievedFailures | None = failures
 
     def awaited(self) -> None:
-        """The work has been awaited, or waited for in another way; or it has failed."""
+        """Record that the work has been awaited or has failed, so that no warning follows."""
         self._failures = None
 
     retrieved = awaited
@@ -164,10 +165,10 @@ class UnretrievedFailures:
 
     Args:
         group: name of the group.
-        rank: this rank in it.
+        rank: this rank in the group.
 
     Attributes:
-        watching: works that are never awaited lead to a warning: the event loop is in debug mode.
+        watching: True if works that are never awaited cause a warning, because the event loop is in debug mode.
     """
 
     def __init__(self, group: str, rank: int) -> None:
@@ -179,20 +180,20 @@ class UnretrievedFailures:
             self._collector.watch(self)
         self._dropped: dict[tuple[CodeType, int], _Dropped] = {}
         self._closed = False
-        # By the identity of the cause, which an entry keeps alive.
+        # By identity of the cause, which an entry keeps alive.
         self._open: WeakValueDictionary[int, Unretrieved] = WeakValueDictionary()
         self._known: BaseException | None = None
 
     def guard(self, op: str, name: str | int, code: CodeType, instruction: int) -> Unawaited:
-        """Return what warns if a work of this call is dropped before it is told that it was awaited."""
+        """Return a guard that warns if a work of this call is dropped before it was awaited."""
         return Unawaited(self, CallSite(op, name, code, instruction))
 
     def expect(self, cause: BaseException) -> None:
-        """The program of this rank has made `cause` itself: its failures are not logged."""
+        """Record that this rank's program has created `cause` itself, so that failures with it are not logged."""
         self._known = cause
 
     def retrieved(self, error: BaseException) -> None:
-        """Another call raises an error of the same cause."""
+        """Record that another call raises an error with the same cause."""
         cause = error.__cause__ or error
         if (found := self._open.get(id(cause))) is not None:
             found.retrieved()
@@ -200,13 +201,13 @@ class UnretrievedFailures:
             self._collector.retrieved(cause)
 
     def of(self, error: BaseException) -> Unretrieved | None:
-        """Return the `Unretrieved` that a failure by `error` belongs to; None if it need not be logged."""
+        """Return the `Unretrieved` of a failure with `error`; None if it need not be logged."""
         cause = error.__cause__ or error
         if cause is self._known:
             return None
         found = self._open.get(id(cause))
         if found is None:
-            # As text: an exception that was raised keeps its frames alive.
+            # Stored as text, since a raised exception keeps its frames alive.
             found = Unretrieved(self._group, self._rank, cause, describe(error), self._collector)
             self._open[id(cause)] = found
         return found
@@ -217,27 +218,27 @@ class UnretrievedFailures:
             unretrieved.log()
 
     def drop(self, call: CallSite) -> None:
-        """Note that a work was dropped without being awaited; `forgive` may follow, until the group is closed."""
+        """Record that a work was dropped without being awaited. Until the group is closed, `forgive` may follow."""
         dropped = self._dropped.setdefault(call[2:], _Dropped(self._group, self._rank, call))
         dropped.count += 1
         if self._closed:
             self._dropped.clear()
 
     def forgive(self) -> None:
-        """Forget which works were dropped: the program has waited for all."""
+        """Forget the dropped works, because the program has waited for all works."""
         for dropped in self._dropped.values():
             dropped.count = 0
         self._dropped.clear()
 
     def close(self) -> None:
-        """Log all failures that were not retrieved, and warn about works that were not awaited: the group is closed."""
+        """Log unretrieved failures, and warn about works that were not awaited, because the group is closed."""
         self.log()
         self._closed = True
         self._dropped.clear()
 
 
 class _Dropped:
-    """The works of one line that were dropped without being awaited: deleting it warns."""
+    """The works of one line that were dropped without being awaited. Deleting this object warns."""
 
     def __init__(self, group: str, rank: int, call: CallSite) -> None:
         self._group = group
@@ -246,7 +247,7 @@ class _Dropped:
         self.count = 0
 
     def __del__(self) -> None:
-        # Where warnings are errors, one that is raised here is reported as unraisable and disturbs no other code.
+        # If warnings are errors, an error raised here is reported as unraisable and does not disturb other code.
         if self.count and not sys.is_finalizing():
             code, instruction = self._call[2:]
             times = "" if self.count == 1 else f", {self.count} times"

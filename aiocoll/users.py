@@ -1,8 +1,8 @@
-"""Users of this host: whether a file, or the process at the other end of a unix socket, belongs to this user.
+"""Users of this host: checks whether a file, or the peer of a unix socket, belongs to this user.
 
-In a user namespace the kernel shows every user without a number there as the overflow user, 65534, and a process may be
-one of them itself. Equal numbers then prove nothing. The kernel compares the users themselves when it checks a
-permission, so in that case a permission decides that only the user has.
+In a user namespace the kernel shows every user without a number there as the overflow user, 65534. A process may run as
+one of these users itself. Equal numbers then prove nothing. When the kernel checks a permission, it compares the users
+themselves. So in that case, the check uses a permission that only the owner has.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _OVERFLOW_UID = "/proc/sys/kernel/overflowuid"
 _UID_MAP = "/proc/self/uid_map"
 #: The overflow user of a system without /proc.
 _NOBODY = 65534
-#: How many users there are; the initial namespace has a number for each.
+#: Number of users in the initial namespace.
 _ALL = (1 << 32) - 1
-#: Since Linux 6.5: a descriptor of the process that connected, or that listens.
+#: Linux 6.5: a pidfd of the process that connected, or that listens.
 _SO_PEERPIDFD = 77
 
 
 def peer_uid(sock: socket.socket) -> int | None:
-    """Return the user at the other end of a unix socket, None where the system does not report it."""
+    """Return the user at the other end of a unix socket; None if the system does not report it."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     # struct ucred: pid, uid, gid
@@ -35,9 +35,9 @@ def peer_uid(sock: socket.socket) -> int | None:
 
 
 def peer_trouble(sock: socket.socket) -> str | None:
-    """Return why the process at the other end of a unix socket may be another user's; None if it is this user's.
+    """Return the reason why the peer of a unix socket may be another user's process; None if it is this user's.
 
-    Where the system does not report it, the directory of the socket has kept other users out.
+    If the system does not report the peer, the permissions of the socket's directory have excluded other users.
     """
     uid, own = peer_uid(sock), os.geteuid()
     if uid is None:
@@ -50,7 +50,7 @@ def peer_trouble(sock: socket.socket) -> str | None:
 
 
 def owner_trouble(fd: int) -> str | None:
-    """Return why an open file may be another user's; None if it is this user's."""
+    """Return the reason why an open file may belong to another user; None if it belongs to this user."""
     uid, own = os.fstat(fd).st_uid, os.geteuid()
     if uid != own:
         return f"belongs to user {uid}, not to this user ({own})"
@@ -83,10 +83,10 @@ def _is_ambiguous(uid: int) -> bool:
 
 
 def _may_signal_peer(sock: socket.socket) -> bool:
-    """Return whether this process may signal the other one: a stranger may only be signalled with privileges there."""
+    """Return whether this process may signal the peer. Signalling another user's process requires privileges."""
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:  # an older kernel, or the process has ended
+    except OSError:  # raised by older kernels, or if the process has ended
         return False
     try:
         signal.pidfd_send_signal(pidfd, 0)
@@ -98,7 +98,7 @@ def _may_signal_peer(sock: socket.socket) -> bool:
 
 
 def _may_hide_access(fd: int) -> bool:
-    """Return whether this process may read a file without a change of its access time, as only its owner may."""
+    """Return whether this process may read a file without changing its access time, which only the owner may do."""
     import fcntl
 
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -23,7 +23,7 @@ _thread: Final = threading.get_ident
 
 
 class Handle:
-    """The base of `Work` without the accelerator, which has one of its own."""
+    """The base class of `Work` without the accelerator, which has its own base class."""
 
     __slots__ = ("_completion",)
 
@@ -38,7 +38,7 @@ class Handle:
             completion.unretrieved.awaited()
         if not completion.done:
             progress = completion.progress
-            # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
+            # A running loop in this thread is the current one. Looking it up takes Python 3.11 a system call.
             if _thread() != progress.runtime.thread or not progress.loop.is_running():
                 _check_loop(self, progress)
             progress.spin(completion)
@@ -79,10 +79,10 @@ class Handle:
 
 
 def _check_loop(work: Any, progress: Progress) -> None:
-    """Refuse to wait for a work here if its event loop is not the one that runs.
+    """Raise an error if the event loop of a work is not the running one.
 
     Raises:
-        RuntimeError: it belongs to another event loop.
+        RuntimeError: the work belongs to another event loop.
     """
     if asyncio._get_running_loop() is not progress.loop:
         raise RuntimeError(
@@ -102,14 +102,14 @@ _done, _result, _exception = _Base.done, _Base.result, _Base.exception
 
 
 class Work(_Base, Generic[T_co]):
-    """One started operation: await it for its result, any number of times, from any task of the group's loop.
+    """One started operation. Await it for its result, any number of times, from any task of the group's loop.
 
-    Cancelling an await stops the waiting, never the operation; `abort` ends that. A receive that no message has matched
-    is the exception: it is withdrawn when its last awaiter is cancelled.
+    Cancelling an await stops only the waiting. The operation continues, unless `abort` ends it. The exception is a
+    receive without a matching message, which is withdrawn when its last awaiter is cancelled.
 
-    A failure that is never retrieved, by an await, `result`, `exception`, a callback, a future or `ProcessGroup.drain`,
-    is logged with the line of the call, when the work is collected or its group is closed. On an event loop in debug
-    mode, a work that is dropped without being awaited leads to a `RuntimeWarning`.
+    A failure is retrieved by an await, `result`, `exception`, a callback, a future or `ProcessGroup.drain`. If it is
+    never retrieved, it is logged with the line of the call, when the work is collected or its group is closed. On an
+    event loop in debug mode, a work that is dropped without being awaited causes a `RuntimeWarning`.
     """
 
     __slots__ = ("__weakref__",)
@@ -121,17 +121,17 @@ class Work(_Base, Generic[T_co]):
 
     @property
     def seq(self) -> int | None:
-        """Its number in the group, or the count of its key; None for point-to-point."""
+        """Sequence number of the call in its group, or the count of its key; None for point-to-point."""
         return self._completion.seq
 
     @property
     def key(self) -> str | None:
-        """The key of a keyed collective."""
+        """The key of a keyed collective; None for other calls."""
         return self._completion.key
 
     @property
     def group(self) -> Any:
-        """The `ProcessGroup` (None for works of the library's own)."""
+        """The `ProcessGroup`; None for internal works of the library."""
         owner = self._completion.owner
         return None if owner is None else owner.group
 
@@ -146,24 +146,24 @@ class Work(_Base, Generic[T_co]):
         def __await__(self) -> Generator[Any, None, T_co]: ...
 
     def done(self) -> bool:
-        """Tell whether the operation has ended, well or not.
+        """Return whether the operation has ended, successfully or not.
 
         Returns:
-            True once its arrays are the caller's again.
+            True as soon as the caller may use the arrays again.
         """
         done: bool = _done(self)
         return done
 
     def is_completed(self) -> bool:
-        """Tell whether the operation has ended, as `done` does.
+        """Return whether the operation has ended, like `done`.
 
         Returns:
-            What `done` returns.
+            The value of `done`.
         """
         return self.done()
 
     def is_success(self) -> bool:
-        """Tell whether the operation has ended well.
+        """Return whether the operation has succeeded.
 
         Returns:
             False also before the end.
@@ -174,11 +174,11 @@ class Work(_Base, Generic[T_co]):
         """Return the result of an operation that has ended.
 
         Returns:
-            What awaiting the work gives.
+            The same value as awaiting the work.
 
         Raises:
-            asyncio.InvalidStateError: it has not ended.
-            GroupError: it has failed; or another exception, which a custom op or an object has raised.
+            asyncio.InvalidStateError: the operation has not ended.
+            GroupError: the operation has failed. A custom op or an object may have raised another exception.
         """
         result: T_co = _result(self)
         return result
@@ -187,22 +187,22 @@ class Work(_Base, Generic[T_co]):
         """Return the error of an operation that has ended.
 
         Returns:
-            The exception that awaiting the work raises; None if it has ended well.
+            The exception that awaiting the work raises; None if the operation has succeeded.
 
         Raises:
-            asyncio.InvalidStateError: it has not ended.
+            asyncio.InvalidStateError: the operation has not ended.
         """
         error: BaseException | None = _exception(self)
         return error
 
     def source_rank(self) -> int:
-        """Return the rank whose message a completed receive got.
+        """Return the sender's rank of a completed receive.
 
         Returns:
             The sender's rank in the group.
 
         Raises:
-            ValueError: this is no receive, or it has not ended.
+            ValueError: the call is not a receive, or it has not ended.
         """
         source = self._completion.source
         if source is None:
@@ -210,7 +210,7 @@ class Work(_Base, Generic[T_co]):
         return source
 
     def cancelled(self) -> bool:
-        """Tell whether a receive was withdrawn, since its last awaiter was cancelled.
+        """Return whether a receive was withdrawn because its last awaiter was cancelled.
 
         Returns:
             True if awaiting the work raises `asyncio.CancelledError`.
@@ -220,11 +220,11 @@ class Work(_Base, Generic[T_co]):
     def add_done_callback(
         self, fn: Callable[[Work[T_co]], object], *, context: contextvars.Context | None = None
     ) -> None:
-        """Call `fn(work)` from the loop, by `call_soon`, after the end.
+        """Call `fn(work)` from the event loop, by `call_soon`, after the end.
 
         Args:
-            fn: gets this work; what it returns is ignored.
-            context: what it runs in; None is a copy of the caller's.
+            fn: function of this work. Its result is ignored.
+            context: context to run it in; None for a copy of the caller's context.
 
         Raises:
             RuntimeError: called in another event loop than the group's.
@@ -251,18 +251,18 @@ class Work(_Base, Generic[T_co]):
         """Remove a callback that has not been called.
 
         Args:
-            fn: as given to `add_done_callback`; all that are equal to it are removed.
+            fn: the argument of `add_done_callback`. All equal callbacks are removed.
 
         Returns:
-            How many were removed.
+            Number of removed callbacks.
         """
         return self._completion.remove_callbacks(fn)
 
     def get_future(self) -> asyncio.Future[T_co]:
-        """Return a future with the same outcome, for libraries that take nothing else.
+        """Return a future with the same outcome, for libraries that only accept futures.
 
         Returns:
-            A new future of the group's loop; cancelling it is like cancelling an await.
+            A new future of the group's loop. Cancelling it has the effect of cancelling an await.
 
         Raises:
             RuntimeError: called in another thread than the loop's.
@@ -302,27 +302,27 @@ class Work(_Base, Generic[T_co]):
         Raises:
             GroupError: the operation fails, see `ProcessGroup`.
         """
-        self._completion.note_await()  # also if the task is cancelled before its first step
+        self._completion.note_await()  # recorded here, since the task may be cancelled before its first step
         return self._joined()
 
     async def _joined(self) -> T_co:
         return await self
 
     async def on_stream(self, stream: Any = None) -> T_co:
-        """Wait only until a CUDA device has all of it: what is put on `stream` after that comes after the operation.
+        """Wait until the operation is enqueued on a CUDA device, so that later work on `stream` runs after it.
 
-        An await of the work itself ends when the device is done, and any stream may use the data then. Of a call on
-        arrays of the host, or in a block, this is the same.
+        Awaiting the work itself takes until the device has finished, and any stream may use the data then. For a call
+        on host arrays, or in a block, both are the same.
 
         Args:
-            stream: of the device of the arrays: CuPy's, torch's, any object with ``__cuda_stream__``, or an address;
-                None is the one that was current at the call.
+            stream: a stream of the arrays' device: CuPy's, torch's, any object with ``__cuda_stream__``, or an address.
+                None for the stream that was current at the call.
 
         Returns:
-            The result; its data is there for `stream` only. A failure after that is raised by an await of the work.
+            The result. Only `stream` may use its data. A later failure is raised by an await of the work.
 
         Raises:
-            TypeError: `stream` is no stream.
+            TypeError: `stream` is not a stream.
             GroupError: the operation fails, see `ProcessGroup`.
         """
         completion = self._completion
@@ -335,32 +335,32 @@ class Work(_Base, Generic[T_co]):
         return result
 
     def wait(self, timeout: float | timedelta | None = None) -> T_co:
-        """Block *another thread* until the end; any number of threads may.
+        """Block *another thread* until the end. Any number of threads may wait.
 
-        A loop that has stopped is waited for, since another thread may run it again.
+        If the event loop has stopped, the thread keeps waiting, since another thread may run the loop again.
 
         Args:
-            timeout: seconds to wait; None and inf wait as long as it takes.
+            timeout: seconds to wait; None or inf to wait without a limit.
 
         Returns:
             The result.
 
         Raises:
-            RuntimeError: on the thread of the loop, which must not be blocked: use ``await``; or the loop was closed
-                before the end; or in a forked child.
-            TimeoutError: the work has not ended in time; it goes on.
+            RuntimeError: called on the thread of the loop, which must not be blocked (use ``await``), or in a forked
+                child; or the loop was closed before the end.
+            TimeoutError: the work has not ended in time. It continues.
             GroupError: the operation fails, see `ProcessGroup`.
         """
         progress = self._completion.progress
         if asyncio._get_running_loop() is progress.loop:
             raise RuntimeError("Work.wait() would block the event loop that completes it: use `await work`")
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if the loop is closed
             progress.loop.call_soon_threadsafe(self._completion.want)
         wait_in_thread(self, progress.loop, progress.runtime, timeout)
         return self.result()
 
     def abort(self) -> None:
-        """Revoke the group: this and every other pending work of it fails on all ranks.
+        """Revoke the group: this work and all its other pending works fail on all ranks.
 
         Raises:
             RuntimeError: called in another process, thread or event loop than the group's.
@@ -370,12 +370,12 @@ class Work(_Base, Generic[T_co]):
 
 
 def completion_of(work: Work[Any]) -> Completion:
-    """Return the completion that `work` is the handle of."""
+    """Return the completion behind `work`."""
     return work._completion
 
 
 def finished_work(progress: Progress, op: str, owner: Owner, result: Any) -> Work[Any]:
-    """Return the work of a call that has nothing to do: it has ended with `result`."""
+    """Return the work of a call without any data to move, which has ended with `result`."""
     completion = Completion(progress, op, None, None, owner)
     completion.finish(result)
     return Work(completion)

@@ -138,7 +138,7 @@ print(*(entry.decode() for entry in after.split(b"\\0") if b"SECRET" in entry))
 
 
 def test_another_mapping_is_only_a_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_forget", lambda name: pytest.fail(f"{name} is not in there"))
+    monkeypatch.setattr(environment, "_overwrite", lambda name: pytest.fail(f"{name} is not in there"))
     given = {"A": "1"}
     assert take(given, "A") == "1"
     assert take(given, "A") is None

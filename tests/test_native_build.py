@@ -180,7 +180,7 @@ def test_module_built_with_another_layout_is_not_used(source: Path) -> None:
     numbers.write_text(text)
     assert "was built for another version of aiocoll" in run(source, "-c", SHOW).stdout
     done = run(source, "-c", "import aiocoll", AIOCOLL_NATIVE="1")
-    assert "ImportError: AIOCOLL_NATIVE=1, but there is no accelerator in C: " in done.stderr
+    assert "ImportError: AIOCOLL_NATIVE=1, but the accelerator in C is not available: " in done.stderr
 
 
 def test_layout_header_has_every_number(hook: dict[str, Any]) -> None:
@@ -215,7 +215,9 @@ def test_missing_module_is_an_error_only_if_it_is_required(source: Path) -> None
     done = run(source, "-c", "import aiocoll", AIOCOLL_NATIVE="1")
     assert done.returncode != 0
     error = done.stderr.splitlines()[-1]
-    assert error.startswith("ImportError: AIOCOLL_NATIVE=1, but there is no accelerator in C: not built; build it by ")
+    assert error.startswith(
+        "ImportError: AIOCOLL_NATIVE=1, but the accelerator in C is not available: not built; build it by "
+    )
     assert "make native" in error
     assert "AIOCOLL_NATIVE=1 pip install" in error
 

@@ -1,7 +1,7 @@
-"""Pure descriptions of collectives: what each rank sends, receives and reduces, in which order.
+"""Algorithms of collectives as pure data: each rank's sends, receives and reductions, in order.
 
-No I/O, no clock, no arrays: `choose` names an algorithm, `build` writes one rank's `Program` for it, and the engine
-carries it out.
+This package has no I/O, no clock and no arrays. `choose` returns the name of an algorithm, `build` creates one rank's
+`Program` for it, and the engine carries out the program.
 """
 
 from aiocoll.algorithms.cost import cost, predict

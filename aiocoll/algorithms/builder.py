@@ -1,8 +1,8 @@
-"""Writes a `Program` action by action: numbers messages, leaves out empty ones, hands back dependencies.
+"""Builder of programs, which numbers messages, omits empty ones and returns dependencies.
 
-Every method returns the indices of the actions it added, as a tuple: empty when there was nothing to move, so that
-results can be added together and passed on as `after` or `follow` without a special case for empty chunks. Both ends
-of a message know its length, so both leave out an empty one.
+Every method returns the indices of the actions that it has added, as a tuple. The tuple is empty for an empty region,
+so results can be concatenated and passed as `after` or `follow` without a special case for empty chunks. Both ends of a
+message know its length, so both omit an empty one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 from aiocoll.algorithms.program import Action, Program, Region, Verb
 
-__all__ = ["Builder", "Deps", "chunks", "reduced_alone"]
+__all__ = ["Builder", "Deps", "chunks", "single_rank_reduction"]
 
 Deps: TypeAlias = tuple[int, ...]
 """Indices of actions."""
 
-_NOTHING = Region(0, 0, 0)
+_EMPTY = Region(0, 0, 0)
 
 
 def chunks(count: int, parts: int, buffer: int = 0) -> list[Region]:
@@ -26,10 +26,10 @@ def chunks(count: int, parts: int, buffer: int = 0) -> list[Region]:
 
 
 class Builder:
-    """The program of one rank while it is being written.
+    """The program of one rank during its construction.
 
     Args:
-        buffers: how many buffers belong to the user; scratch buffers are numbered from there.
+        buffers: number of the user's buffers. Scratch buffers get the following numbers.
     """
 
     __slots__ = ("_actions", "_buffers", "_received", "_scratch", "_sent")
@@ -70,14 +70,14 @@ class Builder:
         final: bool = False,
         after: Deps = (),
     ) -> Deps:
-        """Receive from `peer`, reduce with `source` on arrival, write to `region`."""
+        """Receive from `peer`, reduce with `source` on arrival, and write the result to `region`."""
         if region.count == 0:
             return ()
         step = _next(self._received, peer)
         return self._add(Action(Verb.COMBINE, region, peer, step, (source,), incoming_first, final, after))
 
     def fold(self, region: Region, sources: tuple[Region, ...], after: Deps = (), follow: Deps = ()) -> Deps:
-        """Reduce `sources` in the order given into `region`."""
+        """Reduce `sources` into `region`, in the given order."""
         if region.count == 0:
             return ()
         return self._add(Action(Verb.FOLD, region, -1, 0, sources, True, True, after, follow))
@@ -91,14 +91,14 @@ class Builder:
     def signal(self, peer: int, after: Deps = ()) -> Deps:
         """Send a message without elements."""
         step = _next(self._sent, peer)
-        return self._add(Action(Verb.SEND, _NOTHING, peer, step, (), True, False, after))
+        return self._add(Action(Verb.SEND, _EMPTY, peer, step, (), True, False, after))
 
     def await_signal(self, peer: int) -> Deps:
         """Receive a message without elements."""
-        return self._add(Action(Verb.RECV, _NOTHING, peer, _next(self._received, peer)))
+        return self._add(Action(Verb.RECV, _EMPTY, peer, _next(self._received, peer)))
 
     def program(self, algorithm: str) -> Program:
-        """Return what was written."""
+        """Return the finished program."""
         return Program(tuple(self._actions), tuple(self._scratch), algorithm)
 
     def _add(self, action: Action) -> Deps:
@@ -106,8 +106,8 @@ class Builder:
         return (len(self._actions) - 1,)
 
 
-def reduced_alone(region: Region, source: Region, buffers: int = 1) -> Program:
-    """Return the program of a reduction over one rank: its own input, with the op's last touch."""
+def single_rank_reduction(region: Region, source: Region, buffers: int = 1) -> Program:
+    """Return the program of a reduction over one rank: its own input, finalized by the op."""
     build = Builder(buffers)
     build.fold(region, (source,))
     return build.program("local")

@@ -1,6 +1,6 @@
-"""The load of algorithms as formulas of bytes and ranks, and the time it takes on a machine.
+"""Load of algorithms as formulas of bytes and ranks, and its predicted time on a machine.
 
-`algorithms.select` names the formula of each schedule; a test compares their counts with the programs.
+`algorithms.select` names the formula of each schedule. A test compares the formulas with the programs.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from aiocoll.algorithms.machine import PIECE, Machine
 __all__ = [
     "Formula",
     "Load",
-    "around",
+    "all_to_all_fold",
     "binomial",
     "bruck",
     "central",
+    "chain",
     "circulant_allreduce",
     "dissemination",
-    "everybody_folds",
     "exscan_fold",
     "fan_in",
     "gather",
-    "in_a_row",
     "knomial",
-    "line",
     "linear_broadcast",
     "log2",
-    "once",
+    "one_step",
     "oneshot",
     "pairwise_allreduce",
     "pairwise_reduce",
     "report",
     "ring_allreduce",
+    "ring_steps",
     "scan_fold",
     "scatter",
     "seconds_of",
     "shares",
+    "streaming_seconds_of",
 ]
 
 
@@ -47,9 +47,9 @@ class Load(NamedTuple):
 
     Attributes:
         steps: messages on the longest path of messages that depend on each other.
-        sends, receives: messages of the rank that has most of both together.
+        sends, receives: messages of the rank with the largest sum of both.
         sent, received: most bytes that one rank sends, and receives.
-        worked: most bytes that one rank reduces into something, or copies.
+        worked: most bytes that one rank reduces or copies.
     """
 
     steps: int
@@ -64,32 +64,32 @@ Formula: TypeAlias = Callable[[int, int], Load]
 
 
 def seconds_of(load: Load, machine: Machine) -> float:
-    """Return about how many seconds `load` takes, if no step begins before the one it depends on has ended."""
+    """Return the approximate duration of `load` in seconds, if each step begins after the end of the one before."""
     alpha, overhead, beta, gamma = machine
     crowd = max(load.sends - load.steps, 0) + max(load.receives - load.steps, 0)
     return load.worked * gamma + load.steps * alpha + max(crowd * overhead, max(load.sent, load.received) * beta)
 
 
-def in_a_row(load: Load, machine: Machine) -> float:
-    """Return about how many seconds `load` takes, if each step passes on what the one before brings."""
+def streaming_seconds_of(load: Load, machine: Machine) -> float:
+    """Return the approximate duration of `load` in seconds, if each step forwards data while it arrives."""
     alpha, _, beta, gamma = machine
-    # A step ends when its chunk is through; the next begins with its first piece.
+    # A step ends when its chunk has been forwarded. The next step begins with the first piece of the chunk.
     chunk = max(load.sent, load.received) / load.steps if load.steps else 0.0
     return load.worked * gamma + load.steps * max(alpha + min(chunk, PIECE) * beta, chunk * beta)
 
 
-def once(world_size: int) -> int:
-    """Return the steps of a one-step algorithm."""
+def one_step(world_size: int) -> int:
+    """Return the number of steps of a one-step algorithm."""
     return 1
 
 
-def around(world_size: int) -> int:
-    """Return the steps of one round of a ring."""
+def ring_steps(world_size: int) -> int:
+    """Return the number of steps of one round of a ring."""
     return world_size - 1
 
 
 def log2(world_size: int) -> int:
-    """Return the steps of doubling, rounded up."""
+    """Return the number of steps of a doubling algorithm: log2, rounded up."""
     return (world_size - 1).bit_length()
 
 
@@ -97,72 +97,75 @@ def _share(nbytes: int, world_size: int) -> int:
     return nbytes * (world_size - 1) // world_size
 
 
-def everybody_folds(nbytes: int, world_size: int) -> Load:
-    """Every rank sends everything to every rank."""
+def all_to_all_fold(nbytes: int, world_size: int) -> Load:
+    """Return the load of "oneround": every rank sends its tensor to all ranks, and reduces all tensors."""
     others = world_size - 1
     return Load(1, others, others, nbytes * others, nbytes * others, nbytes * others)
 
 
 def scan_fold(nbytes: int, world_size: int) -> Load:
-    """Rank r receives r tensors and sends p-1-r: the last one folds all."""
-    return everybody_folds(nbytes, world_size)._replace(sends=0)
+    """Return the load of "fold" for scan: rank r receives r tensors and sends p-1-r.
+
+    The last rank folds all tensors.
+    """
+    return all_to_all_fold(nbytes, world_size)._replace(sends=0)
 
 
 def exscan_fold(nbytes: int, world_size: int) -> Load:
-    """As `scan_fold`; rank 1 only copies."""
+    """Return the load of "fold" for exscan: the same as for scan, except that rank 1 only copies."""
     return scan_fold(nbytes, world_size)._replace(worked=nbytes * max(world_size - 2, 1))
 
 
 def bruck(nbytes: int, world_size: int) -> Load:
-    """In rounds, twice as many tensors in each; then all ranks fold them."""
+    """Return the load of "bruck": rounds with twice as many tensors each, then all ranks fold all tensors."""
     steps, moved = log2(world_size), nbytes * (world_size - 1)
     return Load(steps, steps, steps, moved, moved, moved + nbytes)
 
 
 def circulant_allreduce(nbytes: int, world_size: int) -> Load:
-    """A reduce-scatter and an allgather, in the minimal number of steps."""
+    """Return the load of "circulant": a reduce-scatter and an allgather, in the minimal number of steps."""
     share, steps = _share(nbytes, world_size), 2 * log2(world_size)
-    messages = steps + world_size.bit_length() - 2  # runs of blocks that wrap around the end are two messages
+    messages = steps + world_size.bit_length() - 2  # runs of blocks that wrap around the end take two messages
     return Load(steps, messages, messages, 2 * share, 2 * share, share)
 
 
 def ring_allreduce(nbytes: int, world_size: int) -> Load:
-    """Each p-th goes around twice: reduced, then copied."""
+    """Return the load of "ring": each chunk travels around the ring twice, first reduced, then copied."""
     share, steps = _share(nbytes, world_size), 2 * (world_size - 1)
     return Load(steps, steps, steps, 2 * share, 2 * share, share)
 
 
 def pairwise_allreduce(nbytes: int, world_size: int) -> Load:
-    """The same bytes as in a ring, straight to their receivers."""
+    """Return the load of "pairwise": the same bytes as in a ring, sent directly to their receivers."""
     return ring_allreduce(nbytes, world_size)._replace(steps=2)
 
 
 def oneshot(nbytes: int, world_size: int) -> Load:
-    """Each rank copies its tensor to all ranks, and reduces all there are."""
+    """Return the load of "oneshot": each rank copies its tensor for all ranks, and reduces all tensors."""
     others = world_size - 1
     return Load(1, others, others, 0, 0, nbytes * (2 * others + 1))
 
 
 def central(nbytes: int, world_size: int) -> Load:
-    """One rank reads the tensors of all others, and copies the result to each."""
+    """Return the load of "central": one rank reads the tensors of all others, and copies the result to each."""
     others = world_size - 1
     return Load(2, others, others, 0, 0, nbytes * (2 * others + 1))
 
 
 def fan_in(nbytes: int, world_size: int) -> Load:
-    """All tensors go to the root."""
+    """Return the load of "linear" for reduce: all ranks send their tensors to the root."""
     others = world_size - 1
     return Load(1, 0, others, nbytes, nbytes * others, nbytes * others)
 
 
 def binomial(nbytes: int, world_size: int) -> Load:
-    """Up a tree; the root has the most branches."""
+    """Return the load of a binomial tree towards the root, which has the most branches."""
     branches = log2(world_size)
     return Load(world_size.bit_length() - 1, 0, branches, nbytes, nbytes * branches, nbytes * branches)
 
 
 def pairwise_reduce(nbytes: int, world_size: int) -> Load:
-    """Every rank reduces a p-th, and the root gets them."""
+    """Return the load of "pairwise" for reduce: every rank reduces one chunk and sends it to the root."""
     share = _share(nbytes, world_size)
     return Load(2, world_size - 1, 2 * (world_size - 1), nbytes, 2 * share, share)
 
@@ -170,7 +173,10 @@ def pairwise_reduce(nbytes: int, world_size: int) -> Load:
 def shares(
     steps: Callable[[int], int], *, reduced: bool = False, all_copied: bool = False, own_copied: bool = False
 ) -> Formula:
-    """Everybody sends and receives p-1 p-ths of the vector, in so many steps; at least one message each."""
+    """Return a formula in which each rank sends and receives p-1 of p parts of the vector, in `steps` steps.
+
+    A rank sends at least one message in each step.
+    """
 
     def formula(nbytes: int, world_size: int) -> Load:
         share, taken = _share(nbytes, world_size), steps(world_size)
@@ -181,8 +187,8 @@ def shares(
     return formula
 
 
-def line(worked: Callable[[int], int]) -> Formula:
-    """The tensor passes p-2 ranks on its way."""
+def chain(worked: Callable[[int], int]) -> Formula:
+    """Return the formula of a chain, in which the tensor passes through p-2 inner ranks."""
 
     def formula(nbytes: int, world_size: int) -> Load:
         return Load(world_size - 1, 1, min(world_size - 2, 1), nbytes, nbytes, nbytes * worked(world_size))
@@ -191,9 +197,9 @@ def line(worked: Callable[[int], int]) -> Formula:
 
 
 def knomial(nbytes: int, world_size: int) -> Load:
-    """Down a tree of `RADIX`."""
+    """Return the load of a tree with fan-out `RADIX`, from the root."""
     steps, deepest = 0, 1
-    while deepest < world_size:  # the first node of the next depth has one more digit 1: 1, 11, 111 in base RADIX
+    while deepest < world_size:  # in base RADIX, the first node of each depth is 1, 11, 111, ...
         steps += 1
         deepest = deepest * RADIX + 1
     branches = sum(1 for _ in children(0, world_size, RADIX))
@@ -201,26 +207,26 @@ def knomial(nbytes: int, world_size: int) -> Load:
 
 
 def linear_broadcast(nbytes: int, world_size: int) -> Load:
-    """The root sends its tensor to all ranks."""
+    """Return the load of "linear" for broadcast: the root sends its tensor to all ranks."""
     return Load(1, world_size - 1, 0, nbytes * (world_size - 1), nbytes, 0)
 
 
 def gather(nbytes: int, world_size: int) -> Load:
-    """Blocks go to the root, which copies its own."""
+    """Return the load of a gather: blocks go to the root, which copies its own block."""
     return Load(1, 0, world_size - 1, nbytes // world_size, _share(nbytes, world_size), nbytes // world_size)
 
 
 def scatter(nbytes: int, world_size: int) -> Load:
-    """Blocks come from the root, which copies its own."""
+    """Return the load of a scatter: blocks come from the root, which copies its own block."""
     return Load(1, world_size - 1, 0, _share(nbytes, world_size), nbytes // world_size, nbytes // world_size)
 
 
 def dissemination(nbytes: int, world_size: int) -> Load:
-    """Messages without data, twice as far in each step."""
+    """Return the load of "dissemination": messages without data, whose distance doubles in each step."""
     steps = log2(world_size)
     return Load(steps, steps, steps, 0, 0, 0)
 
 
 def report(nbytes: int, world_size: int) -> Load:
-    """Messages without data to rank 0, and back."""
+    """Return the load of "linear" for a barrier: each rank reports to rank 0, which replies."""
     return Load(2, world_size - 1, world_size - 1, 0, 0, 0)

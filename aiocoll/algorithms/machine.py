@@ -1,8 +1,8 @@
-"""A machine in four numbers per medium, from which the limits of `select` and the predictions of `cost` follow.
+"""Machine model with four numbers per medium, from which `select` and `cost` derive limits and predictions.
 
-The numbers are those of LogGP: a message costs `alpha` from one rank to the next however short it is, each further
-message that a rank has under way at the same time costs its processor `overhead`, and each byte `beta` on a link and
-`gamma` where it is reduced or copied. All ranks of a group must use the same numbers, or they choose differently.
+The numbers are those of LogGP. A message of any length takes `alpha` from one rank to the next. Each further message
+that a rank has in flight at the same time costs its processor `overhead`. Each byte costs `beta` on a link, and `gamma`
+where it is reduced or copied. All ranks of a group must use the same numbers, or they choose different algorithms.
 
 Hockney, "The communication challenge for MPP" (Parallel Computing 1994); Alexandrov, Ionescu, Schauser and Scheiman,
 "LogGP: incorporating long messages into the LogP model" (SPAA 1995).
@@ -21,17 +21,17 @@ MEDIA: tuple[Medium, ...] = ("tcp", "unix", "shm")
 
 
 PIECE = 256 * 1024
-"""Bytes after which a streaming algorithm passes on what arrives: the engine's segment."""
+"""Number of bytes after which a streaming algorithm forwards arriving data: the engine's segment."""
 
 
 class Machine(NamedTuple):
     """The cost of messages over one medium.
 
     Attributes:
-        alpha: seconds from the send of a message of a few bytes to its receipt: wake-ups included, where there are any.
-        overhead: seconds of a rank's processor per message; less than `alpha`, which has two of them.
+        alpha: seconds from the send of a message of a few bytes to its receipt, including wake-ups.
+        overhead: processor seconds of a rank per message. Less than `alpha`, which includes two overheads.
         beta: seconds per byte of a long message.
-        gamma: seconds per byte of input that is reduced into something, or copied.
+        gamma: seconds per byte of input that is reduced or copied.
     """
 
     alpha: float
@@ -41,26 +41,27 @@ class Machine(NamedTuple):
 
     @property
     def n_half(self) -> float:
-        """Bytes that take as long to send as their message takes to get started."""
+        """Number of bytes whose transfer takes `alpha` seconds."""
         return self.alpha / self.beta
 
     @property
     def fan(self) -> float:
-        """Messages that a rank sends or receives in the time that one takes to the other end."""
+        """Number of messages that a rank sends or receives in `alpha` seconds."""
         return self.alpha / self.overhead
 
 
 class SingleCopy(NamedTuple):
-    """Bytes of a message between processes of one host from which the receiver reads it in the sender's memory.
+    """Size limits for reading in place between processes of one host, in bytes of a message.
 
-    The kernel does that page by page, at half the speed at which a core copies from memory that both map, to which the
-    sender has to copy first. While it copies, though, the receiver can take what is there. So reading in place pays
-    where one of the two has more to do, and for what is larger than the caches.
+    At or above a limit, the receiver reads the message in the sender's memory. The kernel does that page by page, at
+    half the speed at which a core copies from memory that both processes map. But for mapped memory, the sender has to
+    copy first, while the receiver can read parts that are ready. So reading in place is faster if one of the two ranks
+    has more work to do, and for messages larger than the caches.
 
     Attributes:
-        moved: of a message that is copied.
-        spread: of one that is copied while its sender or its receiver has others to copy, too.
-        reduced: of one that is reduced into something.
+        moved: limit for a message that is copied.
+        spread: limit for a message that is copied while its sender or receiver copies others, too.
+        reduced: limit for a message that is reduced.
     """
 
     moved: float = 2.0 * 1024 * 1024
@@ -68,24 +69,24 @@ class SingleCopy(NamedTuple):
     reduced: float = math.inf
 
     def limit(self, kind: str, size: int, *, reduces: bool) -> float:
-        """Return that of the messages of a collective among `size` ranks."""
+        """Return the limit for the messages of a collective among `size` ranks."""
         if reduces:
             return self.reduced
         return self.moved if size == 2 and kind in ("gather", "broadcast") else self.spread
 
 
 class Tuning(NamedTuple):
-    """The machine's numbers for `choose`; the same on all ranks of a group.
+    """The numbers of the machine for `choose`; the same on all ranks of a group.
 
-    The defaults are what two cores of 2024 do under Python, rounded so that n_half is 64 KiB over sockets: twenty times
-    more than under MPI, hence limits ten to thirty times those in its literature.
+    The defaults are measurements of two cores of 2024 under Python, rounded so that n_half is 64 KiB over sockets. That
+    is twenty times more than under MPI, so the limits are ten to thirty times those in the MPI literature.
 
     Attributes:
-        tcp, unix, shm: the numbers of each medium. Those of "tcp" are of the loopback interface, or of the slowest link
+        tcp, unix, shm: the numbers of each medium. "tcp" has those of the loopback interface, or of the slowest link
             between the hosts of a group (`rendezvous.measured_links`).
-        medium: what the group's messages go over.
-        single_copy: from which size on messages of one host are copied once.
-        crowd: ranks per core, if more than one: processor time is multiplied by it.
+        medium: the medium of the group's messages.
+        single_copy: size limits for reading in place on one host.
+        crowd: ranks per core, at least 1. Processor times are multiplied by it.
     """
 
     tcp: Machine = Machine(40e-6, 13e-6, 40e-6 / 65536, 0.1e-9)
@@ -97,11 +98,11 @@ class Tuning(NamedTuple):
 
     @property
     def machine(self) -> Machine:
-        """The numbers of the group's medium, for ranks that share cores as these do."""
+        """The numbers of the group's medium, scaled by `crowd`."""
         alone: Machine = getattr(self, self.medium)
         alpha, overhead, beta, gamma = alone
         return Machine(alpha, overhead * self.crowd, beta * self.crowd, gamma * self.crowd)
 
     def over(self, medium: Medium) -> Tuning:
-        """Return the same numbers for a group whose messages go over `medium`."""
+        """Return the same numbers for a group whose messages use `medium`."""
         return self._replace(medium=medium)

@@ -1,12 +1,12 @@
-"""What one rank does in one collective, as plain data.
+"""Programs: the actions of one rank in one collective, as plain data.
 
-A `Program` is a small dataflow graph. Its actions name regions of buffers in elements; they do no I/O and know no
-clock. An executor starts every action whose `after` actions are complete. Actions that `follow` others are started as
-soon as those have progressed: they may run up to the smallest number of elements that all of them have finished, which
-is how a segment is forwarded while the next one is still arriving.
+A `Program` is a small dataflow graph. Its actions name regions of buffers in elements, and use neither I/O nor a clock.
+An executor starts every action whose `after` actions are complete. Actions that `follow` others start as soon as those
+have made progress. They may process as many elements as all followed actions have finished. That is how a rank forwards
+a segment while the next one arrives.
 
-Between two ranks, messages are told apart by `step`: the k-th message from a to b in this operation has step k on
-both sides. A message may be cut into segments of any size on its way; its segments arrive in order.
+Between two ranks, `step` identifies messages: the k-th message from a to b in an operation has step k on both sides. A
+message may be cut into segments of any size, which arrive in order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Action", "Program", "Region", "Verb"]
 
 
 class Verb(IntEnum):
-    """The things a rank can do."""
+    """The kinds of actions."""
 
     SEND = 0
     """Send `region` to `peer`."""
@@ -53,15 +53,15 @@ class Action(NamedTuple):
     """One node of the graph.
 
     Attributes:
-        verb: what to do.
-        region: the data sent, or the place written.
+        verb: kind of the action.
+        region: the data to send, or the destination.
         peer: the other rank of SEND, RECV and COMBINE; -1 for local actions.
-        step: message number between this pair in this direction, from 0.
+        step: message number between this pair of ranks in this direction, from 0.
         sources: inputs of COMBINE (one), FOLD (in rank order), COPY and SCALE (one), each as long as `region`.
-        incoming_first: COMBINE: whether the incoming operand is the left one (comes from lower ranks).
-        final: the result is complete in `region` and gets the op's last touch (AVG divides). A FOLD is always final.
-        after: actions (by index) that must be complete before this one may start.
-        follow: actions with equally long regions whose progress bounds the progress of this one.
+        incoming_first: for COMBINE, True if the incoming operand is the left one, which comes from lower ranks.
+        final: True if the result in `region` is complete and the op finalizes it (AVG divides). True for every FOLD.
+        after: indices of actions that must be complete before this one may start.
+        follow: actions with equally long regions whose progress limits the progress of this one.
     """
 
     verb: Verb
@@ -79,9 +79,9 @@ class Program(NamedTuple):
     """The actions of one rank in one collective.
 
     Attributes:
-        actions: nodes; `after` and `follow` point to smaller indices only.
-        scratch: sizes in elements of the scratch buffers; they are numbered after the user's buffers.
-        algorithm: name of the algorithm, for the recorder and the benchmarks.
+        actions: the nodes. `after` and `follow` refer to smaller indices only.
+        scratch: sizes of the scratch buffers in elements. They are numbered after the user's buffers.
+        algorithm: name of the algorithm, for the flight recorder and the benchmarks.
     """
 
     actions: tuple[Action, ...]

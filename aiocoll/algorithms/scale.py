@@ -1,6 +1,6 @@
-"""Scaling this rank's input before anything else: the first half of PREMUL_SUM, for any program.
+"""Scaling of this rank's inputs before any other action: the first half of PREMUL_SUM, for any program.
 
-Cost: no steps, no bytes; one pass over the input.
+Cost: no steps, no bytes, and one pass over the input.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ def scaled(program: Program, inputs: Mapping[int, int], users: int, in_place: bo
     Args:
         program: any reduction of one rank.
         inputs: element counts of the buffers to scale, by buffer number.
-        users: how many buffers belong to the caller; scratch is numbered from there.
-        in_place: write over the inputs (they are the outputs too) instead of into further scratch.
+        users: number of the caller's buffers. Scratch buffers get the following numbers.
+        in_place: if True, write over the inputs, which are also the outputs. If False, write to additional scratch
+            buffers.
 
-    Invariant: every action of the old program comes after the scaling of all inputs.
+    Invariant: every action of the old program starts after the scaling of all inputs.
     """
     first = users + len(program.scratch)
     target = {buffer: buffer if in_place else first + k for k, buffer in enumerate(inputs)}

@@ -1,10 +1,12 @@
-"""Which algorithm a collective runs: one table, read from the top, and the functions behind the names.
+"""Selection of algorithms: a table of rules, read from the top, and the schedule functions behind the names.
 
-The table asks only for what all ranks know alike: the collective, the bytes of the whole vector, the number of ranks,
-what the reduce op needs, and the numbers of the machine that rank 0 has told all ranks. So all ranks choose the same.
+The rules use only values that are equal on all ranks: the collective, the bytes of the whole vector, the number of
+ranks, properties of the reduce op, and the machine's numbers, which rank 0 has sent to all ranks. So all ranks choose
+the same algorithm.
 
-The limits are multiples of what the machine does in the time of a message (`algorithms.machine`), so one table is for
-every machine and medium; a test holds it against the predictions of `algorithms.cost`.
+Limits are multiples of the bytes or messages that the machine handles in the time of one message
+(`algorithms.machine`), so one table serves every machine and medium. A test compares it with the predictions of
+`algorithms.cost`.
 """
 
 from __future__ import annotations
@@ -27,17 +29,20 @@ __all__ = ["ALGORITHMS", "IN_SLOTS", "RULES", "Algorithm", "Lanes", "Rule", "bui
 
 
 class Rule(NamedTuple):
-    """One line of the table: `algorithm` is used as long as none of the limits (all inclusive) is exceeded.
+    """One line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
 
     Attributes:
-        algorithm: name, a key of `ALGORITHMS` together with the kind.
+        algorithm: name, which together with the kind is a key of `ALGORITHMS`.
         min_world, max_world: number of ranks.
         max_nbytes: bytes of the whole vector, in n_half.
-        max_chunk: bytes of a p-th of the vector, in n_half.
-        max_volume: bytes of the whole vector times (p-1), sent by a rank that sends all of it to all ranks; in n_half.
-        max_gaps: bytes of the whole vector, in what a link carries during the overhead of one message.
-        max_stages: bytes of a p-th of the vector, in what a link carries until a rank of a line passes on a piece.
-        max_fan: time for the p-2 messages of a rank besides the first, in that of the steps that a tree has besides
+        max_chunk: bytes of the vector divided by p, in n_half.
+        max_volume: bytes of the whole vector times (p-1), the amount sent by a rank that sends it to all ranks; in
+            n_half.
+        max_gaps: bytes of the whole vector, in units of the bytes that a link carries during the overhead of one
+            message.
+        max_stages: bytes of the vector divided by p, in units of the bytes that a link carries until a rank of a chain
+            forwards a piece.
+        max_fan: time for the p-2 messages of a rank after the first, in units of the time for all steps of a tree after
             the first.
     """
 
@@ -52,7 +57,7 @@ class Rule(NamedTuple):
     max_fan: float = inf
 
     def admits(self, nbytes: int, world_size: int, machine: Machine) -> bool:
-        """Whether no limit is exceeded."""
+        """Return whether no limit is exceeded."""
         n_half = machine.n_half
         return (
             self.min_world <= world_size <= self.max_world
@@ -66,79 +71,80 @@ class Rule(NamedTuple):
 
 
 _SCANS = (
-    # One step, until the p-1 tensors that the last rank gets take longer than the p-1 wake-ups of a line.
+    # One step, until the p-1 tensors for the last rank take longer than the p-1 wake-ups of a chain.
     Rule("fold", max_volume=8),
-    # The least traffic, streaming.
+    # The least traffic, and all steps stream.
     Rule("chain"),
-    # Ordered ops: a line would round at each rank.
+    # Ordered ops, since a chain would round at each rank.
     Rule("fold"),
 )
 
 RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "allreduce": (
-            # Two ranks exchange, until what they reduce has to wait for what they send.
+            # Two ranks exchange their tensors, until the reduction has to wait for the sends.
             Rule("exchange", max_world=2, min_world=2, max_stages=0.42),
             Rule("oneround", max_world=2, max_nbytes=4),
             # Each rank reduces one half, streaming in both directions.
             Rule("ring", max_world=2),
-            # One step, until the messages of a rank take longer than the steps saved, or their bytes.
+            # One step, until a rank's messages or bytes take longer than the saved steps.
             Rule("oneround", max_volume=4, max_fan=0.6),
-            # Half the steps of circulant, until the bytes of the gathering weigh more.
+            # Half the steps of "circulant", until the bytes of the allgather take longer than the saved steps.
             Rule("bruck", max_volume=4),
-            # Ops whose bits depend on the place: every chunk folded on one rank, in two steps.
+            # Ops whose results depend on the position of an element: each chunk is folded on one rank, in two steps.
             Rule("pairwise", max_volume=4, max_fan=0.25),
-            # Least bytes in few steps; above, the ring's extra steps are hidden by streaming.
+            # The fewest bytes in few steps. Above the limit, streaming hides the ring's additional steps.
             Rule("circulant", max_chunk=15),
             Rule("ring"),
-            # Ordered ops: that every chunk is folded in one place takes 4(p-2) messages more.
+            # Ordered ops. Above the limit, "pairwise" is faster despite 4(p-2) more messages.
             Rule("bruck", max_gaps=2),
-            # The least bytes.
+            # Ordered ops of any size, with the fewest bytes.
             Rule("pairwise"),
         ),
         "reduce": (
-            # All tensors at the root in one step, while they take no longer than the steps of a tree.
+            # All tensors go to the root in one step, while they take no longer than the steps of a tree.
             Rule("linear", max_volume=2.5, max_fan=0.75),
-            # log2(p) whole tensors, until a line that carries one is filled in the same time.
+            # log2(p) sends of whole tensors, until filling a chain takes the same time.
             Rule("binomial", max_stages=0.3),
-            # The least traffic, streaming.
+            # The least traffic, and all steps stream.
             Rule("chain"),
-            # Ordered ops: the root folds alone while that is little, all ranks fold above.
+            # Ordered ops. Small tensors are folded by the root alone, larger ones by all ranks.
             Rule("linear", max_gaps=3),
             Rule("pairwise"),
         ),
         "reduce_scatter": (
             # One step, and few messages per rank.
             Rule("pairwise", max_fan=0.5, max_nbytes=4),
-            # Few steps; it copies its input once, which streaming saves above.
+            # Few steps. Above the limit, streaming is faster, which needs no copy of the input.
             Rule("circulant", max_chunk=2),
             Rule("ring"),
             # Ordered ops of any size.
             Rule("pairwise"),
         ),
         "allgather": (
-            # One step, and few messages per rank; for up to four ranks measured to be the fastest on every medium.
+            # One step, and few messages per rank. The fastest in measurements of up to four ranks, on every medium.
             Rule("direct", max_world=4, max_stages=1),
             Rule("direct", max_fan=0.75, max_stages=1),
-            # Few steps; above, the bytes take longer than the messages of all others, and it copies its output.
+            # Few steps. Above the limit, "direct" is faster: its messages take less time than the bytes,
+            # and it copies less.
             Rule("circulant", max_chunk=0.35),
             Rule("direct", max_stages=1),
-            # As fast, and no link has to carry what all others send at once.
+            # As fast as "direct" for long vectors, and no link has to carry the data of all other ranks at once.
             Rule("ring"),
         ),
         "broadcast": (
-            # Nothing to relay.
+            # With two ranks, no rank has to relay.
             Rule("linear", max_world=2),
-            # One step, while the sends of the root take less than a second one.
+            # One step, while the root's sends take less time than a second step.
             Rule("linear", max_fan=0.5, max_volume=4),
-            # Two or three levels instead of p-1 wake-ups, until the root's repeated bytes cost more than a line's.
+            # Two or three levels instead of p-1 wake-ups, until the root's repeated sends cost more than a chain.
             Rule("knomial", max_stages=0.2),
             Rule("chain"),
         ),
-        # A relay cannot save the root anything.
+        # A relay cannot reduce the root's traffic.
         "gather": (Rule("linear"),),
         "scatter": (Rule("linear"),),
-        # Lengths differ from rank to rank, so no rule could ask for them.
+        # Lengths differ between ranks, so no rule can use them.
         "alltoall": (Rule("pairwise"),),
         "barrier": (Rule("dissemination"),),
         "monitored_barrier": (Rule("linear"),),
@@ -150,15 +156,15 @@ RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
 _IN_RANK_ORDER = frozenset({"oneround", "bruck", "pairwise", "linear", "fold"})
 """Reductions that fold all inputs of an element in rank order at one place."""
 _ON_EVERY_RANK = frozenset({"exchange", "oneround", "bruck"})
-"""Reductions that every rank repeats: the same bits only if the kernel gives them wherever an element lies."""
+"""Reductions that every rank repeats. Results are equal only if the kernel does not depend on an element's position."""
 
 
 class Algorithm(NamedTuple):
-    """What there is to know of an algorithm for one kind.
+    """The functions of an algorithm for one kind.
 
     Attributes:
-        schedule: writes the program of one rank.
-        load: what it asks of a machine.
+        schedule: creates the program of one rank.
+        load: formula of its load.
     """
 
     schedule: Callable[..., Program]
@@ -166,11 +172,11 @@ class Algorithm(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Whether the posts of a program for slots go through the common lane, which several ranks may read.
+    """Lanes used by a program for slots: the common lane, which several ranks may read, or one lane per reader.
 
     Attributes:
-        first: those that wait for nothing.
-        last: those of the result.
+        first: True if posts at the start use the common lane.
+        last: True if posts of the result use the common lane.
     """
 
     first: bool
@@ -179,50 +185,50 @@ class Lanes(NamedTuple):
 
 ALGORITHMS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     {
-        ("allreduce", "exchange"): Algorithm(direct.exchange, load.everybody_folds),
-        ("allreduce", "oneround"): Algorithm(direct.allreduce, load.everybody_folds),
+        ("allreduce", "exchange"): Algorithm(direct.exchange, load.all_to_all_fold),
+        ("allreduce", "oneround"): Algorithm(direct.allreduce, load.all_to_all_fold),
         ("allreduce", "bruck"): Algorithm(circulant.bruck, load.bruck),
         ("allreduce", "circulant"): Algorithm(circulant.allreduce, load.circulant_allreduce),
         ("allreduce", "ring"): Algorithm(ring.allreduce, load.ring_allreduce),
         ("allreduce", "pairwise"): Algorithm(pairwise.allreduce, load.pairwise_allreduce),
         ("reduce", "linear"): Algorithm(direct.reduce, load.fan_in),
         ("reduce", "binomial"): Algorithm(tree.reduce, load.binomial),
-        ("reduce", "chain"): Algorithm(chain.reduce, load.line(lambda _: 1)),
+        ("reduce", "chain"): Algorithm(chain.reduce, load.chain(lambda _: 1)),
         ("reduce", "pairwise"): Algorithm(pairwise.reduce, load.pairwise_reduce),
-        ("reduce_scatter", "pairwise"): Algorithm(pairwise.reduce_scatter, load.shares(load.once, reduced=True)),
+        ("reduce_scatter", "pairwise"): Algorithm(pairwise.reduce_scatter, load.shares(load.one_step, reduced=True)),
         ("reduce_scatter", "circulant"): Algorithm(
             circulant.reduce_scatter, load.shares(load.log2, reduced=True, all_copied=True)
         ),
-        ("reduce_scatter", "ring"): Algorithm(ring.reduce_scatter, load.shares(load.around, reduced=True)),
-        ("allgather", "direct"): Algorithm(direct.allgather, load.shares(load.once, own_copied=True)),
+        ("reduce_scatter", "ring"): Algorithm(ring.reduce_scatter, load.shares(load.ring_steps, reduced=True)),
+        ("allgather", "direct"): Algorithm(direct.allgather, load.shares(load.one_step, own_copied=True)),
         ("allgather", "circulant"): Algorithm(
             circulant.allgather, load.shares(load.log2, all_copied=True, own_copied=True)
         ),
-        ("allgather", "ring"): Algorithm(ring.allgather, load.shares(load.around, own_copied=True)),
+        ("allgather", "ring"): Algorithm(ring.allgather, load.shares(load.ring_steps, own_copied=True)),
         ("broadcast", "linear"): Algorithm(direct.broadcast, load.linear_broadcast),
         ("broadcast", "knomial"): Algorithm(tree.broadcast, load.knomial),
-        ("broadcast", "chain"): Algorithm(chain.broadcast, load.line(lambda _: 0)),
+        ("broadcast", "chain"): Algorithm(chain.broadcast, load.chain(lambda _: 0)),
         ("gather", "linear"): Algorithm(direct.gather, load.gather),
         ("scatter", "linear"): Algorithm(direct.scatter, load.scatter),
-        ("alltoall", "pairwise"): Algorithm(pairwise.alltoall, load.shares(load.once, own_copied=True)),
+        ("alltoall", "pairwise"): Algorithm(pairwise.alltoall, load.shares(load.one_step, own_copied=True)),
         ("barrier", "dissemination"): Algorithm(circulant.barrier, load.dissemination),
         ("monitored_barrier", "linear"): Algorithm(direct.barrier, load.report),
         ("scan", "fold"): Algorithm(scan.scan_fold, load.scan_fold),
-        ("scan", "chain"): Algorithm(scan.scan_chain, load.line(lambda _: 1)),
+        ("scan", "chain"): Algorithm(scan.scan_chain, load.chain(lambda _: 1)),
         ("exscan", "fold"): Algorithm(scan.exscan_fold, load.exscan_fold),
-        ("exscan", "chain"): Algorithm(scan.exscan_chain, load.line(lambda world_size: 2 if world_size > 2 else 0)),
+        ("exscan", "chain"): Algorithm(scan.exscan_chain, load.chain(lambda world_size: 2 if world_size > 2 else 0)),
     }
 )
 
-#: Algorithms of one round for slots of shared memory, from which ranks read in place; `choose` names none of them.
+#: Algorithms of one round for slots of shared memory, which ranks read in place. `choose` returns none of them.
 IN_SLOTS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     {
         ("allreduce", "oneshot"): Algorithm(direct.allreduce, load.oneshot),
         ("allreduce", "central"): Algorithm(direct.central, load.central),
         ("barrier", "oneshot"): Algorithm(direct.barrier_oneround, load.oneshot),
         ("barrier", "central"): Algorithm(direct.barrier, load.central),
-        ("allgather", "oneshot"): Algorithm(direct.allgather, load.shares(load.once, own_copied=True)),
-        ("reduce_scatter", "oneshot"): Algorithm(pairwise.reduce_scatter, load.shares(load.once, reduced=True)),
+        ("allgather", "oneshot"): Algorithm(direct.allgather, load.shares(load.one_step, own_copied=True)),
+        ("reduce_scatter", "oneshot"): Algorithm(pairwise.reduce_scatter, load.shares(load.one_step, reduced=True)),
         ("broadcast", "oneshot"): Algorithm(direct.broadcast, load.linear_broadcast),
         ("reduce", "oneshot"): Algorithm(direct.reduce, load.fan_in),
         ("scan", "oneshot"): Algorithm(scan.scan_fold, load.scan_fold),
@@ -235,7 +241,7 @@ _POSTED_TO_ALL = frozenset({"allreduce", "barrier", "allgather", "broadcast", "s
 
 
 def lanes(kind: str, algorithm: str, world_size: int) -> Lanes:
-    """Return which posts of an algorithm several ranks may read, the same on all ranks; others have one reader each."""
+    """Return the lanes of an algorithm's posts, which are the same on all ranks."""
     if world_size == 2 or kind not in _POSTED_TO_ALL:
         return Lanes(first=False, last=False)
     return Lanes(first=algorithm != "central", last=True)
@@ -258,22 +264,22 @@ def choose(
 
     Args:
         kind: the collective, a key of `RULES`.
-        nbytes: bytes of the whole vector: the tensor; all outputs together (allgather, gather); all inputs of one
-            rank together (reduce_scatter, scatter, alltoall); 0 for a barrier.
+        nbytes: bytes of the whole vector: the tensor; all outputs together (allgather, gather); all inputs of one rank
+            together (reduce_scatter, scatter, alltoall); 0 for a barrier.
         world_size: number of ranks.
-        ordered: the op must fold all inputs in rank order at one place. Only for kinds that reduce.
-        portable: the op gives the same bits on every rank; if not, each element is reduced on one rank only.
-        tuning: what the machine and the group's medium can do; the same on all ranks.
-        hosts: host number of each rank (see `aiocoll.algorithms.two_level.hosts`); by default all are on one.
+        ordered: True if the op must fold all inputs in rank order at one place. Only for kinds that reduce.
+        portable: True if the op gives the same bits on every rank. If not, each element is reduced on one rank only.
+        tuning: the numbers of the machine and the group's medium; the same on all ranks.
+        hosts: host number of each rank (see `aiocoll.algorithms.two_level.hosts`). By default all ranks share one host.
 
     Raises:
-        ValueError: if `kind` is unknown, or no program carries it out.
+        ValueError: `kind` is unknown, or no program carries it out.
     """
     ordered = spec_of(kind).reduces and ordered
     if kind not in RULES:
         raise ValueError(f"kind={kind!r} has no algorithms; use one of {', '.join(RULES)}")
     machine = tuning.machine
-    # What there is between hosts is a network, whatever the hosts have inside.
+    # Hosts are connected by a network, whatever medium connects the ranks inside them.
     if name := two_level.choose(kind, nbytes, hosts, ordered=ordered, portable=portable, machine=tuning.tcp):
         return name
     for rule in RULES[kind]:
@@ -283,7 +289,7 @@ def choose(
             continue
         if rule.admits(nbytes, world_size, machine):
             return rule.algorithm
-    raise AssertionError(f"the rules for {kind} have no last resort")
+    raise AssertionError(f"no rule for {kind} applies: the last rule must have no limits")
 
 
 def build(
@@ -300,15 +306,15 @@ def build(
     Args:
         kind: the collective.
         algorithm: its name, as returned by `choose`, or one of `IN_SLOTS`.
-        rank: whose program.
+        rank: the rank.
         world_size: number of ranks.
         *sizes: elements: a count (allreduce, reduce, broadcast, scan, exscan), one count per rank (allgather, gather,
             scatter, reduce_scatter), counts per input and per output (alltoall), or nothing (the barriers).
         root: the root of reduce, broadcast, gather and scatter; otherwise ignored.
-        hosts: host number of each rank; only two-level algorithms ask.
+        hosts: host number of each rank, used by two-level algorithms only.
 
     Raises:
-        ValueError: if `kind` is unknown or has no such algorithm.
+        ValueError: `kind` is unknown or has no such algorithm.
     """
     spec = spec_of(kind)
     if (kind, algorithm) in two_level.ALGORITHMS:
@@ -319,10 +325,10 @@ def build(
 
 
 def find(kind: str, algorithm: str) -> Algorithm:
-    """Return what there is to know of an algorithm without levels.
+    """Return the functions of an algorithm without levels.
 
     Raises:
-        ValueError: if `kind` is unknown or has no such algorithm.
+        ValueError: `kind` is unknown or has no such algorithm.
     """
     found = ALGORITHMS.get((kind, algorithm)) or IN_SLOTS.get((kind, algorithm))
     if found is None:

@@ -1,6 +1,6 @@
-"""The table of collectives: one row each, the only place that knows their properties.
+"""Table of collectives: one row each, the only place that defines their properties.
 
-A row says what every rank puts in and gets out, and of which ranks. From that follow its buffers, in the order in
+A row defines each rank's input and output, and the ranks that have them. From that follow the buffers, in the order in
 which programs, plans and calls number them (p ranks):
 
     tensor to tensor    0: one tensor, in place, of the same count on all ranks
@@ -9,8 +9,8 @@ which programs, plans and calls number them (p ranks):
     blocks to blocks    0 to p-1: a block to each rank; p to 2p-1: a block from each rank
     nothing             no buffers
 
-Calls that no program carries out have rows, too: such as those on sparse arrays and objects, whose sizes ranks exchange
-first. What reads the table treats them as any other.
+Calls without a program have rows, too, such as those on sparse arrays and objects, whose sizes ranks exchange first.
+Readers of the table treat all rows in the same way.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 __all__ = ["PROGRAMS", "SPECS", "Counts", "Method", "Native", "Part", "Participants", "Spec", "spec_of"]
 
-#: Elements by buffer, or by rank.
+#: Numbers of elements, by buffer or by rank.
 Counts: TypeAlias = tuple[int, ...]
 
-#: The native call of a device library for a collective: one of that name, or sends and receives.
+#: The native call of a device library for a collective: a call of that name, or sends and receives.
 Native: TypeAlias = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send_recv"]
 
 
 class Part(Enum):
-    """What a rank puts in, or gets out."""
+    """The kinds of input and output of a rank."""
 
     TENSOR = "the whole tensor"
     BLOCK = "one block"
@@ -38,7 +38,7 @@ class Part(Enum):
 
 
 class Participants(Enum):
-    """Of which ranks that is."""
+    """The ranks that have an input or an output."""
 
     ALL = "all"
     ROOT = "the root"
@@ -46,14 +46,14 @@ class Participants(Enum):
     NOT_FIRST = "all but rank 0"
 
     def include(self, rank: int, root: int | None) -> bool:
-        """Whether `rank` is one of them."""
+        """Return whether `rank` is one of the participants."""
         if self is Participants.NOT_FIRST:
             return rank != 0
         return self is Participants.ALL or (rank == root) is (self is Participants.ROOT)
 
 
 class Method(Enum):
-    """How a collective is carried out."""
+    """Ways to carry out a collective."""
 
     PROGRAM = "the program of one of its algorithms"
     STEPS = "operations in sequence, each chosen by the results of the steps before"
@@ -62,18 +62,18 @@ class Method(Enum):
 
 
 class Spec(NamedTuple):
-    """One collective.
+    """The properties of one collective.
 
     Attributes:
-        kind: its name; in capitals, that of its operations.
-        input, output: what a rank puts in and gets out; None of one without data.
-        senders, receivers: the ranks that put something in, and that get something out.
-        reduces: it takes a reduce op.
-        private: only the two ends of a message know its count; of all others, all ranks know all counts.
+        kind: its name. In capitals, it is the op name of its operations.
+        input, output: input and output of a rank; None without data.
+        senders, receivers: the ranks with an input, and those with an output.
+        reduces: True if the collective has a reduce op.
+        private: True if only the two ends of a message know its count. Otherwise, all ranks know all counts.
         native: the native call of a device library; None if there is none.
-        method: how it is carried out.
-        sized: its signature and the shape of the main array tell how many bytes that has.
-        recordable: a coalescing block can record it.
+        method: the way to carry out the collective.
+        sized: True if the number of bytes follows from the signature and the shape of the main array.
+        recordable: True if a coalescing block can record the collective.
     """
 
     kind: str
@@ -90,12 +90,12 @@ class Spec(NamedTuple):
 
     @property
     def rooted(self) -> bool:
-        """Whether it has a root."""
+        """True if the collective has a root."""
         return Participants.ROOT in (self.senders, self.receivers)
 
     @property
     def in_blocks(self) -> bool:
-        """Whether it has a buffer for each rank."""
+        """True if the collective has a buffer for each rank."""
         return Part.BLOCKS in (self.input, self.output)
 
     def inputs(self, rank: int, size: int, root: int | None) -> tuple[int, ...]:
@@ -103,22 +103,22 @@ class Spec(NamedTuple):
         return _numbers(self.input, size) if self.senders.include(rank, root) else ()
 
     def outputs(self, rank: int, size: int, root: int | None) -> tuple[int, ...]:
-        """Return the buffers that `rank` of `size` writes; what is also an input is reduced in place."""
+        """Return the buffers that `rank` of `size` writes. Buffers that are also inputs are reduced in place."""
         if not self.receivers.include(rank, root):
             return ()
         numbers = _numbers(self.output, size)
         return tuple(number + size for number in numbers) if self._both else numbers
 
     def peer(self, buffer: int, size: int, root: int | None) -> int:
-        """Return the one rank that a block goes to, or comes from; only where counts are private."""
+        """Return the other rank of a block, where counts are private."""
         return root or 0 if buffer == size and not self._both else buffer % size
 
     def lengths(self, sizes: Sequence[Counts], rank: int, root: int | None) -> tuple[Counts, Counts]:
-        """Return how many elements go to each rank and come from each; () where the counts are not private.
+        """Return the number of elements sent to and received from each rank; () and () if counts are not private.
 
         Args:
-            sizes: as `build` takes them; off the root, only the own count is known.
-            rank: whose.
+            sizes: the sizes that `build` accepts. A rank other than the root only knows its own count.
+            rank: the rank.
             root: the root.
         """
         if not self.private:
@@ -133,13 +133,13 @@ class Spec(NamedTuple):
     def counts(
         self, agreed: Counts, sends: Counts, receives: Counts, rank: int, root: int | None
     ) -> tuple[int | None, ...]:
-        """Return the elements of each buffer; None where `rank` has none.
+        """Return the number of elements of each buffer; None where `rank` has no buffer.
 
         Args:
             agreed: the counts that all ranks know.
-            sends: those to each rank that only the ends of a message know, as `lengths` returns them.
-            receives: those from each rank.
-            rank: whose.
+            sends: counts of sends to each rank that only the ends of a message know, as returned by `lengths`.
+            receives: counts of receives from each rank.
+            rank: the rank.
             root: the root.
         """
         if not self.private:
@@ -150,7 +150,7 @@ class Spec(NamedTuple):
         return (*known, known[rank]) if rank == root else (*(None,) * len(known), known[root or 0])
 
     def sizes(self, counts: Sequence[int | None], rank: int) -> tuple[Any, ...]:
-        """Return what `build` takes, for buffers of so many elements: the inverse of `counts`."""
+        """Return the sizes that `build` accepts, given the elements of each buffer: the inverse of `counts`."""
         if not self.in_blocks:
             return tuple(counts)
         if self._both:
@@ -161,7 +161,7 @@ class Spec(NamedTuple):
 
     @property
     def _both(self) -> bool:
-        """Whether both sides have a buffer for each rank."""
+        """True if input and output have a buffer for each rank."""
         return self.input is self.output is Part.BLOCKS
 
 
@@ -169,7 +169,7 @@ def spec_of(kind: str) -> Spec:
     """Return the row of a collective.
 
     Raises:
-        ValueError: if `kind` is unknown.
+        ValueError: `kind` is unknown.
     """
     spec = SPECS.get(kind)
     if spec is None:
@@ -182,7 +182,7 @@ def _numbers(part: Part | None, size: int) -> tuple[int, ...]:
     return tuple(range(first, stop))
 
 
-#: Collectives that programs carry out.
+#: Collectives with programs.
 PROGRAMS: tuple[Spec, ...] = (
     Spec("allreduce", Part.TENSOR, Part.TENSOR, reduces=True, native="all_reduce"),
     Spec("reduce", Part.TENSOR, Part.TENSOR, receivers=Participants.ROOT, reduces=True, native="reduce"),
@@ -208,7 +208,7 @@ PROGRAMS: tuple[Spec, ...] = (
 _ALL, _ROOT, _NOT_ROOT = Participants.ALL, Participants.ROOT, Participants.NOT_ROOT
 
 _OTHERS: tuple[Spec, ...] = (
-    # of sparse arrays
+    # Calls on sparse arrays.
     Spec("allreduce_sparse", Part.TENSOR, Part.TENSOR, reduces=True, method=Method.STEPS, sized=False),
     Spec("reduce_sparse", Part.TENSOR, Part.TENSOR, _ALL, _ROOT, reduces=True, method=Method.STEPS, sized=False),
     Spec("broadcast_sparse", Part.TENSOR, Part.TENSOR, _ROOT, _NOT_ROOT, method=Method.STEPS, sized=False),
@@ -216,15 +216,15 @@ _OTHERS: tuple[Spec, ...] = (
     Spec("gather_sparse", Part.BLOCK, Part.BLOCKS, _ALL, _ROOT, method=Method.STEPS, sized=False),
     Spec("send_sparse", method=Method.MESSAGES, sized=False),
     Spec("recv_sparse", method=Method.MESSAGES, sized=False),
-    # into new arrays, as long as what each rank gives
+    # Calls into new arrays, whose sizes follow from the counts of all ranks.
     Spec("allgather_allocated", Part.BLOCK, Part.BLOCKS, method=Method.STEPS),
-    # of objects
+    # Calls on objects.
     Spec("broadcast_object", Part.TENSOR, Part.TENSOR, _ROOT, _NOT_ROOT, method=Method.PARCELS, sized=False),
     Spec("allgather_object", Part.BLOCK, Part.BLOCKS, method=Method.PARCELS, sized=False),
     Spec("gather_object", Part.BLOCK, Part.BLOCKS, _ALL, _ROOT, method=Method.PARCELS, sized=False),
     Spec("scatter_object", Part.BLOCKS, Part.BLOCK, _ROOT, _ALL, method=Method.PARCELS, sized=False),
     Spec("alltoall_object", Part.BLOCKS, Part.BLOCKS, method=Method.PARCELS, sized=False),
-    # of faces, axis by axis: messages of the next axis start at the end of those before
+    # Exchanges of faces, axis by axis. Messages of an axis start at the end of the previous axis.
     Spec("halo", Part.TENSOR, Part.TENSOR, method=Method.MESSAGES, recordable=False),
 )
 

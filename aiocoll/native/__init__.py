@@ -1,4 +1,4 @@
-"""The accelerator in C, where it is built; `AIOCOLL_NATIVE` chooses whether it runs (`docs/native.md`)."""
+"""Optional accelerator in C; `AIOCOLL_NATIVE` chooses whether it runs (`docs/native.md`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from aiocoll.native import layout
 __all__ = ["IMPLEMENTATION", "core", "describe_implementation"]
 
 _VARIABLE: Final = "AIOCOLL_NATIVE"
-#: Version of the interface between Python and C; a module of another one, left by an earlier build, is not used.
+#: Version of the interface between Python and C. An extension module of another version, left by an earlier build, is
+#: not used.
 _VERSION: Final = 2
 _BUILD: Final = "build it by `make native` in a clone, or by `AIOCOLL_NATIVE=1 pip install` (docs/native.md)"
 
@@ -22,7 +23,7 @@ def _load() -> ModuleType:
     """Import the extension module.
 
     Raises:
-        ImportError: it is not there, or does not fit.
+        ImportError: the module is not built, or does not fit this version.
     """
     if "t" in sys.abiflags:
         raise ImportError("free-threaded interpreters run pure Python")
@@ -44,23 +45,25 @@ def _choose() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         reason = "not built" if isinstance(error, ModuleNotFoundError) else str(error)
         if wanted == "1":
-            raise ImportError(f"{_VARIABLE}=1, but there is no accelerator in C: {reason}; {_BUILD}") from error
+            raise ImportError(
+                f"{_VARIABLE}=1, but the accelerator in C is not available: {reason}; {_BUILD}"
+            ) from error
         return None, reason
 
 
 if TYPE_CHECKING:
-    from aiocoll.native import _core as core  # only its types: it may be None
+    from aiocoll.native import _core as core  # for type checkers only: at run time it may be None
 
     _reason = ""
 else:
     core, _reason = _choose()
-    """The extension module; None: pure Python runs."""
-#: Which of both runs, in a word or two.
+    """The extension module; None if pure Python runs."""
+#: The implementation that runs: "pure Python" or "native".
 IMPLEMENTATION: Final = "pure Python" if core is None else "native"
 
 
 def describe_implementation() -> str:
-    """Return in one line which implementation runs, and what it was built for or why it is not the native one."""
+    """Return the running implementation as one line, with its build target, or the reason for pure Python."""
     if core is None:
         return f"{IMPLEMENTATION} ({_reason})"
     return f"{IMPLEMENTATION} (for {core.BUILT_FOR}; built with {core.BUILT_WITH})"

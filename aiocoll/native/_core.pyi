@@ -1,4 +1,4 @@
-"""Types of the accelerator in C; its docstrings have the same signatures, and a test compares them."""
+"""Types of the accelerator in C. Its docstrings have the same signatures, and a test compares both."""
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, final

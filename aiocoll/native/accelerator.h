@@ -1,4 +1,4 @@
-/* The types of the accelerator, and what its files offer each other. */
+/* Types of the accelerator, and the functions that its files share. */
 #ifndef AIOCOLL_ACCELERATOR_H
 #define AIOCOLL_ACCELERATOR_H
 
@@ -9,7 +9,7 @@
 #define PY_SSIZE_T_CLEAN
 #define PY_ARRAY_UNIQUE_SYMBOL aiocoll_array_api
 #define PY_UFUNC_UNIQUE_SYMBOL aiocoll_ufunc_api
-#ifndef IMPORTS_NUMPY /* by module.c */
+#ifndef IMPORTS_NUMPY /* set by module.c */
 #define NO_IMPORT_ARRAY
 #define NO_IMPORT_UFUNC
 #endif
@@ -23,27 +23,27 @@
 
 #include "protocol.h"
 
-#define INLINE_NBYTES ((LINE_WORDS - LINE_BYTES) * 8) /* bytes of a contribution that lie in its line */
+#define INLINE_NBYTES ((LINE_WORDS - LINE_BYTES) * 8) /* bytes of a contribution that fit into its line */
 #define NO_PEER (-1)
 
-enum { TRIES = 3 }; /* how often it is looked again after functions of Python were asked */
+enum { TRIES = 3 }; /* attempts after calls to Python functions, which may have changed the state */
 
-/* Slots of one lane: lines of eight words, and the bytes of contributions that do not fit there. */
+/* Slots of one lane: lines of eight words, and memory for contributions that do not fit into their lines. */
 typedef struct {
     char *base;
     Word *lines;
     npy_intp small, small_nbytes, middle, middle_nbytes;
-    int far; /* how many of the next posts are written past the caches */
+    int far; /* number of the next posts that bypass the caches */
 } Slots;
 
 /* The common lane of this rank's outbox. */
 typedef struct {
     PyObject_HEAD Py_buffer memory, posted, ready;
     Slots slots;
-    uint64_t *numbers; /* of the last post of each slot */
-    char *is_reserved; /* whether the memory of each slot is there */
-    PyObject *readers; /* list: of the last post of each slot, the lanes of its readers */
-    PyObject *reserve; /* function of Python: makes the memory of a slot */
+    uint64_t *numbers; /* by slot, the number of its last post */
+    char *is_reserved; /* by slot, whether its memory is allocated */
+    PyObject *readers; /* list: by slot, the lanes of the last post's readers */
+    PyObject *reserve; /* Python function that allocates the memory of a slot */
 } CommonLane;
 
 /* One end of a chunk queue. */
@@ -51,35 +51,35 @@ typedef struct {
     char *chunks;
     Word *lines, *taken, *waiting;
     uint64_t *state;
-    npy_intp count; /* of the chunks that it holds */
-    int far;        /* how many of the next chunks are written past the caches */
+    npy_intp count; /* number of chunks in the queue */
+    int far;        /* number of the next chunks that bypass the caches */
 } Queue;
 
-/* This rank's lane for one peer, and what the peer has for this rank. */
+/* The lanes between this rank and one peer: this rank's lane for the peer, and both lanes of the peer. */
 typedef struct {
     PyObject_HEAD Py_buffer memory, posted, ready, theirs, status;
-    Py_buffer region, out_state, in_state; /* of the chunk queues */
+    Py_buffer region, out_state, in_state; /* buffers of the chunk queues */
     Queue out, in;
-    npy_intp chunk_nbytes; /* 0: there are no queues */
+    npy_intp chunk_nbytes; /* 0 without queues */
     PyObject *reserve_queue;
     Slots slots, common_slots, lane_slots; /* of this rank; of the peer */
-    Word *words, *peer_words;              /* of both lanes */
+    Word *words, *peer_words;              /* words of both lanes */
     Word *own_status, *peer_status;
     uint64_t *numbers, rung;
     char *is_reserved;
     PyObject *reserve, *attend, *writer;
     CommonLane *common;
     int eventfd, has_lines;
-    int can_post; /* the link is open, and the one that is used */
-    int can_look; /* the link is open */
-    int pins;     /* who uses the memory while Python may run; `close` leaves it to the last of them */
+    int can_post; /* true if the link is open and in use */
+    int can_look; /* true if the link is open */
+    int pins;     /* number of users of the memory while Python may run; after `close`, the last one releases it */
 } PeerLanes;
 
 typedef struct {
     int buffer, is_common, readers_count, *readers;
     npy_intp nbytes;
     uint32_t first_slot, slots;
-    /* The lanes of the readers, as the common lane keeps them, as long as the links of the group stay. */
+    /* Lanes of the readers, in the form that the common lane stores, valid until the links of the group change. */
     PyObject *lanes;
     uint64_t epoch;
 } Contribution;
@@ -90,8 +90,8 @@ typedef struct {
     uint32_t first_slot, slots;
 } Take;
 
-/* Two numbers: of a copy, target and source; of a move, the take and its target; of this rank's own input, its place
-   among the inputs of a reduction and its buffer. */
+/* Two numbers. Copy: target and source. Move: take and target. This rank's own input: its index among the inputs of
+   a reduction, and its buffer. */
 typedef struct {
     int first, second;
 } Pair;
@@ -102,37 +102,36 @@ typedef struct {
     npy_intp start, count;
 } Region;
 
-/* One direction of a relay: a region for each step, and the chunks of each. */
+/* One direction of a relay: one region per step, and the number of chunks per region. */
 typedef struct {
     Region *regions;
     int steps;
     npy_intp chunks;
 } Way;
 
-/* What one rank does in a collective of one round, or in a relay: `Round` and `Relay` of Python. */
+/* The actions of one rank in a collective of one round, or in a relay: `Round` and `Relay` of Python. */
 typedef struct {
-    PyObject_HEAD PyObject *plan, *kind, *op, *signature,
-        *fold; /* fold: function of Python, of what `loop` does not do */
+    PyObject_HEAD PyObject *plan, *kind, *op, *signature, *fold; /* fold: Python function, used if there is no `loop` */
     uint64_t fingerprint;
     int copies_count, first_count, takes_count, own_count, moves_count, last_count, buffers_count;
     int size;               /* of its group */
-    int is_small;           /* all contributions lie in small slots */
-    int is_private, target; /* target: buffer that is reduced into; -1: none */
+    int is_small;           /* true if all contributions fit into small slots */
+    int is_private, target; /* target: buffer that receives the reduction; -1 for none */
     Pair *copies, *own, *moves;
     Contribution *first, *last;
     Take *takes;
-    npy_intp *needed; /* bytes that each buffer has at least */
+    npy_intp *needed; /* by buffer, its minimum size in bytes */
     npy_intp nbytes_folded;
     npy_intp itemsize;
     PyArray_Descr *storage;
     PyUFuncGenericFunction loop;
     void *loop_data;
-    /* Of a relay: elements of a chunk, else 0; what goes, and comes; what that is reduced with; a copy's two regions.
-     */
+    /* For a relay: elements per chunk (0 otherwise); regions to send, to receive, and to reduce received data with;
+       target and source of a copy. */
     npy_intp chunk;
-    int behind; /* how many steps a rank passes on what has come behind */
+    int behind; /* number of steps by which a rank's sends lag behind its receives */
     Way outward, inward, operands, local;
-    /* Where its calls are counted, as long as the links of the group stay. */
+    /* Position of its counters, valid until the links of the group change. */
     npy_intp row;
     double nbytes;
     uint64_t epoch;
@@ -140,74 +139,75 @@ typedef struct {
 
 struct Calls;
 
-/* Where an end of a relay is: the next chunk, in the order of `shm_ring.order`, and how many came before. */
+/* Position of one end of a relay: the next chunk, in the order of `shm_ring.order`, and the number of earlier ones. */
 typedef struct {
     npy_intp count, column;
     int step;
 } Cursor;
 
-/* What a call that goes through the ring of chunk queues needs besides; `ShmRing` of Python. */
+/* Additional state of a call that uses the ring of chunk queues; `ShmRing` in Python. */
 typedef struct {
     Cursor put, taken;
     npy_intp copied; /* elements */
     int left, right;
-    int holds;     /* the queue to the right */
-    int streams;   /* what comes is written past the caches */
-    char *bytes[]; /* of the buffers */
+    int holds;     /* true while the call holds the queue to the right */
+    int streams;   /* true if received data is written past the caches */
+    char *bytes[]; /* by buffer, its memory */
 } Relay;
 
-/* The base of `Work`. A work that is carried out here has `calls`, and no completion until Python asks for one. */
+/* The base class of `Work`. A work that is carried out here has `calls`, and no completion until Python requests
+   one. */
 typedef struct Handle {
     PyObject_HEAD PyObject *completion, *owner; /* owner: the dispatcher, which lives as long as its works */
     struct Calls *calls;
-    struct Handle *previous, *next; /* in flight */
-    struct Block *block;            /* of a call of a block, before its end */
+    struct Handle *previous, *next; /* neighbours in the list of calls in flight */
+    struct Block *block;            /* the block of a recorded call, before its end */
     Steps *steps;
     Relay *relay;
     PyObject *arrays, *value, *key, *shape, *code, *waiters, *guard;
     uint64_t identity;
-    int64_t seq; /* -1: none */
+    int64_t seq; /* -1 for none */
     double entered, limit;
     int instruction, seen, missing;
-    char is_in_flight, is_posted, is_done; /* is_posted: else it waits for a slot */
+    char is_in_flight, is_posted, is_done; /* is_posted: false while the call waits for a slot */
 } Handle;
 
-/* The journal of a group; see aiocoll/engine/journal.py for the layout. */
+/* The journal of a group. See aiocoll/engine/journal.py for the layout. */
 typedef struct {
     PyObject *journal, *ring, *objects;
     Py_buffer records, counters, waits, ring_state, counters_state, waits_state, due;
     int64_t records_generation, counters_generation, waits_generation;
     int counts;
-    npy_intp *wait_rows; /* by rank; -1: not known */
+    npy_intp *wait_rows; /* by rank; -1 if unknown */
 } JournalView;
 
-/* What a call on plain arrays is made with: no array, one, two of which one has a part per rank, or lists. */
+/* Arguments of a call on plain arrays: no array; one array; two arrays, one of which has a part per rank; or lists. */
 enum { NOTHING, ONE, PARTS, LISTS };
 typedef struct {
     int form;
-    PyObject *kind, *op, *root, *array, *other; /* other: of PARTS */
-    PyObject *blocks, *others;                  /* of LISTS; array is the first one of `others` */
+    PyObject *kind, *op, *root, *array, *other; /* other: for PARTS */
+    PyObject *blocks, *others;                  /* for LISTS; array is the first one of `others` */
 } Asked;
 
-/* A call like an earlier one, by what identifies it. */
+/* An earlier call, with the properties that identify equal calls. */
 enum { KNOWN = 64, WAYS = 4, DIMENSIONS = 4 };
 typedef struct {
     int form, dimensions, other_dimensions, has_blocks;
-    int gives_whole, gives_list; /* the result is what has a part per rank; a list */
+    int gives_whole, gives_list; /* the result is the array with a part per rank; the result is a list */
     npy_intp shape[2 * DIMENSIONS];
     PyArray_Descr *dtype;
-    PyObject *kind, *op, *root, *main_shape; /* main_shape: of the array that the call is about */
+    PyObject *kind, *op, *root, *main_shape; /* main_shape: shape of the call's main array */
     Steps *steps;
 } Known;
 
-/* A code object in which a call was made, or on the way to one. */
+/* A code object of a caller, inside or outside of the package. */
 enum { SITES = 64 };
 typedef struct {
     PyObject *code;
-    int is_user; /* whether it is outside of the package */
+    int is_user; /* true if it is outside of the package */
 } Site;
 
-/* The gate of a group; see aiocoll/engine/communicator.py. */
+/* The gate of a group. See aiocoll/engine/communicator.py. */
 enum { ENTERED, BARRED, DIVERTS, GATE };
 
 /* The calls of one group that are carried out here. */
@@ -215,47 +215,48 @@ typedef struct Calls {
     PyObject_HEAD PyObject *comm, *owner, *work_type, *resolve, *make_steps, *find_one, *find_parts, *flatten,
         *find_lists, *find_barrier, *remember, *operation, *guard, *overwritten, *scope;
     PyObject *left, *early, *asked_early, *hooks, *due, *watch, *runtime, *polling, *is_running, *create_future, *rest,
-        *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists, which Python changes */
+        *quiet, *wait, *lookers, *folder, *progress; /* hooks and due: lists that Python changes */
     allocfunc allocate;
     PeerLanes **peers;
-    Handle *first, *last, *first_waiting; /* in flight; those that wait for a slot come last */
+    Handle *first, *last, *first_waiting; /* in flight; calls that wait for a slot come last */
     Py_ssize_t count, waiting, relays;
-    uint64_t moved;  /* how many chunks have been put or taken */
-    double deadline; /* until when they may, without a turn of the loop */
-    int gave_up;     /* calls waited too long for slots: none waits until one finds a slot free */
+    uint64_t moved;  /* number of chunks that have been put or taken */
+    double deadline; /* end of the time for moving chunks without an iteration of the loop */
+    int gave_up;     /* true if calls waited too long for slots; no call waits until one finds a free slot */
     JournalView journal;
     uint64_t group, epoch;
-    uint64_t asked; /* how often functions of Python were asked that may have changed anything */
+    uint64_t asked; /* number of calls to Python functions that may have changed the state */
     uint32_t shift;
-    int rank, size, is_crowded, is_beside, watches;
-    unsigned long thread, forks; /* forks: of this process, when the group was made */
+    int rank, size, is_crowded, shares_core, watches;
+    unsigned long thread, forks; /* forks: number of forks of this process when the group was made */
     double spin;
-    Py_buffer turn, armed, gate; /* turn: when the loop had its last one; armed: whether the timer of `watch` runs */
+    Py_buffer turn, armed, gate; /* turn: time of the loop's last iteration; armed: whether the timer of `watch` runs */
     char *scratch;
     npy_intp scratch_nbytes;
-    PyObject *timeout; /* the default one; a later one is another object */
+    PyObject *timeout; /* the default timeout; after a change it is another object */
     double limit;
     Known known[KNOWN + WAYS - 1];
     Site sites[SITES];
 } Calls;
 
-/* The calls of a block: recorded here, and later in flight, as children of an operation of Python, the flush. */
+/* The calls of a block: recorded here, and later in flight as children of a Python operation, the flush. */
 typedef struct Block {
     PyObject_HEAD Calls *calls;
-    PyObject *recording, *members; /* of Python: makes completions; its list of calls */
+    PyObject *recording, *members; /* Python objects: the recording, which creates completions; its list of calls */
     PyObject *flush;
-    uint64_t root, first; /* ids of the flush, and of what its first member would be */
-    int is_ordered;       /* the flush has no key */
-    Py_ssize_t left;      /* in flight here; and one while more are started */
-    Py_ssize_t low;       /* the flush goes on to start members when so few are left; 0: it does not wait for that */
-    double limit;         /* seconds that any of them may take */
+    uint64_t root, first; /* ids of the flush, and of its first member */
+    int is_ordered;       /* true if the flush has no key */
+    Py_ssize_t left;      /* number of calls in flight here, plus one while more are being started */
+    Py_ssize_t low;       /* the flush starts more members when at most this many are left; 0 if it does not wait for
+                             that */
+    double limit;         /* the smallest timeout of the calls, in seconds */
 } Block;
 
 extern PyTypeObject *CommonLane_type, *PeerLanes_type, *Steps_type, *Handle_type, *Calls_type, *Iteration_type,
     *Block_type;
 extern PyType_Spec CommonLane_spec, PeerLanes_spec, Steps_spec, Handle_spec, Calls_spec, Iteration_spec, Block_spec;
 
-/* The macros of the limited API take objects only. */
+/* Macros of the limited API accept objects only. */
 #define TYPE_OF(object) Py_TYPE((PyObject *)(object))
 #define KEEP(object) Py_XINCREF((PyObject *)(object))
 #define DROP(object) Py_XDECREF((PyObject *)(object))
@@ -311,7 +312,7 @@ int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group);
 int queue_is_ready(PeerLanes *peer);
 int attend(PeerLanes *peer);
 void wake(PeerLanes *peer);
-int is_beside(PeerLanes *peer);
+int shares_core(PeerLanes *peer);
 void note_core(PeerLanes *peer);
 void pin(PeerLanes *peer);
 void unpin(PeerLanes *peer);
@@ -321,7 +322,7 @@ char *buffer_bytes(Handle *call, int buffer);
 int fold(Handle *call, char **found);
 
 /* relay.c */
-#define BUDGET 300e-6 /* seconds that one callback may take */
+#define BUDGET 300e-6 /* maximum time of one callback in seconds */
 int relay_open(Handle *call);
 void relay_close(Handle *call);
 int relay_is_startable(Handle *call);
@@ -334,7 +335,7 @@ int journal_ended(Calls *calls, Handle *call, double now);
 void journal_close(JournalView *view);
 
 /* posting.c */
-enum { CANNOT, CAN, IN_USE }; /* whether something can be posted; its slot has a call of this group that is read late */
+enum { CANNOT, CAN, IN_USE }; /* IN_USE: the slot has a call of this group that was not read yet */
 PyObject *owner_of(const Calls *calls);
 int are_postable(Calls *calls, Contribution *contributions, int count, uint64_t identity);
 int is_true(PyObject *object, PyObject *name);
@@ -370,7 +371,7 @@ PyObject *Calls_lists(Calls *calls, PyObject *const *args, Py_ssize_t count);
 PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count);
 PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count);
 PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count);
-void forget(Known *known);
+void clear_known(Known *known);
 Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
               PyObject *key, PyObject **taken);
 int watch(Calls *calls);

@@ -1,22 +1,22 @@
-/* Blocks: the calls of a coalescing block that are recorded here, and those of its flush that are carried out here.
+/* Blocks: calls of a coalescing block that are recorded here, and members of its flush that are carried out here.
 
-   A recorded call is a work that has not started. It has no completion until Python asks for one; then it is one that a
-   block makes. At the end of the block, Python decides which calls go by themselves, and numbers the flush. Those start
-   here as its children: `left` of them are in flight, and the last one to end, or to be handed over, reports to the
-   flush. What cannot start here, Python starts under the same id. */
+   A recorded call is a work that has not started. It has no completion until Python requests one, which the block
+   then creates. At the end of the block, Python decides which calls run separately, and numbers the flush. These
+   calls start here as children of the flush. The last one to end, or to be handed over, reports to the flush; `left`
+   counts them. If a call cannot start here, Python starts it with the same id. */
 #include "accelerator.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-/* Return what records the calls of `recording`, which has their list. */
+/* Return the recorder of calls for `recording`, which has their list. */
 PyObject *block_of(Calls *calls, PyObject *recording) {
     PyObject *members = PyObject_GetAttrString(recording, "members");
     Block *block = members && PyList_Check(members)
                        ? (Block *)((allocfunc)PyType_GetSlot(Block_type, Py_tp_alloc))(Block_type, 0)
                        : NULL;
     if (!block) {
-        if (members && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "members are a list");
+        if (members && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "members must be a list");
         DROP(members);
         return NULL;
     }
@@ -27,7 +27,7 @@ PyObject *block_of(Calls *calls, PyObject *recording) {
     return (PyObject *)block;
 }
 
-/* Return the block around a call here, if it is of this group and records here; NULL, without an exception, if not. */
+/* Return the active block, if it belongs to this group and records here; NULL without an exception otherwise. */
 Block *block_here(Calls *calls) {
     PyObject *scope = is_true(owner_of(calls), name_closed) ? NULL : PyObject_CallNoArgs(calls->scope);
     PyObject *found = NULL;
@@ -44,7 +44,7 @@ Block *block_here(Calls *calls) {
     return NULL;
 }
 
-/* Record a call for the end of its block; NULL without an exception if Python has to. */
+/* Record a call for the end of its block; NULL without an exception if Python must record it. */
 Handle *record(Block *block, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit) {
     Calls *calls = block->calls;
     if (!block->members || !steps->is_small || (steps->target >= 0 && !steps->loop)) return NULL;
@@ -60,9 +60,9 @@ Handle *record(Block *block, Steps *steps, PyObject *arrays, PyObject *shape, Py
     return call;
 }
 
-/* Return the plans of members that were recorded here; None of any other one. */
+/* Return the plans of members that were recorded here, with None for other members. */
 static PyObject *Block_plans(Block *self, PyObject *members) {
-    if (!PyList_Check(members)) return PyErr_SetString(PyExc_TypeError, "members are a list"), NULL;
+    if (!PyList_Check(members)) return PyErr_SetString(PyExc_TypeError, "members must be a list"), NULL;
     Py_ssize_t count = PyList_Size(members);
     PyObject *plans = PyList_New(count);
     for (Py_ssize_t i = 0; plans && i < count; i++) {
@@ -102,7 +102,7 @@ static int add_span(Spans *all, PyObject *array, Py_ssize_t member) {
     return 1;
 }
 
-/* Note where the arrays of a member are: 0 if that is not known here, -1 for an exception. */
+/* Record the memory ranges of a member's arrays. Return 0 if they are unknown here, -1 with an exception. */
 static int add_spans(Spans *all, PyObject *member, Py_ssize_t number) {
     PyObject *arrays;
     if (PyObject_TypeCheck(member, Handle_type)) {
@@ -156,8 +156,7 @@ static PyObject *Block_are_disjoint(Block *self, PyObject *members) {
 
 /* ---- in flight */
 
-/* One that was in flight, or the start of all, has ended: report by `go_on` that few are left, or the end of the last.
- */
+/* Record the end of one call, or of the start of all. Report to the flush when few or no calls are left. */
 static int one_ended(Block *block, int missing, const char *go_on) {
     PyObject *flush = block->flush, *done = NULL;
     if (--block->left > block->low || !flush) return 0;
@@ -183,10 +182,10 @@ static int leave_block(Handle *call, const char *go_on) {
     return failed;
 }
 
-/* A call of a block has ended. */
+/* Handle the end of a block's call. */
 int member_ended(Handle *call) { return leave_block(call, "go_on"); }
 
-/* Hand a call of a block over, which was taken out of the list of calls in flight; its reference is given up. */
+/* Hand over a block's call, which was removed from the calls in flight. Takes the caller's reference. */
 int take_member_over(Handle *call) {
     Block *block = call->block;
     PyObject *completion = materialize(call), *arrays = completion ? buffers_of(call, call->arrays) : NULL;
@@ -200,19 +199,20 @@ int take_member_over(Handle *call) {
     DROP(arrays);
     DROP(done);
     Py_CLEAR(call->arrays);
-    /* Not at once: it is handed over since Python looks for what is in flight. */
+    /* Deferred, because Python may be iterating over the calls in flight. */
     if (!failed) failed = leave_block(call, "go_on_later");
     DROP(call);
     return failed;
 }
 
-/* begin(flush, root, first, is_ordered): members start now, as children of an operation. */
+/* begin(flush, root, first, is_ordered): start the phase in which members start, as children of an operation. */
 static PyObject *Block_begin(Block *self, PyObject *args) {
     PyObject *flush;
     unsigned long long root, first;
     int is_ordered;
     if (!PyArg_ParseTuple(args, "OKKp", &flush, &root, &first, &is_ordered)) return NULL;
-    if (self->flush || !self->recording) return PyErr_SetString(PyExc_RuntimeError, "this block has begun"), NULL;
+    if (self->flush || !self->recording)
+        return PyErr_SetString(PyExc_RuntimeError, "this block has already begun"), NULL;
     KEEP(flush), self->flush = flush;
     Py_CLEAR(self->members);
     self->root = root;
@@ -222,7 +222,7 @@ static PyObject *Block_begin(Block *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Return the call of a member: NULL, without an exception, if it cannot be carried out here. */
+/* Return the call of a member; NULL without an exception if it cannot be carried out here. */
 static Handle *call_of(Block *block, Steps *steps, PyObject *member) {
     if (PyObject_TypeCheck(member, Handle_type)) {
         Handle *call = (Handle *)member;
@@ -243,7 +243,7 @@ static Handle *call_of(Block *block, Steps *steps, PyObject *member) {
     return call;
 }
 
-/* Start a member: 0 if Python has to, before anything was posted, -1 for an exception. */
+/* Start a member. Return 0 if Python must start it, before any post, -1 with an exception. */
 static int start_member(Block *block, PyObject *plan, PyObject *member, uint64_t identity) {
     Calls *calls = block->calls;
     if (!calls->comm || !is_quiet(calls)) return 0;
@@ -261,7 +261,7 @@ static int start_member(Block *block, PyObject *plan, PyObject *member, uint64_t
     return ready;
 }
 
-/* start(plans, members, begin, end): start those of the members from `begin` to `end` that have a plan. */
+/* start(plans, members, begin, end): start the members from `begin` to `end` that have a plan. */
 static PyObject *Block_start(Block *self, PyObject *args) {
     PyObject *plans, *members;
     Py_ssize_t begin, end;
@@ -282,7 +282,7 @@ static PyObject *Block_start(Block *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* pause(low): let the flush go on when no more than `low` are in flight; False if that is so already. */
+/* pause(low): resume the flush when at most `low` calls are in flight; return False if that is already so. */
 static PyObject *Block_pause(Block *self, PyObject *low) {
     Py_ssize_t most = PyLong_AsSsize_t(low);
     if (most == -1 && PyErr_Occurred()) return NULL;
@@ -325,18 +325,19 @@ static void Block_dealloc(Block *self) {
 
 static PyMethodDef Block_methods[] = {
     {"plans", (PyCFunction)Block_plans, METH_O,
-     "Return the plans of members that were recorded here, or None of each."},
+     "Return the plans of members that were recorded here, with None for other members."},
     {"are_disjoint", (PyCFunction)Block_are_disjoint, METH_O,
      "Return whether it is certain that no two members share memory."},
-    {"begin", (PyCFunction)Block_begin, METH_VARARGS, "Begin to start members, as children of a flush."},
+    {"begin", (PyCFunction)Block_begin, METH_VARARGS,
+     "Start the phase in which members start, as children of a flush."},
     {"start", (PyCFunction)Block_start, METH_VARARGS, "Start some of the members."},
     {"pause", (PyCFunction)Block_pause, METH_O,
-     "Let the flush go on when no more than so many are in flight; False if that is so already."},
-    {"end", (PyCFunction)Block_end, METH_NOARGS, "Note that all members have started."},
-    {"close", (PyCFunction)Block_close, METH_NOARGS, "Let go of the flush, which has failed."},
+     "Resume the flush when at most `low` calls are in flight; return False if that is already so."},
+    {"end", (PyCFunction)Block_end, METH_NOARGS, "Record that all members have started."},
+    {"close", (PyCFunction)Block_close, METH_NOARGS, "Drop the flush, which has failed."},
     {0}};
 static PyMemberDef Block_attributes[] = {
-    {"limit", T_DOUBLE, offsetof(Block, limit), READONLY, "Seconds that any of the calls may take."}, {0}};
+    {"limit", T_DOUBLE, offsetof(Block, limit), READONLY, "The smallest timeout of the calls, in seconds."}, {0}};
 static PyType_Slot Block_slots[] = {{Py_tp_doc, "Calls of a coalescing block that are recorded in C."},
                                     {Py_tp_traverse, Block_traverse},
                                     {Py_tp_clear, Block_clear},

@@ -1,9 +1,9 @@
-/* What the extension module was built for: VERSION, LAYOUT, BUILT_FOR and BUILT_WITH. */
+/* Build information of the extension module: VERSION, LAYOUT, BUILT_FOR and BUILT_WITH. */
 #include "build_info.h"
 
 #include "accelerator.h"
 
-/* Raised with each change of what Python calls; aiocoll/native/__init__.py has the same number. */
+/* Incremented with each change of the interface to Python. aiocoll/native/__init__.py has the same number. */
 #define VERSION 2
 
 #define BUILT_FOR "Python 3.11 and later, NumPy 2.0 and later"

@@ -1,10 +1,10 @@
-/* What the extension module was built for. */
+/* Build information of the extension module. */
 #ifndef AIOCOLL_BUILD_INFO_H
 #define AIOCOLL_BUILD_INFO_H
 
 #include <Python.h>
 
-/* Add the constants that aiocoll/native/__init__.py looks at; -1 with an exception if that fails. */
+/* Add the constants that aiocoll/native/__init__.py checks. Return -1 with an exception on failure. */
 int add_build_info(PyObject *module);
 
 #endif

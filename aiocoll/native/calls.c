@@ -1,4 +1,4 @@
-/* Calls: the type that has the calls of one group; see starting.c and in_flight.c. */
+/* The type `Calls`, which holds the calls of one group. See also starting.c and in_flight.c. */
 #include "accelerator.h"
 
 static PyObject *Calls_look(Calls *self, PyObject *Py_UNUSED(unused)) {
@@ -12,7 +12,7 @@ static PyObject *Calls_look(Calls *self, PyObject *Py_UNUSED(unused)) {
 static PyObject *Calls_hand_over(Calls *self, PyObject *args) {
     unsigned long long identity = 0;
     if (!PyArg_ParseTuple(args, "|K", &identity)) return NULL;
-    /* What is called may end or hand over others, so it begins again from the first one. */
+    /* Called functions may end or hand over other calls, so start again from the first one. */
     for (Handle *call = self->first; call;) {
         if (identity && call->identity != identity) {
             call = call->next;
@@ -24,7 +24,7 @@ static PyObject *Calls_hand_over(Calls *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Hand the calls that wait for slots over: frames need none. */
+/* Hand over the calls that wait for slots, since frames need no slots. */
 static PyObject *Calls_give_up(Calls *self, PyObject *Py_UNUSED(unused)) {
     self->gave_up = 1;
     while (self->first_waiting)
@@ -32,8 +32,9 @@ static PyObject *Calls_give_up(Calls *self, PyObject *Py_UNUSED(unused)) {
     Py_RETURN_NONE;
 }
 
-/* Return operations like the calls in flight, for readers in any thread. Python may run other threads meanwhile, so a
-   call may end while it is copied. */
+/* Return operations that equal the calls in flight, for readers in any thread.
+
+   Python may run other threads meanwhile, so a call may end while it is copied. */
 static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
     PyObject *calls = PyList_New(0), *copies = calls ? PyList_New(0) : NULL;
     for (Handle *call = self->first; copies && call; call = call->next)
@@ -41,7 +42,7 @@ static PyObject *Calls_copies(Calls *self, PyObject *Py_UNUSED(unused)) {
     for (Py_ssize_t i = 0; copies && i < PyList_Size(calls); i++) {
         Handle *call = (Handle *)PyList_GetItem(calls, i);
         PyObject *arrays = call->arrays;
-        if (!call->is_in_flight || !arrays || call->block) continue; /* of a block, the flush has the record */
+        if (!call->is_in_flight || !arrays || call->block) continue; /* the flush has the record of a block's call */
         KEEP(arrays);
         PyObject *completion = completion_of(call, Py_None, Py_None), *copy = NULL;
         if (completion && !call->is_in_flight) { /* it has ended meanwhile */
@@ -68,22 +69,22 @@ static PyObject *attribute(PyObject *object, const char *name, PyObject **place)
     return *place = PyObject_GetAttrString(object, name);
 }
 
-/* View an array of Python's, which stays the same one. */
+/* Get a buffer of a Python array, which is never replaced. */
 static int view_numbers(PyObject *object, const char *name, Py_buffer *view, size_t nbytes) {
     PyObject *found = PyObject_GetAttrString(object, name);
     int failed = found ? PyObject_GetBuffer(found, view, PyBUF_WRITABLE) : -1;
     DROP(found);
     if (!failed && view->len < (Py_ssize_t)nbytes)
-        failed = (PyErr_Format(PyExc_ValueError, "%s has too few numbers", name), -1);
+        failed = (PyErr_Format(PyExc_ValueError, "%s has too few elements", name), -1);
     return failed;
 }
 
-/* `seams` are functions of Python, `folder` is that of the package. */
+/* `seams` are Python functions, `folder` is the directory of the package. */
 static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     PyObject *seams, *journal = NULL, *endpoint = NULL, *loop = NULL, *stalls = NULL, *hooks = NULL;
     int failed = -1;
     unsigned long long group;
-    if (self->work_type) return PyErr_SetString(PyExc_TypeError, "they were initialized before"), -1;
+    if (self->work_type) return PyErr_SetString(PyExc_TypeError, "the object is already initialized"), -1;
     if (!PyArg_ParseTuple(args, "OOOO!UKiidp", &self->comm, &self->owner, &self->work_type, &PyDict_Type, &seams,
                           &self->folder, &group, &self->rank, &self->size, &self->spin, &self->is_crowded)) {
         self->comm = self->owner = self->work_type = self->folder = NULL;
@@ -92,11 +93,11 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     KEEP(self->comm), KEEP(self->work_type), KEEP(self->folder);
     if (!(self->owner = PyWeakref_NewRef(self->owner, NULL))) return -1;
     if (!PyType_Check(self->work_type) || PyObject_IsSubclass(self->work_type, (PyObject *)Handle_type) != 1) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "works need the base of this module");
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "work_type must be a subclass of Handle");
         return -1;
     }
     if (self->size < 1 || self->rank < 0 || self->rank >= self->size)
-        return PyErr_SetString(PyExc_ValueError, "there is no such rank"), -1;
+        return PyErr_SetString(PyExc_ValueError, "rank must be from 0 to size - 1"), -1;
     if (!(self->peers = PyMem_Calloc(self->size, sizeof *self->peers))) return PyErr_NoMemory(), -1;
     self->group = group;
     self->shift = (uint32_t)(group % LAYOUT_SMALL_SLOTS);
@@ -140,7 +141,7 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs) {
     if (!failed) failed = view_numbers(self->watch, "armed", &self->armed, 1);
     if (!failed) failed = view_numbers(self->comm, "gate", &self->gate, GATE * sizeof(int64_t));
     if (!failed && (!PyList_Check(self->hooks) || !PyList_Check(self->due)))
-        failed = (PyErr_SetString(PyExc_TypeError, "hooks and callbacks are in lists"), -1);
+        failed = (PyErr_SetString(PyExc_TypeError, "hooks and callbacks must be lists"), -1);
     self->thread = PyThread_get_thread_ident();
     self->forks = forks_of_process;
     if (!failed && (failed = !attribute(self->comm, "journal", &journal) ? -1 : 0) == 0)
@@ -154,8 +155,8 @@ end:
     return failed;
 }
 
-/* Where references are: to what belongs to the group, and to what works that have ended need, too: the loop, and the
-   owner, which refuses calls from then on. */
+/* Positions of references: those that belong to the group, and those that ended works need, too (the loop, and the
+   owner, which then refuses calls). */
 #define AT(member) offsetof(Calls, member)
 static const size_t OF_GROUP[] = {AT(comm),       AT(resolve),      AT(make_steps), AT(find_one), AT(find_parts),
                                   AT(find_lists), AT(find_barrier), AT(flatten),    AT(remember), AT(operation),
@@ -192,7 +193,7 @@ static void leave_group(Calls *self) {
         DROP(call);
     }
     for (int i = 0; i < self->size && self->peers; i++) Py_CLEAR(self->peers[i]);
-    for (int i = 0; i < KNOWN + WAYS - 1; i++) forget(self->known + i);
+    for (int i = 0; i < KNOWN + WAYS - 1; i++) clear_known(self->known + i);
     for (int i = 0; i < SITES; i++) Py_CLEAR(self->sites[i].code);
     journal_close(&self->journal);
     for (size_t i = 0; i < COUNT_OF(OF_GROUP); i++) Py_CLEAR(*place_of(self, OF_GROUP[i]));
@@ -230,28 +231,28 @@ static PyMethodDef Calls_methods[] = {
      "Start a collective on an array of equal parts; None if it is not plain."},
     {"lists", (PyCFunction)(void (*)(void))Calls_lists, METH_FASTCALL,
      "lists($self, kind, blocks, other, op, root, timeout, key, /)\n--\n\n"
-     "Start a collective on a list of an array per rank; None if it is not plain."},
+     "Start a collective on a list with one array per rank; None if it is not plain."},
     {"barrier", (PyCFunction)(void (*)(void))Calls_barrier, METH_FASTCALL,
      "barrier($self, timeout, key, /)\n--\n\nStart a barrier; None if it is not plain."},
     {"block", (PyCFunction)block_of, METH_O,
-     "block($self, recording, /)\n--\n\nReturn what records the calls of a block."},
+     "block($self, recording, /)\n--\n\nReturn a recorder for the calls of a block."},
     {"look", (PyCFunction)Calls_look, METH_NOARGS,
-     "look($self, /)\n--\n\nLook at all calls in flight; return whether any has moved."},
+     "look($self, /)\n--\n\nCheck all calls in flight, and return whether any has made progress."},
     {"hand_over", (PyCFunction)Calls_hand_over, METH_VARARGS,
-     "hand_over($self, identity=0, /)\n--\n\nHand the call with this id, or all calls, over to Python."},
+     "hand_over($self, identity=0, /)\n--\n\nHand over the call with this id, or all calls, to Python."},
     {"give_up", (PyCFunction)Calls_give_up, METH_NOARGS,
-     "give_up($self, /)\n--\n\nHand the calls that wait for slots over to Python."},
+     "give_up($self, /)\n--\n\nHand over the calls that wait for slots to Python."},
     {"copies", (PyCFunction)Calls_copies, METH_NOARGS,
-     "copies($self, /)\n--\n\nReturn operations like the calls in flight, for readers in any thread."},
+     "copies($self, /)\n--\n\nReturn copies of the calls in flight as operations, for readers in any thread."},
     {"relink", (PyCFunction)Calls_relink, METH_NOARGS,
-     "relink($self, /)\n--\n\nForget what follows from the links of the group."},
-    {"close", (PyCFunction)Calls_close, METH_NOARGS, "close($self, /)\n--\n\nLet go of the group."},
+     "relink($self, /)\n--\n\nInvalidate cached data that depends on the links of the group."},
+    {"close", (PyCFunction)Calls_close, METH_NOARGS, "close($self, /)\n--\n\nDrop the references to the group."},
     {0}};
 static PyMemberDef Calls_members[] = {
-    {"count", T_PYSSIZET, offsetof(Calls, count), READONLY, "Calls in flight."},
-    {"waiting", T_PYSSIZET, offsetof(Calls, waiting), READONLY, "Calls among them that wait for slots."},
+    {"count", T_PYSSIZET, offsetof(Calls, count), READONLY, "Number of calls in flight."},
+    {"waiting", T_PYSSIZET, offsetof(Calls, waiting), READONLY, "Number of calls in flight that wait for slots."},
     {"shift", T_UINT, offsetof(Calls, shift), 0, "Added to the id of an operation to find its slot."},
-    {"watches", T_INT, offsetof(Calls, watches), 0, "Whether a work that is never awaited leads to a warning."},
+    {"watches", T_INT, offsetof(Calls, watches), 0, "True if a work that is never awaited causes a warning."},
     {"comm", T_OBJECT_EX, offsetof(Calls, comm), READONLY, "The group."},
     {0}};
 static PyType_Slot Calls_slots[] = {

@@ -1,7 +1,8 @@
-/* Handle: the base of `Work`. What has a completion is the reference's; what has none is carried out here. */
+/* `Handle`, the base class of `Work`. Works with a completion use the reference in Python; others are carried out
+   here. */
 #include "accelerator.h"
 
-#define TURN 500e-6 /* seconds after which an await of what has ended yields a turn of the loop (contract) */
+#define TURN 500e-6 /* seconds after which an await of an ended operation yields to the loop (contract) */
 
 PyObject *reference_await, *reference_done, *reference_result, *reference_exception, *make_completion;
 
@@ -11,7 +12,7 @@ static PyObject *call_reference(PyObject *function, Handle *self) {
 
 static int Handle_init(Handle *self, PyObject *args, PyObject *kwargs) {
     PyObject *completion;
-    if (self->calls) return PyErr_SetString(PyExc_TypeError, "this work is carried out already"), -1;
+    if (self->calls) return PyErr_SetString(PyExc_TypeError, "this work is already being carried out"), -1;
     if (!PyArg_ParseTuple(args, "O", &completion)) return -1;
     KEEP(completion);
     SET_REFERENCE(self->completion, completion);
@@ -62,7 +63,7 @@ static void Handle_dealloc(Handle *self) {
     free_object(self);
 }
 
-/* Whether this is the thread of the group's loop, and the process in which it was made. */
+/* Return whether this is the thread of the group's loop, in the process in which the group was made. */
 static int is_owner(const Calls *calls) {
     return PyThread_get_thread_ident() == calls->thread && calls->forks == forks_of_process;
 }
@@ -87,12 +88,13 @@ PyObject *completion_of(Handle *self, PyObject *waiters, PyObject *guard) {
     return made;
 }
 
-/* Return the completion of a call, which Python makes from what is here; one in flight goes on with it. */
+/* Return the completion of a call, which Python creates from its state. A call in flight then uses the completion. */
 PyObject *materialize(Handle *self) {
     while (!self->completion) {
         if (!self->calls) return PyErr_SetString(PyExc_RuntimeError, "this work was not initialized"), NULL;
         int was_done = self->is_done;
-        /* The loop goes on while another thread makes it: an await that begins meanwhile is in the same list. */
+        /* While another thread creates it, the loop may run, so an await that starts meanwhile must use the same
+           list. */
         if (!was_done && !self->waiters && !(self->waiters = PyList_New(0))) return NULL;
         PyObject *waiters = self->waiters ? self->waiters : Py_None,
                  *made = completion_of(self, waiters, self->guard ? self->guard : Py_None);
@@ -111,14 +113,14 @@ PyObject *materialize(Handle *self) {
 
 static PyObject *Handle_completion(Handle *self, void *Py_UNUSED(unused)) {
     if (self->is_in_flight) {
-        /* The engine belongs to the thread of the loop: others, and forked children, get a copy to look at. */
+        /* Only the loop's thread may use the engine. Other threads and forked children get a copy to read. */
         if (!is_owner(self->calls)) return completion_of(self, Py_None, Py_None);
         if (hand_over(self) < 0) return NULL;
     }
     return materialize(self);
 }
 
-/* A call has ended well: let everything go that it needed, and wake the tasks that wait for it. */
+/* Handle the success of a call: drop its references, and wake the tasks that wait for it. */
 int handle_end(Handle *self) {
     self->is_done = 1;
     Py_CLEAR(self->arrays);
@@ -142,7 +144,7 @@ int handle_end(Handle *self) {
     return failed ? -1 : 0;
 }
 
-/* The program waits for the work, or looks at its outcome: no warning is due. */
+/* Cancel the warning about a work that is never awaited: the program awaits it or reads its outcome. */
 int note_await(Handle *self) {
     if (!self->guard) return 0;
     PyObject *guard = self->guard;
@@ -155,12 +157,12 @@ int note_await(Handle *self) {
 
 /* ---- awaiting */
 
-/* An await of a call: it suspends on a future, or yields a turn of the loop, or returns at once. */
+/* An await of a call, which suspends on a future, yields to the loop once, or returns immediately. */
 typedef struct {
     PyObject_HEAD Handle *work;
-    PyObject *future, *inner; /* what it suspends on, and the iterator of that */
+    PyObject *future, *inner; /* the future, and its iterator */
     char yields,
-        is_reference; /* is_reference: inner is the generator of the reference, which goes on after a hand-over */
+        is_reference; /* is_reference: inner is the generator of the reference, which continues after a hand-over */
 } Iteration;
 
 static int turn_is_due(Calls *calls, double now) {
@@ -170,7 +172,7 @@ static int turn_is_due(Calls *calls, double now) {
     return 1;
 }
 
-/* Call what is due before the loop's turn ends. */
+/* Run the callbacks that are due before the loop iteration ends. */
 static int settle(Calls *calls) {
     if (!PyList_Size(calls->due)) return 0;
     PyObject *done = PyObject_CallMethod(calls->runtime, "settle", NULL);
@@ -194,7 +196,7 @@ static int may_poll(Calls *calls) {
 
 static PyObject *Handle_await(Handle *self) {
     if (self->completion || !self->calls) return call_reference(reference_await, self);
-    if (self->block && !self->is_in_flight) { /* it was recorded, and starts with its block */
+    if (self->block && !self->is_in_flight) { /* a recorded call starts with its block */
         PyObject *completion = materialize(self);
         DROP(completion);
         return completion ? call_reference(reference_await, self) : NULL;
@@ -203,7 +205,7 @@ static PyObject *Handle_await(Handle *self) {
     if (!self->is_done) {
         int here = is_here(self->calls);
         if (here < 0) return NULL;
-        if (!here) return call_reference(reference_await, self); /* which has the error */
+        if (!here) return call_reference(reference_await, self); /* it raises the error */
         int polls = may_poll(self->calls);
         if (polls < 0 || (polls && poll_for(self) < 0)) return NULL;
         if (self->completion) return call_reference(reference_await, self);
@@ -236,7 +238,7 @@ static PySendResult Iteration_send(Iteration *self, PyObject *argument, PyObject
         *result = Py_None;
         return PYGEN_NEXT;
     }
-    if (!self->inner && !work->is_done && work->completion) { /* it was handed over since the await began */
+    if (!self->inner && !work->is_done && work->completion) { /* it was handed over during the await */
         if (!(self->inner = call_reference(reference_await, work))) return PYGEN_ERROR;
         self->is_reference = 1;
     } else if (!self->inner && !work->is_done) {
@@ -283,8 +285,8 @@ static int Iteration_traverse(Iteration *self, visitproc visit, void *arg) {
     return 0;
 }
 
-/* An await was cancelled, or dropped: the work keeps its future no longer. */
-static void leave(Iteration *self) {
+/* Handle the cancellation or deletion of an await: remove its future from the work. */
+static void remove_future(Iteration *self) {
     Handle *work = self->work;
     PyObject *future = self->future, *type, *value, *traceback;
     self->future = NULL;
@@ -303,7 +305,7 @@ static void leave(Iteration *self) {
 }
 
 static int Iteration_clear(Iteration *self) {
-    if (self->work && self->future) leave(self);
+    if (self->work && self->future) remove_future(self);
     Py_CLEAR(self->work);
     Py_CLEAR(self->inner);
     return 0;
@@ -353,7 +355,7 @@ static PyMethodDef Handle_methods[] = {
 static PyGetSetDef Handle_getset[] = {{"_completion", (getter)Handle_completion, NULL,
                                        "The completion; a call in flight is handed over to Python.", NULL},
                                       {0}};
-static PyType_Slot Handle_slots[] = {{Py_tp_doc, "Handle(completion, /)\n--\n\nThe base of works."},
+static PyType_Slot Handle_slots[] = {{Py_tp_doc, "Handle(completion, /)\n--\n\nThe base class of works."},
                                      {Py_tp_new, PyType_GenericNew},
                                      {Py_tp_init, Handle_init},
                                      {Py_tp_traverse, Handle_traverse},

@@ -1,7 +1,7 @@
-/* Calls in flight: look for what is missing, complete, hand over to Python. */
+/* Calls in flight: checks for missing contributions, completion, hand-over to Python. */
 #include "accelerator.h"
 
-/* Put a call in flight: behind those that were posted, or behind all if it waits. */
+/* Add a call to the calls in flight: behind those that were posted, or last if it waits for a slot. */
 void link_call(Handle *call) {
     Calls *calls = call->calls;
     KEEP(call);
@@ -19,14 +19,14 @@ void link_call(Handle *call) {
     if (!calls->first_waiting) calls->first_waiting = call;
 }
 
-/* The first call that waits waits no longer, or one that is taken out of the list. */
+/* Remove a call from those that wait for slots. It is the first one, or is leaving the list. */
 static void stop_waiting(Handle *call) {
     Calls *calls = call->calls;
     calls->waiting--;
     if (calls->first_waiting == call) calls->first_waiting = call->next;
 }
 
-/* Take a call out of the list, which had a reference to it: the caller has that now. */
+/* Remove a call from the calls in flight. The caller gets the list's reference. */
 void unlink_call(Handle *call) {
     Calls *calls = call->calls;
     if (!call->is_posted) stop_waiting(call);
@@ -55,7 +55,7 @@ static PyObject *flat_list(PyObject *arrays) {
 PyObject *buffers_of(Handle *call, PyObject *arrays) {
     if (PyList_Check(arrays)) return flat_list(arrays);
     if (PyTuple_Check(arrays)) {
-        KEEP(arrays); /* of a copy, the call may end meanwhile */
+        KEEP(arrays); /* the call of a copied operation may end meanwhile */
         PyObject *made = PyObject_CallFunctionObjArgs(call->calls->flatten, call->steps->kind,
                                                       PyTuple_GetItem(arrays, 0), PyTuple_GetItem(arrays, 1), NULL);
         DROP(arrays);
@@ -67,7 +67,7 @@ PyObject *buffers_of(Handle *call, PyObject *arrays) {
     return list;
 }
 
-/* Return an operation of Python's like a call. */
+/* Return a Python operation that equals a call. */
 PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion) {
     PyObject *arrays = buffers_of(call, given);
     if (!arrays) return NULL;
@@ -77,7 +77,7 @@ PyObject *operation_of(Handle *call, PyObject *given, PyObject *completion) {
     return made;
 }
 
-/* Hand a call in flight over to Python, which gets its completion. */
+/* Hand over a call in flight to Python, which gets its completion. */
 int hand_over(Handle *call) {
     if (!call->is_in_flight) return 0;
     unlink_call(call);
@@ -100,8 +100,8 @@ int hand_over(Handle *call) {
     return 0;
 }
 
-/* Look for contributions that are missing; needs no interpreter. 1: all are there, 0: not yet, -1: it has to be handed
- * over. */
+/* Check for missing contributions, without the interpreter. Return 1 if none is missing, 0 if one is, -1 if the call
+   must be handed over. */
 int look_at(Handle *call) {
     const Calls *calls = call->calls;
     const Steps *steps = call->steps;
@@ -126,8 +126,8 @@ static char *contribution_bytes(const Calls *calls, const Take *take, uint64_t i
                       slot_of(calls, identity, take->first_slot, take->slots), take->nbytes);
 }
 
-/* Report an exception that is pending: the group fails on all ranks. What is no Exception, as KeyboardInterrupt, goes
- * on: -1. */
+/* Report the pending exception, so that the group fails on all ranks. Return -1 if it is not an Exception (for
+   example KeyboardInterrupt) and must propagate. */
 int crash(Calls *calls) {
     PyObject *type, *value, *traceback;
     if (!calls->comm) return -1;
@@ -147,7 +147,7 @@ int crash(Calls *calls) {
     return done && is_error ? 0 : -1;
 }
 
-/* `crash` for a call that was taken out of the list, the reference of which is given up: it fails with the others. */
+/* Fail a call that was removed from the calls in flight, together with all others. Takes the caller's reference. */
 static int crash_call(Handle *call) {
     Calls *calls = call->calls;
     link_call(call);
@@ -156,18 +156,19 @@ static int crash_call(Handle *call) {
     return failed;
 }
 
-/* Write the record of a call that has ended well, and count it. */
+/* Write the record of a successful call, and count it. */
 static int note_end(Handle *call) {
     Calls *calls = call->calls;
     unsigned long long root = call->block ? call->block->root : call->identity;
-    if (!call->block && journal_ended(calls, call, seconds()) < 0) return -1; /* that of a block is the flush's */
+    if (!call->block && journal_ended(calls, call, seconds()) < 0) return -1; /* the flush records calls of blocks */
     if (!call->block && call->key == Py_None) return 0;
     PyObject *done = PyObject_CallFunction(calls->remember, "KK", (unsigned long long)call->identity, root);
     DROP(done);
     return done ? 0 : -1;
 }
 
-/* Whether all that was seen can still be read here: a link may have ended since, and its lane may serve another one. */
+/* Return whether all contributions found before can still be read. A link may have ended since, and its lane may
+   serve another link. */
 static int can_read(const Handle *call) {
     for (int i = 0; i < call->steps->takes_count; i++) {
         const PeerLanes *peer = call->calls->peers[call->steps->takes[i].peer];
@@ -176,8 +177,8 @@ static int can_read(const Handle *call) {
     return 1;
 }
 
-/* Find out whether the last contributions can be posted. Functions of Python may have changed what was there of peers,
-   and may have taken the call over: 0. */
+/* Return whether the last contributions can be posted. Return 0 if Python functions have changed the state of peers,
+   or have taken over the call. */
 static int may_complete(Handle *call) {
     Calls *calls = call->calls;
     Steps *steps = call->steps;
@@ -194,7 +195,7 @@ static int may_complete(Handle *call) {
     return hand_over(call);
 }
 
-/* Reduce by a function of Python, which may do anything: the memory stays, but peers may not. */
+/* Reduce with a Python function, which may run any code. The memory stays mapped, but peers may leave. */
 static int fold_safely(Handle *call, char **found) {
     Calls *calls = call->calls;
     const Steps *steps = call->steps;
@@ -225,11 +226,11 @@ static npy_intp buffer_nbytes(PyObject *arrays, int buffer, int size) {
     return PyArray_NBYTES((PyArrayObject *)PyTuple_GetItem(arrays, 0)) / size;
 }
 
-/* End a call that was taken out of the list, whose reference is given up. */
+/* End a call that was removed from the calls in flight. Takes the caller's reference. */
 static int end(Handle *call) {
     Calls *calls = call->calls;
-    int failed = calls->comm ? note_end(call) : 0; /* its doorbell may have closed the group */
-    if (failed) failed = crash(calls);             /* the call itself has ended well */
+    int failed = calls->comm ? note_end(call) : 0; /* the doorbell may have closed the group */
+    if (failed) failed = crash(calls);             /* the call itself has succeeded */
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     int ended = handle_end(call);
@@ -240,18 +241,18 @@ static int end(Handle *call) {
     return failed || ended ? -1 : 0;
 }
 
-/* Use all contributions where they lie, free their slots, post the result, and end. */
+/* Use all contributions in place, free their slots, post the result, and end the call. */
 int complete(Handle *call) {
     Calls *calls = call->calls;
     Steps *steps = call->steps;
-    if (call->relay) { /* all has been used */
+    if (call->relay) { /* all chunks have been used */
         unlink_call(call);
         relay_close(call);
         return end(call);
     }
     int may = may_complete(call);
     if (may <= 0) return may < 0 ? crash(calls) : 0;
-    /* From here on nothing takes it over; its reference is this function's. */
+    /* From here on no code hands the call over, and this function owns its reference. */
     unlink_call(call);
     char *found[steps->takes_count ? steps->takes_count : 1];
     for (int i = 0; i < steps->takes_count; i++) found[i] = contribution_bytes(calls, steps->takes + i, call->identity);
@@ -276,14 +277,14 @@ int complete(Handle *call) {
     return end(call);
 }
 
-/* Look at a call in flight, and end it or hand it over if that is due: 1 if it was, -1 for an exception. */
+/* Check a call in flight, and end it or hand it over if it is ready. Return 1 if so, -1 with an exception. */
 int look_once(Handle *call) {
     int found = look_at(call);
     if (!found) return 0;
     return (found > 0 ? complete(call) : hand_over(call)) < 0 ? -1 : 1;
 }
 
-/* Begin a relay: put and take what can be. */
+/* Start a relay: put and take the chunks that are ready. */
 static int begin_relay(Handle *call) {
     Calls *calls = call->calls;
     if (PyDict_SetItem(calls->lookers, (PyObject *)calls, Py_None) < 0) return crash(calls);
@@ -292,7 +293,7 @@ static int begin_relay(Handle *call) {
     return call->is_in_flight && look_once(call) < 0 ? -1 : 0;
 }
 
-/* Post what a call has, and end it if nothing is missing. */
+/* Post a call's contributions, and end it if none is missing. */
 int begin(Handle *call) {
     if (call->relay) return begin_relay(call);
     if (post_all(call, call->steps->first, call->steps->first_count) < 0) return crash(call->calls);
@@ -300,7 +301,7 @@ int begin(Handle *call) {
     return !found ? 0 : found > 0 ? complete(call) : hand_over(call);
 }
 
-/* Post calls that have waited for a slot, in their order, as far as there are slots. */
+/* Post calls that have waited for a slot, in order, until one finds no free slot. */
 static int post_waiting(Calls *calls) {
     Handle *call;
     while ((call = calls->first_waiting)) {
@@ -320,7 +321,7 @@ static int post_waiting(Calls *calls) {
     return 0;
 }
 
-/* Complete the oldest calls, which may be what readers of this rank's slots wait for, and post what waits. */
+/* Complete the oldest calls, for which readers of this rank's slots may be waiting, and post waiting calls. */
 int advance(Calls *calls) {
     Handle *call;
     while ((call = calls->first)) {
@@ -333,8 +334,8 @@ int advance(Calls *calls) {
     return post_waiting(calls);
 }
 
-/* Look at all calls that were posted, oldest first, and post what waits: whether any has moved, or was posted; -1 for
-   an exception. */
+/* Check all posted calls, oldest first, and post waiting calls. Return whether any has made progress, -1 with an
+   exception. */
 int look_at_all(Calls *calls) {
     uint64_t before = calls->moved;
     int moved = 0;
@@ -354,7 +355,7 @@ int look_at_all(Calls *calls) {
             moved |= found;
         }
         DROP(call);
-        /* What was called may have handed the next one over. */
+        /* Called functions may have handed over the next one. */
         if (next && !next->is_in_flight) {
             DROP(next);
             next = calls->first;

@@ -1,5 +1,7 @@
-/* The journal of a group: the record of a call that has ended well, and its counters, in the arrays that
-   aiocoll/engine/journal.py describes. What is not known yet (a row, a longer ring) is asked of it. */
+/* Journal of a group: records and counters of successful calls, in the arrays described in
+   aiocoll/engine/journal.py.
+
+   If a value is unknown here (a row, a longer ring), the Python journal provides it. */
 #include "accelerator.h"
 
 #include <math.h>
@@ -15,7 +17,7 @@ enum {
     WAITED = 1,
     ROW = BUCKET + BUCKETS
 };
-enum { COUNT = 0, GENERATION = 1, SIZE = 2 }; /* of a table's state */
+enum { COUNT = 0, GENERATION = 1, SIZE = 2 }; /* indices of a table's state */
 
 typedef struct {
     uint64_t identity;
@@ -37,7 +39,7 @@ static int view_attribute(PyObject *object, const char *name, Py_buffer *view, i
     return failed;
 }
 
-/* Look again where the rows of a table are, if its memory has been replaced. */
+/* Update the view of a table, if its memory has been replaced. */
 static int refresh(PyObject *owner, const char *name, Py_buffer *memory, const Py_buffer *state, int64_t *generation) {
     if (state_of(state, GENERATION) == *generation) return 0;
     PyObject *table = PyObject_GetAttrString(owner, name);
@@ -70,7 +72,7 @@ int journal_open(JournalView *view, PyObject *journal, int size) {
     int fits = view->due.len >= (Py_ssize_t)sizeof(double) && PyList_Check(view->objects);
     for (int i = 0; i < 3; i++) fits = fits && states[i]->len >= (SIZE + 1) * (Py_ssize_t)sizeof(int64_t);
     if (!fits || state_of(&view->ring_state, SIZE) < 1)
-        return PyErr_SetString(PyExc_ValueError, "there is no such journal"), -1;
+        return PyErr_SetString(PyExc_ValueError, "the journal has an invalid layout"), -1;
     PyObject *counts = PyObject_GetAttrString(journal, "counts");
     if (!counts) return -1;
     view->counts = PyObject_IsTrue(counts);
@@ -91,8 +93,8 @@ void journal_close(JournalView *view) {
     view->wait_rows = NULL;
 }
 
-static int no_room(void) {
-    PyErr_SetString(PyExc_RuntimeError, "the journal has less room than it says");
+static int raise_no_room(void) {
+    PyErr_SetString(PyExc_RuntimeError, "the journal has less room than its state declares");
     return -1;
 }
 
@@ -109,7 +111,7 @@ static int write_record(JournalView *view, Handle *call, double now) {
             if (refresh(view->journal, "collectives", &view->records, &view->ring_state, &view->records_generation) < 0)
                 return -1;
         }
-        if ((index + 1) * RECORD_NBYTES > view->records.len) return no_room();
+        if ((index + 1) * RECORD_NBYTES > view->records.len) return raise_no_room();
     }
     PyObject *objects = PyTuple_New(6), *count = PyLong_FromLongLong(number);
     if (!objects || !count) return DROP(objects), DROP(count), -1;
@@ -122,8 +124,8 @@ static int write_record(JournalView *view, Handle *call, double now) {
     return 0;
 }
 
-/* Find the row of counters of calls alike. */
-static int learn(Calls *calls, Handle *call) {
+/* Find the row of counters for calls with the same plan and shape. */
+static int find_counters(Calls *calls, Handle *call) {
     Steps *steps = call->steps;
     PyObject *found = PyObject_CallMethod(calls->journal.journal, "row_of_plan", "OO", steps->plan, call->shape);
     if (!found) return -1;
@@ -143,7 +145,7 @@ static int count_wait(JournalView *view, int peer, double took, double now) {
         if (*row < 0) return -1;
     }
     if (refresh(view->journal, "waits", &view->waits, &view->waits_state, &view->waits_generation) < 0) return -1;
-    if ((*row + WAITED + 1) * (Py_ssize_t)sizeof(double) > view->waits.len) return no_room();
+    if ((*row + WAITED + 1) * (Py_ssize_t)sizeof(double) > view->waits.len) return raise_no_room();
     double *waits = (double *)view->waits.buf + *row;
     waits[TIMES] += 1.0;
     waits[WAITED] += took;
@@ -155,10 +157,10 @@ int journal_ended(Calls *calls, Handle *call, double now) {
     Steps *steps = call->steps;
     if (write_record(view, call, now) < 0) return -1;
     if (!view->counts) return 0;
-    if (steps->epoch != calls->epoch && learn(calls, call) < 0) return -1;
+    if (steps->epoch != calls->epoch && find_counters(calls, call) < 0) return -1;
     if (refresh(view->journal, "counters", &view->counters, &view->counters_state, &view->counters_generation) < 0)
         return -1;
-    if (steps->row < 0 || (steps->row + ROW) * (Py_ssize_t)sizeof(double) > view->counters.len) return no_room();
+    if (steps->row < 0 || (steps->row + ROW) * (Py_ssize_t)sizeof(double) > view->counters.len) return raise_no_room();
     double took = now - call->entered, *counters = (double *)view->counters.buf + steps->row;
     int exponent;
     frexp(took + 0x1p-24, &exponent);

@@ -1,19 +1,18 @@
-/* Lanes of outboxes: post a contribution, look for one, free it; wake a peer that sleeps.
+/* Lanes of outboxes: post a contribution, look for one, free it; wake a sleeping peer.
 
-   The layout and the rules are those of aiocoll/transport/shm/slots.py, whose writers and readers work on the same
-   memory. What a writer keeps to itself (numbers of posts, memory that is there, readers) is in arrays that both use.
- */
+   Layout and rules are those of aiocoll/transport/shm/slots.py, whose writers and readers use the same memory. The
+   private state of a writer (numbers of posts, allocated slots, readers) is in arrays that both implementations use. */
 #include "accelerator.h"
 
 #include <sched.h>
 #include <unistd.h>
 
-/* Whether so many things of a size lie inside of some bytes. */
+/* Return whether `count` items of `size` bytes, from `start` on, lie within `nbytes` bytes. */
 static int is_inside(Py_ssize_t start, Py_ssize_t count, Py_ssize_t size, Py_ssize_t nbytes) {
     return start >= 0 && size >= 0 && start <= nbytes && size <= (nbytes - start) / count;
 }
 
-/* Take over a layout of slots, and check it; `words` come before its lines. */
+/* Copy and check a layout of slots. `words` words precede its lines. */
 static int slots_from(Slots *slots, char *base, Py_ssize_t nbytes, Py_ssize_t words, PyObject *layout) {
     Py_ssize_t lines, small, small_nbytes, middle, middle_nbytes, end;
     if (!PyArg_ParseTuple(layout, "nnnnnn", &lines, &small, &small_nbytes, &middle, &middle_nbytes, &end)) return -1;
@@ -29,8 +28,8 @@ static int slots_from(Slots *slots, char *base, Py_ssize_t nbytes, Py_ssize_t wo
     return 0;
 }
 
-static int once(void) {
-    PyErr_SetString(PyExc_TypeError, "it was initialized before");
+static int raise_initialized(void) {
+    PyErr_SetString(PyExc_TypeError, "the object is already initialized");
     return -1;
 }
 
@@ -38,7 +37,7 @@ static int numbers_from(PyObject *posted, PyObject *ready, Py_buffer *posted_vie
     if (PyObject_GetBuffer(posted, posted_view, PyBUF_WRITABLE) < 0) return -1;
     if (PyObject_GetBuffer(ready, ready_view, PyBUF_WRITABLE) < 0) return -1;
     if (posted_view->len != 8 * LAYOUT_SLOTS || ready_view->len != LAYOUT_SLOTS) {
-        PyErr_SetString(PyExc_ValueError, "a lane has one number, and one flag, per slot");
+        PyErr_SetString(PyExc_ValueError, "a lane must have one number and one flag per slot");
         return -1;
     }
     return 0;
@@ -48,7 +47,7 @@ static int numbers_from(PyObject *posted, PyObject *ready, Py_buffer *posted_vie
 
 static int CommonLane_init(CommonLane *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *layout, *posted, *ready, *readers, *reserve;
-    if (self->memory.obj || self->posted.obj) return once();
+    if (self->memory.obj || self->posted.obj) return raise_initialized();
     if (!PyArg_ParseTuple(args, "OO!OOO!O", &memory, &PyTuple_Type, &layout, &posted, &ready, &PyList_Type, &readers,
                           &reserve))
         return -1;
@@ -56,7 +55,7 @@ static int CommonLane_init(CommonLane *self, PyObject *args, PyObject *kwargs) {
     if (slots_from(&self->slots, self->memory.buf, self->memory.len, 0, layout) < 0) return -1;
     if (numbers_from(posted, ready, &self->posted, &self->ready) < 0) return -1;
     if (PyList_Size(readers) != LAYOUT_SLOTS) {
-        PyErr_SetString(PyExc_ValueError, "a lane has one list of readers per slot");
+        PyErr_SetString(PyExc_ValueError, "a lane must have one list of readers per slot");
         return -1;
     }
     self->numbers = self->posted.buf;
@@ -96,9 +95,10 @@ static PyObject *CommonLane_close(CommonLane *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-static PyMethodDef CommonLane_methods[] = {{"close", (PyCFunction)CommonLane_close, METH_NOARGS,
-                                            "close($self, /)\n--\n\nLet go of the memory: no link is open any more."},
-                                           {0}};
+static PyMethodDef CommonLane_methods[] = {
+    {"close", (PyCFunction)CommonLane_close, METH_NOARGS,
+     "close($self, /)\n--\n\nRelease the memory, since no link is open any more."},
+    {0}};
 static PyType_Slot CommonLane_slots[] = {
     {Py_tp_doc,
      "CommonLane(memory, layout, posted, ready, readers, reserve, /)\n--\n\nThe common lane of this rank's outbox."},
@@ -118,7 +118,7 @@ static int PeerLanes_init(PeerLanes *self, PyObject *args, PyObject *kwargs) {
     PyObject *memory, *layout, *posted, *ready, *theirs, *common_layout, *lane_layout, *status, *reserve, *attend,
         *writer, *common;
     Py_ssize_t lane_start;
-    if (self->memory.obj || self->posted.obj) return once();
+    if (self->memory.obj || self->posted.obj) return raise_initialized();
     if (!PyArg_ParseTuple(args, "OO!OOOnO!O!OOOOO!i", &memory, &PyTuple_Type, &layout, &posted, &ready, &theirs,
                           &lane_start, &PyTuple_Type, &common_layout, &PyTuple_Type, &lane_layout, &status, &reserve,
                           &attend, &writer, CommonLane_type, &common, &self->eventfd))
@@ -205,13 +205,13 @@ static PyObject *PeerLanes_retire(PeerLanes *self, PyObject *Py_UNUSED(unused)) 
 
 static PyObject *PeerLanes_close(PeerLanes *self, PyObject *Py_UNUSED(unused)) {
     self->can_post = self->can_look = 0;
-    self->eventfd = -1; /* another file may get its number */
+    self->eventfd = -1; /* the number may be reused for another file */
     PeerLanes_clear(self);
     if (!self->pins) release_memory(self);
     Py_RETURN_NONE;
 }
 
-/* Keep the memory of lanes, whatever Python does meanwhile. */
+/* Keep the memory of lanes mapped while Python code may close the link. */
 void pin(PeerLanes *peer) {
     KEEP(peer);
     peer->pins++;
@@ -239,12 +239,12 @@ static int queue_from(Queue *queue, const Py_buffer *region, const Py_ssize_t *l
     return 0;
 }
 
-/* connect_queues(memory, outward, state, inward, peer_state, reserve): layout and state of both queues of the link, and
-   what makes the memory of this rank's. */
+/* connect_queues(memory, outward, state, inward, peer_state, reserve): layout and state of both queues of the link,
+   and the function that allocates the memory of this rank's queue. */
 static PyObject *PeerLanes_connect_queues(PeerLanes *self, PyObject *args) {
     PyObject *memory, *out_state, *in_state, *reserve;
     Py_ssize_t out[6], in[6];
-    if (self->region.obj) return once(), NULL;
+    if (self->region.obj) return raise_initialized(), NULL;
     if (!PyArg_ParseTuple(args, "O(nnnnnn)O(nnnnnn)OO", &memory, out, out + 1, out + 2, out + 3, out + 4, out + 5,
                           &out_state, in, in + 1, in + 2, in + 3, in + 4, in + 5, &in_state, &reserve))
         return NULL;
@@ -257,7 +257,7 @@ static PyObject *PeerLanes_connect_queues(PeerLanes *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Make the memory of the queue to the peer: 0 if there is no queue, or the host has none; -1 for an exception. */
+/* Allocate the memory of the queue to the peer. Return 0 if there is no queue or no memory, -1 with an exception. */
 int queue_is_ready(PeerLanes *peer) {
     if (!peer->chunk_nbytes || !peer->reserve_queue) return 0;
     if (peer->out.state[LAYOUT_CHUNK_READY]) return 1;
@@ -272,16 +272,16 @@ int queue_is_ready(PeerLanes *peer) {
 
 static PyMethodDef PeerLanes_methods[] = {{"connect_queues", (PyCFunction)PeerLanes_connect_queues, METH_VARARGS,
                                            "connect_queues($self, memory, outward, state, inward, peer_state, reserve, "
-                                           "/)\n--\n\nUse the chunk queues of the link, too."},
+                                           "/)\n--\n\nAlso use the chunk queues of the link."},
                                           {"retire", (PyCFunction)PeerLanes_retire, METH_NOARGS,
-                                           "retire($self, /)\n--\n\nPost nothing more: the link is not used any more."},
+                                           "retire($self, /)\n--\n\nStop posting, since the link is no longer used."},
                                           {"close", (PyCFunction)PeerLanes_close, METH_NOARGS,
-                                           "close($self, /)\n--\n\nLet go of the memory: the link has ended."},
+                                           "close($self, /)\n--\n\nRelease the memory, since the link has ended."},
                                           {0}};
 static PyType_Slot PeerLanes_slots[] = {
     {Py_tp_doc, "PeerLanes(memory, layout, posted, ready, theirs, lane_start, common_layout, lane_layout, status, "
                 "reserve, attend, "
-                "writer, common, eventfd, /)\n--\n\nThe lane of this rank for a peer, and the lanes of the peer."},
+                "writer, common, eventfd, /)\n--\n\nThe lanes between this rank and one peer."},
     {Py_tp_new, PyType_GenericNew},
     {Py_tp_init, PeerLanes_init},
     {Py_tp_traverse, PeerLanes_traverse},
@@ -312,8 +312,8 @@ int common_has(const CommonLane *common, uint32_t slot, npy_intp nbytes) {
     return nbytes <= INLINE_NBYTES || common->is_reserved[slot];
 }
 
-/* Make the memory of a slot: 0 if the host has none, -1 for an exception. A lane's lines are made with its first slot,
-   those of the common lane with the outbox. */
+/* Allocate the memory of a slot. Return 0 if the host has none, -1 with an exception. A lane's lines are allocated
+   with its first slot, those of the common lane with the outbox. */
 int lane_reserve(PeerLanes *peer, uint32_t slot, npy_intp nbytes) {
     KEEP(peer);
     int is_there = reserve_slot(peer->reserve, slot, nbytes);
@@ -333,7 +333,7 @@ static void fill(Slots *slots, const Post *post) {
     if (nbytes) copy_to_reader(&slots->far, slot_bytes(slots, post->slot, nbytes), post->bytes, nbytes);
 }
 
-/* The group of the last post. */
+/* Return the group of the slot's last post. */
 uint64_t group_of_slot(const Slots *slots, uint32_t slot) { return load(line_of(slots, slot) + LINE_GROUP); }
 
 int lane_is_free(PeerLanes *peer, uint32_t slot) {
@@ -345,7 +345,7 @@ void lane_post(PeerLanes *peer, const Post *post) {
     publish(peer->words + LAYOUT_LANE_NAMED + post->slot, ++peer->numbers[post->slot], peer->words + LAYOUT_POSTS);
 }
 
-/* Return whether all readers of the last post have consumed it: 0 also where Python has to find that out. */
+/* Return whether all readers of the last post have consumed it. Return 0 also if only Python can find out. */
 int common_is_free(CommonLane *common, uint32_t slot) {
     PyObject *readers = common->readers ? PyList_GetItem(common->readers, slot) : NULL;
     if (!common->readers) return 0; /* it was closed */
@@ -386,7 +386,8 @@ int lane_look(PeerLanes *peer, int is_common, uint32_t slot, const Head *expecte
                     compares_length);
 }
 
-/* Be done with a post: 0 if it was overwritten while it was read, since the peer has given this rank up. */
+/* Mark a post as consumed. Return 0 if it was overwritten while it was read, because the peer has given up this
+   rank. */
 int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group) {
     const Word *named = peer->peer_words + (is_common ? LAYOUT_COMMON_NAMED : LAYOUT_LANE_NAMED) + slot;
     Word *consumed = peer->words + (is_common ? LAYOUT_COMMON_CONSUMED : LAYOUT_LANE_CONSUMED) + slot;
@@ -395,7 +396,7 @@ int lane_free(PeerLanes *peer, int is_common, uint32_t slot, uint64_t group) {
 
 /* ---- the doorbell */
 
-/* Let this rank look at its links in the next turn: its peers need not wake it to answer. */
+/* Make this rank check its links in the next loop iteration, so that its peers need not wake it to reply. */
 int attend(PeerLanes *peer) {
     if (!(load(peer->own_status + LAYOUT_STATUS) & 1)) return 0;
     PyObject *function = peer->attend;
@@ -406,23 +407,23 @@ int attend(PeerLanes *peer) {
     return done ? 0 : -1;
 }
 
-/* Wake the peer if it sleeps: it then sees what was stored before the full fence that comes before this. */
+/* Wake the peer if it sleeps. It then sees all data stored before the preceding full fence. */
 void wake(PeerLanes *peer) {
     uint64_t status = sleeping(peer->peer_status + LAYOUT_STATUS, peer->rung), one = 1;
     if (status) {
         peer->rung = status;
-        if (write(peer->eventfd, &one, sizeof one) < 0) return; /* it is full: the peer will be woken by that */
+        if (write(peer->eventfd, &one, sizeof one) < 0) return; /* the counter is full, which wakes the peer as well */
     }
 }
 
-/* Tell the peers on which core this rank is. */
+/* Publish the CPU core of this rank to the peers. */
 void note_core(PeerLanes *peer) {
     uint64_t core = (uint64_t)(sched_getcpu() + 1);
     if (load(peer->own_status + LAYOUT_CORE) != core) store(peer->own_status + LAYOUT_CORE, core);
 }
 
-/* Return whether the peer was on the core of this rank when it last posted, or waited for long. */
-int is_beside(PeerLanes *peer) {
+/* Return whether the peer was on this rank's core when it last posted, or waited for long. */
+int shares_core(PeerLanes *peer) {
     note_core(peer);
     uint64_t core = load(peer->own_status + LAYOUT_CORE);
     return core && load(peer->peer_status + LAYOUT_CORE) == core;

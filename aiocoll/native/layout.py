@@ -1,6 +1,6 @@
-"""Numbers of the shared-memory layout that Python and C share; the build generates `layout.h` from them.
+"""Numbers of the shared-memory layout that Python and C share. The build generates `layout.h` from them.
 
-It imports nothing of the package, since the build runs it alone.
+This module imports nothing from the package, since the build runs it alone.
 """
 
 from __future__ import annotations
@@ -36,57 +36,57 @@ __all__ = [
 #: Bytes of a cache line.
 LINE: Final = 64
 
-#: Chunks that a queue holds if both of its ends run the accelerator. All are together as large as a second-level cache:
-#: what one core has just read is dear to overwrite for another one. With queues of 256 KiB an allreduce of 1 MiB takes
-#: twice as long.
+#: Number of chunks in a queue if both of its ends run the accelerator. Together they are as large as a second-level
+#: cache, since overwriting data that another core has just read is slow. With queues of 256 KiB, an allreduce of 1 MiB
+#: takes twice as long.
 CHUNKS: Final = 8
-#: Chunks of any other queue, which are larger, since each takes Python 3 µs.
+#: Number of chunks in any other queue. They are larger, since each chunk takes Python 3 µs.
 LARGE_CHUNKS: Final = 4
 
-#: Slots of a lane, the small ones first: operations in flight at once that need no frames, twice over, since a
-#: rank may be through with all of them before a peer has read the first.
+#: Number of small slots in a lane, which come first: twice the number of operations in flight that need no frames. A
+#: rank may finish with all of them before a peer has read the first.
 SMALL_SLOTS: Final = 128
 MIDDLE_SLOTS: Final = 4
-#: Slots of a lane.
+#: Number of slots in a lane.
 SLOTS: Final = SMALL_SLOTS + MIDDLE_SLOTS
 
 # Words of an outbox.
 STATUS: Final = 0
-"""Even while the rank will look at all its links before it sleeps, and odd while it has to be woken."""
+"""Even while the rank checks all its links before it sleeps, odd while it must be woken."""
 CORE: Final = 8
-"""Which core the rank ran on when it last waited for long."""
+"""CPU core that the rank ran on when it last waited for long."""
 
-# Words of a lane; the slots that they are about have these numbers.
+# Words of a lane. The rows of words are indexed by slot number.
 _ROW: Final = SLOTS + -SLOTS % 8
 POSTS: Final = 0
-"""How often something was posted for its reader."""
+"""Number of posts for the lane's reader."""
 CHUNKED: Final = 1
-"""How often an operation has put its last chunk into the queue of a link to the reader."""
+"""Number of operations that have put their last chunk into a queue of a link to the reader."""
 COMMON_NAMED: Final = 8
-"""One word per slot of the common lane: number of the last post that its reader is to read; 0 if that was withdrawn."""
+"""One word per slot of the common lane: number of the last post for this reader; 0 if the post was withdrawn."""
 LANE_NAMED: Final = COMMON_NAMED + _ROW
-"""The same of this lane's slots."""
+"""One word per slot of this lane: number of the last post for its reader; 0 if the post was withdrawn."""
 COMMON_CONSUMED: Final = LANE_NAMED + _ROW
 """One word per slot of the reader's common lane: number of the last post that this rank has consumed."""
 LANE_CONSUMED: Final = COMMON_CONSUMED + _ROW
-"""The same of the slots of the reader's lane for this rank."""
+"""One word per slot of the reader's lane for this rank: number of the last post that this rank has consumed."""
 LANE_WORDS: Final = LANE_CONSUMED + _ROW
-"""How many words a lane has."""
+"""Number of words in a lane."""
 
-# What the two ends of a chunk queue keep to themselves; Python and C share these numbers.
+# Private state of the two ends of a chunk queue. Python and C share these indices.
 CHUNK_NUMBER: Final = 0
-"""Of the writer: how many chunks have been put. Of the reader: the number of the next one."""
+"""At the writer: number of chunks written. At the reader: number of the next chunk."""
 CHUNK_HOLDER: Final = 1
-"""Of the writer: id of the operation that has the queue; 0 while it is free."""
+"""At the writer: id of the operation that holds the queue; 0 while the queue is free."""
 CHUNK_HOLDER_GROUP: Final = 2
-"""Of the writer: the group of that operation, or of the last one."""
+"""At the writer: the group of that operation, or of the last one."""
 CHUNK_LAST: Final = 3
-"""Of the writer: id of the last operation that put all its chunks; the largest number if the last one failed."""
+"""At the writer: id of the last operation that put all its chunks; the largest number if the last one failed."""
 CHUNK_READY: Final = 4
-"""Of the writer: the memory of the queue is there."""
+"""At the writer: 1 if the memory of the queue is allocated."""
 CHUNK_GROUPS_OVER: Final = 5
-"""Of the reader: how many groups are over of which there may still be chunks."""
+"""At the reader: number of ended groups that may have left chunks in the queue."""
 CHUNK_FIRST: Final = 6
-"""Of the writer: how many chunks had been put when that operation got the queue; if it failed, when it left."""
+"""At the writer: number of chunks written when that operation got the queue, or when it left after a failure."""
 CHUNK_STATE: Final = 7
-"""How many numbers these are."""
+"""Number of words in this state."""

@@ -69,15 +69,15 @@ static int add_types(PyObject *module) {
     return 0;
 }
 
-/* A forked child has the thread and the loop of its parent, and must not use its groups. */
+/* Counted because a forked child has the thread and the loop of its parent, and must not use its groups. */
 unsigned long forks_of_process;
 static void count_fork(void) { forks_of_process++; }
 
 static int exec_module(PyObject *module) {
-    /* Types and names are those of one interpreter. */
+    /* Types and names belong to one interpreter. */
     static PyInterpreterState *interpreter;
     if (interpreter && interpreter != PyInterpreterState_Get()) {
-        PyErr_SetString(PyExc_ImportError, "another interpreter of this process runs the accelerator");
+        PyErr_SetString(PyExc_ImportError, "another interpreter of this process already uses the accelerator");
         return -1;
     }
     interpreter = PyInterpreterState_Get();

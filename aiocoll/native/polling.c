@@ -1,31 +1,30 @@
-/* Polling: how long an await looks for its call before it suspends; see aiocoll/engine/polling.py for the rules. */
+/* Polling of an await for its call before it suspends. See aiocoll/engine/polling.py for the rules. */
 #include "accelerator.h"
 
 #include <sched.h>
 
 enum {
-    LOOKS_WITH_INTERPRETER = 64, /* some 2 µs, before other threads may run */
-    DOUBT = 32,                  /* looks after which it asks whether a peer is on this core */
-    OTHERS = 8,                  /* looks between two at the other calls of the group */
-    CLOCK = 16                   /* looks between two readings of the clock */
+    LOOKS_WITH_INTERPRETER = 64,  /* some 2 µs, before other threads may run */
+    LOOKS_BEFORE_CORE_CHECK = 32, /* checks before it finds out whether a peer runs on this core */
+    OTHERS = 8,                   /* checks between two checks of the group's other calls */
+    CLOCK = 16                    /* checks between two readings of the clock */
 };
 
 static int has_neighbour(Calls *calls) {
     int found = 0;
     for (int i = 0; i < calls->size; i++)
-        if (calls->peers[i] && calls->peers[i]->can_look) found |= is_beside(calls->peers[i]);
+        if (calls->peers[i] && calls->peers[i]->can_look) found |= shares_core(calls->peers[i]);
     return found;
 }
 
-/* Whether anything else in flight can end. */
-static int others_move(Calls *calls, const Handle *call) {
+/* Return whether any other call in flight can end. */
+static int can_others_end(Calls *calls, const Handle *call) {
     for (Handle *each = calls->first; each != calls->first_waiting; each = each->next)
         if (each != call && look_at(each)) return 1;
     return 0;
 }
 
-/* The interpreter while this thread has given it up: other threads run, and may close links, so their memory is pinned.
- */
+/* The released interpreter. Other threads run meanwhile and may close links, so the memory of the links is pinned. */
 typedef struct {
     PyThreadState *state;
     PeerLanes **pinned;
@@ -47,18 +46,18 @@ static void take_back(Released *released) {
         if (released->pinned[i]) unpin(released->pinned[i]);
 }
 
-/* Look for a call until it can end, for `spin` seconds at most. -1: an exception. The clock is read now and then: most
-   calls end before that. */
+/* Check a call until it can end, for at most `spin` seconds. Return -1 with an exception. The clock is read rarely,
+   since most calls end before. */
 int poll_for(Handle *call) {
     Calls *calls = call->calls;
     PeerLanes *pinned[calls->size];
     Released released = {NULL, pinned, calls->size};
-    if (calls->is_beside) calls->is_beside = has_neighbour(calls);
-    int found = 0, gives_way = calls->is_crowded || calls->is_beside;
+    if (calls->shares_core) calls->shares_core = has_neighbour(calls);
+    int found = 0, gives_way = calls->is_crowded || calls->shares_core;
     double now = gives_way || call->relay ? seconds() : 0.0, idle = now + calls->spin, limit = now + BUDGET;
     uint64_t moved = calls->moved;
     calls->deadline = limit;
-    if (call->relay) release(calls, &released); /* its chunks take long */
+    if (call->relay) release(calls, &released); /* chunks take long */
     for (int looks = 1; now < idle && now < limit; looks++) {
         if ((found = look_at(call))) break;
         if (calls->moved != moved) {
@@ -69,7 +68,7 @@ int poll_for(Handle *call) {
         if (looks % OTHERS == 0 && calls->count > 1) {
             take_back(&released);
             if (!call->is_in_flight) return 0; /* another thread has handed it over */
-            if (calls->waiting || others_move(calls, call)) {
+            if (calls->waiting || can_others_end(calls, call)) {
                 int moved = look_at_all(calls);
                 if (moved < 0) return -1;
                 if (!call->is_in_flight) return 0;
@@ -90,21 +89,21 @@ int poll_for(Handle *call) {
                 if (!before) idle = now + calls->spin, limit = now + BUDGET;
             }
         }
-        if (looks == DOUBT) {
-            calls->is_beside = has_neighbour(calls);
-            gives_way = calls->is_crowded || calls->is_beside;
+        if (looks == LOOKS_BEFORE_CORE_CHECK) {
+            calls->shares_core = has_neighbour(calls);
+            gives_way = calls->is_crowded || calls->shares_core;
         }
         if (looks == LOOKS_WITH_INTERPRETER) release(calls, &released);
     }
     take_back(&released);
     if (!call->is_in_flight) return 0;
     if (!found && call->relay) {
-        /* There may be chunks when the time is over, for which nothing wakes this rank. */
+        /* Chunks may arrive after this time, and no wake-up is sent for them. */
         if (relay_attend(call) < 0) return crash(calls);
         if (!call->is_in_flight) return 0;
     }
     if (found) return found > 0 ? complete(call) : hand_over(call);
-    /* Nothing came: no other await polls in this turn of the loop. */
+    /* No progress: no other await polls in this loop iteration. */
     *(double *)calls->turn.buf = now;
     PyObject *done = PyObject_CallNoArgs(calls->rest);
     DROP(done);

@@ -1,12 +1,12 @@
-/* Posting contributions: the peers of a group, and whether their slots are free. */
+/* Posting of contributions: the peers of a group, and free slots. */
 #include "accelerator.h"
 
 uint32_t slot_of(const Calls *calls, uint64_t identity, uint32_t first, uint32_t slots) {
     return first + (uint32_t)((identity + calls->shift) % slots);
 }
 
-/* The dispatcher of the group, as a borrowed reference. The engine keeps this object to the end of the group, and must
-   not keep the group that a program has dropped; who calls has it. */
+/* Return the group's dispatcher, as a borrowed reference. The engine keeps `Calls` until the end of the group, so
+   `Calls` must not keep a group alive that the program has dropped. The caller holds a reference to the group. */
 PyObject *owner_of(const Calls *calls) { return PyWeakref_GetObject(calls->owner); }
 int is_true(PyObject *object, PyObject *name) {
     PyObject *value = PyObject_GetAttr(object, name);
@@ -17,7 +17,7 @@ int is_true(PyObject *object, PyObject *name) {
 
 /* ---- peers */
 
-/* Return the lanes of a rank: NULL, without an exception, while there is no link through shared memory. */
+/* Return the lanes of a rank; NULL without an exception while no link shares memory with it. */
 PeerLanes *peer_of(Calls *calls, int rank) {
     PeerLanes *peer = calls->peers[rank];
     if (peer && peer->can_post) return peer;
@@ -34,10 +34,10 @@ PeerLanes *peer_of(Calls *calls, int rank) {
     return calls->peers[rank];
 }
 
-/* Make the lanes of the readers, as Python's writers, which the common lane keeps. */
+/* Create the tuple of the readers' lane writers (Python objects), which the common lane stores. */
 static int lanes_of(Calls *calls, Contribution *each) {
     if (each->lanes && each->epoch == calls->epoch) return 0;
-    calls->asked++; /* what is made may start a collection of garbage */
+    calls->asked++; /* the allocation may start a garbage collection */
     PyObject *lanes = PyTuple_New(each->readers_count);
     for (int i = 0; lanes && i < each->readers_count; i++) {
         PeerLanes *peer = calls->peers[each->readers[i]];
@@ -51,7 +51,7 @@ static int lanes_of(Calls *calls, Contribution *each) {
     return 0;
 }
 
-/* Make the memory of a slot for a contribution that fits: 0 if it does not, or the host has none. */
+/* Allocate the memory of a slot for a contribution. Return 0 if it is too long, or the host has no memory. */
 static int reserved(Calls *calls, PeerLanes *peer, uint32_t slot, const Contribution *each) {
     const Slots *slots = each->is_common ? &peer->common->slots : &peer->slots;
     if (each->nbytes > INLINE_NBYTES && each->nbytes > slot_nbytes(slots, slot)) return 0;
@@ -60,13 +60,14 @@ static int reserved(Calls *calls, PeerLanes *peer, uint32_t slot, const Contribu
     return each->is_common ? common_reserve(peer->common, slot, each->nbytes) : lane_reserve(peer, slot, each->nbytes);
 }
 
-/* What a slot that is not free means: a call of another group may have a reader that this one need not wait for. */
+/* Return the result for an occupied slot. If it has a call of another group, this call must not wait for its
+   readers. */
 static int in_use(const Calls *calls, const Slots *slots, uint32_t slot) {
     return group_of_slot(slots, slot) == calls->group ? IN_USE : CANNOT;
 }
 
-/* Return whether a contribution can be posted; -1 for an exception. Where `asked` has changed, what was found for
-   others may not hold any more. */
+/* Return whether a contribution can be posted; -1 with an exception. If `asked` has changed, earlier results for
+   other contributions are no longer valid. */
 static int is_postable(Calls *calls, Contribution *each, uint64_t identity) {
     uint32_t slot = slot_of(calls, identity, each->first_slot, each->slots);
     for (int i = 0; i < each->readers_count; i++) {
@@ -102,7 +103,7 @@ int ring(Calls *calls, const Contribution *contributions, int count) {
     return 0;
 }
 
-/* Post contributions that `are_postable`, since when no function of Python has run. */
+/* Post contributions. No Python function may have run since `are_postable` returned CAN. */
 int post_all(Handle *call, Contribution *contributions, int count) {
     if (!count) return 0;
     Calls *calls = call->calls;

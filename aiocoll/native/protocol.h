@@ -1,7 +1,8 @@
-/* The words of an outbox: in which order writers and readers store and load them. `docs/native.md` argues each fence.
+/* Words of an outbox: the order in which writers and readers store and load them.
 
-   Nothing here knows Python, so that tests/native/race.c runs the same code between two threads. What the words mean
-   has aiocoll/native/layout.py; aiocoll/transport/shm/slots.py and doorbell.py are the reference. */
+   docs/native.md gives the reason for each fence. This file does not use Python, so that tests/native/race.c can run
+   the same code in two threads. aiocoll/native/layout.py defines the meaning of the words. The reference
+   implementations are aiocoll/transport/shm/slots.py and doorbell.py. */
 #ifndef AIOCOLL_PROTOCOL_H
 #define AIOCOLL_PROTOCOL_H
 
@@ -20,12 +21,12 @@ enum { MISSING, PRESENT, DIFFERENT };
 
 /* ---- the writer */
 
-/* Return whether the reader has consumed the last post, which has this number: what it has read may be overwritten. */
+/* Return whether the reader has consumed the last post, which has this number, so that it may be overwritten. */
 static inline int is_consumed(const Word *consumed, uint64_t number) { return load_acquire(consumed) == number; }
 
-/* Begin to fill a slot; its bytes are written after that. */
+/* Start to fill a slot. Its data must be written afterwards. */
 static inline void fill_line(Word *line, const Head *head) {
-    /* The group comes first: a reader that was given up, and goes on, finds that this is not what it was reading. */
+    /* The group is stored first, so that a slow reader whose rank was given up detects that the post has changed. */
     store(line + LINE_GROUP, head->group);
     fence_release();
     store(line + LINE_IDENTITY, head->identity);
@@ -33,7 +34,7 @@ static inline void fill_line(Word *line, const Head *head) {
     store(line + LINE_FINGERPRINT, head->fingerprint);
 }
 
-/* Let a reader have what a slot was filled with. */
+/* Publish a filled slot to one reader. */
 static inline void publish(Word *named, uint64_t number, Word *posts) {
     store_release(named, number);
     store_release(posts, load(posts) + 1);
@@ -49,9 +50,10 @@ static inline int look_for(const Word *named, const Word *consumed, const Word *
     return compares_length && load(line + LINE_LENGTH) != expected->length ? DIFFERENT : PRESENT;
 }
 
-/* Be done with a post: 0 if it was overwritten while it was read, since the writer has given this rank up. */
+/* Mark a post as consumed. Return 0 if it was overwritten while it was read, because the writer has given up this
+   rank. */
 static inline int consume(const Word *named, Word *consumed, const Word *line, uint64_t group) {
-    /* The number before the group: it is that of what was read, not of a post that has come since. */
+    /* The number is loaded before the group, so it is the number of the post that was read, not of a later one. */
     uint64_t number = load_acquire(named);
     fence_acquire();
     if (load(line + LINE_GROUP) != group) return 0;
@@ -65,10 +67,10 @@ static inline int consume(const Word *named, Word *consumed, const Word *line, u
 enum { CHUNK_NUMBER, CHUNK_GROUP, CHUNK_IDENTITY, CHUNK_SEGMENT, CHUNK_OFFSET, CHUNK_FINGERPRINT, CHUNK_LENGTH };
 
 typedef struct {
-    uint64_t identity, group, fingerprint, length; /* length: bytes of the message that it is a part of */
+    uint64_t identity, group, fingerprint, length; /* length: bytes of the chunk's message */
 } Chunk;
 
-/* Return whether the reader is done with so many chunks; if not, it will wake this rank. */
+/* Return whether the reader has consumed `number` chunks. If not, request a wake-up of this rank. */
 static inline int are_taken(const Word *taken, Word *waiting, uint64_t number) {
     if (load_acquire(taken) >= number) return 1;
     store(waiting, 1);
@@ -76,7 +78,7 @@ static inline int are_taken(const Word *taken, Word *waiting, uint64_t number) {
     return load_acquire(taken) >= number;
 }
 
-/* Let the reader have a chunk, which is in the queue; its number counts from 1. */
+/* Publish a chunk, which is in the queue, to the reader. Its number counts from 1. */
 static inline void put_chunk(Word *line, const Chunk *chunk, uint64_t number) {
     store(line + CHUNK_GROUP, chunk->group);
     store(line + CHUNK_IDENTITY, chunk->identity);
@@ -88,7 +90,7 @@ static inline void put_chunk(Word *line, const Chunk *chunk, uint64_t number) {
 
 static inline int has_chunk(const Word *line, uint64_t number) { return load_acquire(line + CHUNK_NUMBER) == number; }
 
-/* Be done with a chunk; return whether the writer may have to be woken. */
+/* Mark a chunk as consumed. Return whether the writer may have to be woken. */
 static inline int take_chunk(Word *taken, Word *waiting, uint64_t number) {
     store_release(taken, number);
     fence_full();
@@ -97,13 +99,13 @@ static inline int take_chunk(Word *taken, Word *waiting, uint64_t number) {
     return 1;
 }
 
-/* Let the reader know that an operation has put its last chunk. */
+/* Notify the reader that an operation has put its last chunk. */
 static inline void finish_chunks(Word *chunked) { store_release(chunked, load(chunked) + 1); }
 
 /* ---- the doorbell */
 
-/* Return the status of a peer that sleeps and was not woken yet, else 0. A full fence is between the post and this, as
-   it is between the status of the peer and its last look before it sleeps. */
+/* Return the status of a peer that sleeps and was not woken yet, else 0. The caller must have issued a full fence
+   after the post. The peer issues one between the store of its status and its last check before it sleeps. */
 static inline uint64_t sleeping(const Word *status, uint64_t rung) {
     uint64_t found = load(status);
     return found & 1 && found != rung ? found : 0;

@@ -1,15 +1,15 @@
-/* Calls: collectives of one group that are carried out here, from the call to the end.
+/* Collectives of one group that are carried out here, from the call to the end.
 
-   A call is taken only if everything is plain: a prepared collective of one round, free slots, no hook, no early frame,
-   the group's own timeout. Otherwise `start` returns None before anything was posted, and Python goes on. Only where a
-   slot still has an earlier call of this group, which its readers are about to read, the call waits for it. Whatever
-   happens to a call later that is not plain (a frame instead of a post, another call of a peer, a report, a failure)
-   hands it over: Python gets an operation that has posted, and carries on from there. */
+   A call is accepted only in the plain case: a prepared collective of one round, free slots, no hook, no early
+   frame, the group's own timeout. Otherwise `start` returns None before any post, and Python carries out the call.
+   If a slot still has an earlier call of this group that its readers are about to read, the new call waits for the
+   slot. If anything unusual happens to a call later (a frame instead of a post, another call of a peer, a report, a
+   failure), it is handed over: Python creates an operation that has posted, and continues it. */
 #include "accelerator.h"
 
 #include <math.h>
 
-/* Whether no rank has left, and nothing has come for a call that was not made yet. */
+/* Return whether no rank has left, and no data has arrived for a call that was not made yet. */
 int is_quiet(const Calls *calls) {
     return !PySet_Size(calls->left) && !PyDict_Size(calls->early) && !PyObject_Size(calls->asked_early);
 }
@@ -29,8 +29,10 @@ Steps *steps_of(Calls *calls, PyObject *plan) {
     return (Steps *)steps;
 }
 
-/* Whether arrays have what the steps need of each buffer, as `buffer_bytes` finds them: an array that is the only
-   buffer, or an array of as many parts as there are ranks, and another one. */
+/* Return whether arrays have the sizes that the steps need of each buffer.
+
+   The buffers are those of `buffer_bytes`: one array as the only buffer, or an array with a part per rank, and
+   another one. */
 static int are_plain_arrays_right(const Calls *calls, const Steps *steps, PyArrayObject *whole, PyArrayObject *other) {
     if (steps->buffers_count > (other ? 2 * calls->size : 1)) return 0;
     npy_intp part = other ? PyArray_NBYTES(whole) / calls->size : PyArray_NBYTES(whole);
@@ -60,7 +62,7 @@ int are_arrays_right(const Steps *steps, PyObject *arrays) {
     return 1;
 }
 
-/* Start the timer that looks at calls that take long, if it does not run. */
+/* Start the timer that checks long calls, unless it runs. */
 int watch(Calls *calls) {
     if (*(char *)calls->armed.buf) return 0;
     PyObject *done = PyObject_CallMethod(calls->watch, "start", NULL);
@@ -81,7 +83,7 @@ static int take_count(Calls *calls, PyObject *key, uint64_t *identity, int64_t *
     return parsed ? 0 : -1;
 }
 
-/* Whether a code object is outside of the package; -1: an exception. */
+/* Return whether a code object is outside of the package; -1 with an exception. */
 static int is_of_user(Calls *calls, PyObject *code) {
     Site *site = calls->sites + ((uintptr_t)code >> 5 ^ (uintptr_t)code >> 11) % SITES;
     if (site->code == code) return site->is_user;
@@ -94,7 +96,7 @@ static int is_of_user(Calls *calls, PyObject *code) {
     return site->is_user = !is_inside;
 }
 
-/* Let a work that nobody awaits lead to a warning. */
+/* Add a guard that warns if the work is never awaited. */
 static int set_guard(Handle *call) {
     PyObject *number = call->key;
     if (number == Py_None) number = PyLong_FromLongLong(call->seq);
@@ -106,7 +108,7 @@ static int set_guard(Handle *call) {
     return call->guard ? 0 : -1;
 }
 
-/* Find where the user makes the call: the first frame outside of the package. */
+/* Find the user's call site: the first frame outside of the package. */
 int find_call_site(Calls *calls, Handle *call) {
     PyFrameObject *frame = PyEval_GetFrame();
     KEEP(frame);
@@ -122,18 +124,18 @@ int find_call_site(Calls *calls, Handle *call) {
             DROP(back);
             DROP(frame);
             if (!instruction) return -1;
-            /* The end of a block waits for its calls. */
+            /* Calls of a block need no guard, since the end of the block waits for them. */
             return calls->watches && !call->block ? set_guard(call) : 0;
         }
         DROP(code);
         DROP(frame);
         frame = (PyFrameObject *)back;
     }
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a call was made from no frame");
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a call was made outside of any frame");
     return -1;
 }
 
-/* Make a call; nothing is posted yet. */
+/* Create a call without posting its contributions. */
 Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
                   PyObject *key) {
     Handle *call = (Handle *)calls->allocate((PyTypeObject *)calls->work_type, 0);
@@ -150,14 +152,14 @@ Handle *make_call(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape,
     return call;
 }
 
-/* Whether all ranks start calls in this order, as they do not those with a key. */
+/* Return whether all ranks start the call in the same order, as they do without a key. */
 static int is_ordered(const Handle *call) { return call->block ? call->block->is_ordered : call->key == Py_None; }
 
-/* Whether the slots of a call may be free soon: the order of the calls says which one waits. */
+/* Return whether a call may wait for its slots. The order of the calls then decides which one waits. */
 static int may_wait(const Handle *call) { return is_ordered(call) && !call->calls->gave_up; }
 
-/* Whether a call can be posted, or waits for a slot: no function of Python has run since that was found out. Its number
-   is its own then; without a key, it is the next one. -1: an exception. */
+/* Return whether a call can be posted, or waits for a slot; -1 with an exception. No Python function has run since
+   the check. A call without a key has the next sequence number. */
 int is_ready(Handle *call) {
     Calls *calls = call->calls;
     const Steps *steps = call->steps;
@@ -184,8 +186,8 @@ int is_ready(Handle *call) {
     return CANNOT;
 }
 
-/* A call waits for a slot: Python looks in every turn of the loop whether there is one. The readers of a slot may wait
-   in turn for this rank to read what they have posted. */
+/* Handle a call that waits for a slot: Python checks in every loop iteration for a free one. The readers of a slot
+   may wait in turn for this rank to read their posts. */
 static int wait_for_slots(Calls *calls) {
     if (calls->waiting == 1) {
         PyObject *done = PyObject_CallNoArgs(calls->wait);
@@ -195,7 +197,7 @@ static int wait_for_slots(Calls *calls) {
     return advance(calls);
 }
 
-/* Put a call in flight that is `ready`, and end it if all is there: it may have been handed over. */
+/* Start a call that is `ready`, and end it if no contribution is missing. It may be handed over instead. */
 int launch(Handle *call, int ready) {
     call->entered = seconds();
     call->is_posted = ready == CAN;
@@ -205,14 +207,14 @@ int launch(Handle *call, int ready) {
     return begin(call);
 }
 
-/* Start a call with prepared steps: NULL without an exception if Python has to carry it out, before anything was
-   posted. The count of a key is taken then, as `taken` has it. */
+/* Start a call with prepared steps. Return NULL without an exception if Python must carry it out, before any post.
+   For a call with a key, `taken` then has the count that was taken. */
 Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyObject *value, double limit,
               PyObject *key, PyObject **taken) {
     if (watch(calls) < 0) return NULL;
     Handle *call = make_call(calls, steps, arrays, shape, value, limit, key);
     if (!call) return NULL;
-    /* The slots follow from the number, which is taken only if they are free. */
+    /* The slots follow from the sequence number, which is taken only if they are free. */
     int failed = 0;
     if (key == Py_None) call->identity = (uint64_t)(call->seq = gate_of(calls)[ENTERED] + 1);
     else failed = take_count(calls, key, &call->identity, &call->seq);
@@ -220,7 +222,7 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
     int ready = failed || find_call_site(calls, call) < 0 ? -1 : is_ready(call);
     if (!ready && key != Py_None)
         *taken = Py_BuildValue("KL", (unsigned long long)call->identity, (long long)call->seq);
-    if (!ready && note_await(call) < 0) ready = -1; /* nobody gets this work */
+    if (!ready && note_await(call) < 0) ready = -1; /* this work is discarded */
     if (ready <= 0) {
         DROP(call);
         return NULL;
@@ -233,8 +235,8 @@ Handle *start(Calls *calls, Steps *steps, PyObject *arrays, PyObject *shape, PyO
     return call;
 }
 
-/* start(plan, arrays, shape, result, limit, key): return a work; None if Python has to carry it out, or, since the
-   count of its key is taken, the id and the count. */
+/* start(plan, arrays, shape, result, limit, key): return a work; None if Python must carry out the call. If the
+   count of its key was taken before that, return the id and the count. */
 PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 6) return PyErr_SetString(PyExc_TypeError, "start takes 6 arguments"), NULL;
     if (!calls->comm) Py_RETURN_NONE;
@@ -255,7 +257,7 @@ PyObject *Calls_start(Calls *calls, PyObject *const *args, Py_ssize_t count) {
 
 /* ---- calls on plain arrays, from the group's methods */
 
-enum { LISTED = 16 }; /* ranks, at most, of a call on lists */
+enum { LISTED = 16 }; /* maximum number of ranks of a call on lists */
 
 static int is_carray(PyObject *array) {
     return TYPE_OF(array) == &PyArray_Type &&
@@ -263,7 +265,7 @@ static int is_carray(PyObject *array) {
            PyArray_NDIM((PyArrayObject *)array) <= DIMENSIONS;
 }
 
-/* Return the first of the places where a call like this one may be kept. */
+/* Return the first of the places that may have an equal call. */
 static Known *known_at(Calls *calls, const Asked *asked) {
     PyArrayObject *arrays[] = {(PyArrayObject *)asked->array, (PyArrayObject *)asked->other};
     uint64_t hash = (uintptr_t)asked->kind ^ (uintptr_t)asked->op >> 5 ^ (uintptr_t)asked->root >> 3;
@@ -296,7 +298,7 @@ static int is_like(const Known *known, const Asked *asked) {
                        has_shape(second, known->shape + DIMENSIONS, known->other_dimensions));
 }
 
-void forget(Known *known) {
+void clear_known(Known *known) {
     Py_CLEAR(known->kind);
     Py_CLEAR(known->op);
     Py_CLEAR(known->root);
@@ -305,7 +307,7 @@ void forget(Known *known) {
     Py_CLEAR(known->steps);
 }
 
-/* Return the shape of the main array of a call: of an array of parts, that of a part. */
+/* Return the shape of a call's main array. For an array of parts, return the shape of a part. */
 static PyObject *main_shape_of(const Calls *calls, const Known *known, const Asked *asked) {
     if (!asked->array) return PyTuple_New(0);
     if (!asked->other) return PyObject_GetAttr(asked->array, name_shape);
@@ -328,14 +330,15 @@ static PyObject *plan_of(Calls *calls, const Asked *asked) {
     }
 }
 
-/* Whether the steps of a call fit to its arrays. */
+/* Return whether the steps of a call fit its arrays. */
 static int are_right(const Calls *calls, const Steps *steps, const Asked *asked, PyObject *arrays) {
     if (asked->array && steps->storage != PyArray_DESCR((PyArrayObject *)asked->array)) return 0;
     if (PyList_Check(arrays)) return are_arrays_right(steps, arrays);
     return are_plain_arrays_right(calls, steps, (PyArrayObject *)asked->array, (PyArrayObject *)asked->other);
 }
 
-/* Find a call like this one; `made` is for one that is not kept. NULL, without an exception, if it has no steps. */
+/* Find an equal earlier call. `made` holds a result that is not cached. Return NULL without an exception if the call
+   has no steps. */
 static Known *find_known(Calls *calls, const Asked *asked, PyObject *arrays, Known *made) {
     Known *known = known_at(calls, asked);
     for (int i = 0; i < WAYS; i++)
@@ -365,19 +368,19 @@ static Known *find_known(Calls *calls, const Asked *asked, PyObject *arrays, Kno
                         !PyUnicode_CompareWithASCIIString(made->kind, "gather");
     made->gives_list = asked->form == LISTS && (made->gives_whole || is_alltoall);
     if (!(made->main_shape = main_shape_of(calls, made, asked))) return NULL;
-    /* A root of another type may have another number the next time. */
+    /* A root of another type may have another value the next time. */
     if (made->root != Py_None && !PyLong_CheckExact(made->root)) return made;
     int place = 0;
     while (place < WAYS - 1 && known[place].steps) place++;
     Known old = known[place];
-    memmove(known + 1, known, place * sizeof *known); /* the oldest is the last */
+    memmove(known + 1, known, place * sizeof *known); /* the oldest is last */
     known[0] = *made;
-    *made = old; /* which is forgotten with it */
+    *made = old; /* the caller releases it */
     return known;
 }
 
-/* Find how many seconds a call may take: 0 if that is for Python. The timer finds calls that have a timeout of their
-   own only when it hands them over, so that is not a short one. */
+/* Find the timeout of a call in seconds. Return 0 if Python must handle it: the timer learns of a call's own timeout
+   only at a hand-over, so short timeouts are not accepted here. */
 static int find_limit(Calls *calls, PyObject *given, double *limit) {
     PyObject *timeout = PyObject_GetAttr(calls->comm, name_default_timeout);
     if (!timeout) return -1;
@@ -400,7 +403,7 @@ static int find_limit(Calls *calls, PyObject *given, double *limit) {
     return *limit >= shortest;
 }
 
-/* Whether a call made here and now is plain: this thread and loop, an open group, and no interceptor but a `block`,
+/* Return whether a call made now is plain: this thread and loop, an open group, and no interceptor except a `block`,
    which records it. */
 static int may_start(Calls *calls, PyObject *timeout, double *limit, Block **block) {
     if (PyThread_get_thread_ident() != calls->thread || calls->forks != forks_of_process) return 0;
@@ -417,7 +420,7 @@ static int share_memory(PyArrayObject *first, PyArrayObject *second) {
     return a < b + PyArray_NBYTES(second) && b < a + PyArray_NBYTES(first);
 }
 
-/* Return the result of a call: as a list, a new one, but for outputs of an allgather that are one. */
+/* Return the result of a call. A list is a new one, except for the outputs of an allgather that are given as a list. */
 static PyObject *result_of(const Known *known, const Asked *asked) {
     PyObject *given = asked->form == NOTHING                                               ? Py_None
                       : asked->form == ONE || (asked->form == PARTS && known->gives_whole) ? asked->array
@@ -431,8 +434,8 @@ static PyObject *result_of(const Known *known, const Asked *asked) {
     return given;
 }
 
-/* Start or record a call on plain arrays, which `arrays` has as calls do: NULL, without an exception, if it is not
-   plain. */
+/* Start or record a call on plain arrays, with `arrays` in the form that calls use. Return NULL without an exception
+   if it is not plain. */
 static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, PyObject *timeout) {
     double limit;
     Block *block = NULL;
@@ -442,17 +445,18 @@ static Handle *start_plain(Calls *calls, const Asked *asked, PyObject *arrays, P
     if (known) {
         Steps *steps = known->steps;
         PyObject *shape = known->main_shape, *result = result_of(known, asked);
-        KEEP(steps), KEEP(shape); /* Python may run, and replace what is known */
+        KEEP(steps), KEEP(shape); /* Python may run, and replace the cached call */
         if (result && block) call = record(block, steps, arrays, shape, result, limit);
         else if (result) call = start(calls, steps, arrays, shape, result, limit, Py_None, NULL);
         DROP(result), DROP(steps), DROP(shape);
     }
-    forget(&made);
+    clear_known(&made);
     DROP(block);
     return call;
 }
 
-/* one(kind, tensor, op, root, writable, timeout, key): as `Dispatcher.one`, which gets what is not plain. */
+/* one(kind, tensor, op, root, writable, timeout, key): like `Dispatcher.one`, which handles calls that are not
+   plain. */
 PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_SetString(PyExc_TypeError, "one takes 7 arguments"), NULL;
     if (calls->comm && args[6] == Py_None && is_carray(args[1])) {
@@ -470,8 +474,8 @@ PyObject *Calls_one(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     return work;
 }
 
-/* parts(kind, whole, other, op, timeout, key): start a call on an array of equal parts, and one of a part or as many;
-   None if it is not plain. */
+/* parts(kind, whole, other, op, timeout, key): start a call on an array of equal parts, and another array of one
+   part or as many. Return None if it is not plain. */
 PyObject *Calls_parts(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 6) return PyErr_SetString(PyExc_TypeError, "parts takes 6 arguments"), NULL;
     PyObject *whole = args[1], *other = args[2];
@@ -499,7 +503,7 @@ PyObject *Calls_barrier(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-/* ---- calls on lists of an array per rank */
+/* ---- calls on lists with one array per rank */
 
 static Py_ssize_t length_of(PyObject *list) {
     return PyList_CheckExact(list) ? PyList_Size(list) : PyTuple_CheckExact(list) ? PyTuple_Size(list) : -1;
@@ -509,7 +513,7 @@ static PyObject *item_of(PyObject *list, Py_ssize_t index) {
     return PyList_CheckExact(list) ? PyList_GetItem(list, index) : PyTuple_GetItem(list, index);
 }
 
-/* Whether any of the arrays from `start` to `end`, which are written, shares memory with another one. */
+/* Return whether any of the arrays from `start` to `end`, which are written, shares memory with another one. */
 static int overlap(PyObject *arrays, Py_ssize_t start, Py_ssize_t end) {
     for (Py_ssize_t i = start; i < end; i++)
         for (Py_ssize_t n = 0; n < PyList_Size(arrays); n++) {
@@ -519,8 +523,8 @@ static int overlap(PyObject *arrays, Py_ssize_t start, Py_ssize_t end) {
     return 0;
 }
 
-/* Return the arrays of lists in the order of buffers: NULL, without an exception, if they are not plain, of one dtype
-   and shape, or as many as may be compared with each other in no time. */
+/* Return the arrays of lists in buffer order. Return NULL without an exception if they are not plain, differ in
+   dtype or shape, or are too many to compare quickly. */
 static PyObject *arrays_of(const Calls *calls, Asked *asked) {
     Py_ssize_t blocks = asked->blocks == Py_None ? 0 : length_of(asked->blocks), others = length_of(asked->others);
     int is_one = others < 0;
@@ -545,8 +549,8 @@ static PyObject *arrays_of(const Calls *calls, Asked *asked) {
     return arrays;
 }
 
-/* lists(kind, blocks, other, op, root, timeout, key): start a call on a list of an array per rank, or None, and an
-   array or a list; None if it is not plain. */
+/* lists(kind, blocks, other, op, root, timeout, key): start a call on a list with one array per rank, or None, and
+   another array or list. Return None if it is not plain. */
 PyObject *Calls_lists(Calls *calls, PyObject *const *args, Py_ssize_t count) {
     if (count != 7) return PyErr_SetString(PyExc_TypeError, "lists takes 7 arguments"), NULL;
     Asked asked = {LISTS, args[0], args[3], args[4], NULL, NULL, args[1], args[2]};

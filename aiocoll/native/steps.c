@@ -1,7 +1,8 @@
-/* Steps: a collective of one round, as `Round` of Python has it, with offsets in bytes; and its reduction.
+/* Steps: a collective of one round, as in Python's `Round`, with offsets in bytes; and its reduction.
 
-   Reductions run the inner loops of NumPy's own ufuncs on the bytes where they lie, in rank order, so results have the
-   bits of the reference. A reduction without such a loop (half precision, averages) is the kernel's, in Python. */
+   Reductions run the inner loops of NumPy's own ufuncs on the contributions in place, in rank order. So results have
+   the same bits as those of the reference. A reduction without such a loop (half precision, averages) runs the
+   Python kernel. */
 #include "accelerator.h"
 
 #include <math.h>
@@ -15,22 +16,22 @@ static void *rows(PyObject *tuple, int *count, size_t size) {
     return made;
 }
 
-/* Note that a buffer has so many bytes; -1 with an exception if there is no such buffer. */
+/* Record the minimum size of a buffer in bytes; -1 with an exception if there is no such buffer. */
 static int need(Steps *steps, int buffer, npy_intp nbytes) {
-    if (!nbytes) return 0; /* it need not be there */
+    if (!nbytes) return 0; /* an empty buffer may be missing */
     if (buffer < 0 || buffer >= steps->buffers_count) {
-        PyErr_Format(PyExc_ValueError, "there is no buffer %d", buffer);
+        PyErr_Format(PyExc_ValueError, "buffer %d does not exist", buffer);
         return -1;
     }
     if (nbytes > steps->needed[buffer]) steps->needed[buffer] = nbytes;
     return 0;
 }
 
-/* Check what a contribution takes: bytes in slots of one size. */
+/* Check the slots of a contribution, which must all have one size. */
 static int are_slots_wrong(Py_ssize_t nbytes, uint32_t first_slot, uint32_t slots) {
     uint32_t end = first_slot < LAYOUT_SMALL_SLOTS ? LAYOUT_SMALL_SLOTS : LAYOUT_SLOTS;
     if (nbytes >= 0 && slots && first_slot < end && slots <= end - first_slot) return 0;
-    PyErr_SetString(PyExc_ValueError, "there are no such slots");
+    PyErr_SetString(PyExc_ValueError, "the slots of a contribution are out of range");
     return 1;
 }
 
@@ -48,13 +49,14 @@ static int contributions_from(PyObject *tuple, Steps *steps, int size, Contribut
         if (need(steps, each->buffer, nbytes) < 0) return -1;
         if (!(each->readers = rows(readers, &each->readers_count, sizeof(int)))) return -1;
         if (!each->readers_count || (!each->is_common && each->readers_count > 1)) {
-            PyErr_SetString(PyExc_ValueError, "a contribution has a reader, and in a lane no other one");
+            PyErr_SetString(PyExc_ValueError,
+                            "a contribution must have a reader, and outside of the common lane only one");
             return -1;
         }
         for (int n = 0; n < each->readers_count; n++) {
             long reader = PyLong_AsLong(ITEM(readers, n));
             if (reader < 0 || reader >= size) {
-                if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a reader is no rank of the group");
+                if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a reader is not a rank of the group");
                 return -1;
             }
             each->readers[n] = (int)reader;
@@ -74,7 +76,7 @@ static int takes_from(PyObject *tuple, Steps *steps, int size) {
         take->nbytes = nbytes;
         if (are_slots_wrong(nbytes, take->first_slot, take->slots)) return -1;
         if (take->peer < 0 || take->peer >= size) {
-            PyErr_SetString(PyExc_ValueError, "a contribution is of no rank of the group");
+            PyErr_SetString(PyExc_ValueError, "the peer of a contribution is not a rank of the group");
             return -1;
         }
     }
@@ -88,7 +90,7 @@ static int pairs_from(PyObject *tuple, Pair **made, int *count) {
     return 0;
 }
 
-/* Check the numbers of buffers and takes, and that all that is reduced has one length. */
+/* Check the numbers of buffers and takes, and that all inputs of the reduction have one length. */
 static int check(Steps *steps) {
     for (int i = 0; i < steps->copies_count; i++)
         if (need(steps, steps->copies[i].first, 1) < 0 || need(steps, steps->copies[i].second, 1) < 0) return -1;
@@ -98,7 +100,7 @@ static int check(Steps *steps) {
         if (need(steps, steps->moves[i].second, steps->takes[take].nbytes) < 0) return -1;
     }
     if (steps->target < 0) return 0;
-    /* The first rank of a scan reads nothing, and posts what it keeps. */
+    /* The first rank of a scan reads no contribution, and posts the array that it keeps. */
     if ((!steps->takes_count && !steps->first_count) || (!steps->takes_count && !steps->own_count)) goto wrong;
     steps->nbytes_folded = steps->takes_count ? steps->takes[0].nbytes : steps->first[0].nbytes;
     if (steps->nbytes_folded % steps->itemsize) goto wrong;
@@ -110,14 +112,14 @@ static int check(Steps *steps) {
     }
     return need(steps, steps->target, steps->nbytes_folded);
 wrong:
-    PyErr_SetString(PyExc_ValueError, "the round does not fit together");
+    PyErr_SetString(PyExc_ValueError, "the parts of the round are inconsistent");
     return -1;
 }
 
 static void find_loop(Steps *steps, PyObject *ufunc) {
     PyUFuncObject *found = (PyUFuncObject *)ufunc;
     int type = steps->storage->type_num;
-    /* The loop is for numbers of this machine. */
+    /* The loop requires native byte order. */
     if (PyDataType_REFCHK(steps->storage) || !PyArray_ISNBO(steps->storage->byteorder)) return;
     if (found->nin != 2 || found->nout != 1 || !found->functions) return;
     for (int i = 0; i < found->ntypes; i++) {
@@ -130,7 +132,7 @@ static void find_loop(Steps *steps, PyObject *ufunc) {
     }
 }
 
-/* Take over the regions of one direction of a relay: buffer, start and stop of each. */
+/* Copy the regions of one direction of a relay: buffer, start and stop of each. */
 static int way_from(Steps *steps, PyObject *regions, Way *way) {
     if (!(way->regions = rows(regions, &way->steps, sizeof(Region)))) return -1;
     npy_intp longest = 0;
@@ -140,7 +142,7 @@ static int way_from(Steps *steps, PyObject *regions, Way *way) {
         if (!PyArg_ParseTuple(ITEM(regions, i), "inn", &buffer, &start, &stop)) return -1;
         if (start < 0 || stop < start || stop > PY_SSIZE_T_MAX / steps->itemsize || buffer < 0 ||
             buffer >= steps->buffers_count)
-            return PyErr_SetString(PyExc_ValueError, "there is no such region"), -1;
+            return PyErr_SetString(PyExc_ValueError, "a region is out of range"), -1;
         if (need(steps, buffer, stop * steps->itemsize) < 0) return -1;
         way->regions[i] = (Region){buffer, start, stop - start};
         if (stop - start > longest) longest = stop - start;
@@ -149,8 +151,8 @@ static int way_from(Steps *steps, PyObject *regions, Way *way) {
     return 0;
 }
 
-/* A relay: elements of a chunk; how many steps a rank passes on what has come behind; regions that are put, that are
-   taken, and that these are reduced with, by step; and the target and the source of a copy. */
+/* Copy a relay: elements per chunk; number of steps by which sends lag behind receives; by step, the regions to put,
+   to take, and to reduce taken data with; target and source of a copy. */
 static int relay_from(Steps *self, PyObject *relay) {
     PyObject *puts, *takes, *sources, *copy;
     Py_ssize_t chunk;
@@ -170,17 +172,17 @@ static int relay_from(Steps *self, PyObject *relay) {
     if (!local->steps) return 0;
     if (local->steps == 2 && local->regions[0].count == local->regions[1].count) return 0;
 wrong:
-    PyErr_SetString(PyExc_ValueError, "the relay does not fit together");
+    PyErr_SetString(PyExc_ValueError, "the parts of the relay are inconsistent");
     return -1;
 }
 
-/* `round` is a `Round`, or what `relay_from` takes. */
+/* `round` is a `Round`, or the argument of `relay_from`. */
 static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     PyObject *plan, *kind, *op, *signature, *storage, *round, *ufunc, *fold_function, *copies, *first, *takes, *target,
         *own, *moves, *last;
     unsigned long long fingerprint;
     int size;
-    if (self->plan) return PyErr_SetString(PyExc_TypeError, "it was initialized before"), -1;
+    if (self->plan) return PyErr_SetString(PyExc_TypeError, "the object is already initialized"), -1;
     if (!PyArg_ParseTuple(args, "OOOOKO!iiO!OO", &plan, &kind, &op, &signature, &fingerprint, &PyArrayDescr_Type,
                           &storage, &self->buffers_count, &size, &PyTuple_Type, &round, &ufunc, &fold_function))
         return -1;
@@ -198,7 +200,7 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     self->itemsize = PyDataType_ELSIZE(self->storage);
     self->size = size;
     if (self->itemsize <= 0 || self->buffers_count < 0)
-        return PyErr_SetString(PyExc_ValueError, "there is no such round"), -1;
+        return PyErr_SetString(PyExc_ValueError, "the item size or the number of buffers is invalid"), -1;
     if (!(self->needed = PyMem_Calloc(self->buffers_count ? self->buffers_count : 1, sizeof(npy_intp))))
         return PyErr_NoMemory(), -1;
     self->target = -1;
@@ -209,7 +211,7 @@ static int Steps_init(Steps *self, PyObject *args, PyObject *kwargs) {
     long number = target == Py_None ? -1 : PyLong_AsLong(target);
     if (PyErr_Occurred()) return -1;
     if (number < -1 || number >= self->buffers_count)
-        return PyErr_SetString(PyExc_ValueError, "there is no buffer to reduce into"), -1;
+        return PyErr_SetString(PyExc_ValueError, "the target buffer of the reduction does not exist"), -1;
     self->target = (int)number;
     if (contributions_from(first, self, size, &self->first, &self->first_count) < 0) return -1;
     if (contributions_from(last, self, size, &self->last, &self->last_count) < 0) return -1;
@@ -269,7 +271,7 @@ static void Steps_dealloc(Steps *self) {
 }
 
 static PyMemberDef Steps_members[] = {
-    {"plan", T_OBJECT, offsetof(Steps, plan), READONLY, "The plan that it was made from."}, {0}};
+    {"plan", T_OBJECT, offsetof(Steps, plan), READONLY, "The plan of the collective."}, {0}};
 static PyType_Slot Steps_slots[] = {
     {Py_tp_doc, "Steps(plan, kind, op, signature, fingerprint, storage, buffers, size, round, ufunc, fold, /)\n--\n\n"
                 "A collective of one round, prepared for one rank."},
@@ -287,8 +289,10 @@ PyType_Spec Steps_spec = {"aiocoll.native._core.Steps", sizeof(Steps), 0, Py_TPF
 
 static char *bytes_of(PyObject *array) { return PyArray_BYTES((PyArrayObject *)array); }
 
-/* Return where a buffer lies. `arrays` is a list of the buffers, one array that is the only buffer, or a pair: an array
-   of as many equal parts as there are ranks, each a buffer, and an array of one part, or of as many. */
+/* Return the memory of a buffer.
+
+   `arrays` is a list of the buffers, one array that is the only buffer, or a pair. A pair has an array with one part
+   per rank, each of which is a buffer, and an array of one part or of as many. */
 char *buffer_bytes(Handle *call, int buffer) {
     PyObject *arrays = call->arrays;
     if (PyList_Check(arrays)) return bytes_of(PyList_GetItem(arrays, buffer));
@@ -332,7 +336,7 @@ end:
     return 0;
 }
 
-/* Whether a result is a NaN, or a complex number with one. */
+/* Return whether a result is a NaN, or a complex number with one. */
 static int is_nan(const Steps *steps, const char *bytes) {
     int is_single = steps->storage->type_num == NPY_FLOAT || steps->storage->type_num == NPY_CFLOAT;
     for (npy_intp at = 0; at < steps->itemsize; at += is_single ? sizeof(float) : sizeof(double)) {
@@ -351,7 +355,7 @@ static int is_one_number(const Steps *steps) {
            (type == NPY_FLOAT || type == NPY_DOUBLE || type == NPY_CFLOAT || type == NPY_CDOUBLE);
 }
 
-/* Reduce arrays of one element. The reference does that by numbers, which makes other NaNs than a loop over arrays. */
+/* Reduce arrays of one element. The reference uses scalars for them, which yield other NaNs than a loop over arrays. */
 static int fold_numbers(Handle *call, char **inputs, int count, char *out) {
     const Steps *steps = call->steps;
     char result[2 * sizeof(double)];
@@ -371,7 +375,7 @@ static char *scratch_of(Calls *calls, npy_intp nbytes) {
     return calls->scratch;
 }
 
-/* Reduce contributions, in rank order, into the target; `found` has where those of peers lie. */
+/* Reduce contributions, in rank order, into the target. `found` has the memory of the peers' contributions. */
 int fold(Handle *call, char **found) {
     const Steps *steps = call->steps;
     npy_intp nbytes = steps->nbytes_folded;

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <time.h>
 
-/* Peers map the same words, so a load or store of one must be a single instruction that no lock protects. */
+/* Peers map the same words, so each load or store must be a single instruction without a lock. */
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "8-byte words must be lock free");
 _Static_assert(sizeof(_Atomic uint64_t) == 8, "a word has 8 bytes");
 
@@ -24,7 +24,7 @@ static inline void fence_release(void) { atomic_thread_fence(memory_order_releas
 static inline void fence_acquire(void) { atomic_thread_fence(memory_order_acquire); }
 static inline void fence_full(void) { atomic_thread_fence(memory_order_seq_cst); }
 
-/* Give the other hyper-thread of a core room between two looks. */
+/* Yield to the other hyper-thread of the core between two checks. */
 static inline void pause_core(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -33,7 +33,7 @@ static inline void pause_core(void) {
 #endif
 }
 
-/* Seconds on the clock of time.monotonic and time.perf_counter. */
+/* Return the seconds on the clock of time.monotonic and time.perf_counter. */
 static inline double seconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

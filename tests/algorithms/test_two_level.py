@@ -124,7 +124,7 @@ def test_bytes_between_hosts_depend_on_the_hosts_alone(kind: str, algorithm: str
     for root in (0, len(hosts) - 1):
         sizes = crossing(replace(whole(kind, algorithm, hosts, block), root=root))
         nbytes = 0 if kind == "barrier" else block * len(hosts)
-        assert sum(sizes) == two_level.between(algorithm, kind, nbytes, hosts)
+        assert sum(sizes) == two_level.bytes_between_hosts(algorithm, kind, nbytes, hosts)
 
 
 def test_allreduce_sends_twice_its_share_of_hosts_and_each_lane_its_part() -> None:
@@ -313,5 +313,5 @@ def test_teams_and_lanes() -> None:
     assert [hosts.gates(lane) for lane in range(hosts.lanes)] == [[0, 1], [2, 1], [4, 3], [5, 6]]
     assert [hosts.counterparts(rank) for rank in (0, 2, 4, 5)] == [[0, 1], [2, 1], [4, 3], [5, 6]]
     assert [hosts.counterparts(rank) for rank in (1, 3, 6)] == [[0, 1], [2, 3], [4, 6]]
-    assert hosts.turned(4) == [4, 5, 0, 2]
-    assert hosts.circle(1) == [1, 0]
+    assert hosts.rotated_team(4) == [4, 5, 0, 2]
+    assert hosts.rotated_hosts(1) == [1, 0]

@@ -70,7 +70,7 @@ def test_the_first_missing_rank_is_named() -> None:
 def test_a_rank_that_loses_patience_first_names_the_missing_too() -> None:
     for error in failures({1, 3}, {2: 1.0}, True).values():
         assert "[rank 2 of group" in str(error)
-        assert "Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms; look at rank 0" in str(error)
+        assert "Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms; check the log of rank 0" in str(error)
 
 
 def test_rank_0_is_named_when_it_is_missing() -> None:
@@ -81,7 +81,7 @@ def test_rank_0_is_named_when_it_is_missing() -> None:
 def test_a_rank_that_knows_nothing_points_to_rank_0() -> None:
     # No answer can reach it in that time.
     for error in failures({3}, {2: 0.01}, True, (0.02, 0.02)).values():
-        assert "look at rank 0, which knows the missing ranks" in str(error)
+        assert "check its log, which names the missing ranks" in str(error)
         assert error.ranks == (0,)
 
 

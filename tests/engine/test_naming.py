@@ -152,9 +152,9 @@ def test_a_message_that_waits_says_for_what(caplog: pytest.LogCaptureFixture) ->
         run_virtual(2, rank, latency=LATENCY, options=GroupOptions(warn_after=5))
     said = sorted(record.getMessage() for record in caplog.records)
     ends = [
-        "5.0 s: no message with tag 7 has come from rank 1",
-        "5.0 s: no message with tag 8 has come from any rank",
-        "5.0 s: no message with tag 0 has come from rank 0",
+        "5.0 s: no message with tag 7 has arrived from rank 1",
+        "5.0 s: no message with tag 8 has arrived from any rank",
+        "5.0 s: no message with tag 0 has arrived from rank 0",
         "5.0 s: rank 0 has not taken all of it",
     ]
     assert [text.split("waiting for ")[1] for text in said] == ends

@@ -369,7 +369,7 @@ async def test_an_exception_in_an_operation_ends_the_group_by_name(
 #: Lengths of frames of a broadcast of 800 bytes of eight each, and what is wrong with the last of them.
 TOO_MUCH: dict[str, tuple[list[int], str]] = {
     "a frame beyond the end": ([792, 16], "more than the 800 bytes"),
-    "a frame without bytes": ([0], "sent nothing where 800 bytes belong"),
+    "a frame without bytes": ([0], "sent an empty frame for a message of 800 bytes"),
     "a part of an element": ([796], "could not handle .* ValueError"),
 }
 

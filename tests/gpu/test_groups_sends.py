@@ -390,7 +390,7 @@ async def test_rank_0_is_named_if_it_does_not_let_a_message_begin(monkeypatch: p
         if rank:
             other = pg.recv(full(gpu, 1, 0), 0, tag=1)
             assert [each.standing() for each in comm_of(pg).in_flight.pending] == [
-                "no message with tag 1 has come from rank 0"
+                "no message with tag 1 has arrived from rank 0"
             ]
         work = pg.recv(tensor, 0, timeout=0.05) if rank else pg.send(tensor, 1)
         error = await pg.wait_revoked()

@@ -119,7 +119,9 @@ async def test_results_and_what_crosses_between_hosts(names: str, tmp_path: Path
         used.add((kind, algorithm))
         count = COUNTS[case["count"]](len(names)) if kind != "barrier" else 0
         nbytes = count * ITEMSIZE[case["dtype"]] if count else 0
-        assert sum(each[2] for each in ranks) == two_level.between(algorithm, kind, nbytes, host_numbers(names)), case
+        assert sum(each[2] for each in ranks) == two_level.bytes_between_hosts(
+            algorithm, kind, nbytes, host_numbers(names)
+        ), case
         if algorithm == "leaders":
             # One element is on one of the hosts alone.
             messages = {"reduce": 1, "broadcast": 1, "allgather": min(2, count)}.get(kind, 2)

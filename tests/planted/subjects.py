@@ -169,7 +169,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         ),
         "what is kept": Subject(
             (
-                "Packer._let_go",
+                "Packer._drop_references",
                 "Batch.__aexit__",
                 "Completion.finish",
                 "Recording.settle",

@@ -1,1 +1,1 @@
-"""Schedules that take all ranks to be equally far from each other."""
+"""Flat schedules, which treat all pairs of ranks as equally distant."""

@@ -1,27 +1,27 @@
-"""Chain: one line of ranks; each rank passes on what arrives while it still arrives.
+"""Chain: ranks in a line, each of which forwards data while it arrives.
 
-Each rank receives and sends the tensor once, which is the least possible, all links work at the same time, and the
-line is as fast as one link once it is filled: the way for large tensors. (A reduce-scatter with a gather to the root
-would move twice the bytes.)
+Each rank receives and sends the tensor once, which is the minimum. All links work at the same time, and a filled chain
+is as fast as one link, so it suits large tensors. (A reduce-scatter with a gather to the root would move twice the
+bytes.)
 
 Cost in (steps, most bytes sent by one rank), n = bytes of the tensor:
 
     broadcast  "chain"  (p-1, n)
     reduce     "chain"  (p-1, n)    scratch n at inner ranks; the op must be commutative
 
-Ranks are numbered from the root, v = (rank - root) mod p; a broadcast runs up the line, a reduction down to v = 0.
+Ranks are numbered from the root, v = (rank - root) mod p. A broadcast runs up the line, a reduction down to v = 0.
 """
 
 from __future__ import annotations
 
-from aiocoll.algorithms.builder import Builder, Deps, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["broadcast", "reduce"]
 
 
 def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Pass the root's tensor (buffer 0) up the line."""
+    """Forward the root's tensor (buffer 0) up the line."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     node = (rank - root) % world_size
@@ -34,10 +34,10 @@ def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Reduce down the line; the tensor (buffer 0) is written at the root only."""
+    """Reduce the tensors (buffer 0) down the line. Only the root's tensor is overwritten."""
     tensor = Region(0, 0, count)
     if world_size == 1:
-        return reduced_alone(tensor, tensor)
+        return single_rank_reduction(tensor, tensor)
     build = Builder(1)
     node = (rank - root) % world_size
     last = node == world_size - 1

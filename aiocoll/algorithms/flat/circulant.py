@@ -1,11 +1,11 @@
 """Circulant graph: as few steps as a tree and as little traffic as a ring, for every number of ranks.
 
-Write R for the blocks in the order rank, rank+1, ... (mod p). To reduce and scatter, halve: with s' the number of
-blocks still wanted and s = ceil(s'/2), send R[s:s'] to rank+s, which adds them to the first s'-s of its own R, and go
-on with s. After ceil(log2 p) rounds R[0], this rank's block, is complete. The same rounds backwards, with the arrows
-turned, gather the results. R[s:s'] is at most two runs of the vector, so nothing is packed.
+Let R be the blocks in the order rank, rank+1, ... (mod p). The reduce-scatter halves the number of blocks in each
+round. With s' wanted blocks and s = ceil(s'/2), send R[s:s'] to rank+s, which adds them to the first s'-s blocks of its
+own R. Continue with s. After ceil(log2 p) rounds, this rank's block R[0] is complete. The same rounds in reverse, with
+senders and receivers swapped, gather the results. R[s:s'] is at most two runs of the vector, so no packing is needed.
 
-Partial results meet in another order than the ranks', always the same one: the op must be commutative, and each block
+Partial results are combined in an order that is fixed, but is not rank order, so the op must be commutative. Each block
 is reduced in one place, so all ranks get the same bits.
 
 Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector, L = ceil(log2 p):
@@ -27,21 +27,21 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from aiocoll.algorithms.builder import Builder, Deps, chunks, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, chunks, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["allgather", "allreduce", "barrier", "bruck", "reduce_scatter"]
 
 
 class _Blocks(NamedTuple):
-    """Where the blocks R of one rank lie: R[i] is block (`first` + i) mod p of a buffer cut at `bounds`."""
+    """The blocks R of one rank: R[i] is block (`first` + i) mod p of a buffer cut at `bounds`."""
 
     buffer: int
     bounds: Sequence[int]
     first: int = 0
 
     def runs(self, low: int, high: int) -> list[Region]:
-        """Blocks R[low:high] as one run of the buffer, or two where R wraps around its end."""
+        """Return blocks R[low:high] as one run of the buffer, or two where R wraps around its end."""
         size = len(self.bounds) - 1
         low, high = low + self.first, high + self.first
         if low < size < high:
@@ -55,9 +55,9 @@ class _Blocks(NamedTuple):
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Reduce-scatter and allgather the tensor (buffer 0) in place; no scratch."""
+    """Reduce-scatter and allgather the tensor (buffer 0) in place, without scratch."""
     if world_size == 1:
-        return reduced_alone(Region(0, 0, count), Region(0, 0, count))
+        return single_rank_reduction(Region(0, 0, count), Region(0, 0, count))
     build = Builder(1)
     parts = chunks(count, world_size)
     blocks = _Blocks(0, [part.start for part in parts] + [count], first=rank)
@@ -70,7 +70,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
     """Reduce inputs (buffers 0 to p-1) into the output (buffer p)."""
     output = Region(world_size, 0, counts[rank])
     if world_size == 1:
-        return reduced_alone(output, Region(0, 0, counts[0]), buffers=2)
+        return single_rank_reduction(output, Region(0, 0, counts[0]), buffers=2)
     build = Builder(world_size + 1)
     blocks = _rotated(build, rank, counts)
     copied = []
@@ -82,7 +82,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
 
 
 def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Gather inputs (buffer p) in scratch, in order of R, and copy them to the outputs (buffers 0 to p-1)."""
+    """Gather inputs (buffer p) in scratch, in the order of R, and copy them to the outputs (buffers 0 to p-1)."""
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     build.copy(Region(rank, 0, counts[rank]), mine)
@@ -101,7 +101,7 @@ def bruck(rank: int, world_size: int, count: int) -> Program:
     """Gather all tensors (buffer 0) in scratch and fold them in rank order."""
     tensor = Region(0, 0, count)
     if world_size == 1:
-        return reduced_alone(tensor, tensor)
+        return single_rank_reduction(tensor, tensor)
     build = Builder(1)
     blocks = _rotated(build, rank, [count] * world_size)
     copied = build.copy(blocks.runs(0, 1)[0], tensor)
@@ -114,7 +114,7 @@ def bruck(rank: int, world_size: int, count: int) -> Program:
 
 
 def barrier(rank: int, world_size: int) -> Program:
-    """In round k, receive the signal of rank-2^k, which includes all that it received in earlier rounds."""
+    """Exchange signals: in round k, wait for rank-2^k, whose signal implies all signals it received before."""
     build = Builder(0)
     received: Deps = ()
     distance = 1
@@ -126,13 +126,13 @@ def barrier(rank: int, world_size: int) -> Program:
 
 
 def _rotated(build: Builder, rank: int, counts: Sequence[int]) -> _Blocks:
-    """Reserve scratch for all blocks in order of R."""
+    """Reserve scratch for all blocks, in the order of R."""
     bounds = list(accumulate([*counts[rank:], *counts[:rank]], initial=0))
     return _Blocks(build.scratch(bounds[-1]), bounds)
 
 
 def _halvings(world_size: int) -> list[tuple[int, int]]:
-    """The pairs (s, s') of the reduction, in its order."""
+    """Return the pairs (s, s') of the reduction, in order."""
     pairs = []
     while world_size > 1:
         half = (world_size + 1) // 2
@@ -142,7 +142,7 @@ def _halvings(world_size: int) -> list[tuple[int, int]]:
 
 
 def _reduce_rounds(build: Builder, rank: int, blocks: _Blocks, loaded: Sequence[Deps], target: Region) -> Deps:
-    """Reduce R[0] into `target`; R[i] may be touched after `loaded[i]`. Return the action that completes it."""
+    """Reduce R[0] into `target`, and return the action that completes it. R[i] may be used after `loaded[i]`."""
     world_size = len(loaded)
     combined: Deps = ()
     for half, whole in _halvings(world_size):
@@ -160,10 +160,10 @@ def _reduce_rounds(build: Builder, rank: int, blocks: _Blocks, loaded: Sequence[
 
 
 def _gather_rounds(build: Builder, rank: int, blocks: _Blocks, first: Deps) -> list[tuple[int, int, Deps]]:
-    """Fill R from R[0], which `first` writes. Return which blocks each round brings, and the actions that do.
+    """Fill R from R[0], which `first` writes. Return the blocks that arrive in each round, and their actions.
 
-    In an allreduce this overwrites partial results that were sent in the reduction: the complete ones contain them
-    and come from the rank that received them, so they arrive after those were read.
+    In an allreduce this overwrites partial results that the reduction has sent. That is safe: the complete results
+    contain them and come from the rank that received them, so they arrive after the partial results were read.
     """
     world_size = len(blocks.bounds) - 1
     rounds = []

@@ -1,8 +1,9 @@
-"""Pairwise: every rank owns one chunk, gets it from each other rank directly, and reduces all p inputs in rank order.
+"""Pairwise: every rank owns one chunk, receives it directly from each other rank, and reduces all inputs in rank order.
 
-As little traffic as a ring with two steps instead of 2(p-1), and the only large-message algorithm that reduces each
-element in one place in rank order: for ops that are not commutative and for sums that must be rounded only once.
-The price is p-1 messages at once. Folding follows the arrivals and the results follow the folding, element by element.
+It has as little traffic as a ring, in two steps instead of 2(p-1). No other large-message algorithm reduces each
+element in one place in rank order. That suits ops that are not commutative, and sums that must be rounded only once.
+Its disadvantage is p-1 messages at once. The reduction streams: it follows the arrivals, and the sends of results
+follow the reduction, element by element.
 
 Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector (alltoall: of one rank's inputs):
 
@@ -11,7 +12,7 @@ Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector (all
     reduce_scatter  "pairwise"  (1, n(p-1)/p)     scratch n(p-1)/p
     alltoall        "pairwise"  (1, n(p-1)/p)
 
-Peers are taken in rotation (rank+1, rank+2, ...), so that first peers differ. Rabenseifner, "Optimization of
+Each rank sends to rank+1, rank+2, ..., so that ranks start with different peers. Rabenseifner, "Optimization of
 Collective Reduction Operations" (ICCS 2004), compares it with halving and ring.
 """
 
@@ -26,7 +27,7 @@ __all__ = ["allreduce", "alltoall", "reduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Fold the own chunk of all tensors (buffer 0), then send the result to all ranks."""
+    """Fold this rank's chunk of all tensors (buffer 0), then send the result to all ranks."""
     build = Builder(1)
     parts = chunks(count, world_size)
     mine = parts[rank]
@@ -34,14 +35,15 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
     for distance in range(1, world_size):
         build.send((rank + distance) % world_size, mine, follow=folded)
     for distance in range(1, world_size):
-        # Overwrites what was sent to the same peer above: it can only arrive after the peer has folded that.
+        # Overwrites the part sent to the same peer above: the result can only arrive after the peer has folded that
+        # part.
         peer = (rank - distance) % world_size
         build.recv(peer, parts[peer])
     return build.program("pairwise")
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Fold the own chunk of all tensors (buffer 0), then send the result to the root."""
+    """Fold this rank's chunk of all tensors (buffer 0), then send the result to the root."""
     build = Builder(1)
     parts = chunks(count, world_size)
     if rank != root:
@@ -52,14 +54,14 @@ def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
         return build.program("pairwise")
     _fold_chunk(build, rank, parts, parts[root])
     for distance in range(1, world_size):
-        # Overwrites what was sent to the same peer: it can only arrive after the peer has folded that.
+        # Overwrites the part sent to the same peer: the result can only arrive after the peer has folded that part.
         peer = (root - distance) % world_size
         build.recv(peer, parts[peer])
     return build.program("pairwise")
 
 
 def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Fold the own chunk of all inputs (buffers 0 to p-1) into the output (buffer p)."""
+    """Fold this rank's chunk of all inputs (buffers 0 to p-1) into the output (buffer p)."""
     build = Builder(world_size + 1)
     parts = [Region(part, 0, counts[part]) for part in range(world_size)]
     _fold_chunk(build, rank, parts, Region(world_size, 0, counts[rank]))
@@ -67,7 +69,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
 
 
 def alltoall(rank: int, world_size: int, in_counts: Sequence[int], out_counts: Sequence[int]) -> Program:
-    """Send input j (buffer j) to rank j and receive output j (buffer p+j) from it, all posted at once."""
+    """Send input j (buffer j) to rank j and receive output j (buffer p+j) from it, all at once."""
     build = Builder(2 * world_size)
     for distance in range(1, world_size):
         peer = (rank + distance) % world_size
@@ -80,7 +82,7 @@ def alltoall(rank: int, world_size: int, in_counts: Sequence[int], out_counts: S
 
 
 def _fold_chunk(build: Builder, rank: int, parts: Sequence[Region], target: Region) -> Deps:
-    """Send each peer its part and fold all contributions to the own part, in rank order, into `target`."""
+    """Send each peer its part, and fold all contributions to this rank's part, in rank order, into `target`."""
     world_size = len(parts)
     size = parts[rank].count
     scratch = build.scratch((world_size - 1) * size) if world_size > 1 else 0

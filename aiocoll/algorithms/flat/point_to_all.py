@@ -1,11 +1,11 @@
-"""Direct: every message goes straight from the rank that has the data to the one that needs it, in one step.
+"""Direct algorithms: each message goes straight from the rank with the data to the rank that needs it, in one step.
 
-The least latency there is, and the most traffic through one link. Right for small messages, few ranks, and for
-gather and scatter, where no relay could save the root anything.
+They have the least latency, and the most traffic through one link. They suit small messages, few ranks, and gather and
+scatter, where no relay could reduce the root's traffic.
 
 Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector, p = ranks:
 
-    allreduce  "oneround"  (1, n(p-1))      every rank gets everything and reduces it in rank order
+    allreduce  "oneround"  (1, n(p-1))      every rank receives all tensors and reduces them in rank order
     allreduce  "exchange"  (1, n)           the same for two ranks, reducing on arrival instead of from scratch
     reduce     "linear"    (1, n)           the root reduces in rank order
     broadcast  "linear"    (1, n(p-1))
@@ -13,7 +13,7 @@ Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector, p =
     gather     "linear"    (1, n/p)
     scatter    "linear"    (1, n(p-1)/p)
     allreduce  "central"   (2, n(p-1))      rank 0 reduces in rank order, and sends the result to all ranks
-    barrier    "linear"    (2, 0)           every rank reports to rank 0, which then knows who is missing
+    barrier    "linear"    (2, 0)           every rank reports to rank 0, which then knows the missing ranks
     barrier    "oneround"  (1, 0)           every rank reports to every rank
 
 Two ranks, oneround:
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to all ranks and fold all tensors in rank order; scratch (p-1) tensors."""
+    """Send the tensor (buffer 0) to all ranks, and fold all tensors in rank order. Scratch: p-1 tensors."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     scratch = build.scratch((world_size - 1) * count) if world_size > 1 else 0
@@ -63,7 +63,10 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
 
 
 def central(rank: int, world_size: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to rank 0, which folds in rank order and sends the result; scratch (p-1) there."""
+    """Send the tensor (buffer 0) to rank 0, which folds in rank order and sends back the result.
+
+    Scratch at rank 0: p-1 tensors.
+    """
     build = Builder(1)
     tensor = Region(0, 0, count)
     if rank:
@@ -83,7 +86,7 @@ def central(rank: int, world_size: int, count: int) -> Program:
 
 
 def exchange(rank: int, world_size: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to the other rank and reduce it with what arrives, the lower rank's on the left."""
+    """Send the tensor (buffer 0) to the other rank, and reduce the two. The lower rank's is the left operand."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     if world_size != 2:
@@ -94,7 +97,7 @@ def exchange(rank: int, world_size: int, count: int) -> Program:
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to the root, which folds in rank order; scratch (p-1) tensors at the root."""
+    """Send the tensor (buffer 0) to the root, which folds in rank order. Scratch at the root: p-1 tensors."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     if rank != root:
@@ -124,7 +127,7 @@ def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
 
 
 def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Send the input (buffer p) to all ranks; outputs are buffers 0 to p-1."""
+    """Send the input (buffer p) to all ranks. Outputs are buffers 0 to p-1."""
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     build.copy(Region(rank, 0, counts[rank]), mine)
@@ -137,7 +140,7 @@ def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
 
 
 def barrier(rank: int, world_size: int) -> Program:
-    """Report to rank 0, which answers when all have: rank 0 knows who has not come."""
+    """Report to rank 0, which replies after the last report. Rank 0 knows the missing ranks."""
     build = Builder(0)
     if rank:
         build.signal(0)
@@ -164,7 +167,7 @@ def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Prog
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     if rank != root:
-        # A root that does not know the counts must be told of empty blocks, too.
+        # Empty blocks are signalled, since the root may not know the counts.
         if not build.send(root, mine):
             build.signal(root)
         return build.program("linear")
@@ -177,7 +180,7 @@ def gather(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Prog
 
 
 def scatter(rank: int, world_size: int, root: int, counts: Sequence[int]) -> Program:
-    """Send the root's inputs (buffers 0 to p-1) to their ranks; output is buffer p."""
+    """Send the root's inputs (buffers 0 to p-1) to their ranks. The output is buffer p."""
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
     if rank != root:

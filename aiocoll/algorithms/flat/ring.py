@@ -1,10 +1,10 @@
-"""Ring: chunks travel from rank to rank and are reduced on the way; all ranks send and receive all the time.
+"""Ring: chunks travel from rank to rank and are reduced on the way, while all ranks send and receive.
 
-Chunk c starts at rank c+1, is reduced at each rank it passes and is complete at rank c; in an allgather it then goes
-round once more. A chunk is forwarded while it still arrives (`follow`), so segments stream through and every link is
-busy in both directions: the fastest way for large vectors, the slowest for small ones. Partial sums start at a
-different rank for each chunk, so the op must be commutative; each chunk is reduced along one path only, so all ranks
-get the same bits.
+Chunk c starts at rank c+1, is reduced at each rank it passes and is complete at rank c. In an allreduce it then travels
+around the ring once more. A rank forwards a chunk while it arrives (`follow`), so segments stream and every link is
+busy in both directions. This is the fastest algorithm for large vectors, and the slowest for small ones. Partial sums
+start at a different rank for each chunk, so the op must be commutative. Each chunk is reduced along one path only, so
+all ranks get the same bits.
 
 Cost in (steps, most bytes sent by one rank), n = bytes of the whole vector:
 
@@ -22,16 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aiocoll.algorithms.builder import Builder, Deps, chunks, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, chunks, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["allgather", "allreduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, world_size: int, count: int) -> Program:
-    """Reduce-scatter and allgather the tensor (buffer 0) in place; no scratch."""
+    """Reduce-scatter and allgather the tensor (buffer 0) in place, without scratch."""
     if world_size == 1:
-        return reduced_alone(Region(0, 0, count), Region(0, 0, count))
+        return single_rank_reduction(Region(0, 0, count), Region(0, 0, count))
     build = Builder(1)
     parts = chunks(count, world_size)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -42,7 +42,7 @@ def allreduce(rank: int, world_size: int, count: int) -> Program:
         ready = build.combine(left, part, part, final=hop == world_size - 1)
     for hop in range(world_size - 1):
         build.send(right, parts[(rank - hop) % world_size], follow=ready)
-        # Overwrites a partial result sent above: the complete one contains it, so it arrives after that was read.
+        # Overwrites a partial result sent above. The complete result contains it, so it arrives after that was read.
         ready = build.recv(left, parts[(rank - hop - 1) % world_size])
     return build.program("ring")
 
@@ -51,7 +51,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
     """Reduce inputs (buffers 0 to p-1) into the output (buffer p)."""
     output = Region(world_size, 0, counts[rank])
     if world_size == 1:
-        return reduced_alone(output, Region(0, 0, counts[0]), buffers=2)
+        return single_rank_reduction(output, Region(0, 0, counts[0]), buffers=2)
     build = Builder(world_size + 1)
     relays = [build.scratch(max(counts)) for _ in range(min(2, world_size - 2))]
     readers: dict[int, Deps] = {}  # the last message sent from each buffer
@@ -70,7 +70,7 @@ def reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Program
 
 
 def allgather(rank: int, world_size: int, counts: Sequence[int]) -> Program:
-    """Pass inputs (buffer p) round until all ranks have all in the outputs (buffers 0 to p-1)."""
+    """Forward inputs (buffer p) around the ring until all outputs (buffers 0 to p-1) are filled."""
     build = Builder(world_size + 1)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     block = Region(world_size, 0, counts[rank])

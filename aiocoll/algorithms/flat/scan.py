@@ -1,21 +1,21 @@
-"""Prefix reductions: rank r gets f(x0, ..., xr), or without its own xr in the exclusive form.
+"""Prefix reductions: rank r gets f(x0, ..., xr), or f(x0, ..., xr-1) in the exclusive form.
 
-All algorithms keep the rank order. An op with a last touch (AVG) has no meaning here: the caller refuses it. In the
-exclusive form rank 0's tensor stays as it is and rank 1 gets rank 0's.
+All algorithms keep the rank order. An op that finalizes its result (AVG) has no meaning here, and the caller rejects
+it. In the exclusive form rank 0's tensor stays unchanged, and rank 1 gets rank 0's tensor.
 
 Cost in (steps, most bytes sent by one rank), n = bytes of the tensor:
 
     scan, exscan  "fold"   (1, n(p-1))    scratch n*rank; each rank sends to all higher ranks, which fold
-    scan          "chain"  (p-1, n)       each rank adds its own and passes on, while it arrives
+    scan          "chain"  (p-1, n)       each rank adds its own tensor and forwards the sum, while data arrives
     exscan        "chain"  (p-1, n)       scratch 2n at inner ranks
 
 Hillis and Steele's logarithmic prefix ("Data parallel algorithms", CACM 1986) lies between the two in steps and in
-bytes; it pays only for many ranks and middle sizes.
+bytes. It pays off only for many ranks and middle sizes.
 """
 
 from __future__ import annotations
 
-from aiocoll.algorithms.builder import Builder, Deps, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["exscan_chain", "exscan_fold", "scan_chain", "scan_fold"]
@@ -27,7 +27,7 @@ def scan_fold(rank: int, world_size: int, count: int) -> Program:
 
 
 def exscan_fold(rank: int, world_size: int, count: int) -> Program:
-    """Fold the tensors (buffer 0) of ranks 0 to `rank` - 1 in place; leave rank 0's alone."""
+    """Fold the tensors (buffer 0) of ranks 0 to `rank` - 1 in place, and leave rank 0's unchanged."""
     return _fold(rank, world_size, count, inclusive=False)
 
 
@@ -49,10 +49,10 @@ def _fold(rank: int, world_size: int, count: int, *, inclusive: bool) -> Program
 
 
 def scan_chain(rank: int, world_size: int, count: int) -> Program:
-    """Reduce what arrives with the tensor (buffer 0), in place, and pass it on."""
+    """Reduce arriving data with the tensor (buffer 0), in place, and forward the result."""
     tensor = Region(0, 0, count)
     if world_size == 1:
-        return reduced_alone(tensor, tensor)
+        return single_rank_reduction(tensor, tensor)
     build = Builder(1)
     ready = build.combine(rank - 1, tensor, tensor, final=True) if rank else build.fold(tensor, (tensor,))
     if rank < world_size - 1:
@@ -61,7 +61,7 @@ def scan_chain(rank: int, world_size: int, count: int) -> Program:
 
 
 def exscan_chain(rank: int, world_size: int, count: int) -> Program:
-    """Keep what arrives, and pass it on reduced with the tensor (buffer 0)."""
+    """Store arriving data, and forward it reduced with the tensor (buffer 0)."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     last = world_size - 1

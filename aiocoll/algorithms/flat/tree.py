@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aiocoll.algorithms.builder import Builder, Deps, reduced_alone
+from aiocoll.algorithms.builder import Builder, Deps, single_rank_reduction
 from aiocoll.algorithms.program import Program, Region
 
 __all__ = ["RADIX", "broadcast", "children", "reduce"]
 
 RADIX = 4
-"""Of the broadcast: a rank starts three sends in about the time of one wake-up, so wider than binary saves steps."""
+"""Base of the broadcast tree. A rank starts three sends in about the time of one wake-up, so 4 saves steps over 2."""
 
 
 def children(node: int, world_size: int, radix: int) -> Iterator[int]:
@@ -44,10 +44,10 @@ def _parent(node: int, radix: int) -> int:
 
 
 def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Reduce along a binomial tree; the tensor (buffer 0) is written at the root only."""
+    """Reduce the tensors (buffer 0) along a binomial tree. Only the root's tensor is overwritten."""
     tensor = Region(0, 0, count)
     if world_size == 1:
-        return reduced_alone(tensor, tensor)
+        return single_rank_reduction(tensor, tensor)
     build = Builder(1)
     node = (rank - root) % world_size
     branches = sorted(children(node, world_size, 2))
@@ -66,7 +66,7 @@ def reduce(rank: int, world_size: int, root: int, count: int) -> Program:
 
 
 def broadcast(rank: int, world_size: int, root: int, count: int) -> Program:
-    """Send the root's tensor (buffer 0) down a tree; it is passed on while it arrives."""
+    """Send the root's tensor (buffer 0) down a tree. Each rank forwards it while it arrives."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     node = (rank - root) % world_size

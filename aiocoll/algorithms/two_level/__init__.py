@@ -1,1 +1,1 @@
-"""Schedules for ranks on several hosts."""
+"""Two-level schedules, for ranks on several hosts."""

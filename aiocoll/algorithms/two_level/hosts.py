@@ -1,10 +1,10 @@
-"""Which ranks share a host: what the two-level algorithms build on.
+"""Hosts of a group: teams of ranks that share a host, on which the two-level algorithms build.
 
-A host's ranks, in rank order, are its team; a team's first rank is its leader. Bytes between hosts travel in lanes, as
-many as the largest team has ranks: on each host one rank is the gate of a lane, and with teams of the same size every
-rank is the gate of one. In a smaller team some are gates of several lanes.
+The ranks of a host, in rank order, are its team. A team's first rank is its leader. Bytes between hosts travel in
+lanes, as many as the largest team has ranks. On each host, one rank is the gate of a lane. If all teams have the same
+size, every rank is the gate of one lane. In a smaller team, some ranks are gates of several lanes.
 
-Hosts are numbered in the order of their lowest ranks, so all ranks that know the same teams number them alike.
+Hosts are numbered in the order of their lowest ranks, so all ranks that know the same teams use the same numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Hosts", "embed", "host_numbers"]
 
 
 def host_numbers(names: Iterable[Hashable]) -> tuple[int, ...]:
-    """Return the host number of each rank from the name of its host: 0 for the host of rank 0, 1 for the next, ..."""
+    """Return the host number of each rank, given the name of its host. Host 0 has rank 0."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
@@ -27,7 +27,7 @@ class Hosts:
     """The teams of a group.
 
     Args:
-        numbers: host number of each rank, as `host_numbers` returns them.
+        numbers: host number of each rank, as returned by `host_numbers`.
 
     Attributes:
         host: host number of each rank.
@@ -52,17 +52,17 @@ class Hosts:
         return [team[lane * len(team) // self.lanes] for team in self.teams]
 
     def counterparts(self, rank: int) -> list[int]:
-        """Return, for each host, the rank there that stands for `rank`; on its own host it stands for itself."""
+        """Return the gates of `rank`'s lane: one rank per host, with `rank` itself on its own host."""
         place, size = self.place[rank], len(self.teams[self.host[rank]])
         return [team[place * len(team) // size] for team in self.teams]
 
-    def turned(self, rank: int) -> list[int]:
-        """Return the team of `rank`, beginning with it, in a circle."""
+    def rotated_team(self, rank: int) -> list[int]:
+        """Return the team of `rank`, rotated so that it begins with `rank`."""
         team, place = self.teams[self.host[rank]], self.place[rank]
         return [*team[place:], *team[:place]]
 
-    def circle(self, host: int) -> list[int]:
-        """Return all hosts, beginning with `host`, in a circle."""
+    def rotated_hosts(self, host: int) -> list[int]:
+        """Return all hosts, rotated so that they begin with `host`."""
         return [(host + step) % len(self.teams) for step in range(len(self.teams))]
 
 
@@ -76,19 +76,19 @@ def embed(
     follow: Deps = (),
     final: bool = True,
 ) -> Deps:
-    """Write the program of a rank in a smaller group into a larger one's.
+    """Add the program of a rank in a smaller group to the program of a larger group.
 
     Args:
-        build: of the larger program.
-        program: of the smaller group.
-        peers: rank in the larger group of each rank of the smaller one.
+        build: builder of the larger program.
+        program: program of the smaller group.
+        peers: by rank of the smaller group, its rank in the larger group.
         buffers: the region of each of the user's buffers of `program`.
         after: actions to be complete before the first ones of `program`.
-        follow: actions that the first sends of `program` follow; each as long as they are.
-        final: keep the op's last touch; else the results are partial. No such program may fold.
+        follow: actions that the first sends of `program` follow. Each is as long as these sends.
+        final: if True, the op finalizes the results. If False, they stay partial, and `program` must not fold.
 
     Returns:
-        All actions written.
+        All added actions.
     """
     places = [*buffers, *(Region(build.scratch(count), 0, count) for count in program.scratch)]
     written: list[Deps] = []
@@ -97,21 +97,23 @@ def embed(
         place = places[region.buffer]
         return Region(place.buffer, place.start + region.start, place.start + region.stop)
 
-    def those(indices: Deps) -> Deps:
+    def new_indices(indices: Deps) -> Deps:
         return tuple(new for index in indices for new in written[index])
 
     for action in program.actions:
-        if action.region.count == 0:  # of a barrier: it signals that all of `after` is complete
-            said = action.verb is Verb.SEND
+        if action.region.count == 0:  # an action of a barrier, which signals that all of `after` is complete
+            is_send = action.verb is Verb.SEND
             peer = peers[action.peer]
-            written.append(build.signal(peer, after + those(action.after)) if said else build.await_signal(peer))
+            written.append(
+                build.signal(peer, after + new_indices(action.after)) if is_send else build.await_signal(peer)
+            )
             continue
         first = not action.after and not action.follow
-        earlier = after if first else those(action.after)
+        earlier = after if first else new_indices(action.after)
         region, sources = moved(action.region), tuple(moved(source) for source in action.sources)
         match action.verb:
             case Verb.SEND:
-                leads = follow if first else those(action.follow)
+                leads = follow if first else new_indices(action.follow)
                 written.append(build.send(peers[action.peer], region, after=earlier, follow=leads))
             case Verb.RECV:
                 written.append(build.recv(peers[action.peer], region, after=earlier))
@@ -128,9 +130,9 @@ def embed(
                 )
             case Verb.FOLD:
                 assert final
-                written.append(build.fold(region, sources, after=earlier, follow=those(action.follow)))
+                written.append(build.fold(region, sources, after=earlier, follow=new_indices(action.follow)))
             case Verb.COPY if region == sources[0]:
-                written.append(())  # two buffers of the smaller group lie in the same place
+                written.append(())  # two buffers of the smaller group occupy the same region
             case _:
-                written.append(build.copy(region, sources[0], after=earlier, follow=those(action.follow)))
+                written.append(build.copy(region, sources[0], after=earlier, follow=new_indices(action.follow)))
     return tuple(index for deps in written for index in deps)

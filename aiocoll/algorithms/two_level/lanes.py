@@ -1,8 +1,9 @@
-"""Relay: between hosts every rank carries its share, so each byte crosses once and all ranks of a host send at once.
+"""Lanes: between hosts every rank carries its share, so each byte crosses once and all ranks of a host send at once.
 
-A vector is cut into one piece per lane. In an allreduce the ranks of a host first reduce each piece at the gate of its
-lane, the gates of a lane reduce over the hosts, and each gate gives its team the result. A block to be spread goes
-along the gates of its lane from host to host, and in each host from the gate around the team, while it arrives.
+A vector is cut into one piece per lane. In an allreduce, the ranks of a host first reduce each piece at the gate of its
+lane. Then the gates of a lane reduce over the hosts, and each gate sends the result to its team. A block to be spread
+travels along the gates of its lane from host to host. In each host, it travels from the gate around the team. Each rank
+forwards it while it arrives.
 
 Cost, h hosts of k ranks, p = hk, n = bytes of the whole vector, L = ceil(log2 h):
 
@@ -11,9 +12,9 @@ Cost, h hosts of k ranks, p = hk, n = bytes of the whole vector, L = ceil(log2 h
     broadcast    h + k - 1        n(1 + 1/k)                    n(h-1)
     allgather    h + k - 2        n(p-1)/p                      n(h-1)
 
-Between hosts that is the least there is, and 1/k of it per rank; no scratch anywhere. Partial results meet in another
-order than the ranks', always the same: the op must be commutative; each element is reduced along one path, so all
-ranks get the same bits.
+Between hosts that is the minimum, and each rank carries 1/k of it, without scratch. Partial results are combined in an
+order that is fixed, but is not rank order, so the op must be commutative. Each element is reduced along one path, so
+all ranks get the same bits.
 
 Two hosts of two ranks (0 1 | 2 3), the first lane of an allreduce:
 
@@ -65,7 +66,7 @@ def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
 
 
 def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Spread each piece of the root's tensor (buffer 0) along its own lane."""
+    """Send each piece of the root's tensor (buffer 0) along its own lane."""
     build = Builder(1)
     for lane, piece in enumerate(chunks(count, hosts.lanes)):
         spread(build, hosts, rank, root, hosts.gates(lane), piece)
@@ -73,7 +74,7 @@ def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
-    """Spread each rank's input (buffer p) to the outputs (buffers 0 to p-1) along the lane of that rank."""
+    """Send each rank's input (buffer p) to the outputs (buffers 0 to p-1) along the lane of that rank."""
     world_size = len(counts)
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
@@ -87,21 +88,21 @@ def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
 def spread(
     build: Builder, hosts: Hosts, rank: int, root: int, gates: Sequence[int], region: Region, ready: Deps = ()
 ) -> None:
-    """Send `region` of `root` along `gates`, one of each host, and in each host around the team.
+    """Send `region` of `root` along `gates`, one gate per host, and in each host around the team.
 
     Args:
-        build: of the program of `rank`.
+        build: builder of the program of `rank`.
         hosts: the teams.
-        rank: whose program.
-        root: the rank that has it; need not be a gate.
+        rank: the rank of the program.
+        root: the rank that has the data. It need not be a gate.
         gates: the gate on each host.
-        region: where it lies, or will lie, at `rank`.
-        ready: what writes it at the root.
+        region: location of the data at `rank`.
+        ready: actions that write the data at the root.
     """
     host, first = hosts.host[rank], hosts.host[root]
-    circle = hosts.circle(first)
+    circle = hosts.rotated_hosts(first)
     place = circle.index(host)
-    line = hosts.turned(gates[host])
+    line = hosts.rotated_team(gates[host])
     if place == 0:
         line = [root, *(peer for peer in line if peer != root)]
     at = line.index(rank)

@@ -1,8 +1,8 @@
-"""Leaders: between hosts, only one rank of each team communicates; for small messages.
+"""Leaders: only one rank of each team communicates with other hosts, for small messages.
 
-Inside a host data goes up to the leader, and results come down from it, along the trees of `tree`; the leaders run the
-algorithm that has the fewest steps among themselves. As many steps as without levels, but only one of them between
-hosts (with h hosts: ceil(log2 h)), and the messages between hosts do not grow with the ranks per host.
+Inside a host, data goes up to the leader, and results come down from it, along the trees of `tree`. The leaders run the
+algorithm with the fewest steps among themselves. There are as many steps as without levels, but few between hosts
+(ceil(log2 h) for h hosts). The number of messages between hosts does not grow with the ranks per host.
 
 Cost, h hosts of k ranks, n = bytes of the whole vector, L = ceil(log2 h), U = floor(log2 k), D and c the depth of a
 k-nomial tree of k ranks and the children of its root:
@@ -14,9 +14,9 @@ k-nomial tree of k ranks and the children of its root:
     allgather    1 + B + D    n((h-1)/h + c)                 h(h-1) or hL, n(h-1)            n (above 4 hosts 2n)
     barrier      2 + L        0                              hL, 0
 
-    * U', D' and c': the same of h.   B is 1 up to 4 hosts, L above.
+    * U', D' and c': the same for h hosts.   B is 1 up to 4 hosts, L above.
 
-Every leader repeats the reduction among the leaders, as every rank does in "bruck": the op must be portable. It must
+Every leader repeats the reduction among the leaders, as every rank does in "bruck", so the op must be portable. It must
 also be commutative, since teams are reduced before hosts. Karonis et al., "Exploiting hierarchy in parallel computer
 networks to optimize collective operation performance" (IPDPS 2000).
 """
@@ -35,11 +35,11 @@ from aiocoll.algorithms.two_level.hosts import Hosts, embed
 __all__ = ["DIRECT_HOSTS", "allgather", "allreduce", "barrier", "broadcast", "reduce"]
 
 DIRECT_HOSTS = 4
-"""Up to so many hosts, leaders send to each other in one step: three sends take about the time of one wake-up."""
+"""Number of hosts up to which leaders exchange data in one step. Three sends take about the time of one wake-up."""
 
 
 def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
-    """Reduce each team's tensors (buffer 0) at its leader, then the leaders', and hand the result down."""
+    """Reduce each team's tensors (buffer 0) at its leader, then those of the leaders, and send the result down."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     host, place = hosts.host[rank], hosts.place[rank]
@@ -55,7 +55,7 @@ def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
 
 
 def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Reduce each team's tensors (buffer 0) at one of it, the root or the leader, then those of all hosts."""
+    """Reduce each team's tensors (buffer 0) at its head (the root or the leader), then those of all heads."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     host, heads = hosts.host[rank], _heads(hosts, root)
@@ -74,7 +74,7 @@ def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Send the root's tensor (buffer 0) to one rank of each host, which hand it down while it arrives."""
+    """Send the root's tensor (buffer 0) to one rank of each host, which forwards it to its team while it arrives."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     host, heads = hosts.host[rank], _heads(hosts, root)
@@ -89,7 +89,7 @@ def broadcast(rank: int, hosts: Hosts, root: int, count: int) -> Program:
 
 
 def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
-    """Collect the inputs (buffer p) host by host in scratch; hand all down in one message, copy to the outputs."""
+    """Collect the inputs (buffer p) host by host in scratch, send them to each team, and copy them to the outputs."""
     world_size, number = len(counts), len(hosts.teams)
     build = Builder(world_size + 1)
     mine = Region(world_size, 0, counts[rank])
@@ -116,7 +116,7 @@ def allgather(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
 
 
 def barrier(rank: int, hosts: Hosts) -> Program:
-    """Report to the leader; the leaders synchronise and release their teams."""
+    """Report to the leader. The leaders synchronise and release their teams."""
     build = Builder(0)
     host = hosts.host[rank]
     first, *others = hosts.teams[host]
@@ -134,12 +134,12 @@ def barrier(rank: int, hosts: Hosts) -> Program:
 
 
 def _heads(hosts: Hosts, root: int) -> list[int]:
-    """Return the leader of each host: the root for its own."""
+    """Return the head of each host: the root on its host, the leader on others."""
     return [root if root in team else team[0] for team in hosts.teams]
 
 
 def _blocks(hosts: Hosts, bundles: Sequence[Region], counts: Sequence[int]) -> dict[int, Region]:
-    """Return where each rank's block lies in the bundle of its host."""
+    """Return the location of each rank's block in the bundle of its host."""
     blocks = {}
     for team, bundle in zip(hosts.teams, bundles, strict=True):
         start = bundle.start

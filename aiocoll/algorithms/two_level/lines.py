@@ -1,9 +1,9 @@
-"""Lines: a chain of all ranks, host by host, another one for each lane or rank; for large reductions.
+"""Lines: a chain of all ranks, host by host, with a different chain for each lane or rank; for large reductions.
 
-Each rank reduces what arrives with its own and passes it on while it arrives, as in "chain" and "ring", so everything
-streams. But a line enters and leaves each host once, and does so through another rank for each lane, so that no byte
-more than needed crosses and all ranks of a host share the crossing. In an allreduce a p-th of the vector goes along
-each rank's line, and when it is complete it is spread as in `lanes`. Seen from outside, the hosts are a ring.
+Each rank reduces arriving data with its own, and forwards the result while data arrives, as in "chain" and "ring", so
+all steps stream. But a line enters and leaves each host once, and does so through another rank for each lane. So no
+more bytes than needed cross between hosts, and all ranks of a host share the crossing. In an allreduce, a part of n/p
+bytes travels along each rank's line, and the complete part is spread as in `lanes`. Between hosts, this is a ring.
 
 Cost, p ranks on h hosts, k on each, n = bytes of the whole vector:
 
@@ -12,12 +12,12 @@ Cost, p ranks on h hosts, k on each, n = bytes of the whole vector:
     reduce           p - 1             n                             n(h-1)                n
     reduce_scatter   p - 1             n(p-1)/p                      n(h-1)                n(p-2)/p
 
-A ring over all ranks moves 2n(p-1)/p over each boundary between hosts, all of it from one rank, and k times as much if
-rank numbers alternate between hosts. (To reduce in each host first would take fewer steps, but what arrives from
-another host would have to wait for it: data that waits is copied, and nothing streams.)
+A ring over all ranks moves 2n(p-1)/p over each boundary between hosts, all of it from one rank. If rank numbers
+alternate between hosts, it moves k times as much. (Reducing in each host first would take fewer steps. But data from
+another host would have to wait for that, and waiting data is copied instead of streamed.)
 
-Partial results meet in another order than the ranks', always the same: the op must be commutative; each element is
-reduced along one path, so all ranks get the same bits. The sources are those of `lanes`.
+Partial results are combined in an order that is fixed, but is not rank order, so the op must be commutative. Each
+element is reduced along one path, so all ranks get the same bits. The sources are those of `lanes`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ __all__ = ["allreduce", "reduce", "reduce_scatter"]
 
 
 def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
-    """Reduce each rank's part of the tensor (buffer 0) along its line, then spread it, in place; no scratch."""
+    """Reduce each rank's part of the tensor (buffer 0) along its line, then spread it, in place, without scratch."""
     build = Builder(1)
     parts = list(enumerate(chunks(count, len(hosts.host))))
     done: list[Deps] = []
     for target, part in parts:
         done.append(_reduce(build, _line(hosts, target, hosts.counterparts(target)), rank, part, part))
     for target, part in parts:
-        # Overwrites a partial result sent above: the complete one contains it, so it arrives after that was read.
+        # Overwrites a partial result sent above. The complete result contains it, so it arrives after that was read.
         ready = done[target] if rank == target else ()
         spread(build, hosts, rank, target, hosts.counterparts(target), part, ready)
     return build.program("lines")
 
 
 def reduce(rank: int, hosts: Hosts, root: int, count: int) -> Program:
-    """Reduce each piece of the tensors (buffer 0) along its own line; it is written at the root only."""
+    """Reduce each piece of the tensors (buffer 0) along its own line. Only the root's tensor is overwritten."""
     build = Builder(1)
     scratch = 0 if rank == root else build.scratch(count)
     for lane, piece in enumerate(chunks(count, hosts.lanes)):
@@ -70,14 +70,17 @@ def reduce_scatter(rank: int, hosts: Hosts, counts: Sequence[int]) -> Program:
 
 
 def _line(hosts: Hosts, target: int, gates: Sequence[int]) -> list[int]:
-    """Return all ranks host by host, each team from its gate on, the team of `target` last and `target` at its end."""
-    first, *others = hosts.circle(hosts.host[target])
-    line = [rank for host in others for rank in hosts.turned(gates[host])]
-    return [*line, *(rank for rank in hosts.turned(gates[first]) if rank != target), target]
+    """Return all ranks host by host, each team from its gate on.
+
+    The team of `target` is last, with `target` at its end.
+    """
+    first, *others = hosts.rotated_hosts(hosts.host[target])
+    line = [rank for host in others for rank in hosts.rotated_team(gates[host])]
+    return [*line, *(rank for rank in hosts.rotated_team(gates[first]) if rank != target), target]
 
 
 def _reduce(build: Builder, line: Sequence[int], rank: int, partial: Region, own: Region) -> Deps:
-    """Combine what comes down `line` with `own` in `partial`, pass it on; return what completes it at the end."""
+    """Combine data from `line` with `own` in `partial`, and forward it. Return the completing action at the end."""
     place, last = line.index(rank), line[-1] == rank
     ready: Deps = ()
     if place == 0:

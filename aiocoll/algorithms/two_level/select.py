@@ -1,13 +1,13 @@
-"""Two levels: which collectives go over hosts first and ranks second, by which algorithm, and at what cost.
+"""Selection and cost of two-level algorithms, for groups with ranks on several hosts.
 
-Inside a host a message costs a few microseconds and memory bandwidth; between hosts it costs a wake-up on the network
-and a share of it. Two levels are used when a group has ranks on several hosts and more than one on any of them; any
-split will do, 3+1 as well as 2+2, and rank numbers may alternate between the hosts. Not with ops that must see the
-inputs in rank order: teams would be reduced before others' lower ranks.
+Inside a host, a message costs a few microseconds and memory bandwidth. Between hosts it costs a wake-up and a share of
+the network. Two levels are used when a group has ranks on several hosts and more than one on any of them. Any split
+works, 3+1 as well as 2+2, and rank numbers may alternate between hosts. Ops that need the inputs in rank order cannot
+use two levels, since a team would be reduced before lower ranks of other teams.
 
-Not built, since it would save nothing between hosts: gather, scatter and alltoall (every byte has one sender and one
-receiver; only messages could be fewer, at the price of another copy), monitored_barrier (rank 0 must hear from every
-rank itself) and the scans (their order is the ranks').
+Some collectives have no two-level form, because it would not reduce the traffic between hosts. In gather, scatter and
+alltoall, every byte has one sender and one receiver; only the number of messages could shrink, for an additional copy.
+In monitored_barrier, rank 0 must receive a report of every rank itself. Scans depend on the rank order.
 """
 
 from __future__ import annotations
@@ -19,24 +19,34 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from aiocoll.algorithms.flat.tree import RADIX, children
-from aiocoll.algorithms.load import Load, in_a_row, log2, seconds_of
+from aiocoll.algorithms.load import Load, log2, seconds_of, streaming_seconds_of
 from aiocoll.algorithms.machine import PIECE, Machine
 from aiocoll.algorithms.program import Program
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.algorithms.two_level import lanes, leaders, lines
 from aiocoll.algorithms.two_level.hosts import Hosts
 
-__all__ = ["ALGORITHMS", "RULES", "TwoLevelRule", "between", "build", "choose", "cost", "has_two_levels", "predict"]
+__all__ = [
+    "ALGORITHMS",
+    "RULES",
+    "TwoLevelRule",
+    "build",
+    "bytes_between_hosts",
+    "choose",
+    "cost",
+    "has_two_levels",
+    "predict",
+]
 
 
 class TwoLevelRule(NamedTuple):
-    """One line of the table: `algorithm` is used as long as none of the limits (all inclusive) is exceeded.
+    """One line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
 
     Attributes:
-        algorithm: name, a key of `ALGORITHMS` together with the kind; None for the one without levels.
+        algorithm: name, which together with the kind is a key of `ALGORITHMS`; None for an algorithm without levels.
         max_hosts: number of hosts.
         max_nbytes: bytes of the whole vector, in n_half of the network.
-        max_chunk: bytes of a p-th of the vector, in n_half.
+        max_chunk: bytes of the vector divided by p, in n_half.
         max_piece: bytes of one lane's piece of the vector, in n_half.
         max_volume: bytes of the whole vector times (h-1), for h hosts, in n_half.
     """
@@ -49,7 +59,7 @@ class TwoLevelRule(NamedTuple):
     max_volume: float = inf
 
     def admits(self, nbytes: int, world_size: int, hosts: int, lanes: int, n_half: float) -> bool:
-        """Whether no limit is exceeded."""
+        """Return whether no limit is exceeded."""
         return (
             hosts <= self.max_hosts
             and nbytes <= self.max_nbytes * n_half
@@ -62,31 +72,31 @@ class TwoLevelRule(NamedTuple):
 RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
     {
         "allreduce": (
-            # Two leaders exchange: as "exchange" of two ranks.
+            # Two leaders exchange their tensors, like the two ranks of "exchange".
             TwoLevelRule("leaders", max_hosts=2, max_nbytes=4),
-            # As "bruck": until the bytes that a leader sends take as long as a message takes to get started.
+            # Like "bruck", until the bytes that a leader sends take as long as the start of a message.
             TwoLevelRule("leaders", max_volume=1),
-            # Few steps; but a gate takes its team's pieces one after the other, and what waits is copied. Above, the
-            # lines' extra steps are hidden by streaming.
+            # Few steps. But a gate receives its team's pieces one after the other, and waiting pieces are copied. Above
+            # the limit, streaming hides the additional steps of the lines.
             TwoLevelRule("lanes", max_piece=8),
             TwoLevelRule("lines"),
         ),
         "reduce": (
-            # Few steps, few of them between hosts.
+            # Few steps, and few of them between hosts.
             TwoLevelRule("leaders", max_nbytes=4),
-            # log2(p) whole tensors against p-1 wake-ups, as "binomial".
+            # log2(p) sends of whole tensors, instead of p-1 wake-ups, as in "binomial".
             TwoLevelRule("leaders", max_chunk=0.25),
             TwoLevelRule("lines"),
         ),
-        # Below, the steps count, not the bytes.
+        # Below the limit, the number of steps matters more than the bytes.
         "reduce_scatter": (TwoLevelRule(None, max_chunk=1), TwoLevelRule("lines")),
         "broadcast": (
-            # As "knomial", until the root's repeated bytes cost more; the lanes take fewer steps than a chain.
+            # Like "knomial", until the root's repeated sends cost more. Lanes take fewer steps than a chain.
             TwoLevelRule("leaders", max_nbytes=8),
             TwoLevelRule("lanes"),
         ),
         "allgather": (
-            # It copies everything twice, which costs as much as a wake-up above.
+            # "leaders" copies all data twice. Above the limit, that costs as much as a wake-up.
             TwoLevelRule("leaders", max_nbytes=1),
             TwoLevelRule("lanes"),
         ),
@@ -95,7 +105,10 @@ RULES: Mapping[str, tuple[TwoLevelRule, ...]] = MappingProxyType(
 )
 
 _REPEATED = frozenset({("allreduce", "leaders")})
-"""Reductions that several ranks repeat: the same bits only if the kernel gives them wherever an element lies."""
+"""Reductions that several ranks repeat.
+
+Results are equal only if the kernel does not depend on an element's position.
+"""
 
 ALGORITHMS: Mapping[tuple[str, str], Callable[..., Program]] = MappingProxyType(
     {
@@ -115,22 +128,22 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Program]] = MappingProxyType(
 
 
 def has_two_levels(hosts: Sequence[int]) -> bool:
-    """Whether these ranks are on several hosts, and more than one of them on any."""
+    """Return whether the ranks are on several hosts, with more than one rank on any of them."""
     return 1 < len(set(hosts)) < len(hosts)
 
 
 def choose(
     kind: str, nbytes: int, hosts: Sequence[int], *, ordered: bool, portable: bool, machine: Machine
 ) -> str | None:
-    """Return the name of the two-level algorithm for a collective; None to do it without levels.
+    """Return the name of the two-level algorithm for a collective; None for an algorithm without levels.
 
     Args:
         kind: the collective.
         nbytes: bytes of the whole vector, as for `select.choose`.
-        hosts: host number of each rank; () if that is not known.
-        ordered: the op must fold all inputs in rank order at one place.
-        portable: the op gives the same bits on every rank.
-        machine: what the network between the hosts can do; the same on all ranks.
+        hosts: host number of each rank; () if unknown.
+        ordered: True if the op must fold all inputs in rank order at one place.
+        portable: True if the op gives the same bits on every rank.
+        machine: the costs of the network between the hosts; the same on all ranks.
     """
     rules = RULES.get(kind)
     if rules is None or ordered or not has_two_levels(hosts):
@@ -142,26 +155,26 @@ def choose(
             continue
         if rule.admits(nbytes, len(hosts), number, per_host, machine.n_half):
             return rule.algorithm
-    raise AssertionError(f"the rules for {kind} have no last resort")
+    raise AssertionError(f"no rule for {kind} applies: the last rule must have no limits")
 
 
 def build(
     kind: str, algorithm: str, rank: int, hosts: Sequence[int], *sizes: int | Sequence[int], root: int = 0
 ) -> Program:
-    """Return the program of one rank; arguments as for `select.build`, with the host number of each rank."""
+    """Return the program of one rank. Arguments are those of `select.build`, with the host number of each rank."""
     generate = ALGORITHMS[kind, algorithm]
     if spec_of(kind).rooted:
         return generate(rank, Hosts(hosts), root, *sizes)
     return generate(rank, Hosts(hosts), *sizes)
 
 
-def between(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> int:
+def bytes_between_hosts(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> int:
     """Return the bytes that all ranks together send to other hosts.
 
-    They depend on the number of hosts alone, however many ranks each of them has.
+    They depend on the number of hosts only, not on the ranks per host.
 
     Args:
-        algorithm: its name.
+        algorithm: name of the algorithm.
         kind: the collective.
         nbytes: bytes of the whole vector, as for `choose`.
         hosts: host number of each rank.
@@ -175,16 +188,17 @@ def between(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> int
 def cost(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> tuple[int, int]:
     """Return (steps, most bytes sent by one rank) of a two-level collective.
 
-    Exact, but for rounding, where all hosts have as many ranks; else for hosts as large as the largest, which is more.
+    Exact, except for rounding, if all hosts have equally many ranks. Otherwise, an upper bound: the cost for hosts that
+    are all as large as the largest.
 
     Args:
-        algorithm: its name.
+        algorithm: name of the algorithm.
         kind: the collective.
         nbytes: bytes of the whole vector, as for `choose`.
         hosts: host number of each rank.
 
     Raises:
-        KeyError: if `kind` has no such algorithm.
+        KeyError: `kind` has no such algorithm.
     """
     teams = Counter(hosts)
     number, per_host = len(teams), max(teams.values())
@@ -194,30 +208,30 @@ def cost(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int]) -> tuple[
 
 
 def predict(algorithm: str, kind: str, nbytes: int, hosts: Sequence[int], machine: Machine) -> float:
-    """Return about how many seconds a two-level collective takes: half of that or twice as much for some splits.
+    """Return the approximate duration of a two-level collective in seconds, within a factor of two for some splits.
 
-    All ranks are taken to be as far from each other as the hosts are.
+    The model treats all ranks as equally distant, with the costs of the network between hosts.
 
     Args:
-        algorithm: its name.
+        algorithm: name of the algorithm.
         kind: the collective.
         nbytes: bytes of the whole vector, as for `select.choose`.
         hosts: host number of each rank.
-        machine: what the network between the hosts can do.
+        machine: the costs of the network between the hosts.
     """
     steps, sent = cost(algorithm, kind, nbytes, hosts)
     load = Load(steps, 0, 0, sent, sent, nbytes if spec_of(kind).reduces else 0)
     if kind == "reduce":
-        # What a rank sends is little compared to what it receives, in whole tensors or piece by piece.
+        # A rank sends little compared to what it receives, in whole tensors or piece by piece.
         passed = nbytes if algorithm == "leaders" else min(nbytes, PIECE)
         return seconds_of(load, machine) + max(steps - 1, 0) * passed * machine.beta
-    return in_a_row(load, machine) if algorithm == "lines" else seconds_of(load, machine)
+    return streaming_seconds_of(load, machine) if algorithm == "lines" else seconds_of(load, machine)
 
 
 def _depth(ranks: int) -> int:
-    """Levels below the root of a k-nomial tree."""
+    """Return the number of levels below the root of a k-nomial tree."""
     levels, deepest = 0, 1
-    while deepest < ranks:  # as in `cost`: the first node of the next level has one more digit 1 in base RADIX
+    while deepest < ranks:  # in base RADIX, the first node of each level is 1, 11, 111, ...
         levels += 1
         deepest = deepest * RADIX + 1
     return levels
@@ -236,7 +250,7 @@ def _allreduce_bytes(n: int, h: int, k: int) -> int:
     return 2 * n * (h * k - 1) // (h * k)
 
 
-#: Of bytes n, hosts h and ranks per host k, as in the heads of the modules.
+#: Functions of bytes n, hosts h and ranks per host k, with the formulas of the module docstrings.
 _FORMULAS: Mapping[tuple[str, str], Callable[[int, int, int], tuple[int, int]]] = MappingProxyType(
     {
         ("allreduce", "leaders"): lambda n, h, k: (

@@ -1,1 +1,1 @@
-"""Calls that are fused: what they are, their layout in memory, and how they are packed."""
+"""Fusion of calls: their completions, their layout in memory, and packing."""

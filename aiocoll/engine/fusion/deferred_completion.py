@@ -1,4 +1,4 @@
-"""Calls that a coalescing block has recorded, their completions, and those of operations that stand for several."""
+"""Completions of calls that a coalescing block has recorded, and of operations that carry out several calls."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class DeferredCompletion(Completion):
     """The completion of a call that starts together with all others of its block.
 
     Attributes:
-        plan: of a collective on arrays that may be fused; None of any other call.
-        call: any other call.
+        plan: the plan of a collective on arrays that may be fused; None for other calls.
+        call: the recorded call, if it has no plan.
         arrays: arguments of the plan.
-        retrieved: the program has got the outcome.
+        retrieved: True if the program has retrieved the outcome.
     """
 
     __slots__ = ("arrays", "call", "plan", "retrieved")
@@ -43,7 +43,7 @@ class DeferredCompletion(Completion):
         return hasattr(self, "plan")
 
     def visible(self) -> Completion:
-        """Return the completion whose work the user holds."""
+        """Return the completion behind the user's work."""
         return self
 
     def want(self) -> None:
@@ -51,7 +51,7 @@ class DeferredCompletion(Completion):
         self.block.want()
 
     def note_retrieval(self) -> None:
-        """Record that the program has got the outcome."""
+        """Record that the program has retrieved the outcome."""
         self.retrieved = True
         super().note_retrieval()
 
@@ -62,7 +62,7 @@ class DeferredCompletion(Completion):
 
 
 class MemberCompletion(DeferredCompletion):
-    """The completion of a call that is part of a list; the list reports a failure.
+    """The completion of a call that is part of a list. The list reports failures.
 
     Attributes:
         whole: the completion of the list.
@@ -73,29 +73,29 @@ class MemberCompletion(DeferredCompletion):
     whole: Completion
 
     def visible(self) -> Completion:
-        """Return the completion whose work the user holds."""
+        """Return the completion behind the user's work, which is the completion of the list."""
         return self.whole
 
     def report_failure(self, error: BaseException) -> None:
-        """Leave the failure to the list."""
+        """Do nothing, since the list reports the failure."""
 
 
-#: A call of a block: its completion, or the work of one that the accelerator has recorded, which has none before it is
-#: asked for it.
+#: A call of a block: its completion, or the work of a call that the accelerator has recorded. Such a work has no
+#: completion until it is requested.
 Member = Any
 
 
 def completion_of_member(member: Member) -> DeferredCompletion:
-    """Return the completion of a call; if the accelerator has it in flight, Python takes it over."""
+    """Return the completion of a call. If the accelerator has it in flight, Python takes it over."""
     return member if isinstance(member, DeferredCompletion) else cast(DeferredCompletion, completion_of(member))
 
 
 class FlushCompletion(Completion):
-    """The completion of a flush, which no single user call has started; its members report failures.
+    """The completion of a flush, which no single user call has started. Its members report failures.
 
     Args:
         stands_for: returns the pending completions of user calls in the flush.
-        ended: called with the error at the end, or None.
+        ended: called at the end with the error, or None.
     """
 
     __slots__ = ("stands_for",)

@@ -1,4 +1,4 @@
-"""Which members of a flush are fused into one bucket, and the layout of the memory that is sent for them."""
+"""Layout of a flush: the buckets that fuse its members, and the memory that is sent for each bucket."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from aiocoll.engine.operations.signature import Signature
 
 __all__ = ["CHUNK", "Bucket", "Layout"]
 
-#: Bytes copied without interruption: a callback looks at the clock after each chunk.
+#: Number of bytes copied without interruption. A callback checks the time after each chunk.
 CHUNK = 128 * 1024
 
 Array = NDArray[Any]
 
 
 class Layout(NamedTuple):
-    """How a list of members is carried out; made once for equal lists.
+    """The buckets of a list of members. Equal lists share one layout.
 
     Attributes:
-        signature: of the flush.
-        fingerprint: of the whole list.
+        signature: signature of the flush.
+        fingerprint: hash of the whole list.
         buckets: in the order of their first members.
-        singles: the plan of each member that is carried out by itself, None of any other one; () if there are none.
+        singles: by member, the plan of a member that is carried out separately, or None; () if there are no such
+            members.
     """
 
     signature: Signature
@@ -38,25 +39,25 @@ class Layout(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Members that are carried out as one operation, or are `single`.
+    """Members that one operation carries out together, or equal members carried out separately (`single`).
 
-    Members on a CUDA device have no plan: all of them take part in one operation, for which no memory is packed.
+    Members on a CUDA device have no plan. All of them take part in one operation, for which no memory is packed.
 
     Each buffer of the operation holds the buffers of all members, concatenated, after a stamp if there is one.
 
     Attributes:
-        members: their positions in the list.
-        plan: of the operation; None for members on a device.
-        counts: by buffer, how many elements each member has; None where this rank has no such buffer.
-        reads: the buffers that are inputs.
-        writes: the buffers that are outputs.
-        stamps: by buffer, its first elements: a hash of its members' counts, where only the two ends of a message
-            know these.
-        sources: by output, the rank whose stamp it must begin with.
+        members: positions of the members in the list.
+        plan: plan of the operation; None for members on a device.
+        counts: by buffer, the number of elements of each member; None where this rank has no such buffer.
+        reads: the input buffers.
+        writes: the output buffers.
+        stamps: by buffer, its first elements: a hash of its members' counts, where only the two ends of a message know
+            these. None without stamps.
+        sources: by output, the rank whose stamp the output must begin with.
         cuts: positions in `members` that divide it into parts of about a `CHUNK`.
-        alike: all members have the same plan.
-        scales: each member multiplies this rank's data by its own factor first.
-        single: its members are alike, and each is carried out by itself.
+        alike: True if all members have the same plan.
+        scales: True if each member first multiplies this rank's data by its own factor.
+        single: True if its members are equal, and each is carried out separately.
     """
 
     members: tuple[int, ...]
@@ -72,18 +73,18 @@ class Bucket(NamedTuple):
     single: bool = False
 
     def first(self, buffer: int) -> int:
-        """Return how many elements of a buffer the stamp takes."""
+        """Return the number of elements that the stamp of a buffer takes."""
         return self.stamps[buffer].size if self.stamps else 0
 
     def size(self, buffer: int) -> int | None:
-        """Return how many elements a buffer has."""
+        """Return the number of elements of a buffer; None if this rank does not have it."""
         counts = self.counts[buffer]
         return None if counts is None else self.first(buffer) + sum(counts)
 
     def wrong(self, arrays: Sequence[Array | None]) -> int | None:
-        """Return a rank whose members have other counts than this rank's, if one is found."""
+        """Return a rank whose members have other counts than this rank's; None if no difference is found."""
         for buffer, peer in (self.sources or {}).items():
-            array, stamp = arrays[buffer], self.stamps[buffer]  # type: ignore[index]  # there are both, or neither
+            array, stamp = arrays[buffer], self.stamps[buffer]  # type: ignore[index]  # both or neither exist
             assert array is not None
             if array[: stamp.size].tobytes() != stamp.tobytes():
                 return peer
@@ -92,7 +93,7 @@ class Bucket(NamedTuple):
     def pack(
         self, members: Sequence[DeferredCompletion], arrays: Sequence[Array | None], buffers: Sequence[int]
     ) -> Iterator[None]:
-        """Fill `buffers`, in pieces."""
+        """Fill `buffers` with the members' data, in chunks."""
         for buffer in buffers:
             target, start = arrays[buffer], self.first(buffer)
             assert target is not None
@@ -102,16 +103,16 @@ class Bucket(NamedTuple):
                 stop = start + sum(sizes)
                 sources = [member.arrays[buffer] for member in members[first:last]]
                 if self.scales:
-                    yield from _scaled(members[first:last], sources, target[start:stop])
+                    yield from _scale_in_chunks(members[first:last], sources, target[start:stop])
                 elif last - first == 1:
-                    yield from _copied(sources[0], target[start:stop])
+                    yield from _copy_in_chunks(sources[0], target[start:stop])
                 else:
                     np.concatenate(sources, out=target[start:stop])
                 start = stop
                 yield
 
     def unpack(self, members: Sequence[DeferredCompletion], arrays: Sequence[Array | None]) -> Iterator[None]:
-        """Copy the outputs to the members' arrays and finish them, in chunks."""
+        """Copy the outputs to the members' arrays and finish the members, in chunks."""
         starts = {buffer: self.first(buffer) for buffer in self.writes}
         for first, last in zip(self.cuts, self.cuts[1:], strict=False):
             group = members[first:last]
@@ -122,7 +123,7 @@ class Bucket(NamedTuple):
                 sizes = counts[first:last]
                 starts[buffer] = stop = start + sum(sizes)
                 if last - first == 1:
-                    yield from _copied(source[start:stop], group[0].arrays[buffer])
+                    yield from _copy_in_chunks(source[start:stop], group[0].arrays[buffer])
                 elif self.alike:
                     for member, row in zip(group, source[start:stop].reshape(last - first, -1), strict=True):
                         member.arrays[buffer][...] = row
@@ -141,14 +142,14 @@ class Bucket(NamedTuple):
             yield first, last, counts[first:last]
 
 
-def _copied(source: Array, target: Array) -> Iterator[None]:
+def _copy_in_chunks(source: Array, target: Array) -> Iterator[None]:
     step = CHUNK // target.itemsize
     for start in range(0, source.size, step):
         target[start : start + step] = source[start : start + step]
         yield
 
 
-def _scaled(members: Sequence[DeferredCompletion], sources: Sequence[Array], target: Array) -> Iterator[None]:
+def _scale_in_chunks(members: Sequence[DeferredCompletion], sources: Sequence[Array], target: Array) -> Iterator[None]:
     """Copy each member, multiplied by its own factor."""
     step, place = CHUNK // target.itemsize, 0
     for member, source in zip(members, sources, strict=True):

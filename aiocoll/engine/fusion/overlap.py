@@ -1,4 +1,4 @@
-"""Members of one flush must not write memory that another one reads or writes: no order among them is defined."""
+"""Overlap check: members of a flush run in no defined order, so none may write memory that another one uses."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from aiocoll.engine.fusion.layout import Layout
 
 __all__ = ["Span", "check_no_overlap", "check_spans"]
 
-#: Of one array: start and end of its memory, the position of its member, and whether the member writes it.
+#: One array: start and end of its memory, the position of its member, and whether the member writes it.
 Span = tuple[int, int, int, bool]
 
 
 def check_no_overlap(layout: Layout, members: Sequence[DeferredCompletion]) -> None:
-    """Refuse members that share memory which at least one of them writes.
+    """Raise an error if members share memory that at least one of them writes.
 
     Raises:
-        ValueError: two members do; the text names both.
+        ValueError: two members share memory. The text names both.
 
-    Time: linear if each array owns its memory; n log n, and ten times as long, if some are views of others.
+    Time: linear if each array owns its memory. If some arrays are views of others, n log n and ten times as long.
     """
-    if not _are_owners(layout, members):
+    if not _own_their_memory(layout, members):
         check_spans(_spans(layout, members), members)
 
 
 def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) -> None:
-    """As `check_no_overlap`, for members with these non-empty arrays. Time: n log n."""
+    """Raise an error if members share memory, like `check_no_overlap`, given their non-empty arrays.
+
+    Time: n log n.
+    """
     reading, writing = _Reach(), _Reach()
     for start, end, member, writes in sorted(spans):
         other = writing.beyond(start, member)
@@ -40,13 +43,13 @@ def check_spans(spans: Iterable[Span], members: Sequence[DeferredCompletion]) ->
             first, second = sorted((member, other))
             raise ValueError(
                 f"members {first} ({members[first].op}) and {second} ({members[second].op}) of a coalescing block "
-                "share memory, and at least one of them writes to it: await the one before calling the other"
+                "share memory, and at least one of them writes to it: await the first call before making the second"
             )
         (writing if writes else reading).add(end, member)
 
 
 class _Reach:
-    """How far the spans so far extend: the farthest end, and the farthest of any other member."""
+    """The farthest end of all spans so far, and the farthest end of spans of any other member."""
 
     def __init__(self) -> None:
         self._end, self._member = 0, -1
@@ -62,7 +65,7 @@ class _Reach:
             self._other_end, self._other = end, member
 
     def beyond(self, start: int, member: int) -> int | None:
-        """Return a member other than `member` with a span that ends after `start`."""
+        """Return a member other than `member` with a span that ends after `start`; None if there is none."""
         if self._member != member:
             return self._member if self._end > start else None
         return self._other if self._other_end > start else None
@@ -94,18 +97,18 @@ def _spans(layout: Layout, members: Sequence[DeferredCompletion]) -> Iterator[Sp
             yield start, start + array.nbytes, position, writes
 
 
-def _are_owners(layout: Layout, members: Sequence[DeferredCompletion]) -> bool:
-    """Whether all arrays of different members have different owners of memory: then none overlap."""
+def _own_their_memory(layout: Layout, members: Sequence[DeferredCompletion]) -> bool:
+    """Return whether all arrays of different members have different owners of memory, so that none overlap."""
     ndarray = np.ndarray
     seen: set[int] = set()
     for bucket in layout.buckets:
         if bucket.plan is None:
             if any(map(_read_by, map(members.__getitem__, bucket.members))):
-                return False  # too few for the fast path to pay
+                return False  # too few members for the fast path to pay off
             continue
         arrays = [members[position].arrays for position in bucket.members]
         if len(arrays[0]) == 1:
-            # By far the most common case, with the fewest steps for each.
+            # By far the most common case, so it takes the fewest steps.
             owners = [array if (base := array.base) is None else base for (array,) in arrays]
             if set(map(type, owners)) != {ndarray}:
                 return False

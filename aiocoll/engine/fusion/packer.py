@@ -1,13 +1,13 @@
-"""The executor of a flush: one operation for the flush itself, and a child for each of its buckets or single members.
+"""Executor of a flush: one operation for the flush itself, and a child for each of its buckets or single members.
 
-The flush itself sends nothing. It stands for what its rank called under that number: its signature is the list of
-members, and frames, questions, timeouts and reports of completion refer to it. The ids of the buckets are derived from
-its id, and all children carry the fingerprint of the whole list, so no byte of a rank with another list is placed.
-Inputs are packed into memory of the endpoint and outputs are unpacked, both for `BUDGET` seconds per callback. No
-member's array is written before the operation of its bucket is complete.
+The flush itself sends no data. It represents the calls of its rank under that sequence number. Its signature is the
+list of members, and frames, requests, timeouts and completion reports refer to it. The ids of the buckets are derived
+from its id. All children carry the fingerprint of the whole list, so data of a rank with another list is never placed.
+Inputs are packed into memory of the endpoint and outputs are unpacked, both for at most `BUDGET` seconds per callback.
+No member's array is written before the operation of its bucket is complete.
 
-A single member is carried out as it is. Those that the accelerator carries out are children without an operation, until
-Python takes one over.
+A single member is carried out without packing. Members that the accelerator carries out are children without an
+operation, until Python takes one over.
 """
 
 from __future__ import annotations
@@ -37,32 +37,34 @@ if TYPE_CHECKING:
 
 __all__ = ["Flush", "Packer", "Start", "fail"]
 
-#: Members that the accelerator starts between two looks at the clock: some 20 microseconds. Twice as many are in flight
-#: at most. Where all ranks exchange something, a rank that is done with a call knows that its peers have started that,
-#: so they are done with those twice as many before it: each call finds its slot free.
-AT_ONCE = SMALL_SLOTS // 4
+#: Number of members that the accelerator starts between two checks of the time, in some 20 microseconds. At most twice
+#: as many are in flight. A call in which all ranks exchange data ends only after all peers have started it. By then the
+#: peers have finished the calls that many positions earlier, so each call finds its slot free.
+PIECE = SMALL_SLOTS // 4
 
-#: Starts the operation of a bucket, numbered in its flush, on these arrays; the last is called at its end.
+#: Starts the operation of a bucket. Arguments: number of the bucket in its flush, the bucket, the arrays, and a
+#: callback for the end.
 Start = Callable[[int, Bucket, list[NDArray[Any] | None], Ended], None]
 
 
 class Packer:
-    """Carries out the buckets of a flush.
+    """The packer of a flush, which packs, starts and unpacks its buckets.
 
     Args:
-        comm: whose.
-        layout: of the members.
-        members: in order; those of buckets that are not `single` are completions.
+        comm: the communicator.
+        layout: layout of the members.
+        members: the members, in order. Members of buckets that are not `single` are completions.
         start: starts a bucket.
-        foreign: an interceptor starts the buckets: from no callback of the engine's, and perhaps so that they leave the
-            outputs as they are; these are filled, too, with what their members hold. It takes calls for as long as its
-            block lasts, and arrays may be changed after it, so nothing is put off.
-        native: carries out what it can of the members that are `single`; None: nothing does.
+        foreign: True if an interceptor starts the buckets. It must not be called from a callback of the engine. It may
+            leave outputs unchanged, so outputs are filled with the members' content, too. Arrays may be changed after
+            its block, so no packing is deferred.
+        native: the accelerator's block, which carries out some `single` members; None without the accelerator.
 
     Attributes:
-        layout, members, native: as given.
-        ended: called when all members have ended well or by themselves; set before `advance` is called.
-        wrong: called with a rank whose members have other counts than those of this rank; likewise.
+        layout, members, native: the arguments.
+        ended: called when all members have ended without a failure of the flush; set before `advance` is called.
+        wrong: called with a rank whose members have other counts than those of this rank; set before `advance` is
+            called.
     """
 
     ended: Callable[[], None]
@@ -93,7 +95,10 @@ class Packer:
         self._put_off = False
 
     def advance(self) -> None:
-        """Pack and unpack; what does not fit into this callback's time goes on in the next turn, unless `foreign`."""
+        """Pack and unpack buckets.
+
+        Work that exceeds this callback's time continues in the next loop iteration, unless `foreign`.
+        """
         if self._working or self.done:
             return
         self._working = True
@@ -109,26 +114,26 @@ class Packer:
                 if ticks() > deadline and not self._foreign:
                     break
         except Exception as error:
-            self._broke(error)
+            self._revoke_group(error)
         self._working = False
         if not self._left and not self.done:
             self.done = True
             self.ended()
-            self._let_go()
-        self._rest()
+            self._drop_references()
+        self._schedule_next()
 
     def look(self) -> bool:
-        """Go on while an await polls."""
+        """Continue packing while an await polls."""
         self.advance()
         return True
 
     def fail(self, error: BaseException) -> None:
-        """End all members that have not ended with `error`."""
+        """Finish all pending members with `error`."""
         self.done = True
         self._jobs.clear()
-        self._rest()
+        self._schedule_next()
         fail([*map(completion_of_member, self.members)], error)
-        self._let_go()
+        self._drop_references()
 
     def pending(self) -> list[Completion]:
         """Return the completions of user calls that have not ended."""
@@ -136,31 +141,32 @@ class Packer:
         return list(dict.fromkeys(member.visible() for member in members if not member.done))
 
     def add(self, starting: Iterator[bool] | None = None) -> None:
-        """Also wait for something that is not in a bucket, until `end_one`; what starts it, in pieces, goes first.
+        """Register an item that is not in a bucket. The flush also waits for it, until `finish_one`.
 
-        A piece returns True to pause until `go_on`.
+        Args:
+            starting: starts the item, in pieces, before other jobs. A piece returns True to pause until `go_on`.
         """
         self._left += 1
         if starting is not None:
             self._jobs.appendleft(starting)
 
     def go_on(self) -> None:
-        """Go on with what has paused."""
+        """Continue the paused job."""
         self._jobs.append(self._paused)
         self.advance()
 
-    def end_one(self) -> None:
-        """Something that was added has ended."""
+    def finish_one(self) -> None:
+        """Record the end of an item that was added."""
         self._left -= 1
         self.advance()
 
-    def _let_go(self) -> None:
-        """Keep nothing that keeps this: all that a block has recorded would stay until garbage is collected."""
-        self._start = self.ended = self.wrong = _nothing
+    def _drop_references(self) -> None:
+        """Drop references to objects that refer back, so that a block's arrays are freed without garbage collection."""
+        self._start = self.ended = self.wrong = _do_nothing
         self._paused = iter(())
 
-    def _rest(self) -> None:
-        """Let the next turn, or an await that polls, go on if there is more to do."""
+    def _schedule_next(self) -> None:
+        """Let the next loop iteration, or an await that polls, continue if jobs are left."""
         lookers = self.comm.polling.lookers
         if self.done or not self._jobs:
             lookers.pop(self, None)
@@ -174,8 +180,8 @@ class Packer:
         self._put_off = False
         self.advance()
 
-    def _broke(self, error: Exception) -> None:
-        """There was no memory, perhaps."""
+    def _revoke_group(self, error: Exception) -> None:
+        """Revoke the group after an unexpected error, such as a lack of memory."""
         comm = self.comm
         cause = GroupError(
             f"a flush of group {comm.name!r} failed on rank {comm.rank}: {type(error).__name__}: {error}",
@@ -231,7 +237,7 @@ class Packer:
     def _unpacking(
         self, bucket: Bucket, members: Sequence[DeferredCompletion], arrays: Sequence[NDArray[Any] | None]
     ) -> Iterator[None]:
-        """Unpack a bucket, unless its stamps say that the peers mean other members."""
+        """Unpack a bucket, unless its stamps show that peers have other members."""
         wrong = bucket.wrong(arrays)
         if wrong is not None:
             self.wrong(wrong)
@@ -244,14 +250,14 @@ class Packer:
 
 
 class Flush(Operation):
-    """What this rank has called under the number of a flush.
+    """The operation of a flush on one rank.
 
     Args:
-        layout: of the members.
-        packer: carries it out.
+        layout: layout of the members.
+        packer: packs and unpacks the members.
 
     Attributes:
-        children: the operations of the buckets, and of members that are single.
+        children: the operations of the buckets, and of single members.
     """
 
     __slots__ = ("_packer", "children")
@@ -262,8 +268,8 @@ class Flush(Operation):
         super().__init__(comm, identity, layout.signature, layout.fingerprint, completion)
         self._packer = packer
         self.children = Children()
-        packer.ended = self._packed_out
-        packer.wrong = self._differs
+        packer.ended = self._on_packed
+        packer.wrong = self._on_mismatch
         if layout.singles:
             packer.add(self._start_singles())
 
@@ -272,15 +278,15 @@ class Flush(Operation):
         self._packer.advance()
 
     def algorithm(self) -> str | None:
-        """Return what carries out the bucket that was started last."""
+        """Return the algorithm of the most recently started bucket."""
         return self.children.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Buckets report the peers they need."""
+        """Return False, since the operations of the buckets report the peers that they need."""
         return False
 
     def expire(self) -> None:
-        """The timeout has passed: a bucket may know better why."""
+        """Handle the expired timeout. A bucket that only waits for a device reports the cause."""
         hanging = self.children.hanging()
         if hanging is None:
             super().expire()
@@ -288,7 +294,7 @@ class Flush(Operation):
             hanging.expire()
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`, and all members."""
+        """Finish the operation with `error`, and fail all members."""
         if self._packer.native is not None:
             self._packer.native.close()
         super().fail(error)
@@ -297,16 +303,16 @@ class Flush(Operation):
     # -- members that are carried out by themselves
 
     def _start_singles(self) -> Iterator[bool]:
-        """Start them, in pieces: their ids follow each other, so that each has another slot."""
+        """Start the single members, in pieces. Their ids are consecutive, so that they use different slots."""
         singles, members, native = self._packer.layout.singles, self._packer.members, self._packer.native
         first = KEYED | hash62(f"members of {self.id}") >> 1
         algorithm = next(plan.algorithm for plan in reversed(singles) if plan is not None)
         if native is not None:
             native.begin(self, self.id, first, self.id < KEYED)
-            for position in range(0, len(singles), AT_ONCE):
-                self.children.note_start(self, algorithm, self.comm.stamp())
-                native.start(singles, members, position, position + AT_ONCE)
-                yield native.pause(AT_ONCE)
+            for position in range(0, len(singles), PIECE):
+                self.children.record_start(self, algorithm, self.comm.stamp())
+                native.start(singles, members, position, position + PIECE)
+                yield native.pause(PIECE)
             native.end()
         else:
             for position, plan in enumerate(singles):
@@ -317,7 +323,7 @@ class Flush(Operation):
         yield False
 
     def start_single(self, position: int, identity: int) -> None:
-        """Start a member that the accelerator does not take."""
+        """Start a member that the accelerator cannot carry out."""
         if self.done:
             return
         plan = self._packer.layout.singles[position]
@@ -336,7 +342,7 @@ class Flush(Operation):
         missing: int,
         has_posted: bool,
     ) -> None:
-        """Carry on with a member that the accelerator has begun; the last arguments are as of `SlotProgram.adopt`."""
+        """Continue a member that the accelerator has begun. The last two arguments are those of `SlotProgram.adopt`."""
         child = self._single(identity, plan, arrays, member)
         child.entered = entered
         assert isinstance(child, SlotProgram)
@@ -353,40 +359,40 @@ class Flush(Operation):
                 fail([member], error)
             else:
                 member.finish(member.value)
-            self._packer.end_one()
+            self._packer.finish_one()
 
         self._packer.add()
         return self.children.add(self, identity, make, ended)
 
     def go_on(self) -> None:
-        """Few members are left that the accelerator has: start more."""
+        """Start more members, because the accelerator has few left."""
         if not self.done:
             self._packer.go_on()
 
     def go_on_later(self) -> None:
-        """Start more in the next turn of the loop."""
+        """Start more members in the next loop iteration."""
         self.comm.call_soon(self.go_on)
 
     def singles_ended(self, peer: int) -> None:
-        """All that the accelerator had has ended, or was taken over; the last it waited for was `peer`."""
+        """Record that the accelerator has no more members. The last one waited for `peer`."""
         self.set_waited_for(peer)
-        self._packer.end_one()
+        self._packer.finish_one()
         if not self.done:
             self.set_waited_for(-1)
 
-    def _packed_out(self) -> None:
+    def _on_packed(self) -> None:
         self.succeed(None)
 
-    def _differs(self, rank: int) -> None:
+    def _on_mismatch(self, rank: int) -> None:
         self.comm.mismatches.disagree(rank, self.id, self.describe())
 
 
-def _nothing(*_: object) -> None:
-    """Nothing is left to do."""
+def _do_nothing(*_: object) -> None:
+    """Do nothing."""
 
 
 def fail(members: Sequence[DeferredCompletion], error: BaseException) -> None:
-    """Fail completions with `error`, each with one of its own: what is raised gathers tracebacks."""
+    """Fail completions with `error`. Each gets its own copy, since raised errors accumulate tracebacks."""
     for member in members:
         if not member.done:
             each = error

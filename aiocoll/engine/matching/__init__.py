@@ -1,1 +1,1 @@
-"""Messages between two ranks: sends, receives, and which of them belong together."""
+"""Point-to-point messages: sends, receives, and the matching of both."""

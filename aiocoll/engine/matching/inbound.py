@@ -1,4 +1,4 @@
-"""A point-to-point message that is being received: how much of it has arrived, and its receive."""
+"""Inbound point-to-point messages, and the base class of receives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TAG_LIMIT", "InboundMessage", "Receive"]
 
-#: Tags are smaller than this: the operation id has 30 bits for them.
+#: Upper limit of tags, exclusive. The operation id has 30 bits for the tag.
 TAG_LIMIT = 1 << 30
 
 
@@ -27,7 +27,7 @@ class Receive(Operation):
     """The receiving end of a message.
 
     Attributes:
-        view: its destination; None as long as there is no memory.
+        view: the destination; None as long as no memory is allocated.
     """
 
     view: memoryview | None
@@ -35,20 +35,20 @@ class Receive(Operation):
     __slots__ = ()
 
     def complete(self) -> None:
-        """All bytes have arrived."""
+        """Handle the arrival of the last byte."""
         raise NotImplementedError
 
 
 class InboundMessage:
-    """A message that is being received, matched or not.
+    """A message that is being received, matched or unmatched.
 
     Attributes:
         held: headers of its frames that wait here.
-        asked: its sender was allowed to send all of it.
-        empty: it has no bytes, so it exists only once a frame has arrived.
-        offer: number and size of its batch at its sender, which could send it from device to device;
-            None of any other message, and once it has been asked for.
-        steps: the decoding of its object, if that was begun and then cancelled.
+        asked: True if the sender has received permission to send the whole message.
+        empty: True for a message without bytes before its data frame has arrived.
+        offer: number and size of the sender's batch, if the sender can transfer the message from device to device. None
+            for other messages, and once the message has been requested from host memory.
+        steps: the decoding of its object, if a receive has started it and was then cancelled.
     """
 
     __slots__ = (
@@ -86,11 +86,13 @@ class InboundMessage:
         self.offer = (header[6], header[2]) if self.ready and header[2] else None
         self.empty = self.ready and not self.total
         if self.op & KEYED or self.total % _itemsize(self.code):
-            raise ProtocolError(f"rank {peer} sent {self.total} bytes as message {self.op:#x} of dtype {self.code}")
+            raise ProtocolError(
+                f"rank {peer} sent an invalid message {self.op:#x}: {self.total} bytes of dtype code {self.code}"
+            )
 
     @property
     def withheld(self) -> bool:
-        """Whether its sender waits for a grant, now or soon."""
+        """True if the sender waits for a grant, now or soon."""
         return self.ready or self.total > EAGER_WINDOW
 
     @property
@@ -100,23 +102,23 @@ class InboundMessage:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it has arrived."""
+        """True if the whole message has arrived."""
         return self.received == self.total and not self.empty
 
     def ask(self, comm: int) -> None:
-        """Allow the sender to send all of it: from host memory, then."""
+        """Permit the sender to send the whole message, from host memory."""
         self.offer = None
         self.asked = True
         self.channel.control(FrameKind.GRANT, comm, self.op)
 
     def hold(self, header: Header) -> None:
-        """Count a frame that waits here, unless the sender was asked for it."""
+        """Count a frame as waiting, unless the sender had permission to send it."""
         if header[1] & EAGER or not self.asked:
             self.channel.hold(header)
             self.held.append(header)
 
     def release(self) -> None:
-        """Stop counting its frames as waiting."""
+        """Stop counting the frames of the message as waiting."""
         held, self.held = self.held, []
         for header in held:
             self.channel.release(header)
@@ -130,5 +132,5 @@ class InboundMessage:
 
 
 def _itemsize(code: int) -> int:
-    """Return the bytes of an element of a message, 1 if unknown; `ValueError` if there is no such dtype."""
+    """Return the bytes per element of a message, 1 if unknown. Raise `ValueError` for an unknown dtype."""
     return 1 if code == OBJECT or is_opaque(code) else by_code(code).itemsize

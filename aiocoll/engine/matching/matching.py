@@ -1,7 +1,7 @@
-"""Point-to-point messages: matched by source and tag, in the order in which they were sent.
+"""Matching of point-to-point messages by source and tag, in the order in which they were sent.
 
-A message without a receive waits here, at most an eager window of it; the rest stays with its sender until a
-receive matches. For receives see `aiocoll.engine.matching.posted`, for sends `aiocoll.engine.matching.outbound`.
+A message without a receive waits here, with at most an eager window of its bytes. The rest stays with its sender until
+a receive matches. For receives see `aiocoll.engine.matching.posted`, for sends `aiocoll.engine.matching.outbound`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ K = TypeVar("K")
 
 
 class Matching:
-    """The messages of one group.
+    """The point-to-point messages of one group on one rank.
 
     Args:
-        group: the group.
+        group: the communicator of the group.
 
     Attributes:
-        group: as given.
+        group: the communicator.
         outgoing: sends that have not ended, by peer and id.
-        loopback: the way of messages to this rank itself.
+        loopback: the path of messages from this rank to itself.
     """
 
     def __init__(self, group: Communicator) -> None:
@@ -52,58 +52,61 @@ class Matching:
         self._probes: dict[int, dict[PostedProbe, None]] = {}
         self._listeners: dict[int, dict[asyncio.Future[None], None]] = {}
         self._sent = 0
-        self._taken = False
+        self._has_taken = False
         self._closed = False
 
     def next_id(self, tag: int) -> int:
-        """Number the next message with `tag`; all messages share one counter, so a tag used once costs nothing."""
+        """Return the id of the next message with `tag`.
+
+        All messages share one counter, so a new tag needs no memory.
+        """
         self._sent = self._sent + 1 & 0xFFFFFFFF
         return P2P | tag << 32 | self._sent
 
     def post(self, posted: PostedReceive) -> None:
-        """Match `posted` with the oldest fitting message, or keep it."""
+        """Match `posted` with the oldest fitting message, or queue it."""
         for arrival in self._waiting.get(posted.tag, ()):
             if posted.peer is None or posted.peer == arrival.peer:
-                self._take(arrival)
+                self._dequeue(arrival)
                 posted.match(arrival)
                 return
         self._posted.setdefault(posted.tag, {})[posted] = None
 
     def withdraw(self, posted: PostedReceive) -> None:
-        """Remove a receive that is over."""
+        """Remove a receive that has ended."""
         if posted.arrival is not None:
             posted.arrival.discard = True
         else:
-            _drop(self._posted, posted.tag, posted)
+            _remove_entry(self._posted, posted.tag, posted)
 
     def find(self, peer: int | None, tag: int) -> InboundMessage | None:
-        """Return the oldest message of that rank, or of any, with `tag` that no receive has matched."""
+        """Return the oldest unmatched message with `tag` from `peer`, or from any rank if `peer` is None."""
         for arrival in self._waiting.get(tag, ()):
             if peer is None or peer == arrival.peer:
                 return arrival
         return None
 
     def watch(self, probe: PostedProbe) -> None:
-        """Tell `probe` the oldest message that fits it, now or when there is one."""
+        """Report the oldest fitting message to `probe`, now or when one arrives."""
         arrival = self.find(probe.peer, probe.tag)
         if arrival is not None:
-            probe.found(arrival)
+            probe.on_found(arrival)
         else:
             self._probes.setdefault(probe.tag, {})[probe] = None
 
     def unwatch(self, probe: PostedProbe) -> None:
-        """Forget a probe that is over."""
-        _drop(self._probes, probe.tag, probe)
+        """Remove a probe that has ended."""
+        _remove_entry(self._probes, probe.tag, probe)
 
     def route(self, peer: int, header: Header) -> tuple[Receive | None, memoryview | None]:
-        """Return the receive and the destination memory of a payload that is arriving."""
+        """Return the receive and the destination memory of an arriving payload."""
         arrival = self._active.get((peer, header[4]))
         if arrival is None or arrival.posted is None or arrival.posted.view is None or arrival.discard:
             return None, None
         return arrival.posted, arrival.posted.view[arrival.received : arrival.received + header[7]]
 
     def deliver(self, channel: Channel | Loopback, peer: int, header: Header, payload: memoryview | None) -> bool:
-        """Deliver a frame of a message; False if its bytes wait here."""
+        """Deliver a frame of a message, and return False if its bytes wait here."""
         kind, _, _, _, op, _, _, length, _ = header
         if kind == FrameKind.GRANT:
             if (outgoing := self.outgoing.get((peer, op))) is not None:
@@ -112,7 +115,7 @@ class Matching:
         arrival = self._active.get((peer, op))
         if arrival is None:
             arrival = self._active[peer, op] = InboundMessage(channel, peer, header)
-            self._meet(arrival)
+            self._match_arrival(arrival)
             if kind == FrameKind.READY:
                 return self._is_delivered(arrival, header)
         if arrival.received + length > arrival.total:
@@ -122,40 +125,41 @@ class Matching:
             if arrival.posted is not None:
                 arrival.ask(self.group.id)
             else:
-                self._announce(arrival.tag)
+                self._wake_listeners(arrival.tag)
             return self._is_delivered(arrival, header)
         arrival.empty = False
         if arrival.posted is not None:
-            self._feed(arrival, payload, length)
+            self._receive_data(arrival, payload, length)
             return True
         arrival.hold(header)
         if length and payload is not None:
             arrival.parts.append(bytes(payload))
         arrival.received += length
         if arrival.complete:
-            self._announce(arrival.tag)
+            self._wake_listeners(arrival.tag)
         return False
 
     def _is_delivered(self, arrival: InboundMessage, header: Header) -> bool:
-        """Whether the announcement of a message has reached a receive; otherwise it waits, too."""
+        """Return whether the announcement of a message has reached a receive. Without a receive, the frame waits."""
         if arrival.posted is None:
             arrival.hold(header)
         return arrival.posted is not None
 
     async def next_message(self, tag: int) -> InboundMessage | None:
-        """Wait for the oldest unmatched message with `tag` and take it, complete; None after the group was closed.
+        """Wait for the oldest unmatched message with `tag`, and remove it when it is complete.
 
-        A cancelled wait takes nothing.
+        Return None after the group was closed. A cancelled wait removes no message.
 
         Raises:
             GroupRevokedError: the group had failed before this call.
-            GroupError: the group fails while this call waits: the cause with its class, as for pending works.
-            TypeError: it is a sparse array, which stays.
+            GroupError: the group fails during this call. The cause keeps its class, as for pending works.
+            TypeError: the message is a sparse array. It stays in the queue.
         """
         self.group.raise_if_revoked()
         runtime = self.group.runtime
-        # Yield before the first message of a turn: a wait that is always cancelled quickly must succeed eventually.
-        if self._taken and self.group.polling.turn_is_due():
+        # Yield before the first message of a turn, so that a task whose waits are often cancelled early still makes
+        # progress.
+        if self._has_taken and self.group.polling.turn_is_due():
             await asyncio.sleep(0)
         while True:
             if self.group.cause is not None:
@@ -165,15 +169,16 @@ class Matching:
             arrival = next(iter(self._waiting.get(tag, ())), None)
             if arrival is not None and is_sparse(arrival.code):
                 raise TypeError(
-                    f"the next message with tag {tag}, of rank {arrival.peer}, is a sparse array, which only a receive "
-                    f"can take: await pg.recv(array, {arrival.peer}, {tag}), with a sparse array of its dtype and shape"
+                    f"the next message with tag {tag}, from rank {arrival.peer}, is a sparse array, not an object; "
+                    f"receive it with await pg.recv(array, {arrival.peer}, {tag}) and a sparse array of "
+                    "its dtype and shape"
                 )
             if arrival is not None and arrival.complete:
-                self._take(arrival)
+                self._dequeue(arrival)
                 self.forget(arrival)
-                if not self._taken:
-                    self._taken = True
-                    runtime.call_soon(self._turned)
+                if not self._has_taken:
+                    self._has_taken = True
+                    runtime.call_soon(self._end_turn)
                 return arrival
             if arrival is not None and arrival.withheld:
                 arrival.ask(self.group.id)
@@ -182,49 +187,49 @@ class Matching:
             try:
                 await listener
             finally:
-                _drop(self._listeners, tag, listener)
+                _remove_entry(self._listeners, tag, listener)
 
     def forget(self, arrival: InboundMessage) -> None:
-        """The message has been received."""
+        """Forget a message that has been received."""
         arrival.release()
         self._active.pop((arrival.peer, arrival.op), None)
 
     def put_back(self, arrival: InboundMessage, data: bytes, steps: Steps) -> None:
-        """Return a message that `next_message` gave; the next caller continues its decoding with `steps`."""
+        """Return a message from `next_message` to the queue. The next caller continues its decoding with `steps`."""
         arrival.parts.append(data)
         arrival.steps = steps
         self._waiting.setdefault(arrival.tag, deque()).appendleft(arrival)
-        self._show(arrival)
+        self._notify_waiters(arrival)
 
     def clear(self) -> None:
-        """The group is over: drop waiting messages, wake waiting tasks."""
+        """Drop waiting messages and wake waiting tasks, because the group has ended."""
         self._closed = True
         for arrival in self._active.values():
             arrival.data()
         self._active.clear()
         self._waiting.clear()
         for tag in list(self._listeners):
-            self._announce(tag)
+            self._wake_listeners(tag)
 
-    def _turned(self) -> None:
-        self._taken = False
+    def _end_turn(self) -> None:
+        self._has_taken = False
 
-    def _take(self, arrival: InboundMessage) -> None:
+    def _dequeue(self, arrival: InboundMessage) -> None:
         waiting = self._waiting[arrival.tag]
         waiting.remove(arrival)
         if not waiting:
             del self._waiting[arrival.tag]
 
-    def _meet(self, arrival: InboundMessage) -> None:
+    def _match_arrival(self, arrival: InboundMessage) -> None:
         for posted in self._posted.get(arrival.tag, ()):
             if posted.peer is None or posted.peer == arrival.peer:
-                _drop(self._posted, arrival.tag, posted)
+                _remove_entry(self._posted, arrival.tag, posted)
                 posted.match(arrival)
                 return
         self._waiting.setdefault(arrival.tag, deque()).append(arrival)
-        self._show(arrival)
+        self._notify_waiters(arrival)
 
-    def _feed(self, arrival: InboundMessage, payload: memoryview | None, length: int) -> None:
+    def _receive_data(self, arrival: InboundMessage, payload: memoryview | None, length: int) -> None:
         posted = arrival.posted
         assert posted is not None
         if payload is not None and posted.view is not None and not arrival.discard:
@@ -238,23 +243,23 @@ class Matching:
         else:
             begun(posted)
 
-    def _show(self, arrival: InboundMessage) -> None:
-        """Tell those who wait for such a message that it is here."""
+    def _notify_waiters(self, arrival: InboundMessage) -> None:
+        """Notify probes and waiting tasks of a new message."""
         if self._probes:
             for probe in list(self._probes.get(arrival.tag, ())):
                 if probe.peer is None or probe.peer == arrival.peer:
                     self.unwatch(probe)
-                    probe.found(arrival)
-        self._announce(arrival.tag)
+                    probe.on_found(arrival)
+        self._wake_listeners(arrival.tag)
 
-    def _announce(self, tag: int) -> None:
+    def _wake_listeners(self, tag: int) -> None:
         for listener in self._listeners.pop(tag, ()):
             if not listener.done():
                 listener.set_result(None)
 
 
-def _drop(table: dict[int, dict[K, None]], tag: int, entry: K) -> None:
-    """Remove an entry, if it exists; after a tag's last entry also the tag."""
+def _remove_entry(table: dict[int, dict[K, None]], tag: int, entry: K) -> None:
+    """Remove an entry if it exists, and remove the tag after its last entry."""
     entries = table.get(tag)
     if entries is not None:
         entries.pop(entry, None)

@@ -1,4 +1,4 @@
-"""A point-to-point message that is being sent, and the signature of both its ends."""
+"""Outbound point-to-point messages, and the signature of both ends of a message."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = [
     "message_signature",
 ]
 
-#: The dtype code of a message that is a serialised object.
+#: The dtype code of a message that contains a serialised object.
 OBJECT = 255
-#: The highest bit of the code of a sparse array, whose other bits depend on its dtype and shape.
+#: The highest bit in the dtype code of a sparse array. The other bits depend on its dtype and shape.
 SPARSE = 1 << 30
 
 
@@ -37,9 +37,9 @@ class Content(NamedTuple):
     """The content of a message, at either end.
 
     Attributes:
-        code: of the dtype.
-        data: the caller's memory; None where an object or a sparse array is received, which allocates its own.
-        read: for a receive of an object: decodes it.
+        code: code of the dtype.
+        data: the caller's memory; None to receive an object or a sparse array, for which memory is allocated later.
+        read: decodes a received object; None for arrays and for sends.
     """
 
     code: int
@@ -48,13 +48,13 @@ class Content(NamedTuple):
 
 
 class OutboundMessage(Operation):
-    """A send: done when its bytes have been sent.
+    """A send. It ends when its bytes have been sent.
 
     Args:
-        sends: those of the group.
-        peer: rank it goes to.
-        tag: of the message.
-        content: what is sent.
+        sends: the messages of the group.
+        peer: the destination rank.
+        tag: tag of the message.
+        content: the data to send.
     """
 
     peer: int
@@ -65,22 +65,22 @@ class OutboundMessage(Operation):
         code, view, _ = content
         assert view is not None
         signature = message_signature("SEND", code, view.nbytes)
-        # As the receiver describes it, which knows no more than the count.
+        # The same shape as in the receiver's description. The receiver only knows the count.
         completion.shape = signature.counts
         super().__init__(sends.group, sends.next_id(tag), signature, code, completion)
         self._sends = sends
-        self.be_with(peer)
+        self.set_peer(peer)
         self._view = view
         self._nbytes = 0
 
     def enter(self) -> None:
-        """Send what the windows allow."""
+        """Send as many bytes as the windows allow."""
         self._sends.outgoing[self.peer, self.id] = self
         message = Message(self, 0, 0, self._view, self._view.nbytes)
         self.comm.channels[self.peer].kick(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes have been sent."""
+        """Handle the sending of `nbytes` more bytes of `message`."""
         self._nbytes += nbytes
         if self._nbytes == message.total and not self.done:
             self._sends.outgoing.pop((self.peer, self.id), None)
@@ -89,44 +89,44 @@ class OutboundMessage(Operation):
             begun(self)
 
     def read_from(self, view: memoryview) -> None:
-        """Send these bytes, of which no more than the length was known before."""
+        """Set the bytes to send. Before, only their number was known."""
         self._view = view
 
     def asked(self) -> None:
-        """Its receiver accepts all of it."""
+        """Handle the receiver's permission to send the whole message."""
         self.comm.channels[self.peer].grant(self)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`."""
+        """Finish the operation with `error`."""
         self._sends.outgoing.pop((self.peer, self.id), None)
         super().fail(error)
 
     def describe(self) -> dict[str, Any]:
-        """Return what is sent and to which rank."""
+        """Return the call as plain data, with tag and destination."""
         return {**super().describe(), "tag": (self.id ^ P2P) >> 32, "dst": self.peer}
 
     def needs(self, peer: int) -> bool:
-        """Whether `peer` is the destination."""
+        """Return whether `peer` is the destination."""
         return peer == self.peer
 
 
 def begun(operation: Operation) -> None:
-    """Record that a message has moved some, but not all, of its bytes."""
+    """Record the start of a message that has moved some, but not all, of its bytes."""
     if isnan(operation.started) and not operation.done:
         operation.started = operation.comm.stamp()
 
 
 def is_sparse(code: int) -> bool:
-    """Whether a message is a sparse array."""
+    """Return whether the message is a sparse array."""
     return code >> 30 == 1
 
 
 def is_opaque(code: int) -> bool:
-    """Whether its code does not tell what a message is: of a sparse array, or of elements with a layout."""
+    """Return whether the code does not identify the dtype. It belongs to a sparse array or a structured dtype then."""
     return code >> 30 != 0
 
 
-@lru_cache(maxsize=256)  # most messages are alike; making a signature costs 5 times as much
+@lru_cache(maxsize=256)  # most messages have the same signature, and making one takes 5 times as long as a lookup
 def message_signature(op: str, code: int, nbytes: int) -> Signature:
     """Return the signature of a message; `code` is that of its dtype."""
     if code == OBJECT:

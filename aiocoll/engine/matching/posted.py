@@ -1,4 +1,4 @@
-"""A posted receive of a point-to-point message."""
+"""Posted receives of point-to-point messages."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class PostedReceive(Receive):
     """A posted receive.
 
     Args:
-        receives: those of the group.
-        peer: rank it receives from; None for any rank.
-        tag: of the message.
-        content: its destination, and the expected dtype.
+        receives: the messages of the group.
+        peer: the rank to receive from; None for any rank.
+        tag: tag of the message.
+        content: the destination memory, and the expected dtype.
     """
 
     __slots__ = ("_read", "_receives", "_steps", "arrival", "code", "tag", "view")
 
-    #: What error messages call it.
+    #: Op name in error messages.
     OP = "RECV"
 
     def __init__(
@@ -41,7 +41,7 @@ class PostedReceive(Receive):
         signature = message_signature(self.OP, code, 0 if view is None else view.nbytes)
         super().__init__(receives.group, P2P | tag << 32, signature, code, completion)
         self._receives = receives
-        self.be_with(peer)
+        self.set_peer(peer)
         self.tag = tag
         self.view = view
         self.code = code
@@ -54,17 +54,17 @@ class PostedReceive(Receive):
         self._receives.post(self)
 
     def describe(self) -> dict[str, Any]:
-        """Return what is received and from which rank."""
+        """Return the call as plain data, with tag and source."""
         return {**super().describe(), "tag": self.tag, "src": self.peer}
 
     def standing(self) -> str:
-        """Return a text about what it waits for."""
+        """Return a text that describes the missing data."""
         if self.arrival is not None:
             return f"rank {self.arrival.peer} has not sent all of it"
-        return f"no message with tag {self.tag} has come from {self._source()}"
+        return f"no message with tag {self.tag} has arrived from {self._source()}"
 
     def needs(self, peer: int) -> bool:
-        """Whether only `peer` could complete it."""
+        """Return whether only `peer` can complete the receive."""
         if self._steps is not None:
             return False
         if self.arrival is not None:
@@ -78,11 +78,11 @@ class PostedReceive(Receive):
         self.arrival = arrival
 
     def put_in(self, view: memoryview) -> None:
-        """Receive the message into this memory."""
+        """Set the memory that receives the message."""
         self.view = view
 
     def match(self, arrival: InboundMessage) -> None:
-        """Become the receiver of `arrival`."""
+        """Match this receive with `arrival`, and take the bytes that have arrived."""
         self.claim(arrival)
         arrival.posted = self
         if arrival.code == self.code == OBJECT:
@@ -92,7 +92,7 @@ class PostedReceive(Receive):
             self.view = memoryview(bytearray(arrival.total))
         elif self.view is None or arrival.code != self.code or arrival.total != self.view.nbytes:
             arrival.discard = True
-            if is_opaque(arrival.code):  # only its sender can describe it
+            if is_opaque(arrival.code):  # only its sender can describe the message
                 self.comm.mismatches.disagree(arrival.peer, arrival.op, self.describe())
                 return
             number = arrival.op & 0xFFFFFFFF
@@ -114,7 +114,7 @@ class PostedReceive(Receive):
             arrival.ask(self.comm.id)
 
     def complete(self) -> None:
-        """All bytes have arrived."""
+        """Handle the arrival of the last byte."""
         assert self.arrival is not None
         self.completion.source = self.arrival.peer
         self.set_waited_for(self.arrival.peer)
@@ -122,7 +122,7 @@ class PostedReceive(Receive):
         self.finish()
 
     def finish(self) -> None:
-        """End successfully, after decoding an object."""
+        """Finish successfully, after decoding an object."""
         if self._read is None or self.view is None:
             self.succeed(self.completion.value)
         else:
@@ -135,11 +135,11 @@ class PostedReceive(Receive):
             carry_on(self, self._steps)
 
     def withdraw(self) -> None:
-        """Nobody waits for it and no message has matched: remove it as if it had never been posted."""
+        """Remove an unmatched receive that no task awaits, as if it had never been posted."""
         self.fail(asyncio.CancelledError())
 
     def expire(self) -> None:
-        """Without a message, only this receive fails."""
+        """Handle the expired timeout. If no message has matched, only this receive fails."""
         if self.arrival is not None:
             super().expire()
             return
@@ -154,12 +154,12 @@ class PostedReceive(Receive):
         )
 
     def succeed(self, result: Any) -> None:
-        """End successfully; the message, which has this receive, is let go."""
+        """Finish successfully, and drop the reference to the message, which refers to this receive."""
         super().succeed(result)
         self.arrival = None
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`; the rest of a matched message is dropped."""
+        """Finish the operation with `error`. The rest of a matched message is dropped."""
         self._receives.withdraw(self)
         super().fail(error)
 

@@ -1,4 +1,4 @@
-"""Probes: what the next message is, which stays where it is."""
+"""Probes, which report the next message without receiving it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Envelope", "PostedProbe", "envelope_of"]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What a message is, before it is received.
+    """Properties of a message that has not been received.
 
     Attributes:
-        source: rank that sent it.
+        source: rank of the sender.
         tag: its tag.
-        nbytes: its length in bytes; of an object or a sparse array, when it is written.
-        dtype: of its elements, as NumPy has it; None of an object or a sparse array. Of a structured dtype (and dates,
+        nbytes: its length in bytes; for an object or a sparse array, the encoded length.
+        dtype: NumPy dtype of its elements; None for an object or a sparse array. For a structured dtype (also dates,
             texts, plain bytes) that no array of this process has, uint8.
-        sparse: it is a sparse array.
+        sparse: True for a sparse array.
     """
 
     source: int
@@ -42,12 +42,12 @@ class Envelope:
 
     @property
     def count(self) -> int:
-        """The number of elements; 1 of an object or a sparse array."""
+        """The number of elements; 1 for an object or a sparse array."""
         return 1 if self.dtype is None else self.nbytes // self.dtype.itemsize
 
 
 def envelope_of(arrival: InboundMessage) -> Envelope:
-    """Return what a message is."""
+    """Return the properties of a message."""
     code, sparse = arrival.code, is_sparse(arrival.code)
     if code == OBJECT or sparse:
         dtype = None
@@ -59,12 +59,12 @@ def envelope_of(arrival: InboundMessage) -> Envelope:
 
 
 class PostedProbe(PostedReceive):
-    """Waits for a message that fits it and that no receive has matched, and takes nothing of it.
+    """A wait for a fitting, unmatched message, which the probe does not receive.
 
     Args:
-        probes: those of the group.
+        probes: the messages of the group.
         peer: rank of the sender; None for any rank.
-        tag: of the message.
+        tag: tag of the message.
     """
 
     __slots__ = ("_probes",)
@@ -76,21 +76,21 @@ class PostedProbe(PostedReceive):
         self._probes = probes
 
     def enter(self) -> None:
-        """Look at the messages that wait, or wait for one."""
+        """Look for a waiting message, or wait for one."""
         self._probes.watch(self)
 
-    def found(self, arrival: InboundMessage) -> None:
-        """This is the message."""
+    def on_found(self, arrival: InboundMessage) -> None:
+        """Finish with the properties of the message that was found."""
         self.completion.source = arrival.peer
         self.set_waited_for(arrival.peer)
         try:
             envelope = envelope_of(arrival)
-        except BackendUnavailableError as error:  # NumPy alone lacks the dtype
+        except BackendUnavailableError as error:  # NumPy lacks the dtype without another package
             self.fail(error)
         else:
             self.succeed(envelope)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`."""
+        """Finish the operation with `error`."""
         self._probes.unwatch(self)
         super().fail(error)

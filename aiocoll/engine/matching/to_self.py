@@ -1,6 +1,6 @@
-"""Messages of a rank to itself: no link carries them, and all else is as between two ranks.
+"""Messages of a rank to itself, which use no link, but follow the same rules as messages between two ranks.
 
-A short one is copied at the send, as long as not more wait than a peer may send without being asked; any other one is
+A short message is copied at the send, within the window that also limits eager sends of peers. Any other message is
 announced, and copied when a receive has matched it.
 """
 
@@ -22,15 +22,15 @@ __all__ = ["Loopback", "MessageToSelf"]
 
 
 class Loopback:
-    """What a channel is to the messages of a peer.
+    """The channel of messages from this rank to itself.
 
     Args:
-        messages: those of the group.
-        rank: this one.
+        messages: the messages of the group.
+        rank: this rank.
 
     Attributes:
         peer: this rank.
-        nbytes: how much waits for receives.
+        nbytes: number of bytes that wait for receives.
     """
 
     def __init__(self, messages: Matching, rank: int) -> None:
@@ -39,25 +39,25 @@ class Loopback:
         self._messages = messages
 
     def control(self, kind: FrameKind, group: int, op: int, amount: int = 0) -> None:
-        """Tell the sender that all of a message is wanted, which is all that a receiver tells."""
+        """Permit the sender to send the whole message. Receivers send no other control frame."""
         if (outgoing := self._messages.outgoing.get((self.peer, op))) is not None:
             outgoing.asked()
 
     def hold(self, header: Header) -> None:
-        """Count a frame that waits."""
+        """Count a frame as waiting."""
         self.nbytes += max(header[7], LEAST)
 
     def release(self, header: Header) -> None:
-        """Stop counting a frame that has waited."""
+        """Stop counting a frame as waiting."""
         self.nbytes -= max(header[7], LEAST)
 
     def takes(self, nbytes: int) -> bool:
-        """Whether a message of that length may wait here."""
+        """Return whether a message of `nbytes` bytes may wait here."""
         return nbytes <= EAGER_WINDOW and self.nbytes + max(nbytes, LEAST) <= LINK_WINDOW
 
 
 class MessageToSelf(OutboundMessage):
-    """A send to this rank itself: done when its bytes have been copied."""
+    """A send to this rank itself. It ends when its bytes have been copied."""
 
     __slots__ = ("_copied", "_returns")
 
@@ -67,7 +67,7 @@ class MessageToSelf(OutboundMessage):
         self._copied = 0
 
     def enter(self) -> None:
-        """Copy it, or announce it."""
+        """Copy the message, or announce it."""
         self._sends.outgoing[self.peer, self.id] = self
         if self._returns.loopback.takes(self._view.nbytes):
             self._copy(EAGER)
@@ -75,11 +75,11 @@ class MessageToSelf(OutboundMessage):
             self._deliver(FrameKind.READY, EAGER, 0)
 
     def asked(self) -> None:
-        """A receive has matched it, and may be in the middle of that."""
+        """Handle a matching receive. Copying is deferred, because the receive may still be processing the match."""
         self.put_off()
 
     def advance(self) -> None:
-        """Copy as much as a callback may."""
+        """Copy as much as fits into one callback."""
         ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         while not self.done:
@@ -92,7 +92,7 @@ class MessageToSelf(OutboundMessage):
         nbytes = min(SEGMENT, self._view.nbytes - self._copied)
         self._deliver(FrameKind.DATA, flags, nbytes)
         self._copied += nbytes
-        if self.done:  # no receive wants such a message
+        if self.done:  # no receive accepts the message
             return
         if self._copied == self._view.nbytes:
             self._sends.outgoing.pop((self.peer, self.id), None)

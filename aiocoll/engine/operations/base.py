@@ -1,4 +1,4 @@
-"""The base of all operations in flight: `enter`, `advance`, `fail`; and the message, the unit of sending."""
+"""Base class of all operations in flight, and `Message`, the unit of sending."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from aiocoll.engine.communicator import Communicator
     from aiocoll.engine.links.channel import Channel
 
-__all__ = ["NOBODY", "Announced", "Message", "Operation", "carriers_of"]
+__all__ = ["NO_PEERS", "Announced", "Message", "Operation", "carriers_of"]
 
-NOBODY: Final[frozenset[int]] = frozenset()
+NO_PEERS: Final[frozenset[int]] = frozenset()
 
 
 class Message:
-    """What an operation sends to one peer in one step.
+    """Data that an operation sends to one peer in one step.
 
     Attributes:
-        operation: its owner, whose `sent(message, nbytes)` is called when bytes have been sent.
-        index: the owner's action that it belongs to.
-        view: the bytes, `total` of them.
-        limit: how many bytes may be sent so far.
-        moved: how many bytes the link has accepted.
-        queued: it is in the channel's queue.
-        blocked: it waits for a grant.
-        announces: if nothing of it may be sent yet, it is announced to the receiver.
-        batch: with the announcement, the batch it is part of.
+        operation: the owner. Its `sent(message, nbytes)` is called when bytes have been sent.
+        index: the action of the owner that sends the message.
+        view: the payload, `total` bytes.
+        limit: number of bytes that may be sent so far.
+        moved: number of bytes that the link has accepted.
+        queued: True while the message is in the channel's queue.
+        blocked: True while the message waits for a grant.
+        announces: True if the message is announced to the receiver before any byte may be sent.
+        batch: number of the batch that the announcement belongs to.
     """
 
     announces = False
@@ -52,7 +52,7 @@ class Message:
 
 
 class Announced(Message):
-    """A message announced to its receiver before there is anything to send, so that no later one overtakes it."""
+    """A message announced before it has data, so that later messages cannot overtake it."""
 
     __slots__ = ("batch",)
 
@@ -64,27 +64,28 @@ class Announced(Message):
 
 
 class Operation:
-    """Base of everything that a group has in flight.
+    """Base class of everything that a group has in flight.
 
     Args:
-        comm: this rank's part in the group.
-        identity: its 64-bit id on the wire; see `aiocoll.transport.frame`.
-        signature: what the ranks must agree on.
+        comm: the communicator of this rank in the group.
+        identity: the operation's 64-bit id on the wire; see `aiocoll.transport.frame`.
+        signature: the properties that all ranks must agree on.
         fingerprint: hash of the signature.
-        completion: ends with the operation; it has the call's timeout.
+        completion: the completion that ends with the operation. It has the call's timeout.
 
     Attributes:
-        comm, id, signature, fingerprint, completion: as given.
-        parent: the operation that it is a child of; None if a call has started it.
-        entered: when it was entered, on the runtime's clock.
-        started: when the first part of a message had moved, or the last child was started; NaN if it has no parts.
-        waited_for: while it takes what a peer has sent or read, that peer: if it ends now, it has waited for it. -1 for
-            none.
+        comm, id, signature, fingerprint, completion: the arguments.
+        parent: the parent operation; None if a call started this operation directly.
+        entered: time of entry on the runtime's clock.
+        started: time when the first part of a message had moved, or the last child started; NaN before, or without
+            parts.
+        waited_for: the peer whose data is being processed. If the operation ends now, it has waited for that peer. -1
+            for none.
         peer: for a message, the other rank; None for a receive from any rank.
-        timeout: seconds until `expire`; initially the completion's.
-        reported: when its next stall report is due; 0 before the first.
-        granted: peers that have entered it and accept any amount.
-        promised: peers that this rank has granted.
+        timeout: seconds until `expire`; initially the completion's timeout.
+        reported: time of the next stall report; 0 before the first.
+        granted: peers that have entered the operation and accept any amount of data.
+        promised: peers that have received a grant from this rank.
     """
 
     __slots__ = (
@@ -129,13 +130,13 @@ class Operation:
         self.done = False
         self.warned = False
         self.reported = 0.0
-        self.granted = NOBODY
-        self.promised = NOBODY
+        self.granted = NO_PEERS
+        self.promised = NO_PEERS
         self._put_off = False
 
     @property
     def root(self) -> Operation:
-        """The operation that a call has started: itself, or the one that it is a part of."""
+        """The operation that a call has started: this operation or its outermost parent."""
         operation = self
         while operation.parent is not None:
             operation = operation.parent
@@ -143,36 +144,36 @@ class Operation:
 
     @property
     def reduces(self) -> bool:
-        """Whether its messages are reduced into something, not only moved."""
+        """True if the operation reduces its messages, False if it only moves them."""
         return False
 
     @property
     def single_copy_from(self) -> float:
-        """Bytes of a message from which it pays to have the peer read it in the memory of this process."""
+        """Smallest message in bytes for which the peer reads from this process's memory, because that is faster."""
         sizes = self.comm.tuning.single_copy
         return sizes.reduced if self.reduces else sizes.moved
 
-    def be_with(self, peer: int | None) -> None:
+    def set_peer(self, peer: int | None) -> None:
         """Set the other rank of a message."""
         self.peer = peer
 
     def set_waited_for(self, peer: int) -> None:
-        """Set `waited_for`: the rank whose data is taken from now on, or has completed it; -1 for none."""
+        """Set `waited_for` to the rank whose data is being processed or completed the operation; -1 for none."""
         self.waited_for = peer
 
     def enter(self) -> None:
-        """Start: send what can be sent, use what has arrived early."""
+        """Start the operation: send available data and process data that arrived early."""
         raise NotImplementedError
 
     def advance(self) -> None:
         """Continue local work that was deferred to keep a callback short."""
 
     def silence(self) -> None:
-        """Suppress its warnings and reports: another operation is reported, or no rank is to blame for it."""
+        """Suppress warnings and reports, because another operation reports them or no rank caused the delay."""
         self.warned, self.reported = True, inf
 
     def put_off(self) -> None:
-        """Call `advance` again in the next turn of the loop."""
+        """Schedule another call of `advance` for the next loop iteration."""
         if not self._put_off:
             self._put_off = True
             self.comm.call_soon(self._resume)
@@ -183,32 +184,35 @@ class Operation:
             self.advance()
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Return memory for `length` arriving bytes of a message; None for a temporary buffer."""
+        """Return memory for `length` arriving bytes of a message, or None for a temporary buffer."""
         return None
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Take a segment (None: it was placed); False if this rank does not expect the message."""
+        """Process a segment, and return False if this rank does not expect the message.
+
+        `payload` is None if the segment is already in the memory that `route` returned.
+        """
         return False
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """`nbytes` more of `message` have been sent, and their memory may be overwritten."""
+        """Handle the sending of `nbytes` more bytes of `message`; their memory may be overwritten from now on."""
 
     def promise(self, peer: int) -> None:
-        """Tell `peer` once that this rank has entered and accepts any amount."""
+        """Send `peer` a grant, once: this rank has entered the operation and accepts any amount of data."""
         if peer not in self.promised:
             self.promised |= {peer}
             self.comm.channels[peer].control(FrameKind.GRANT, self.comm.id, self.id)
 
     def needs(self, peer: int) -> bool:
-        """Whether the operation still needs `peer`, which is leaving."""
+        """Return whether the operation still needs `peer`, which is leaving the group."""
         raise NotImplementedError
 
     def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived, as far as known."""
+        """Return the ranks whose data has not arrived, as far as this rank knows."""
         return []
 
     def seek(self) -> None:
-        """Open links to the ranks it waits for: they may be unable to open one."""
+        """Open links to the ranks that the operation waits for, because they may be unable to open one."""
         for peer in self.awaited() if self.peer is None else [self.peer]:
             if peer != self.comm.rank:
                 self.comm.channels[peer].open()
@@ -220,39 +224,42 @@ class Operation:
         )
 
     def title(self) -> str:
-        """Return its op, with its key or number if it has one."""
+        """Return the op name, with the key or sequence number if there is one."""
         name = self.completion.key or self.completion.seq
         return self.completion.op if name is None else f"{self.completion.op} (sequence {name!r})"
 
     def standing(self) -> str | None:
-        """Return a text about what a message waits for; None for a collective, about which the ranks are asked."""
+        """Return a text that describes the state of a message.
+
+        None for a collective, whose state the stall inspector collects from all ranks.
+        """
         return None if self.peer is None else f"rank {self.peer} has not taken all of it"
 
     def algorithm(self) -> str | None:
-        """Return the name of its algorithm; None if there is only one, or it is not known yet."""
+        """Return the name of the algorithm; None if there is only one, or if it is not known yet."""
         return None
 
     def carriers(self) -> str:
-        """Return what carries its bytes, as far as links exist: "shm", "tcp", or several joined by "+"."""
+        """Return the transports that carry the data, as far as links exist: "shm", "tcp", or several joined by "+"."""
         channels = self.comm.channels
         return carriers_of(channels if self.peer is None else [channels[self.peer]])
 
     def hangs_here(self) -> bool:
-        """Whether it only waits for a device of this rank."""
+        """Return whether the operation only waits for a device of this rank."""
         return False
 
     def expire(self) -> None:
-        """The timeout has passed."""
+        """Handle the expired timeout."""
         self.comm.stalls.timed_out(self)
 
     def succeed(self, result: Any) -> None:
-        """End successfully."""
+        """Finish the operation with a result."""
         self.done = True
         self.comm.ended(self, None)
         self.completion.finish(result)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`; no memory of the caller's is used from here on."""
+        """Finish the operation with `error`. The operation no longer uses the caller's memory afterwards."""
         if not self.done:
             self.done = True
             self.comm.ended(self, error)
@@ -261,5 +268,8 @@ class Operation:
 
 
 def carriers_of(channels: Iterable[Channel]) -> str:
-    """Return what carries the bytes of channels, as far as links exist: "shm", "tcp", or several joined by "+"."""
+    """Return the transports that carry the data of channels, as far as links exist.
+
+    The text is "shm", "tcp", or several joined by "+".
+    """
     return "+".join(sorted({channel.link.carrier for channel in channels if channel.link is not None}))

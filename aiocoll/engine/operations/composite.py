@@ -1,8 +1,8 @@
-"""Composite operations: a parent that a call has started, and children that carry it out.
+"""Composite operations: a parent, started by a call, and the child operations that carry it out.
 
-The ids of children are derived from their parent's, so they are the same on all ranks. Frames refer to the children;
-the log, timeouts, reports and hooks refer to the parent. It ends when its children have ended, and fails them when it
-fails.
+The ids of children are derived from the id of their parent, so they are the same on all ranks. Frames refer to the
+children. The log, timeouts, reports and hooks refer to the parent. The parent ends when its children have ended, and
+fails them when it fails.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from aiocoll.engine.operations.signature import KEYED
 
 __all__ = ["ChildCompletion", "Children", "Ended", "Make"]
 
-#: Makes an operation from its id and its completion.
+#: Creates an operation from its id and its completion.
 Make = Callable[[int, Completion], Operation]
 #: Called with the result and the error of a child that has ended.
 Ended = Callable[[Any, BaseException | None], None]
 
 
 class ChildCompletion(Completion):
-    """The completion of a child: reports its outcome to the parent."""
+    """The completion of a child, which reports its outcome to the parent."""
 
     __slots__ = ("_report",)
 
@@ -33,31 +33,34 @@ class ChildCompletion(Completion):
         self._report = report
 
     def finish(self, result: Any, exception: BaseException | None = None) -> None:
-        """End the child, and report that to the parent."""
+        """Finish the child, and report the outcome to the parent."""
         super().finish(result, exception)
         self._report(result, exception)
 
 
 class Children:
-    """The children of one operation, which calls `fail` when it fails; it has them, and they do not keep it."""
+    """The running children of one operation, which calls `fail` when it fails itself.
+
+    The operation refers to this object. There is no reference back.
+    """
 
     __slots__ = ("_running", "algorithm")
 
     def __init__(self) -> None:
         self._running: dict[Operation, None] = {}
-        #: The algorithm of the child that was started last.
+        #: The algorithm of the most recently started child.
         self.algorithm: str | None = None
 
     def start(self, parent: Operation, name: str, make: Make, ended: Ended, *, reported: bool = False) -> None:
         """Start a child.
 
         Args:
-            parent: whose.
-            name: the child's id is a hash of it: unique, and the same on all ranks. No key has the same hash input,
-                since keys are hashed with their count, after a zero byte.
-            make: makes it.
-            ended: called at its end, unless the parent has ended before.
-            reported: until its end, stall reports and expiry refer to it in place of the parent.
+            parent: the parent operation.
+            name: the child's id is a hash of this name, which must be unique, and the same on all ranks. No key has the
+                same hash input, since keys are hashed with their count, after a zero byte.
+            make: creates the child.
+            ended: called at the end of the child, unless the parent has ended before.
+            reported: if True, stall reports and expiry refer to the child instead of the parent until the child ends.
         """
         child = self.add(parent, KEYED | hash62(name), make, ended, reported=reported)
         self.enter(parent, child)
@@ -69,14 +72,15 @@ class Children:
         parent.comm.enter(child)
         parent.root.started = child.entered
 
-    def note_start(self, parent: Operation, algorithm: str | None, now: float) -> None:
-        """Note that children start that the accelerator carries out."""
+    def record_start(self, parent: Operation, algorithm: str | None, now: float) -> None:
+        """Record the start of children that the accelerator carries out."""
         self.algorithm = algorithm
         parent.root.started = now
 
     def add(self, parent: Operation, identity: int, make: Make, ended: Ended, *, reported: bool = False) -> Operation:
-        """Return a child that has not started; the arguments are as of `start`, but for its id."""
-        #: The child until its end: it would keep itself, and its arrays, by what its completion reports to.
+        """Create a child without starting it. The arguments are those of `start`, with an id in place of the name."""
+        #: Holds the child until its end. Without this indirection, the child and its completion would form a reference
+        #: cycle.
         running: list[Operation] = []
 
         def report(result: Any, error: BaseException | None) -> None:
@@ -101,21 +105,21 @@ class Children:
         return child
 
     def fail(self, error: BaseException) -> None:
-        """Fail all running children: the parent has failed."""
+        """Fail all running children, because the parent has failed."""
         running, self._running = self._running, {}
         for child in running:
             child.fail(error)
 
     def first(self) -> Operation | None:
-        """Return the child that has run longest; None if none is running."""
+        """Return the child that has run longest; None if no child is running."""
         return next(iter(self._running), None)
 
     def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived."""
+        """Return the ranks whose data has not arrived."""
         return sorted({rank for child in self._running for rank in child.awaited()})
 
     def hanging(self) -> Operation | None:
-        """Return a child that only waits for a device of this rank, if there is one."""
+        """Return a child that only waits for a device of this rank; None if there is none."""
         return next((child for child in self._running if child.hangs_here()), None)
 
     def __bool__(self) -> bool:

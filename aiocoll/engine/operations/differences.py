@@ -1,4 +1,4 @@
-"""Descriptions of calls as plain data: in which fields two differ, and their form in error messages."""
+"""Differences between two described calls, and the text form of calls in error messages."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from aiocoll.engine.operations.manifest import AGREED, contradict, differing, private, runs
+from aiocoll.engine.operations.manifest import AGREED, has_count_conflict, iter_differing_members, private, runs
 from aiocoll.errors import CollectiveMismatchError
 
-__all__ = ["called", "differences", "mismatch", "named", "opposed"]
+__all__ = ["called", "describe_differing_members", "differences", "mismatch", "opposed"]
 
-#: The two ends of a point-to-point message: their names differ by nature.
+#: Op names of the two ends of a point-to-point message, which differ without being a mismatch.
 HALVES = {"SEND", "RECV"}, {"SEND_SPARSE", "RECV_SPARSE"}
-#: Members of a flush that a message names: of those that differ, and of a whole list.
+#: Maximum number of flush members in an error text: of differing members, and of a whole list.
 NAMED = 3
 
 Description = dict[str, Any]
 
 
 def differences(one: Description, two: Description) -> list[str]:
-    """Return the fields in which two ranks' calls of one operation differ; [] if they match."""
+    """Return the fields in which two ranks' calls of one operation differ; [] if the calls match."""
     marks = {one.get("debug"), two.get("debug")}
     if len(marks) > 1 and "detail" in marks:
         return ["debug"]
     if len(marks) == 1 and None not in marks:
-        return []  # they compare by themselves
+        return []  # verified operations compare their calls before they start
     fields = [field for field in AGREED if one.get(field) != two.get(field)]
     if {one["op"], two["op"]} in HALVES:
         fields.remove("op")
-    if not fields and contradict(one, two):
+    if not fields and has_count_conflict(one, two):
         fields.append("counts")
-    if one.get("members") and two.get("members") and next(differing(one, two), None) is not None:
+    if one.get("members") and two.get("members") and next(iter_differing_members(one, two), None) is not None:
         fields.append("members")
     return fields
 
 
 def opposed(theirs: Description, calls: Iterable[Description]) -> Description | None:
-    """Return one of `calls`, which match each other, that does not match `theirs`."""
+    """Return one of `calls` that does not match `theirs`; None if all match. The `calls` match each other."""
     alone = private(theirs)
     for each in calls:
         if each["rank"] != theirs["rank"]:
             if differences(each, theirs):
                 return each
             if not alone:
-                break  # a field common to all it also shares with the rest: a thousand ranks report
+                break  # without private fields, the first comparison covers all `calls`; there may be thousands
     return None
 
 
@@ -57,7 +57,7 @@ def mismatch(group: str, one: Description, two: Description) -> CollectiveMismat
     return CollectiveMismatchError(
         f"Collectives differ in the following: {', '.join(fields) or 'the messages they exchange'}. "
         f"Group {group!r}: rank {one['rank']} called {called(one)}; rank {two['rank']} called {called(two)}"
-        f"{named(one, two)}",
+        f"{describe_differing_members(one, two)}",
         op=one["op"],
         seq=one["key"] or one["seq"],
         group=group,
@@ -66,7 +66,7 @@ def mismatch(group: str, one: Description, two: Description) -> CollectiveMismat
 
 
 def called(description: Description) -> str:
-    """Write a description in the form of a call."""
+    """Format a description like a call."""
     details = [
         f"{label}={description[field]}"
         for field, label in (
@@ -88,27 +88,27 @@ def called(description: Description) -> str:
         if description.get(field) is not None and (field, description[field]) != ("debug", "device")
     ]
     if description.get("members") is not None:
-        return f"{description['op']}(members={_listed(description)}, {', '.join(details)})"
+        return f"{description['op']}(members={_format_members(description)}, {', '.join(details)})"
     return f"{description['op']}({', '.join(details)})"
 
 
-def _listed(description: Description) -> str:
-    """Write the beginning of a flush's list of members."""
-    words, named = [], 0
+def _format_members(description: Description) -> str:
+    """Format the first members of a flush."""
+    words, shown = [], 0
     for run in runs(description)[:NAMED]:
         count = run["count"]
         words.append(f"{count} x {called(run)}" if count > 1 else called(run))
-        named += count
-    more = description["members"]["size"] - named
+        shown += count
+    more = description["members"]["size"] - shown
     return f"[{', '.join(words)}{f' and {more} more' if more else ''}]"
 
 
-def named(one: Description, two: Description) -> str:
-    """Name the first members in which two flushes differ."""
+def describe_differing_members(one: Description, two: Description) -> str:
+    """Describe the first members in which two flushes differ."""
     if not (one.get("members") and two.get("members")):
         return ""
     words = []
-    for position, *members in islice(differing(one, two), NAMED):
-        first, second = ("nothing" if each is None else called(each) for each in members)
+    for position, *members in islice(iter_differing_members(one, two), NAMED):
+        first, second = ("missing" if each is None else called(each) for each in members)
         words.append(f"member {position} is {first} on rank {one['rank']}, {second} on rank {two['rank']}")
     return f". {'; '.join(words)}" if words else ""

@@ -1,4 +1,4 @@
-"""Incremental decoding of objects: each callback does a part, so that the loop stays responsive."""
+"""Incremental decoding of objects: each callback does a part, so that the event loop stays responsive."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from aiocoll.runtime import BUDGET
 
 __all__ = ["Steps", "at_once", "carry_on"]
 
-#: A generator that returns the result; each step takes a fraction of `BUDGET`.
+#: A generator that returns the result. Each step takes a fraction of `BUDGET`.
 Steps = Generator[None, None, Any]
 
 
 def carry_on(operation: Operation, steps: Steps) -> None:
-    """Run some of `steps`, and end `operation` with their result; `advance` continues in the next turn."""
+    """Run `steps` for at most `BUDGET` seconds, and finish `operation` with their result.
+
+    If steps are left, `advance` must continue them in the next loop iteration.
+    """
     ticks = operation.comm.runtime.ticks
     deadline = ticks() + BUDGET
     try:
@@ -26,7 +29,7 @@ def carry_on(operation: Operation, steps: Steps) -> None:
                 return
     except StopIteration as end:
         result = end.value
-    except Exception as error:  # decoding a rank's bytes, or a custom unpickling, may fail in any way
+    except Exception as error:  # decoding a rank's bytes, or custom unpickling code, can raise any exception
         operation.fail(error)
         return
     operation.succeed(result)

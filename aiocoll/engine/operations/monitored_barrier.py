@@ -1,4 +1,4 @@
-"""The monitored barrier: every rank reports to rank 0, which can name the ranks that have not."""
+"""Monitored barrier: every rank reports to rank 0, which can name the missing ranks."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ class MonitoredBarrier(ProgramExecutor):
 
     OP = "MONITORED_BARRIER"
 
-    __slots__ = ("_named",)
+    __slots__ = ("_max_named",)
 
     def __init__(
         self, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], completion: Completion
     ) -> None:
         super().__init__(comm, identity, plan, arrays, completion)
-        self._named: int | None = 1
+        self._max_named: int | None = 1
 
     @classmethod
     def of_all(
         cls, comm: Communicator, identity: int, plan: Plan, arrays: list[Any], completion: Completion
     ) -> MonitoredBarrier:
-        """Make one that names all ranks that are missing."""
+        """Create a barrier that names all missing ranks."""
         barrier = cls(comm, identity, plan, arrays, completion)
-        barrier._named = None
+        barrier._max_named = None
         return barrier
 
     def expire(self) -> None:
-        """The timeout has passed."""
+        """Handle the expired timeout: fail with the missing ranks."""
         self.blame(self)
 
     def blame(self, operation: Operation) -> None:
-        """Fail with the ranks that have not entered `operation`, this one or a step before it.
+        """Fail with the ranks that have not entered `operation`, which is this barrier or a step before it.
 
-        Rank 0 knows them first-hand; other ranks know what rank 0 has reported.
+        Rank 0 has received the reports itself. Other ranks use the list that rank 0 has sent them.
         """
         comm = self.comm
         missing = operation.awaited() if comm.rank == 0 else comm.stalls.missing(operation)[0]
-        missing = missing[: self._named]
+        missing = missing[: self._max_named]
         within = f"in {self.timeout * 1000:g} ms"
         if missing:
             text = f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier {within}"
             if comm.rank:
-                text += "; look at rank 0, which hears of every rank first"
+                text += "; check the log of rank 0, which receives the reports of all ranks"
         else:
-            text = f"rank 0 did not answer monitoredBarrier {within}: look at rank 0, which knows the missing ranks"
+            text = f"rank 0 did not answer monitoredBarrier {within}; check its log, which names the missing ranks"
         comm.revoke(
             CollectiveTimeoutError(
                 f"[rank {comm.rank} of group {comm.name!r}] {text}",

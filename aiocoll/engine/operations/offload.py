@@ -1,6 +1,6 @@
-"""Long calculations of a collective, moved to a thread so that they do not block the event loop.
+"""Long calculations of an operation, moved to a thread so that they do not block the event loop.
 
-The operation stays in flight meanwhile: it can fail, and the result of its thread is dropped then.
+The operation stays in flight meanwhile. If it fails, the thread's result is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 def run_in_thread(operation: Operation, task: Callable[[], T], then: Callable[[T], object]) -> None:
-    """Call `task` in a thread, and `then` with its result on the loop if the operation has not failed by then."""
+    """Call `task` in a thread, then call `then` with the result on the event loop.
+
+    `then` is not called if the operation has failed by then.
+    """
     comm = operation.comm
     if not comm.runtime.may_thread:
         try:

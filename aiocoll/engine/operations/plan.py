@@ -1,7 +1,7 @@
-"""A `Plan`: one rank's program of a collective, compiled for one dtype, to be run many times.
+"""Plans: one rank's program of a collective, compiled for one dtype, to be run many times.
 
-Everything that does not depend on the arrays of a call is calculated here once: sizes in bytes, dependencies, the
-destinations of arriving messages, and the fingerprint of what all ranks must agree on.
+A plan contains everything that does not depend on the arrays of a call: sizes in bytes, dependencies, the destinations
+of arriving messages, and the fingerprint of the signature.
 """
 
 from __future__ import annotations
@@ -27,25 +27,32 @@ if TYPE_CHECKING:
 
 __all__ = ["EAGER_WINDOW", "Executor", "Plan"]
 
-#: Bytes of one message that may be sent before its receiver has entered the operation.
+#: Number of bytes of one message that may be sent before its receiver has entered the operation.
 EAGER_WINDOW = SEGMENT
 
-#: Makes the operation of a plan, given: this rank's part in the group, the operation's id, the plan, the flat arrays
-#: of the call, and the completion, which has the timeout and the result.
+#: Creates the operation of a plan. Arguments: the communicator, the operation's id, the plan, the flat arrays of the
+#: call, and the completion, which has the timeout and the result.
 Executor = Callable[["Communicator", int, "Plan", list[Any], Completion], Operation]
 
 
 class Plan:
     """A compiled program.
 
-    Attributes are parallel tuples indexed by action, as in `Program`, with sizes in bytes; `inbound` finds the action
-    of an arriving message by ``peer << 16 | step``; `grants` are the peers that send more than an eager window;
-    `round` is the program sorted for `SlotProgram`, if that carries it out; `relay` is what `ShmRing` does;
-    `from_slots` are actions of other programs that receive what may be in a slot; `single_copy_from` are bytes of a
-    message from which its receiver reads it where it lies, None where the rule for any message holds; `steps` is what
-    the accelerator makes of it, None before, False if nothing; `executor` carries it out; `op` is how the call that
-    it was made for reduces; `on_device` is what calls on a device know of it. Arrays, `count` and the program are in
-    elements of `storage`, of `itemsize` bytes; the signature is in elements of the dtype, which have `unit` of them.
+    Tuple attributes are indexed by action, as in `Program`, with sizes in bytes. Arrays, `count` and the program are in
+    elements of `storage`, of `itemsize` bytes. The signature is in elements of the dtype, each of which has `unit`
+    storage elements.
+
+    Attributes:
+        inbound: the action of each arriving message, by ``peer << 16 | step``.
+        grants: peers that send more than an eager window.
+        round: the program sorted for `SlotProgram`; None if another executor carries it out.
+        relay: the steps of `ShmRing`; None if another executor carries it out.
+        from_slots: actions that receive messages which may arrive in a slot.
+        single_copy_from: smallest message in bytes that the receiver reads in place; None for the general limit.
+        steps: the accelerator's form of the plan; None before it is made, False if the accelerator cannot run the plan.
+        executor: creates the operation that carries out the plan.
+        op: reduce op of the call that the plan was made for.
+        on_device: data of calls on a device.
     """
 
     __slots__ = (
@@ -123,7 +130,7 @@ class Plan:
         self.grants = self._grants()
 
     def copy(self) -> Plan:
-        """Return another plan for the same."""
+        """Return another plan with the same content."""
         program = Program(self.program, self.scratch, self.algorithm)
         made = Plan(self.signature, program, self.dtype, self.kernel, self.executor)
         made.op, made.round, made.relay = self.op, self.round, self.relay
@@ -131,7 +138,11 @@ class Plan:
         return made
 
     def _dependencies(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """An action that follows an empty one waits for its completion: there is no progress to follow."""
+        """Return the actions that each action waits for, and those that it follows.
+
+        An action that would follow an empty one waits for its completion instead, since an empty action has no
+        progress.
+        """
         after, follow = [], []
         for action, total in zip(self.program, self.totals, strict=True):
             after.append(tuple(dict.fromkeys(action.after if total else action.after + action.follow)))

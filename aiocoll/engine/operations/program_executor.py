@@ -1,7 +1,7 @@
-"""The executor of a plan over links: a dataflow machine driven by received and sent bytes.
+"""Executor of plans over links: a dataflow machine driven by received and sent bytes.
 
-Between processes of a host a message may come by a slot, if its sender has only small ones (`slot_program`), and a
-large one is read where it lies (`aiocoll.transport.shm.references`); all others come in frames.
+Between processes of one host, a message can arrive in a slot if its sender has only small ones (`slot_program`). The
+receiver reads a large message in place (`aiocoll.transport.shm.references`). All other messages arrive in frames.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgramExecutor"]
 
-#: Fewest elements reduced in one call, so that call overhead does not exceed the arithmetic.
+#: Minimum number of elements per reduction call, so that the call overhead stays below the time for arithmetic.
 FOLD_FLOOR = 2048
 
-#: Bytes copied in one call: what is not reduced need not stay in the cache.
+#: Number of bytes per copy call. It may exceed the cache, since a copy does not use the data again.
 COPIED = 4 * SEGMENT
 
-# Plain values: an enum member costs more to look up than to compare.
+# Plain values, since looking up an enum member takes longer than comparing it.
 _SEND, _RECV, _COMBINE, _COPY, _SCALE = Verb.SEND, Verb.RECV, Verb.COMBINE, Verb.COPY, Verb.SCALE
-_NOTHING = memoryview(b"")
-# Marks a complete action; its byte count does not, since a message may be empty.
+_EMPTY = memoryview(b"")
+# Marks a complete action. The byte count cannot mark it, since a message may be empty.
 _COMPLETE = -1
 
 Array = NDArray[Any]
@@ -45,7 +45,7 @@ class ProgramExecutor(Operation):
     """One rank's part in one collective.
 
     Args:
-        arrays: the caller's flat arrays, numbered as the program's buffers; None where this rank has none.
+        arrays: the caller's flat arrays, numbered like the program's buffers; None where this rank has none.
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class ProgramExecutor(Operation):
         arrays: list[Array | None],
         completion: Completion,
     ) -> None:
-        # By name: `super()` takes 70 ns more, 3 % of a small call (Python 3.11).
+        # Called by name: `super()` takes 70 ns more, 3 % of a small call (Python 3.11).
         Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, completion)
         self._plan = plan
         if plan.scratch:
@@ -81,30 +81,30 @@ class ProgramExecutor(Operation):
         self._waits = list(plan.after)
         self._moved = [0] * len(plan.verbs)
         self._remaining = len(plan.verbs)
-        # Made on first use: most operations are small and defer nothing. Early segments are stored with their end
-        # position in the message.
+        # Created on first use, since most operations are small and defer nothing. Early segments are stored with their
+        # end position in the message.
         self._messages: dict[int, Message] | None = None
         self._early: dict[int, list[tuple[int, bytes]]] | None = None
         self._local: deque[int] | None = None
         self._working = False
-        # Actions that receive what may be in a slot, as long as nothing has come.
+        # Actions that receive a message which may arrive in a slot, while it has not arrived.
         self._from_slots = list(plan.from_slots) if plan.from_slots else None
 
     @property
     def reduces(self) -> bool:
-        """Whether it has a reduce op."""
+        """True if the plan has a reduce op."""
         return self._plan.kernel is not None
 
     @property
     def single_copy_from(self) -> float:
-        """Bytes of a message from which it pays to have the peer read it in the memory of this process."""
+        """Smallest message in bytes for which the peer reads from this process's memory, because that is faster."""
         sizes, limit = self.comm.tuning.single_copy, self._plan.single_copy_from
         if limit is not None:
             return limit
         return sizes.reduced if self.reduces else sizes.moved
 
     def enter(self) -> None:
-        """Start every action that waits for nothing."""
+        """Start every action without dependencies."""
         plan = self._plan
         for peer in plan.grants:
             self.promise(peer)
@@ -116,11 +116,11 @@ class ProgramExecutor(Operation):
             self.comm.polling.readers[self] = None
 
     def look(self) -> bool:
-        """Take what has been posted to slots since; return whether the operation has ended."""
+        """Read messages posted to slots, and return whether the operation has ended."""
         for index in tuple(self._from_slots or ()):
             if self.done:
                 break
-            if self._is_here(index) or self._take_from_slot(index):
+            if self._has_all_bytes(index) or self._take_from_slot(index):
                 assert self._from_slots is not None
                 self._from_slots.remove(index)
         if self.done:
@@ -133,14 +133,14 @@ class ProgramExecutor(Operation):
         return found
 
     def _complete(self) -> None:
-        """All actions are carried out."""
+        """Finish the operation after its last action."""
         if self._plan.scratch:
             self._give_back_scratch()
         self.succeed(self.completion.value)
 
     def _give_back_scratch(self) -> None:
-        """Return the scratch memory; not after a failure, since a link may still be sending from it."""
-        for _ in self._plan.scratch:  # these are the last arrays
+        """Return the scratch memory. After a failure it is not returned, since a link may still send from it."""
+        for _ in self._plan.scratch:  # scratch arrays are the last ones
             array = self._arrays.pop()
             assert array is not None
             self.comm.scratch.give(array)
@@ -150,13 +150,18 @@ class ProgramExecutor(Operation):
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Whether something to or from `peer` is missing: what it has posted stays readable after it has left."""
+        """Return whether a message to or from `peer` is missing.
+
+        Messages that `peer` has posted stay readable after it has left.
+        """
         if self._from_slots is not None and self.look():
             return False
-        return any(action.peer == peer and not self._is_here(index) for index, action in enumerate(self._plan.program))
+        return any(
+            action.peer == peer and not self._has_all_bytes(index) for index, action in enumerate(self._plan.program)
+        )
 
     def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived, or that have not taken what they can take."""
+        """Return the ranks whose data has not arrived, and those that have not accepted data that is ready for them."""
         missing = set()
         for index, action in enumerate(self._plan.program):
             if action.verb is _SEND:
@@ -164,19 +169,19 @@ class ProgramExecutor(Operation):
                 limit = min([self._moved[i] for i in follow]) if follow else self._plan.totals[index]
                 waits = not self._waits[index] and self._moved[index] < limit
             else:
-                waits = action.verb is _RECV and not self._is_here(index)
+                waits = action.verb is _RECV and not self._has_all_bytes(index)
             if waits:
                 missing.add(action.peer)
         return sorted(missing)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`."""
+        """Finish the operation with `error`."""
         if self._from_slots is not None:
             self.comm.polling.readers.pop(self, None)
         Operation.fail(self, error)
 
-    def _is_here(self, index: int) -> bool:
-        """Whether all bytes of a message have been sent or received, even if they wait to be used."""
+    def _has_all_bytes(self, index: int) -> bool:
+        """Return whether all bytes of a message have been sent or received, even if they are not processed yet."""
         if self._waits[index] == _COMPLETE:
             return True
         early = None if self._early is None else self._early.get(index)
@@ -185,7 +190,7 @@ class ProgramExecutor(Operation):
     # -- receiving
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Return the caller's memory for a payload that only has to be copied there."""
+        """Return the caller's memory for a payload that needs no reduction."""
         plan = self._plan
         index = plan.inbound.get(peer << 16 | step)
         if index is None or plan.verbs[index] is not _RECV or self._waits[index]:
@@ -199,49 +204,49 @@ class ProgramExecutor(Operation):
         return self._view(region.buffer)[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Take a segment: copy it, reduce it, or keep it until that is possible."""
+        """Process a segment: copy it, reduce it, or store it until its action has started."""
         plan = self._plan
         index = plan.inbound.get(peer << 16 | step)
         if index is None or plan.totals[index] & 0xFFFFFFFF != total:
             return False
         if self._moved[index] + length > plan.totals[index]:
             raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its message")
-        if not length and (total or self._is_here(index)):
-            raise ProtocolError(f"rank {peer} sent nothing where {total} bytes belong, or a message twice")
+        if not length and (total or self._has_all_bytes(index)):
+            raise ProtocolError(f"rank {peer} sent an empty frame for a message of {total} bytes, or a message twice")
         if payload is not None:
             if self._waits[index]:
-                self._keep(peer, index, payload, length)
+                self._store_early(peer, index, payload, length)
                 return True
             if length:
-                self._put(index, payload, length)
+                self._process_payload(index, payload, length)
         self._progress(index, length)
         if self._local:
             self.advance()
         return True
 
-    def _keep(self, peer: int, index: int, payload: memoryview, length: int) -> None:
+    def _store_early(self, peer: int, index: int, payload: memoryview, length: int) -> None:
         if self._early is None:
             self._early = {}
-        kept = self._early.setdefault(index, [])
-        end, total = length + (kept[-1][0] if kept else 0), self._plan.totals[index]
+        early = self._early.setdefault(index, [])
+        end, total = length + (early[-1][0] if early else 0), self._plan.totals[index]
         if end > total:
             raise ProtocolError(f"rank {peer} sent more than the {total} bytes of its message")
-        kept.append((end, bytes(payload)))
+        early.append((end, bytes(payload)))
 
-    def _put(self, index: int, payload: memoryview | bytes, length: int) -> None:
+    def _process_payload(self, index: int, payload: memoryview | bytes, length: int) -> None:
         plan = self._plan
         action = plan.program[index]
         first = self._moved[index] // plan.itemsize
         count = length // plan.itemsize
         place = self._slice(action.region, first, count)
-        incoming = np.frombuffer(payload, plan.storage)  # raises if there is a fraction of an element
+        incoming = np.frombuffer(payload, plan.storage)  # raises if the payload has a fraction of an element
         if action.verb is _RECV:
             place[:] = incoming
             return
         kernel = plan.kernel
         assert kernel is not None
         own = self._slice(plan.sources[index][0], first, count)
-        # NumPy adds a single element in place differently, with another NaN if both are: so not in place.
+        # NumPy adds a single element in place differently: it yields another NaN if both are NaN. So use a copy.
         out = place if count > 1 else np.empty_like(place)
         try:
             if action.incoming_first:
@@ -250,7 +255,7 @@ class ProgramExecutor(Operation):
                 kernel.combine(own, incoming, out)
             if action.final and kernel.finalize is not None:
                 kernel.finalize(out)
-        except Exception as error:  # raised by a user's function
+        except Exception as error:  # raised by the user's reduce function
             self.comm.broke(self, error, "its reduce function raised ")
         if out is not place:
             place[:] = out
@@ -265,7 +270,7 @@ class ProgramExecutor(Operation):
         elif verb is _RECV or verb is _COMBINE:
             if self._early is not None:
                 for _, payload in self._early.pop(index, ()):
-                    self._put(index, payload, len(payload))
+                    self._process_payload(index, payload, len(payload))
                     self._progress(index, len(payload))
         else:
             self._queue(index)
@@ -276,7 +281,7 @@ class ProgramExecutor(Operation):
         action = plan.program[index]
         region = action.region
         start, total = region.start * plan.itemsize, plan.totals[index]
-        view = self._view(region.buffer)[start : start + total] if total else _NOTHING
+        view = self._view(region.buffer)[start : start + total] if total else _EMPTY
         channel = self.comm.channels[action.peer]
         follow = plan.follow[index]
         if not follow and (left := channel.pass_on(self, index, action.step, view, total)) is not None:
@@ -293,7 +298,7 @@ class ProgramExecutor(Operation):
             channel.kick(message)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes have been sent."""
+        """Handle the sending of `nbytes` more bytes of `message`."""
         if not self.done:
             self._progress(message.index, nbytes)
             if self._local:
@@ -301,7 +306,7 @@ class ProgramExecutor(Operation):
 
     def _progress(self, index: int, nbytes: int) -> None:
         if self.done:
-            return  # it has failed: no further action is run
+            return  # the operation has failed: run no further action
         plan = self._plan
         self._moved[index] = moved = self._moved[index] + nbytes
         for follower in plan.followers[index]:
@@ -311,7 +316,7 @@ class ProgramExecutor(Operation):
             self._waits[index] = _COMPLETE
             self._remaining -= 1
             if self._messages is not None:
-                self._messages.pop(index, None)  # which has this operation
+                self._messages.pop(index, None)  # breaks the reference cycle between message and operation
             for dependent in plan.dependents[index]:
                 self._waits[dependent] -= 1
                 if not self._waits[dependent]:
@@ -331,7 +336,7 @@ class ProgramExecutor(Operation):
     # -- local work
 
     def advance(self) -> None:
-        """Reduce and copy in chunks; continue in the next turn when this callback's time is used up."""
+        """Reduce and copy in chunks. Continue in the next loop iteration when this callback's time is used up."""
         local = self._local
         if not local or self._working:
             return
@@ -354,7 +359,7 @@ class ProgramExecutor(Operation):
             self._local.append(index)
 
     def _run_chunk(self, index: int) -> bool:
-        """Process the next chunk of a local action; True if there is more to do now."""
+        """Process the next chunk of a local action, and return whether another chunk is ready now."""
         plan = self._plan
         action = plan.program[index]
         total, moved = plan.totals[index], self._moved[index]
@@ -384,7 +389,7 @@ class ProgramExecutor(Operation):
                 kernel.prescale(inputs[0], place)
             else:
                 kernel.fold(inputs, place)
-        except Exception as error:  # raised by a user's function
+        except Exception as error:  # raised by the user's reduce function
             self.comm.broke(self, error, "its reduce function raised ")
 
     # -- memory

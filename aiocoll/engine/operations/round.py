@@ -1,4 +1,4 @@
-"""A program of one round, sorted by what an executor of slots does when."""
+"""Programs of one round, sorted into the phases of `SlotProgram`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Contribution", "Round", "Take", "slots_of"]
 
 
 class Contribution(NamedTuple):
-    """What this rank posts once.
+    """Data that this rank posts once.
 
     Attributes:
         buffer: number of the array.
-        nbytes: its length; one without elements need not be there.
-        readers: the ranks that read it.
-        is_common: it goes through the common lane; if not, through the lane of its one reader.
-        first_slot, slots: the first of the slots that it may take, and how many there are.
+        nbytes: length of the data. If it is 0, the array may be missing.
+        readers: the ranks that read the data.
+        is_common: True for the common lane, False for the lane of the only reader.
+        first_slot, slots: the first of the slots that the data may take, and their number.
     """
 
     buffer: int
@@ -34,9 +34,9 @@ class Take(NamedTuple):
     """A contribution that this rank reads.
 
     Attributes:
-        peer: the rank that posts it.
-        nbytes, elements: its length.
-        is_common, first_slot, slots: as of a `Contribution`.
+        peer: the rank that posts the contribution.
+        nbytes, elements: length of the contribution.
+        is_common, first_slot, slots: the same as in `Contribution`.
     """
 
     peer: int
@@ -48,20 +48,19 @@ class Take(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A program in which each rank posts, reads at most one contribution of each peer, and perhaps posts the result.
+    """A program in which each rank posts, reads at most one contribution per peer, and possibly posts the result.
 
-    It uses whole arrays, which have the numbers of the program's buffers.
+    The program uses whole arrays, numbered like its buffers.
 
     Attributes:
         copies: target and source of each local copy.
         first: contributions posted at the start.
         takes: contributions that this rank reads, by ascending rank.
-        fold: the array that is reduced into; None if nothing is.
-        own: what this rank adds to the contributions that are folded: its place among them, in rank order, and the
-            array.
-        moves: what is copied: index of the contribution in `takes`, and the target.
+        fold: the array that receives the reduction; None if the program reduces nothing.
+        own: index in rank order and array number of this rank's own contribution to the reduction.
+        moves: index in `takes` and target array of each contribution that is copied.
         last: contributions posted at the end.
-        private: only the two ends of a contribution know its length, so that the fingerprint does not have it.
+        private: True if only the two ends of a contribution know its length. The fingerprint does not cover it then.
     """
 
     copies: tuple[tuple[int, int], ...]
@@ -78,8 +77,8 @@ class Round(NamedTuple):
         """Sort the actions of a program.
 
         Args:
-            program: of one round.
-            itemsize: bytes of its elements.
+            program: a program of one round.
+            itemsize: bytes per element.
             lanes: the lanes of its posts.
             small: bytes of the longest contribution that fits into a small slot.
             private: see `Round`.
@@ -105,9 +104,9 @@ class Round(NamedTuple):
                     copies.append((_buffer_of(action.region), _buffer_of(action.sources[0])))
             else:
                 raise ValueError(f"algorithm={program.algorithm!r} has more than one round: {action}")
-        # A rank that posts no result may read that of another one.
+        # A rank that posts no result may read the result of another rank.
         is_common = lanes.first if last else lanes.last
-        received.sort(key=lambda action: action.peer)  # a mismatch names the lowest rank that differs
+        received.sort(key=lambda action: action.peer)  # an error names the lowest rank with a mismatch
         takes = []
         for action in received:
             nbytes = action.region.count * itemsize
@@ -133,7 +132,7 @@ class Round(NamedTuple):
 
 
 def slots_of(nbytes: int, small: int) -> tuple[int, int]:
-    """Return the first of the slots that a contribution of `nbytes` may take, and how many there are."""
+    """Return the first of the slots that a contribution of `nbytes` may take, and their number."""
     return (0, SMALL_SLOTS) if nbytes <= small else (SMALL_SLOTS, MIDDLE_SLOTS)
 
 
@@ -149,7 +148,7 @@ def _posted(sends: list[Action], itemsize: int, is_common: bool, small: int) -> 
 
 
 def _buffer_of(region: Region) -> int:
-    """Return the number of the array that a region is; `SlotProgram` uses no parts of arrays."""
+    """Return the number of the array that a region covers. `SlotProgram` uses no parts of arrays."""
     if region.start:
         raise ValueError(f"a round uses whole arrays, not {region}")
     return region.buffer

@@ -1,7 +1,7 @@
 """Memory for partial results, kept between operations.
 
-The system takes large blocks back at once, and returns them page by page, zeroed: the first write to a page costs
-several times as much as reducing into memory in use.
+The system takes freed large blocks back at once. It returns them page by page, zeroed. The first write to a page takes
+several times as long as reducing into memory in use.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 __all__ = ["Scratch"]
 
-#: Bytes from which on the allocator maps separate memory for a block (glibc: M_MMAP_THRESHOLD).
+#: Minimum size in bytes of blocks for which the allocator maps separate memory (glibc: M_MMAP_THRESHOLD).
 LARGE = 128 * 1024
-#: Bytes kept in all: for a few operations of the sizes that are common.
+#: Maximum number of bytes kept, enough for a few operations of common sizes.
 MOST = 64 * 1024 * 1024
 
 
 class Scratch:
-    """The unused blocks of one endpoint."""
+    """The unused memory blocks of one endpoint."""
 
     __slots__ = ("_kept", "_nbytes")
 
@@ -29,12 +29,12 @@ class Scratch:
         self._nbytes = 0
 
     def take(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return `count` elements with any content."""
+        """Return an uninitialised array of `count` elements."""
         nbytes = count * dtype.itemsize
         if nbytes < LARGE:
             return np.empty(count, dtype)
         for index, block in enumerate(self._kept):
-            # A much larger block is left for larger requests.
+            # Keep a much larger block for larger requests.
             if nbytes <= block.nbytes <= 2 * nbytes:
                 del self._kept[index]
                 self._nbytes -= block.nbytes
@@ -42,7 +42,7 @@ class Scratch:
         return np.empty(nbytes, np.uint8).view(dtype)
 
     def give(self, array: NDArray[Any]) -> None:
-        """Take back an array that nobody uses any more."""
+        """Return an unused array to the pool."""
         block = array
         while isinstance(block.base, np.ndarray):
             block = block.base

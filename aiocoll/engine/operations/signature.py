@@ -1,4 +1,4 @@
-"""The signature of an operation: what the ranks must agree on, and its form as plain data."""
+"""Signatures of operations: the properties that all ranks must agree on, and their form as plain data."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ if TYPE_CHECKING:
 
 __all__ = ["KEYED", "P2P", "Signature", "description"]
 
-#: The two top bits of an operation id say how it was numbered; the id of an ordered operation is its number.
+#: The two top bits of an operation id mark how it was numbered. Without these bits, the id is the sequence number.
 KEYED: Final = 1 << 62
 P2P: Final = 2 << 62
 
 
 class Signature(NamedTuple):
-    """What the ranks must agree on in one operation.
+    """The properties of one operation that all ranks must agree on.
 
-    `op` to `reduce` are the same on all of them. `sends` and `receives` belong to collectives in which only the two
-    ends of a message know its length: how many elements go to each rank and come from each; () otherwise. `debug` is
-    "detail" for an operation that is verified before data moves, and "device" for every one on CUDA arrays. `members`
-    are those of a flush, which consists of many calls. `device` is where the arrays are: "cpu" or "cuda".
+    Attributes:
+        op, dtype, counts, root, reduce: equal on all ranks.
+        sends, receives: elements sent to and received from each rank, in collectives where only the two ends of a
+            message know its length; () otherwise.
+        debug: "detail" for an operation that is verified before data moves, "device" for operations on CUDA arrays.
+        members: the members of a flush; None for other operations.
+        device: location of the arrays, "cpu" or "cuda".
     """
 
     op: str
@@ -41,13 +44,13 @@ class Signature(NamedTuple):
 
     @property
     def spec(self) -> Spec:
-        """The row of its collective in the table."""
+        """The collective's row in the table of specifications."""
         return spec_of(self.op.lower())
 
     def nbytes(self, shape: tuple[int, ...]) -> int | None:
-        """Return the size of the caller's main array, of this shape, in bytes; None if only the other end knows it.
+        """Return the size in bytes of the caller's main array, of shape `shape`; None if only the other end knows it.
 
-        Of a flush, that of all members.
+        For a flush, return the size of all members.
         """
         if self.dtype is None:
             return 0 if self.members is None else self.members.nbytes()
@@ -58,7 +61,7 @@ class Signature(NamedTuple):
         return itemsize * (prod(shape) if shape else sum(self.counts))
 
     def fingerprint(self) -> int:
-        """Hash the fields that are equal on all ranks to 32 bits, the same on every machine."""
+        """Return a 32-bit hash of the fields that are equal on all ranks. It is the same on every machine."""
         agreed: tuple[object, ...] = self[:5]
         return zlib.crc32(repr(agreed if self.device == "cpu" else (*agreed, self.device)).encode())
 

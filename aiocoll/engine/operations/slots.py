@@ -1,8 +1,8 @@
-"""Slots of the ranks of a host: small contributions, posted once and read where they lie.
+"""Slots of the ranks of a host, which hold small contributions that are posted once and read in place.
 
-A slot is found by the id of the operation, and that of the group, so that two groups that take turns use different
-ones. Which lane it is in follows from the algorithm, and whether it is a small one from the length of the contribution,
-which only its two ends may know; the slot has that length, since the fingerprint may not.
+The slot of a contribution follows from the ids of the operation and of the group, so that two groups that alternate use
+different slots. The lane follows from the algorithm. The length of the contribution selects small or middle slots. Only
+its two ends may know that length, so the slot stores it, since the fingerprint may not cover it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EMPTY: Final = np.empty(0, _BYTES)
 
 
 class Slots:
-    """The slots of one group on this host, seen by one rank.
+    """The slots of one group on this host, as one rank accesses them.
 
     Ranks are numbered as in the group. A peer has no slots until its link is open, nor if the link shares no memory.
 
@@ -40,7 +40,7 @@ class Slots:
         chunk_nbytes: bytes of a chunk in shared memory; 0 if not all ranks share memory.
 
     Attributes:
-        small, largest: bytes of the longest contribution that fits into a small slot, and into any.
+        small, largest: bytes of the longest contribution that fits into a small slot, and into any slot.
     """
 
     __slots__ = ("_channels", "_group", "_shift", "largest", "small")
@@ -55,7 +55,7 @@ class Slots:
     def post(
         self, identity: int, fingerprint: int, contributions: Sequence[Contribution], arrays: Sequence[NDArray[Any]]
     ) -> list[tuple[int, NDArray[Any]]] | None:
-        """Post some of `arrays`; return the readers that have no free slot, with what they need in a frame."""
+        """Post some of `arrays`, and return each reader without a free slot, with the array to send it in a frame."""
         channels, group, place = self._channels, self._group, identity + self._shift
         left: list[tuple[int, NDArray[Any]]] | None = None
         for buffer, nbytes, readers, is_common, first_slot, slots in contributions:
@@ -84,7 +84,7 @@ class Slots:
     def _post_to_all(
         self, slot: int, identity: int, fingerprint: int, array: NDArray[Any], readers: Sequence[int]
     ) -> Sequence[int]:
-        """Post to the common lane; return the readers that do not find it there."""
+        """Post to the common lane, and return the readers that cannot read it there."""
         links, missed = [], []
         for rank in readers:
             channel = self._channels[rank]
@@ -102,13 +102,13 @@ class Slots:
         return missed
 
     def native_lanes(self, rank: int) -> core.PeerLanes | None:
-        """Return the accelerator's view of the lanes of a rank and this one; None while there is no link for them."""
+        """Return the accelerator's view of the lanes between a rank and this one; None without such a link."""
         channel = self._channels[rank]
         link = channel.shared
         return link.native if link is not None and link is channel.link else None
 
     def look(self, take: Take, identity: int, fingerprint: int) -> bool:
-        """Return whether a rank has posted its contribution to an operation, of a call that matches this rank's."""
+        """Return whether a rank has posted its contribution to an operation, for a call that matches this rank's."""
         link = self._channels[take.peer].shared
         if link is None:
             return False
@@ -117,13 +117,13 @@ class Slots:
         return reader.look(slot, identity, self._group) == fingerprint and reader.length(slot) == take.nbytes
 
     def deliver(self, operation: Any, peer: int, step: int, nbytes: int | None = None) -> bool:
-        """Deliver what `peer` has posted to an operation, as if it came in a frame; return whether there was anything.
+        """Deliver a message that `peer` has posted, as if it came in a frame. Return whether there was one.
 
         Args:
-            operation: gets it. Only the two ends know the length of a message.
-            peer: its sender.
-            step: of the message.
-            nbytes: its size; None if only its sender knows it.
+            operation: the operation that receives the message.
+            peer: the sender.
+            step: the step of the message.
+            nbytes: length of the message; None if only the sender knows it.
         """
         link = self._channels[peer].shared
         if link is None:
@@ -162,10 +162,10 @@ class Slots:
         inputs: list[NDArray[Any]],
         seen: list[tuple[SlotReader, int]],
     ) -> bool:
-        """Append contributions to `inputs`, where they lie, and their slots to `seen`, up to one that is not here.
+        """Append views of contributions to `inputs` and their slots to `seen`, up to the first missing contribution.
 
-        As many as `inputs` has are skipped; what is appended is valid until `free`. Return whether the rank of the one
-        that is not here has posted something else, to a call that differs from this rank's.
+        The first ``len(inputs)`` contributions are skipped. Views are valid until `free`. Return True if the rank of
+        the missing contribution has posted data for a call that differs from this rank's.
         """
         channels, group, place = self._channels, self._group, identity + self._shift
         for rank, nbytes, elements, is_common, first_slot, slots in step.takes[len(inputs) :]:
@@ -187,7 +187,7 @@ class Slots:
             reader.free(slot, self._group)
 
     def reclaim(self, take: Take, identity: int) -> None:
-        """Free the slot of a contribution if it has one to a group that has ended."""
+        """Free the slot of a contribution if it holds data of a group that has ended."""
         link = self._channels[take.peer].shared
         if link is not None:
             reader = link.common_reader if take.is_common else link.lane_reader

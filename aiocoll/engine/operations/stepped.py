@@ -1,6 +1,6 @@
 """Calls that run as several operations in sequence, written as a generator of steps.
 
-Each step is chosen by the results of the steps before::
+Each step can use the results of earlier steps::
 
     def steps() -> StepGenerator[list[Any]]:
         counts = yield from exchange(len(source))
@@ -9,7 +9,7 @@ Each step is chosen by the results of the steps before::
         return blocks
 
 The operation drives the generator. It fails on all ranks if the generator raises, since the other ranks would wait for
-this one; and the generator is closed if the operation fails.
+this one. If the operation fails, it closes the generator.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ __all__ = ["Step", "StepGenerator", "Stepped", "collective", "exchange", "in_thr
 
 T = TypeVar("T")
 
-#: Starts a step of an operation; the operation continues with the result of the step.
+#: Starts a step of an operation, which continues with the result of the step.
 Step = Callable[["Stepped"], None]
-#: Yields steps, gets their results, and returns the result of the call.
+#: Yields steps, receives their results, and returns the result of the call.
 StepGenerator = Generator[Step, Any, T]
 
 
 def exchange(number: int) -> StepGenerator[NDArray[np.int64]]:
     """Exchange one number per rank, and return the numbers in rank order.
 
-    Every call has this step exactly once, before its collectives: it shows whether all ranks make the same call.
+    Every call has this step exactly once, before its collectives. It detects calls that differ between ranks.
     """
     numbers: NDArray[np.int64] = yield lambda operation: operation._exchange(number)
     return numbers
 
 
 def collective(name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> StepGenerator[None]:
-    """Carry out a plan on flat arrays; `name` is unique within the call, and the same on all ranks."""
+    """Carry out a plan on flat arrays. `name` must be unique within the call, and the same on all ranks."""
     yield lambda operation: operation._carry_out(name, plan, arrays)
 
 
 def in_thread(task: Callable[[], T]) -> StepGenerator[T]:
-    """Run a calculation in a thread, and return its result; the loop must not use its data meanwhile."""
+    """Run a calculation in a thread, and return its result. The event loop must not use its data meanwhile."""
     result: T = yield lambda operation: run_in_thread(operation, task, operation._go_on)
     return result
 
 
 class Stepped(ProgramExecutor):
-    """One rank's part in such a call. It carries out the exchange itself; the collectives are its children.
+    """One rank's part in a stepped call. It carries out the exchange itself, and other collectives as children.
 
     Args:
-        plan: of an allgather of one int64 per rank, with the signature of the call.
-        steps: what the call does.
+        plan: the plan of an allgather of one int64 per rank, with the signature of the call.
+        steps: the generator of the call.
     """
 
     __slots__ = ("_children", "_is_counted", "_mine", "_numbers", "_steps")
@@ -82,15 +82,15 @@ class Stepped(ProgramExecutor):
         self._steps = steps
 
     def enter(self) -> None:
-        """Start the first step; the numbers of other ranks are accepted at any time."""
+        """Start the first step. The numbers of other ranks are accepted at any time."""
         self._go_on(None)
 
     def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived."""
+        """Return the ranks whose data has not arrived."""
         return self._children.awaited() if self._children else super().awaited()
 
     def expire(self) -> None:
-        """The timeout has passed: the running step knows which ranks have not entered it."""
+        """Handle the expired timeout. The running step knows the ranks that have not entered it."""
         step = self._children.first()
         if step is None:
             super().expire()
@@ -98,13 +98,13 @@ class Stepped(ProgramExecutor):
             step.expire()
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`, fail the running step, and close the generator."""
+        """Finish the operation with `error`, fail the running step, and close the generator."""
         super().fail(error)
         self._children.fail(error)
         self._steps.close()
 
     def _go_on(self, result: Any) -> None:
-        """Continue with the result of a step, up to the next one."""
+        """Resume the generator with the result of a step, and start the next step."""
         try:
             self._steps.send(result)(self)
         except StopIteration as end:
@@ -117,7 +117,7 @@ class Stepped(ProgramExecutor):
         super().enter()
 
     def _complete(self) -> None:
-        """All numbers are known."""
+        """Resume the generator with all numbers."""
         if not self._is_counted:
             self._is_counted = True
             self._give_back_scratch()
@@ -126,7 +126,7 @@ class Stepped(ProgramExecutor):
     def _carry_out(self, name: str, plan: Plan, arrays: list[NDArray[Any] | None]) -> None:
         def make(identity: int, completion: Completion) -> Operation:
             operation = plan.executor(self.comm, identity, plan, arrays, completion)
-            operation.signature = self.root.signature  # messages refer to the call, as other ranks are told it
+            operation.signature = self.root.signature  # error messages name the user's call, as on other ranks
             return operation
 
         def ended(result: Any, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""What hooks are told of an operation."""
+"""Information about operations for hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ __all__ = ["told"]
 
 
 def told(operation: Operation, error: BaseException | None, seconds: float | None) -> OperationInfo:
-    """Return what hooks are told of an operation that starts, or that has ended after so many seconds."""
+    """Build the `OperationInfo` that hooks receive.
+
+    Args:
+        operation: the operation that starts or has ended.
+        error: the error of the operation; None without one.
+        seconds: duration of the operation in seconds; None at its start.
+    """
     comm, signature, completion = operation.comm, operation.signature, operation.completion
     return OperationInfo(
         comm.name,

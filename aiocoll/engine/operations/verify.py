@@ -1,9 +1,9 @@
-"""Verified operations: they start only when all ranks have described their calls, and only if the calls match.
+"""Verified operations, which start only when all ranks have described their calls, and only if the calls match.
 
-Each rank sends the description of its call to rank 0, which compares them and sends all ranks the same verdict: two
-steps, and at rank 0 p-1 messages of some 60 bytes each way. If the calls match, every rank starts the actual operation
-as a child, under its own id: data that peers send for it earlier waits until then. If not, this call fails on all
-ranks with the same text, no array has been touched, and the group stays usable.
+Each rank sends the description of its call to rank 0. Rank 0 compares them and sends all ranks the same verdict. This
+takes two steps, and at rank 0 p-1 messages of some 60 bytes each way. If the calls match, every rank starts the actual
+operation as a child with its own id. Data that peers send for the child earlier waits until then. If the calls differ,
+the call fails on all ranks with the same text, no array has been changed, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Compared(Post):
     """One rank's part in one collective that is verified first.
 
     Args:
-        signature: what the ranks must agree on.
-        make: makes the actual operation.
+        signature: the properties that all ranks must agree on.
+        make: creates the actual operation.
     """
 
     MARK = "detail"
-    #: The same for all calls, so that no frame is ever refused: the call is described in the payload.
+    #: Equal for all calls, so that no frame is refused: the payload describes the call.
     FINGERPRINT = Signature("COMPARED", None, (), None, None).fingerprint()
-    LIMIT = 16 * 1024 * 1024  # bytes of a description: many times the counts of thousands of ranks
+    LIMIT = 16 * 1024 * 1024  # maximum bytes of a description: many times the size for thousands of ranks
 
     __slots__ = ("_children", "_make", "_outcome", "_settled")
 
@@ -50,12 +50,12 @@ class Compared(Post):
         completion: Completion,
     ) -> None:
         sources = comm.others if comm.rank == 0 else (0,)
-        # Marked: stall reports of it are not compared, and a rank that does not verify is detected.
+        # Marked, so that a rank that does not verify is detected and stall reports do not compare the operation.
         if signature.debug != self.MARK:
             signature = signature._replace(debug=self.MARK)
         super().__init__(comm, identity, signature, sources, completion)
         self._make = make
-        #: From the first one on.
+        #: None until the first child starts.
         self._children: Children | None = None
         self._settled = False
         self._outcome: tuple[Any, BaseException | None] | None = None
@@ -70,20 +70,20 @@ class Compared(Post):
         self._settle()
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """The actual operation has ended, or there will be none."""
+        """Handle the end of the actual operation, or a verdict against it."""
         self._outcome = result, error
         self._settle()
 
     def algorithm(self) -> str | None:
-        """Return the algorithm of the actual operation, once it has started."""
+        """Return the algorithm of the actual operation; None before it has started."""
         return None if self._children is None else self._children.algorithm
 
     def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived."""
+        """Return the ranks whose data has not arrived."""
         return self._children.awaited() if self._children else super().awaited()
 
     def expire(self) -> None:
-        """The timeout has passed; a monitored barrier reports the missing ranks in its own words."""
+        """Handle the expired timeout. A monitored barrier reports the missing ranks with its own error text."""
         proper = None if self._children is None else self._children.first()
         if proper is None and self._make is not None and self.signature.op == MonitoredBarrier.OP:
             proper = self._make(self.id, self.completion)
@@ -93,17 +93,17 @@ class Compared(Post):
             super().expire()
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`, and fail the actual operation, too."""
+        """Finish the operation with `error`, and fail the actual operation."""
         super().fail(error)
         if self._children is not None:
             self._children.fail(error)
 
     def _says(self) -> bytes:
-        """Return what rank 0 is sent."""
+        """Return the encoded call to send to rank 0."""
         return packed(self.describe(), None)
 
     def _agree(self) -> None:
-        """Skip the comparison: all ranks have agreed in another way."""
+        """Skip the comparison, because all ranks have agreed in another way."""
         self._missing.clear()
         self._settled = True
 
@@ -123,7 +123,7 @@ class Compared(Post):
             self.fail(error)
 
     def _conclude(self) -> None:
-        """The verdict is known: start the actual operation, or fail."""
+        """Handle the verdict: start the actual operation, or fail."""
         comm = self.comm
         if self._refusal is not None:
             comm.revoke(GroupError(f"{self.completion.op} was not compared: {self._refusal}", group=comm.name))
@@ -138,7 +138,7 @@ class Compared(Post):
         if found is not None:
             self._refuse(found)
         elif self._make is not None:
-            make, self._make = self._make, None  # it may have the operation that it makes
+            make, self._make = self._make, None  # dropped, since the factory may hold the operation that it creates
             self._start(make)
 
     def _start(self, make: Make) -> None:
@@ -151,7 +151,7 @@ class Compared(Post):
         self._children.start(self, name, make, ended)
 
     def refused(self) -> None:
-        """Record that it fails on all ranks without revoking the group."""
+        """Record that the call fails on all ranks without revoking the group."""
         completion = self.completion
         if completion.seq is not None:
             self.comm.refused.add(completion.seq if completion.key is None else (completion.key, completion.seq))
@@ -166,10 +166,10 @@ class Compared(Post):
 
 
 class WrongCall(Compared):
-    """A call that this rank cannot carry out; all other ranks learn why.
+    """A call that this rank cannot carry out. All other ranks receive the reason.
 
     Args:
-        wrong: what is wrong with it.
+        wrong: the error that describes the problem.
     """
 
     __slots__ = ("_wrong",)
@@ -181,7 +181,7 @@ class WrongCall(Compared):
         self._wrong = wrong
 
     def ended(self, result: Any, error: BaseException | None) -> None:
-        """All ranks know the verdict."""
+        """Finish with the verdict, which all ranks have received."""
         if error is not None:
             error.__cause__ = self._wrong
         super().ended(result, error)
