@@ -99,7 +99,7 @@ def test_exit_code_0_passes_in_tasks_and_any_other_fails() -> None:
     ((case, text),) = result.errors
     assert case.id().endswith("test_exit_86")
     assert "SystemExit: 86" in text
-    assert "to skip it call self.skipTest(reason)" in text
+    assert "to skip it, call self.skipTest(reason)" in text
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_exit_code_0_passes_in_processes_and_any_other_fails() -> None:
     ((case, text),) = result.errors
     assert case.id().endswith("test_exit_86")
     assert "rank 0 of 2 raised SystemExit: 86" in text
-    assert "to skip it call self.skipTest(reason)" in text
+    assert "to skip it, call self.skipTest(reason)" in text
 
 
 @pytest.mark.slow
