@@ -1,4 +1,4 @@
-"""`elastic`: one group after the other, each with whoever is there."""
+"""`elastic`: a sequence of groups, where each one replaces a failed one with the ranks that are available."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from aiocoll.runtime import Runtime, running_loop
 
 __all__ = ["elastic"]
 
-#: Seconds in which newcomers come, and then seconds in which they are met, before the ranks look for others.
+#: Seconds of a round in which newcomers may arrive, and then seconds to meet them, before the next round.
 ROUND = 10.0
-#: What makes a value of the state an array, which is received in place.
+#: Attributes of array types. Arrays in the state are received in place.
 _ARRAY = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 
 
@@ -48,40 +48,41 @@ async def elastic(
     mend_timeout: float = 300.0,
     **given: Any,
 ) -> AsyncGenerator[ProcessGroup, None]:
-    """Yield a group, and another one after each loss of a rank, until the block of the loop ends without one.
+    """Yield a group, and another one after each loss of a rank, until the body of the loop ends without a failure.
 
         state = {"step": 0, "weights": weights}
         async for pg in aiocoll.elastic(state=state):
             with contextlib.suppress(aiocoll.GroupError):  # then there is another group
                 while state["step"] < STEPS:
-                    await step(pg, state)  # changes it at the end, so that it is whole whenever this raises
+                    await step(pg, state)  # changes the state at the end, so a failure leaves it complete
 
-    When the group has failed, the ranks that live `ProcessGroup.shrink` it, wait for newcomers in the place of the lost
-    ones, and take over the state. A rank that is lost meanwhile makes them begin again. If they went on without some,
-    and newcomers come later, the group is aborted to take them in. All ranks and all newcomers run the same program; a
-    newcomer is one whose ticket says so, or that has ``join=True``. They come in where the store outlives the lost
-    rank: `aiocoll.Meeting`, the launcher, a file or Redis. A process that ends before the first group has met is
-    replaced by one that is started in the same way, as the same rank.
+    After a failure, the living ranks `ProcessGroup.shrink` the group, wait for newcomers that replace lost ranks, and
+    take over the state. If another rank is lost during that, they start again. If they continued without some ranks,
+    and newcomers arrive later, the group is aborted to take them in. All ranks and all newcomers run the same program.
+    A newcomer has a ticket that marks it as one, or ``join=True``. Newcomers can join where the store outlives the lost
+    rank: with `aiocoll.Meeting`, the launcher, a file or Redis. A process that ends before the first group has met is
+    replaced by starting another one in the same way, as the same rank.
 
     Args:
-        state: what every group begins with: in each, the ranks take over the values that its rank 0 has, arrays in
-            place, others as objects. Newcomers have arrays of the same names, shapes and dtypes. It is the same on all
-            ranks whether there is one.
-        size: ranks to have; by default those of the first group. Newcomers take over that of the others.
-        wait: seconds to wait for newcomers before going on with those that there are.
-        max_mends: groups that may end before their loop does; then the failure is raised.
+        state: the state with which every group starts. In each group, the ranks take over the values of its rank 0:
+            arrays in place, other values as objects. Newcomers need arrays of the same names, shapes and dtypes. Either
+            all ranks pass a state or none does.
+        size: desired number of ranks; by default the size of the first group. Newcomers take over the size of the
+            others.
+        wait: seconds to wait for newcomers before continuing with the available ranks.
+        max_mends: number of groups that may fail; after that the failure is raised.
         mend_timeout: seconds that it may take until there is a group again.
         **given: arguments of `new_group`.
 
     Yields:
-        The groups. Each is closed when the next one is there, the last one at the end of the loop.
+        The groups. Each one is closed when its successor exists, the last one at the end of the loop.
 
     Raises:
-        PeerLostError: this rank cannot go on: see `ProcessGroup.shrink`.
-        CollectiveMismatchError: the ranks have called different collectives, as they would again.
+        PeerLostError: this rank cannot continue: see `ProcessGroup.shrink`.
+        CollectiveMismatchError: the ranks have called different collectives, which would happen again.
         GroupError: more groups have failed than `max_mends`.
-        CollectiveTimeoutError: there was no group within `mend_timeout`; the message says what was missing.
-        What `new_group` raises, if the ranks do not meet at first.
+        CollectiveTimeoutError: there was no group within `mend_timeout`; the message names the step that did not end.
+        Exception: see `new_group`, if the ranks do not meet at first.
     """
     if state is not None and not isinstance(state, MutableMapping):
         raise TypeError(f"state must be a dict or None, not {type(state).__name__}")
@@ -91,7 +92,7 @@ async def elastic(
     if max_mends is not None and max_mends < 0:
         raise ValueError(f"max_mends={max_mends}: must not be negative")
     made = new_group(**given)
-    mending = _Mending(await _first(made), state, size, wait, begun=not made.newcomer)
+    mending = _Mending(await _await_first_group(made), state, size, wait, begun=not made.newcomer)
     try:
         failure = await mending.begin()
         while True:
@@ -113,8 +114,8 @@ async def elastic(
         await mending.pg.shutdown()
 
 
-async def _first(made: new_group) -> ProcessGroup:
-    """Become a rank; a newcomer whose group fails while it comes in tries again."""
+async def _await_first_group(made: new_group) -> ProcessGroup:
+    """Await the first group; a newcomer whose group fails during its arrival tries again."""
     clock = Runtime.of(running_loop()).time
     end = clock() + made.timeout
     while True:
@@ -126,11 +127,11 @@ async def _first(made: new_group) -> ProcessGroup:
 
 
 class _Mending:
-    """What one rank keeps from group to group.
+    """The data that one rank keeps from group to group.
 
     Attributes:
-        pg: the group that there is.
-        mends: how many there were before.
+        pg: the current group.
+        mends: number of groups before it.
         step: what this rank is doing now, for the error of a timeout.
     """
 
@@ -144,20 +145,20 @@ class _Mending:
         self._state = state
         self._size = pg.size() if size is None else size
         self._wait = wait
-        self._looking: asyncio.Task[None] | None = None
+        self._search: asyncio.Task[None] | None = None
 
     @property
     def failure(self) -> GroupError | None:
-        """Why the group has failed, if it has."""
+        """The failure of the group, or None."""
         cause = parts_of(self.pg).comm.cause
         return None if cause is None else failure_by(cause)
 
     async def begin(self) -> GroupError | None:
-        """Begin with the group that there is; return why it failed, if it did."""
+        """Start with the current group; return its failure, if it failed."""
         return await self._unless_failed(self._start())
 
     async def mend(self) -> GroupError | None:
-        """Make a group of the ranks that live, and of newcomers; return why that failed, if it did."""
+        """Make a group of the living ranks and newcomers; return its failure, if it failed."""
         self.end()
         self.mends += 1
         self.step = "waiting for all living ranks to call shrink()"
@@ -165,7 +166,7 @@ class _Mending:
         return await self._unless_failed(self._grow())
 
     def give_up(self, reason: str) -> CollectiveTimeoutError:
-        """Abort the group, so that the other ranks stop waiting, too; return the error to raise."""
+        """Abort the group, so that the other ranks also stop waiting; return the error to raise."""
         pg = self.pg
         text = f"group {pg.group_name!r}, rank {pg.rank()} of {pg.size()}: {reason}, {self.step}"
         pg.abort(text)
@@ -181,21 +182,21 @@ class _Mending:
         return None
 
     def end(self) -> None:
-        """Look for newcomers no more."""
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+        """Stop looking for newcomers."""
+        if self._search is not None:
+            self._search.cancel()
+            self._search = None
 
     async def _look(self, pg: ProcessGroup) -> None:
         with contextlib.suppress(StoreError):
             await parts_of(pg).reconfigurer.await_newcomer()
-            pg.abort("there are newcomers")
+            pg.abort("newcomers have arrived")
 
     async def _start(self) -> None:
         await self._share(await self._agree())
 
     async def _grow(self) -> None:
-        """Take in newcomers, in rounds: one that dies while it is met holds up one of them. Begin with that group."""
+        """Take in newcomers in rounds, and start with the resulting group. A newcomer that dies delays one round."""
         root = await self._agree()
         for number in count(1):
             missing = self._size - self.pg.size()
@@ -206,14 +207,14 @@ class _Mending:
             try:
                 grown = await parts_of(self.pg).reconfigurer.take_in(missing, 1 if last else missing, come, ROUND)
                 await self._change_to(grown)
-                root = await self._agree()  # as the newcomers do
-            except RendezvousError:  # they have not come
+                root = await self._agree()  # newcomers call it, too
+            except RendezvousError:  # no newcomers arrived
                 if self.failure is not None:
                     raise self.failure from None
             except StoreUnavailableError as error:
                 name, rank = self.pg.group_name, self.pg.rank()
                 logger.warning(
-                    "group %r, rank %d: goes on with %d of %d ranks: %s",
+                    "group %r, rank %d: continues with %d of %d ranks: %s",
                     name,
                     rank,
                     self.pg.size(),
@@ -227,45 +228,46 @@ class _Mending:
         await self._share(root)
 
     async def _agree(self) -> int:
-        """Return the first rank that has begun with a group before, and take over its numbers."""
+        """Return the first rank that has worked in a group before, and take over its size and number of mends."""
         pg = self.pg
         self.step = "comparing progress with the other ranks"
-        told = await pg.allgather_object((self._begun, self._size, self.mends))
-        for rank, (begun, size, mends) in enumerate(told):
+        values = await pg.allgather_object((self._begun, self._size, self.mends))
+        for rank, (begun, size, mends) in enumerate(values):
             if begun:
                 self._size, self.mends = size, mends
                 return rank
         raise GroupError(
-            f"group {pg.group_name!r}, rank {pg.rank()}: all ranks are lost that had the state; start anew",
+            f"group {pg.group_name!r}, rank {pg.rank()}: all ranks with the state are lost; restart the program",
             group=pg.group_name,
         )
 
     async def _share(self, root: int) -> None:
-        """Take over the state of a rank, and look for newcomers if some are missing."""
+        """Take over the state of rank `root`, and look for newcomers if some are missing."""
         state, pg = self._state, self.pg
         self.step = f"receiving the state of rank {root}"
         arrays = None if state is None else sorted(name for name, value in state.items() if _is_array(value))
         names = await pg.broadcast_object(arrays, root)
         if names != arrays:
             raise ValueError(
-                f"state has the arrays {names} on rank {root}, and {arrays} on rank {pg.rank()}: have the same"
+                f"state differs: rank {root} has arrays {names}, rank {pg.rank()} has {arrays}; pass the same arrays "
+                "on every rank"
             )
         if state is not None and arrays is not None:
             state.update(await self._receive(state, arrays, root))
         self._begun = True
         say_elastic()
         if pg.rank() == 0 and pg.size() < self._size:
-            self._looking = running_loop().create_task(self._look(pg), name="aiocoll newcomers")
+            self._search = running_loop().create_task(self._look(pg), name="aiocoll newcomers")
 
     async def _receive(self, state: MutableMapping[str, Any], names: list[str], root: int) -> dict[str, Any]:
-        """Return what rank `root` has; where it may be needed, the state stays whole until all has come."""
+        """Return the state of rank `root`; a rank that may need its own state keeps it until everything has arrived."""
         pg = self.pg
-        told = await pg.broadcast_object({name: value for name, value in state.items() if name not in names}, root)
+        values = await pg.broadcast_object({name: value for name, value in state.items() if name not in names}, root)
         kept = self._begun and pg.rank() != root
         into = {name: empty_like(view(state[name], name=name)) if kept else state[name] for name in names}
         works = {name: pg.broadcast(array, root) for name, array in into.items()}
         arrays = {name: await work for name, work in works.items()}
-        return told | ({name: overwrite(state[name], array) for name, array in arrays.items()} if kept else arrays)
+        return values | ({name: overwrite(state[name], array) for name, array in arrays.items()} if kept else arrays)
 
     async def _change_to(self, pg: ProcessGroup) -> None:
         old, self.pg = self.pg, pg

@@ -1,23 +1,23 @@
-"""Every exception the library raises on purpose.
+"""The exceptions that aiocoll raises.
 
     AiocollError(RuntimeError)
-      GroupError                      a collective or its group failed; carries op, seq, group, ranks
+      GroupError                      a collective or its group failed; has op, seq, group, ranks
         CollectiveMismatchError       ranks disagree about the operation
         CollectiveTimeoutError        also TimeoutError; some ranks did not arrive in time
         PeerLostError                 also ConnectionError; a rank died, stopped or left
         GroupRevokedError             a later call; __cause__ is the first failure
         GroupClosedError              the group was closed by this rank
         PeerProtocolError             also ProtocolError; a rank could not handle what another one sent
-      StoreError
-        StoreTimeoutError             also TimeoutError
-        StoreUnavailableError         also ConnectionError
+      StoreError                      a store refused or could not carry out an operation
+        StoreTimeoutError             also TimeoutError; keys did not appear in time
+        StoreUnavailableError         also ConnectionError; the store cannot be reached
       RendezvousError                 the group could not be formed
-      AuthenticationError             also ConnectionError; a peer did not prove that it holds the job key
+      AuthenticationError             also ConnectionError; a peer did not prove that it has the job key
       ProtocolError                   bytes that do not follow the wire protocol
       SerializationError              also ValueError; an object that cannot be sent, with its path
-      BackendUnavailableError         also ImportError; says what to install
+      BackendUnavailableError         also ImportError; names the package to install
 
-Wrong arguments raise the built-in ``TypeError`` or ``ValueError`` at the call: nothing was sent.
+Wrong arguments raise the built-in ``TypeError`` or ``ValueError`` at the call, before anything is sent.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ __all__ = [
 
 
 class AiocollError(RuntimeError):
-    """Base of every error of the library."""
+    """The base class of all errors of aiocoll."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As by default, but for tools that pickle tracebacks, too, and cannot make objects with several bases.
+        # Defined for tools that pickle tracebacks: by default they cannot make objects with several bases.
         return type(self), self.args, self.__dict__
 
 
 class GroupError(AiocollError):
-    """A collective or its group failed.
+    """The failure of a collective or of its group.
 
     Attributes:
         op: name of the operation in capitals, or None if no single operation is the cause.
-        seq: its sequence number (int) or key (str), or None.
+        seq: sequence number (int) or key (str) of the operation, or None.
         group: name of the group.
-        ranks: the ranks that the error is about, ascending.
+        ranks: the ranks that the error concerns, in ascending order.
     """
 
     def __init__(
@@ -80,21 +80,21 @@ class GroupError(AiocollError):
 
 
 class CollectiveMismatchError(GroupError):
-    """Ranks called operations that do not match."""
+    """A mismatch: ranks called different operations at the same place."""
 
 
 class CollectiveTimeoutError(GroupError, TimeoutError):
-    """Some ranks did not arrive, or did not finish, in time."""
+    """A timeout: some ranks did not arrive, or did not finish, in time."""
 
 
 class PeerLostError(GroupError, ConnectionError):
-    """A rank is gone.
+    """The loss of a rank.
 
     Attributes:
-        how: ``"killed"`` (a process of its host has found that its process is gone, or it was reported dead),
-            ``"left"`` (it closed its groups), ``"stopped"`` (its process, on this host, has been stopped for seconds:
-            SIGSTOP, a debugger) or ``"unreachable"`` (its connection broke, or no heartbeat has come for seconds: it
-            may be alive).
+        how: ``"killed"`` (a process on its host has found that its process has ended, or it was reported dead),
+            ``"left"`` (it closed its groups), ``"stopped"`` (its process, on this host, has been stopped for seconds by
+            SIGSTOP or a debugger) or ``"unreachable"`` (its connection broke, or no heartbeat has arrived for seconds;
+            it may be alive).
     """
 
     def __init__(
@@ -112,44 +112,44 @@ class PeerLostError(GroupError, ConnectionError):
 
 
 class GroupRevokedError(GroupError):
-    """The group failed before this call; the first failure is ``__cause__``."""
+    """A call on a group that had failed before; ``__cause__`` is the first failure."""
 
 
 class GroupClosedError(GroupError):
-    """This rank has closed the group."""
+    """A call on a group that this rank has closed."""
 
 
 class StoreError(AiocollError):
-    """A store refused or could not carry out an operation."""
+    """An operation that a store refused or could not carry out."""
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """Keys did not appear in time; the message lists them."""
+    """A timeout of a store: keys did not appear in time; the message lists them."""
 
 
 class StoreUnavailableError(StoreError, ConnectionError):
-    """The store cannot be reached."""
+    """A store that cannot be reached."""
 
 
 class RendezvousError(AiocollError):
-    """The ranks could not meet."""
+    """A failed rendezvous: the ranks could not meet."""
 
 
 class AuthenticationError(AiocollError, ConnectionError):
-    """The other end did not prove that it belongs to this job."""
+    """A peer that did not prove that it belongs to this job."""
 
 
 class ProtocolError(AiocollError):
-    """The other end sent bytes that do not follow the protocol."""
+    """Bytes from a peer that do not follow the protocol."""
 
 
 class PeerProtocolError(GroupError, ProtocolError):
-    """A rank could not handle a message of another rank: it breaks the protocol, or handling it raised an exception."""
+    """A message between ranks that the receiver could not handle: it breaks the protocol, or handling it raised."""
 
 
 class SerializationError(AiocollError, ValueError):
-    """An object cannot be sent or received; the message names its type and its path."""
+    """An object that cannot be sent or received; the message names its type and its path."""
 
 
 class BackendUnavailableError(AiocollError, ImportError):
-    """An optional dependency is missing; the message says what to install."""
+    """A missing optional dependency; the message names the package to install."""

@@ -1,4 +1,4 @@
-"""Functions of the program's that are called when operations start and end: for counters, traces and the like.
+"""Hooks: functions of the program that aiocoll calls when operations start and end, for counters, traces and so on.
 
     class Slow:
         def on_end(self, info):
@@ -8,12 +8,12 @@
     handle = aiocoll.hooks.add_hook(Slow())  # for all groups; pg.add_hook(Slow()) for one
     handle.remove()
 
-A hook has a method `on_start(info)`, `on_end(info)`, or both; they are plain functions, called on the event loop of the
-group, one at a time, so they should be short. Every start is followed by exactly one end, whatever becomes of the
-operation; who is added later hears of neither. A hook that raises is removed, and the log says so once. A hook cannot
-call the group whose operation it is told of.
+A hook has a method `on_start(info)`, `on_end(info)`, or both. They are plain functions. The event loop of the group
+calls them one at a time, so they should be short. Every start is followed by exactly one end, whatever happens to the
+operation. A hook that is added later receives neither. A hook that raises is removed, which is logged once. A hook must
+not call the group whose operation it is called for.
 
-Cost: nothing is made where there is no hook; two attribute look-ups per operation.
+Cost: two attribute lookups per operation; nothing else without a hook.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Hook = Any
 
 
 class OperationInfo(NamedTuple):
-    """One operation: what one call has started on this rank.
+    """One operation, as started by one call on this rank.
 
     Attributes:
         group: name of the group.
         rank: this rank, in the group.
         op: name of the operation in capitals.
         kind: "collective", or "message" between two ranks.
-        key: of a keyed collective.
-        seq: its number, or the count of its key; None of a message.
-        nbytes: of the caller's main array; None where only the other end knows.
-        dtype: of the elements; None where there are none.
-        seconds: from the start to the end; None at the start.
-        algorithm: what carries it out; None where there is only one way, or that is not known yet.
-        transport: what carries the bytes: "memory", "unix", "tcp", "shm", or several with "+" between; "" where there
-            is no link yet.
-        error: what it failed with; None of one that has not, and at the start.
+        key: key of a keyed collective, else None.
+        seq: sequence number, or the count of the key; None for a message.
+        nbytes: bytes of the caller's main array; None where only the other end knows them.
+        dtype: dtype of the elements; None where there are none.
+        seconds: time from the start to the end; None at the start.
+        algorithm: algorithm of the operation; None where there is only one, or where it is not known yet.
+        transport: transport of the data: "memory", "unix", "tcp", "shm", or several joined by "+"; "" where there is no
+            link yet.
+        error: failure of the operation; None at the start, and if it did not fail.
     """
 
     group: str
@@ -65,32 +65,32 @@ class OperationInfo(NamedTuple):
 
 
 class HookHandle:
-    """What removes a hook.
+    """A handle that removes a hook.
 
     Args:
-        remove: removes it.
+        remove: called to remove the hook.
     """
 
     def __init__(self, remove: Callable[[], None]) -> None:
         self._remove = remove
 
     def remove(self) -> None:
-        """Call the hook no more, not even for the end of what has started. Idempotent."""
+        """Stop calling the hook, even for the end of started operations. Idempotent."""
         self._remove()
 
 
 class Hooks:
-    """The hooks of one group: its own, and those of all groups.
+    """The hooks of one group: those added to it, and those of all groups.
 
     Args:
-        group: its name.
+        group: name of the group.
         rank: this rank.
-        on_change: called when there are other hooks.
+        on_change: called when the set of hooks changes.
 
     Attributes:
-        active: all of them; one list, of which native code reads the length.
-        started: of the operations in flight, the hooks that were told of their start.
-        calling: the method of a hook that is being called.
+        active: all hooks, always in the same list: native code reads its length.
+        started: for each operation in flight, the hooks that were called at its start.
+        calling: name of the hook method that is being called.
     """
 
     def __init__(self, group: str, rank: int, on_change: Callable[[], None]) -> None:
@@ -116,16 +116,16 @@ class Hooks:
         return HookHandle(remove)
 
     def refresh(self) -> None:
-        """Take note that hooks were added or removed."""
+        """Update `active` after hooks were added or removed."""
         self.active[:] = {**_everywhere, **self._own}.values()
         self._on_change()
 
     def start(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
-        """Tell all hooks that an operation starts; `info` makes what they are told."""
+        """Call all hooks for the start of an operation; `info` makes their argument."""
         self.started[operation] = self._call("on_start", tuple(self.active), info)
 
     def end(self, operation: Any, info: Callable[[], OperationInfo]) -> None:
-        """Tell those that know of its start that an operation has ended."""
+        """Call the hooks that were called at the start of an operation, for its end."""
         active = set(map(id, self.active))
         hooks = tuple(hook for hook in self.started.pop(operation, ()) if id(hook) in active)
         self._call("on_end", hooks, info)
@@ -169,16 +169,16 @@ _groups: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
 def add_hook(hook: Hook) -> HookHandle:
-    """Call `hook` for the operations of all groups of this process, those that are made later too.
+    """Call `hook` for the operations of all groups of this process, including groups made later.
 
     Args:
         hook: an object with `on_start(info)`, `on_end(info)`, or both; see `OperationInfo`.
 
     Returns:
-        What removes it again.
+        A handle that removes the hook.
 
     Raises:
-        TypeError: it has neither method.
+        TypeError: the hook has neither method.
     """
     _check(hook)
     _everywhere[id(hook)] = hook

@@ -1,8 +1,8 @@
-"""Exceptions of user code: reduce functions, hooks, pickled objects, log handlers, custom stores.
+"""Containment of exceptions from user code: reduce functions, hooks, pickled objects, log handlers, custom stores.
 
-User code may raise anything. The engine handles an `Exception`: it fails the operation by name on every rank. Other
-exceptions control a task, a generator or the process, so they must not travel through the engine, and an await must not
-raise them: a task that awaits a `CancelledError` counts as cancelled.
+User code may raise anything. The engine handles an `Exception`: it fails the operation, with its name, on every rank.
+Other exceptions control a task, a generator or the process. They must not travel through the engine, and an await must
+not raise them: a task that awaits a `CancelledError` counts as cancelled.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["UserCodeError", "contain", "describe", "original"]
 
 
 class UserCodeError(RuntimeError):
-    """Carries an exception of user code that is not an `Exception`, or ends a generator.
+    """An error that wraps an exception of user code that is not an `Exception`, or that ends a generator.
 
     Args:
         error: the exception.
 
     Attributes:
-        error: as given.
-        handed_on: the event loop raises `error`, too.
+        error: the same exception.
+        handed_on: whether the event loop raises `error`, too.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -34,7 +34,7 @@ class UserCodeError(RuntimeError):
 
 
 def contain(error: BaseException) -> Exception:
-    """Return what the engine handles in place of `error`, which user code has raised.
+    """Convert `error`, raised by user code, to an exception that the engine can handle.
 
     `KeyboardInterrupt` and `SystemExit` are also meant for the program. The running loop raises them in its next
     iteration, as if a callback of its own had raised them. Without a running loop, the main thread raises them here;
@@ -50,7 +50,7 @@ def contain(error: BaseException) -> Exception:
         loop = asyncio._get_running_loop()
         if loop is not None:
             contained.handed_on = True
-            # Once: a second one would end what the program does about the first, such as closing its groups.
+            # Only once: a second one would end the program's reaction to the first, such as closing its groups.
             if loop not in _ending:
                 _ending.add(loop)
                 loop.call_soon(_raise, loop, contained.error)
@@ -65,7 +65,7 @@ def original(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """Return type and text of an exception that user code has raised."""
+    """Return the type and the text of an exception that user code has raised."""
     error = original(error)
     name = type(error).__name__
     try:

@@ -218,7 +218,7 @@ async def test_they_go_on_when_the_store_is_gone(caplog: pytest.LogCaptureFixtur
     program.steps = 0
     for state in await running:
         assert state["sum"] == state["step"]
-    told = "rank 0: goes on with 2 of 3 ranks: group 'world:0~1' cannot grow: the store where its ranks met is gone"
+    told = "rank 0: continues with 2 of 3 ranks: group 'world:0~1' cannot grow: the store where its ranks met is gone"
     assert told in caplog.text
 
 
@@ -299,7 +299,7 @@ async def test_a_newcomer_does_not_go_on_alone() -> None:
 
             alone = asyncio.create_task(newcomer())
             await (await growing).shutdown()
-            with pytest.raises(GroupError, match="rank 0: all ranks are lost that had the state; start anew"):
+            with pytest.raises(GroupError, match="rank 0: all ranks with the state are lost; restart the program"):
                 await alone
 
 
@@ -368,7 +368,7 @@ async def test_states_with_other_arrays_are_refused() -> None:
         states = {"x": np.ones(1)}, {"y": np.ones(1)}
         came = (rank(meeting.ticket(number), state) for number, state in enumerate(states))
         errors = await asyncio.gather(*came, return_exceptions=True)
-        assert any("state has the arrays ['x'] on rank 0, and ['y'] on rank 1" in str(error) for error in errors)
+        assert any("state differs: rank 0 has arrays ['x'], rank 1 has ['y']" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize(
