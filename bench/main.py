@@ -50,9 +50,9 @@ PARTS = ("allreduce", "collectives", "inflight", "lag", "roofline")
 
 #: Launches of each system.
 LAUNCHES, QUICK_LAUNCHES = 15, 1
-#: Repetitions of a launch while the load is high, at most. A quick run only marks the figures.
+#: Largest number of repetitions of a launch while the load is high. A quick run only marks its figures.
 REPEATS, QUICK_REPEATS = 5, 0
-#: For a case in one launch. The seconds are the limit of slow calls: MPICH that is tested takes 16 ms per call with 4
+#: Effort for a case in one launch. The seconds are the limit of slow calls: MPICH that is tested takes 16 ms per call with 4
 #: ranks on 2 cores.
 EFFORT, QUICK_EFFORT = Effort(0.05, 3, 1000), Effort(0.01, 2, 200)
 #: Iterations of loop lag at one setting, which fill a few thousand callbacks.

@@ -19,7 +19,7 @@ from aiocoll.cli.measure import Figures, Timing
 
 
 class Ratio(NamedTuple):
-    """The speed relative to another system: the median of the rounds, the least and the most."""
+    """A speed relative to another system: the median of the rounds, the minimum and the maximum."""
 
     median: float
     least: float
@@ -31,8 +31,8 @@ class Summary:
     """One case on one system: medians over the launches, and sums.
 
     Attributes:
-        launches: how many there were.
-        iterations: of all launches.
+        launches: number of launches.
+        iterations: iterations of all launches.
         figures: times of one call.
         tenth: seconds within which the fastest tenth of the calls ended.
         cpu: CPU seconds of one call, of all ranks together.
