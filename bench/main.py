@@ -52,8 +52,8 @@ PARTS = ("allreduce", "collectives", "inflight", "lag", "roofline")
 LAUNCHES, QUICK_LAUNCHES = 15, 1
 #: Largest number of repetitions of a launch while the load is high. A quick run only marks its figures.
 REPEATS, QUICK_REPEATS = 5, 0
-#: Effort for a case in one launch. The seconds are the limit of slow calls: MPICH that is tested takes 16 ms per call with 4
-#: ranks on 2 cores.
+#: Effort for a case in one launch. The seconds limit slow calls: MPICH in mode "test" takes 16 ms per call with 4 ranks
+#: on 2 cores.
 EFFORT, QUICK_EFFORT = Effort(0.05, 3, 1000), Effort(0.01, 2, 200)
 #: Iterations of loop lag at one setting, which fill a few thousand callbacks.
 LAG_ITERATIONS, QUICK_LAG_ITERATIONS = 8, 2

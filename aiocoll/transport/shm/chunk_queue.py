@@ -45,7 +45,7 @@ from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
 __all__ = ["ChunkQueueReader", "ChunkQueueWriter", "Chunks"]
 
-#: In word 3: the chunk's owner may have overwritten it. No segment has this number.
+#: Value of word 3 if the writer may have overwritten the chunk in its segment. No segment has this number.
 _VOID = (1 << 64) - 1
 #: A number larger than the id of any operation.
 _NEVER = (1 << 64) - 1
@@ -158,7 +158,7 @@ class ChunkQueueWriter(_QueueEnd):
         return True
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int = 0) -> bool:
-        """Write the next chunk as a reference; the reader reads it in place, unchanged until it is taken or `void`."""
+        """Write a reference to the next chunk. It must not change until the reader has taken it, or until `void`."""
         if not self.is_taken(self.state[CHUNK_NUMBER] - self._count + 1):
             return False
         self._announce(identity, group, fingerprint, segment, offset, length)
@@ -376,7 +376,7 @@ class Chunks:
         return self.writer.put(identity, group, fingerprint, chunk, length)
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int) -> bool:
-        """Write the next chunk as a reference; the peer reads it in place, unchanged until it is taken or `void`."""
+        """Write a reference to the next chunk. It must not change until the peer has taken it, or until `void`."""
         return self.writer.point(identity, group, fingerprint, segment, offset, length)
 
     def length(self) -> int:

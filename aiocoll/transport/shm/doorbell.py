@@ -119,7 +119,7 @@ class Doorbell:
         try:  # noqa: SIM105 - see `ring`
             os.eventfd_read(self.eventfd)
         except BlockingIOError:
-            pass  # a peer has read it: peers can read the eventfd, too
+            pass  # a peer has reset the eventfd: peers can read it, too
         self.attend()
 
     def _on_turn(self) -> None:
@@ -180,7 +180,7 @@ class PeerDoorbell:
         try:  # noqa: SIM105 - `suppress` costs two calls per small collective
             os.eventfd_write(self.eventfd, 1)
         except BlockingIOError:
-            pass  # the counter is at its maximum: the peer wakes up anyway
+            pass  # the eventfd's counter is at its maximum, so the peer wakes up anyway
 
     def is_beside(self) -> bool:
         """Return whether the peer ran on the core of this rank when the peer last waited for long."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE_TIME", "LinkParts", "OwnPart", "PeerPart", "ShmLink"]
 
-#: Seconds in which a peer is assumed to read one piece, several times what it takes. A slower peer may be stopped.
+#: Seconds after which a peer that still reads the same piece may be stopped; a read takes a fraction of that.
 PIECE_TIME = 500e-6
 _KINDS = frozenset(FrameKind)
 _NOTHING = memoryview(b"")
@@ -221,7 +221,7 @@ class ShmLink:
         self._ending = False
         self._failed = False
         self._closed = False
-        # Set once a received frame was invalid: nothing more is read.
+        # Set after the first invalid frame: this end reads nothing more.
         self._refusing = False
 
     @property
@@ -268,7 +268,7 @@ class ShmLink:
         return False
 
     def poll(self) -> bool:
-        """Deliver received frames for at most `BUDGET` seconds, and send frames that waited; return if any moved."""
+        """Deliver received frames for at most `BUDGET` seconds, and send waiting ones; return whether any moved."""
         moved = self._flush() if self._waiting else False
         if self.references.unread:
             moved = self._report_read() or self.is_being_read() or moved

@@ -241,7 +241,7 @@ def _is_sealed(fd: int) -> bool:
 
 
 def _is_fixed(fd: int) -> bool:
-    """Return whether memory is sealed against removal of its pages, and uses no huge pages, which can run out."""
+    """Return whether memory is sealed against the removal of pages, and has no huge pages, which could run out."""
     try:
         seals = fcntl.fcntl(fd, _GET_SEALS)
     except OSError:

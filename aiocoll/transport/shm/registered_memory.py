@@ -107,7 +107,7 @@ class RegisteredMemory:
         self._sweep()
 
         def ended(_: object) -> None:
-            # Runs in any thread, at any point of its code.
+            # A callback of the garbage collector: runs in any thread, between any two instructions.
             segment.close()
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all links with it
                 self._loop.call_soon_threadsafe(self._sweep)

@@ -144,7 +144,7 @@ class Sharing:
     def _stop_sharing(self, error: Exception) -> None:
         """Stop sharing memory, and log the reason once."""
         if self.trouble is None:
-            # Only the text: the traceback of the error would keep memory.
+            # Only the text is kept: the traceback of the error would keep its memory mapped.
             self.trouble = why = str(error)
             logger.warning(
                 "rank %d uses unix sockets instead of shared memory: %s", self._rank, why, extra={"rank": self._rank}

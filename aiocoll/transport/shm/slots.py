@@ -398,7 +398,7 @@ class SlotReader(_Slots):
         self._closed_groups.discard(group)
 
     def reclaim(self, slot: int) -> bool:
-        """Consume the post in a slot if it is for a closed group, also if it came after `purge`; return whether so."""
+        """Consume the post in a slot if it is for a closed group, even one after `purge`; return whether it was."""
         number = self._named[slot]
         if number <= self._consumed[slot]:
             return False
