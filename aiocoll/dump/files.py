@@ -24,7 +24,7 @@ _PLAIN = frozenset(string.ascii_letters + string.digits + "_.-~")
 
 def file_name(group: str, rank: int) -> str:
     """Return the file name of one rank's dump; the names of any two groups differ."""
-    # Escapes as `urllib.parse.quote` does. That takes milliseconds to import, and needs rights to read the module.
+    # Escapes as `urllib.parse.quote` does, whose import takes milliseconds and fails without the rights to read it.
     octets = group.encode(errors="surrogatepass")
     safe = "".join(chr(each) if chr(each) in _PLAIN else f"%{each:02X}" for each in octets)
     if len(safe) > _LONGEST:

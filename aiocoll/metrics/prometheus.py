@@ -33,7 +33,7 @@ except ImportError as error:
 
 __all__ = ["GroupCollector"]
 
-#: Bounds of the histogram's buckets in seconds, from 4 µs to 64 s: every fourth of the bounds that are counted.
+#: Bounds of the histogram's buckets in seconds, from 4 µs to 64 s: every fourth bound of the recorded one.
 _BOUNDS: Final = [2.0**exponent for exponent in range(-18, 7, 2)]
 _GROUP: Final = ("group", "rank")
 _KIND: Final = (*_GROUP, "op", "algorithm", "transport")

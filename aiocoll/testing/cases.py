@@ -267,7 +267,7 @@ class MultiProcessTestCase(RanksTestCase):
             with asyncio.Runner() as runner:
                 runner.run(self._run_once(*args))
         elif self.expect_death is not None:
-            raise ValueError("expect_death needs processes of its own for each test: set continuous = False")
+            raise ValueError("expect_death needs new processes for each test; set continuous = False")
         elif self._standing is None:
             raise RuntimeError(f"{cls.__name__}.setUpClass must call super().setUpClass(), which starts the ranks")
         else:

@@ -26,7 +26,7 @@ __all__ = [
     "Segment",
 ]
 
-#: Small slots, and middle slots, per size of one chunk.
+#: Number of small slots, and of middle slots, that together have the size of one chunk.
 SMALL_PER_CHUNK = 32
 MIDDLE_PER_CHUNK = 2
 

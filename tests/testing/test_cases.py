@@ -124,7 +124,7 @@ def test_expected_deaths_of_a_class() -> None:
 
 def test_continuous_ranks_are_not_expected_to_die() -> None:
     ((_, text),) = run_all(samples.ContinuousDying).errors
-    assert "ValueError: expect_death needs processes of its own for each test: set continuous = False" in text
+    assert "ValueError: expect_death needs new processes for each test; set continuous = False" in text
 
 
 def test_a_hanging_test_is_reported_and_over() -> None:

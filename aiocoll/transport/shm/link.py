@@ -377,7 +377,7 @@ class ShmLink:
                 if not self._take_reference(place & ~(ELSEWHERE | VOID), entry[1:], deadline):
                     return
             elif length > SEGMENT or entry[1] not in _KINDS or not self._ring <= place <= self._end - length:
-                raise ProtocolError(f"rank {self.peer} wrote a frame of kind {entry[1]} and length {length}")
+                raise ProtocolError(f"rank {self.peer} wrote an invalid frame: kind {entry[1]}, length {length}")
             else:
                 deliver(self, entry[1:], memory[place : place + length] if length else _NOTHING)
             if self._closed:
@@ -399,7 +399,7 @@ class ShmLink:
     def _take_reference(self, segment: int, header: Header, deadline: float) -> bool:
         """Deliver a frame whose payload is elsewhere; return False if the next turn has to read the rest."""
         if header[0] != FrameKind.DATA or not 0 < header[7] <= MOST_BY_REFERENCE:
-            raise ProtocolError(f"rank {self.peer} wrote a frame of kind {header[0]} and length {header[7]}")
+            raise ProtocolError(f"rank {self.peer} wrote an invalid frame: kind {header[0]}, length {header[7]}")
         ticks = self._runtime.ticks
         entry = self._words[self._at : self._at + LINE // 8]
         taken = self.reference_reader.take(self, segment, entry, header, lambda: ticks() > deadline)

@@ -94,7 +94,7 @@ class PeerMemory:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         if self._found.value != self._word:
-            raise ProcessLookupError(errno.ESRCH, "another process has its number")
+            raise ProcessLookupError(errno.ESRCH, "the process has ended, and another process has its number")
         if got != nbytes + _WORD:
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 

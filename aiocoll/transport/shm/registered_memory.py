@@ -74,7 +74,7 @@ class RegisteredMemory:
         """
         size = nbytes + -nbytes % PAGE
         if size > _available():
-            raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than this host has left")
+            raise OSError(errno.ENOMEM, f"{nbytes} bytes exceed the free memory of this host")
         fd, memory = await create_mapped(size)
         base = _Base(memory)
         array = np.asarray(base)
