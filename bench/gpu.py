@@ -174,8 +174,8 @@ def native_table(found: dict[int, Times]) -> str:
     for nbytes, times in found.items():
         p50 = {name: median(each) for name, each in times.items()}
         least = {name: min(each) for name, each in times.items()}
-        ours, fewest = p50["awaited"] - p50["bare"], least["awaited"] - least["bare"]
-        rows.append((size_of(nbytes), *(micros(each) for each in p50.values()), micros(ours), micros(fewest)))
+        added, fewest = p50["awaited"] - p50["bare"], least["awaited"] - least["bare"]
+        rows.append((size_of(nbytes), *(micros(each) for each in p50.values()), micros(added), micros(fewest)))
     head = ("size", *HEADS, "awaited - bare", "of the least")
     return f"### By NCCL, 1 rank, µs p50\n\n{table(head, rows)}"
 
@@ -186,13 +186,13 @@ def verdict(found: dict[int, Times]) -> str:
     p50 = {name: median(each) * 1e6 for name, each in found[nbytes].items()}
     whole = p50["awaited"] - p50["bare"]
     agreement = p50["agreed"] - p50["host, 4 B"] - p50["marked"]
-    ours = whole - agreement
-    met = "met" if ours <= LIMIT else "**missed**"
+    added = whole - agreement
+    met = "met" if added <= LIMIT else "**missed**"
     return (
         f"An awaited allreduce of {size_of(nbytes)} takes {whole:.1f} µs more than the bare call. Of them, "
         f"{agreement:.1f} are the agreement, of one rank with itself: what a call on no elements takes ('agreed') "
         "above a call on an array of the host, and above finding the array and marking the stream ('marked'), which "
-        f"the agreement does not need. The rest, {ours:.1f} µs, has a limit of {LIMIT} µs: {met}."
+        f"the agreement does not need. The rest, {added:.1f} µs, has a limit of {LIMIT} µs: {met}."
     )
 
 
@@ -216,7 +216,7 @@ def draw(folder: Path, by_nccl: dict[int, Times], by_host: dict[int, Times], wor
     from plots import plot
     from results import Results
 
-    for size, found, ours in ((1, by_nccl, "awaited"), (world_size, by_host, "staged")):
+    for size, found, added in ((1, by_nccl, "awaited"), (world_size, by_host, "staged")):
         names = [name for name in next(iter(found.values())) if name not in (*HEADS[5:], "agreement")]
         results = Results(size, names)
         launches = {}
@@ -228,7 +228,7 @@ def draw(folder: Path, by_nccl: dict[int, Times], by_host: dict[int, Times], wor
             }
             launches[name] = Launch(cases, None, 0.0)
         results.rounds.append(launches)
-        plot(results, ours, folder)
+        plot(results, added, folder)
 
 
 async def staged_of(kind: str, world_size: int, transport: str, sizes: Sequence[int], most: int) -> dict[int, Times]:

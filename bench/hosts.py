@@ -116,8 +116,8 @@ class Hosts:
         )
         reach.chmod(0o700)
         # Without these, MPICH treats ranks on one kernel as one host with shared memory.
-        apart = ("-genv", "UCX_TLS", "tcp,self", "-genv", "MPIR_CVAR_NOLOCAL", "1")
-        how = ("-launcher", "ssh", "-launcher-exec", str(reach), "-iface", "eth0", "-ppn", "1", *apart)
+        separate = ("-genv", "UCX_TLS", "tcp,self", "-genv", "MPIR_CVAR_NOLOCAL", "1")
+        how = ("-launcher", "ssh", "-launcher-exec", str(reach), "-iface", "eth0", "-ppn", "1", *separate)
         where = ("-hosts", ",".join(host.ipv4 for host in hosts), "-n", str(world_size))
         mpiexec = str(Path(python).with_name("mpiexec"))
         return [hosts[0].command(mpiexec, *how, *where, python, RANK, folder)]
@@ -185,9 +185,9 @@ def both_ways(network: Network, link: Link) -> float:
         deadline = time.monotonic() + 10
         while "5201" not in one.run("ss", "-ltn"):
             assert time.monotonic() < deadline, "iperf3 does not listen"
-        told = json.loads(two.run("iperf3", "--client", one.ipv4, "--bidir", "--time", "8", "--omit", "2", "--json"))
+        done = json.loads(two.run("iperf3", "--client", one.ipv4, "--bidir", "--time", "8", "--omit", "2", "--json"))
         server.wait(10)
-    streams = [each["receiver"]["bits_per_second"] for each in told["end"]["streams"]]
+    streams = [each["receiver"]["bits_per_second"] for each in done["end"]["streams"]]
     return float(min(streams) / link.rate / PAYLOAD)
 
 

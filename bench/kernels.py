@@ -52,11 +52,12 @@ def row(name: str, op: str, inputs: int, nbytes: int, rounds: int) -> str:
     shown, count = array_dtype(dtype), nbytes // dtype.itemsize
     rng = np.random.default_rng(1)
     data = [(8 * rng.standard_normal(count)).astype(np.float32).astype(shown) for _ in range(inputs)]
-    stored, out, theirs = [x.view(dtype.storage) for x in data], np.empty(count, dtype.storage), np.empty(count, shown)
+    stored, out = [x.view(dtype.storage) for x in data], np.empty(count, dtype.storage)
+    plain_out = np.empty(count, shown)
     made = kernel(getattr(ReduceOp, op), dtype, inputs)
-    calls = [lambda: made.fold(stored, out), lambda: plain(data, theirs)]
-    ours, other = (1e9 * t / count for t in seconds(calls, rounds))
-    return f"| {name} | {op} | {inputs} | {nbytes // KIB} | {ours:.2f} | {other:.2f} | {other / ours:.1f} |"
+    calls = [lambda: made.fold(stored, out), lambda: plain(data, plain_out)]
+    own, other = (1e9 * t / count for t in seconds(calls, rounds))
+    return f"| {name} | {op} | {inputs} | {nbytes // KIB} | {own:.2f} | {other:.2f} | {other / own:.1f} |"
 
 
 def small(name: str, op: str, inputs: int, count: int, rounds: int) -> str:
@@ -65,8 +66,8 @@ def small(name: str, op: str, inputs: int, count: int, rounds: int) -> str:
     data, out = [np.ones(count, dtype.storage) for _ in range(inputs)], np.empty(count, dtype.storage)
     made = kernel(getattr(ReduceOp, op), dtype, inputs)
     calls = [lambda: made.fold(data, out), lambda: np.add(data[0], data[1], out=out)]
-    ours, bare = (1e9 * t for t in seconds(calls, rounds))
-    return f"| {name} | {op} | {inputs} | {count} | {ours:.0f} | {bare:.0f} |"
+    own, bare = (1e9 * t for t in seconds(calls, rounds))
+    return f"| {name} | {op} | {inputs} | {count} | {own:.0f} | {bare:.0f} |"
 
 
 def main() -> None:

@@ -37,10 +37,10 @@ class Launch:
     """The result of a launch.
 
     Attributes:
-        timings: of the cases that were measured, until it failed.
-        failure: why it failed; None if it did not.
+        timings: timings of the measured cases, up to a failure.
+        failure: reason of the failure, or None.
         seconds: its duration.
-        load: of the machine meanwhile; None if it was not measured.
+        load: load of the machine during the launch; None if it was not measured.
         repeats: earlier launches that this one replaces, since the load was high.
     """
 

@@ -6,7 +6,7 @@ limit* those that block it.
 
 A launch starts one process per rank and measures every case. A round launches every system once, and begins with
 another system than the round before, so that a change of the machine affects all systems. A launch is repeated if other
-processes took too much of the cores meanwhile. The time of an iteration is that of its slowest rank, and every result
+processes took too much of the cores during it. The time of an iteration is that of its slowest rank, and every result
 is checked. The peers have environments under bench/.venvs, made by the first run; the report names those that cannot be
 installed.
 """

@@ -49,9 +49,7 @@ HEADING = """# aiocoll and Gloo, MPICH, Open MPI
 - **Calls.** There is no barrier between iterations. Where data flows one way (broadcast, reduce, gather, scatter, scan)
   the time is that of a stream of calls. #wrong counts wrong elements. CPU is that of all ranks together."""
 
-AWAITED_WORK = (
-    """Calls inside an event loop that goes on meanwhile: aiocoll, and what a program could use in its place."""
-)
+AWAITED_WORK = """Calls inside an event loop that keeps running: aiocoll, and the alternatives for such a program."""
 
 BLOCKING_LIMIT = """Peers that block the thread, and so the event loop: what the machine allows without a loop."""
 

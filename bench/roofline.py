@@ -164,7 +164,7 @@ def _throughput(pair: tuple[socket.socket, socket.socket], seconds: float) -> fl
 def _trip(pair: tuple[socket.socket, socket.socket], seconds: float) -> float:
     near, far = pair
 
-    def ask(meet: Callable[[], None]) -> float:
+    def send_flags(meet: Callable[[], None]) -> float:
         meet()
         taken, end = [], time.monotonic() + seconds
         while time.monotonic() < end:
@@ -181,7 +181,7 @@ def _trip(pair: tuple[socket.socket, socket.socket], seconds: float) -> float:
             far.send(data)
         return 0.0
 
-    return _alone(pair, ask, answer)
+    return _alone(pair, send_flags, answer)
 
 
 def _alone(pair: tuple[socket.socket, socket.socket], *roles: Callable[[Callable[[], None]], float]) -> float:
@@ -195,17 +195,17 @@ def _alone(pair: tuple[socket.socket, socket.socket], *roles: Callable[[Callable
 def _flag(seconds: float) -> float:
     """Return the round trip of a flag: two processes write a counter each, and poll the other's in its cache line."""
     flags = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
-    ours, theirs, stop = 0, 8, 16
+    outgoing, incoming, stop = 0, 8, 16
 
-    def ask(meet: Callable[[], None]) -> float:
+    def send_flags(meet: Callable[[], None]) -> float:
         meet()
         taken, end, count = [], time.monotonic() + seconds, 0
         while time.monotonic() < end:
             start = time.perf_counter()
             for _ in range(TRIPS):
                 count += 1
-                flags[ours] = count
-                while flags[theirs] != count:
+                flags[outgoing] = count
+                while flags[incoming] != count:
                     pass
             taken.append((time.perf_counter() - start) / TRIPS)
         flags[stop] = 1
@@ -215,12 +215,12 @@ def _flag(seconds: float) -> float:
         meet()
         seen = 0
         while not flags[stop]:
-            if flags[ours] != seen:
-                seen = flags[ours]
-                flags[theirs] = seen
+            if flags[outgoing] != seen:
+                seen = flags[outgoing]
+                flags[incoming] = seen
         return 0.0
 
-    return max(run_together([ask, answer]))
+    return max(run_together([send_flags, answer]))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from aiocoll import GroupOptions, ProcessGroup
 from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_processes
 
-NOBODY, TERMINAL, WEB = "nobody", "`aiocoll top --json`", "`aiocoll top --web`"
+UNWATCHED, TERMINAL, WEB = "unwatched", "`aiocoll top --json`", "`aiocoll top --web`"
 #: Number of float32 elements of an array.
 SIZES = {"8 B": 2, "1 MiB": 1 << 18}
 
@@ -38,7 +38,7 @@ SIZES = {"8 B": 2, "1 MiB": 1 << 18}
 @contextlib.contextmanager
 def viewer(way: str, folder: str) -> Iterator[None]:
     """Watch the job, from the first answer on."""
-    if way == NOBODY:
+    if way == UNWATCHED:
         yield
         return
     option = "--json" if way == TERMINAL else "--web"
@@ -83,7 +83,7 @@ async def job(pg: ProcessGroup, folder: str, turns: int, seconds: float) -> dict
     for size, count in SIZES.items():
         tensor = np.zeros(count, np.float32)
         calls = await _calls(pg, tensor, seconds)
-        times = found[size] = {NOBODY: [], TERMINAL: [], WEB: []}
+        times = found[size] = {UNWATCHED: [], TERMINAL: [], WEB: []}
         for turn in range(turns):
             for way in list(times)[:: 1 if turn % 2 else -1]:
                 async with contextlib.AsyncExitStack() as stack:
@@ -121,12 +121,12 @@ def main() -> None:
         arguments = (folder, args.turns, args.seconds)
         ranks = asyncio.run(run_processes(args.nproc, job, *arguments, options=options, timeout=1000.0, loop="uvloop"))
     print(f"# The cost of watching a job of {args.nproc} ranks\n", machine(), "", sep="\n")
-    print(f"{IMPLEMENTATION.capitalize()}.", "\n\n| | who watches | µs of a call | ratio | from | to |")
+    print(f"{IMPLEMENTATION.capitalize()}.", "\n\n| | viewer | µs of a call | ratio | from | to |")
     print("|---|---|--:|--:|--:|--:|")
     for size, times in ranks[0].items():
         for way, each in times.items():
             took = median(each)
-            ratios = [mine / alone for mine, alone in zip(each, times[NOBODY], strict=True)]
+            ratios = [mine / alone for mine, alone in zip(each, times[UNWATCHED], strict=True)]
             low, middle, high = min(ratios), median(ratios), max(ratios)
             print(f"| {size} | {way} | {took:.1f} | {middle:.3f} | {low:.3f} | {high:.3f} |")
 

@@ -125,11 +125,11 @@ class Team:
             return {}
         return {child.rank: child.unretrieved for child in self._children if child.unretrieved}
 
-    async def _results(self, ask: Callable[[Child], Coroutine[Any, Any, Any]], limit: float) -> list[Any]:
+    async def _results(self, make_call: Callable[[Child], Coroutine[Any, Any, Any]], limit: float) -> list[Any]:
         failures: dict[int, BaseException] = {}
         cut_off: list[int] = []
         tasks = [
-            asyncio.create_task(_record_failure(child.rank, ask(child), failures), name=f"rank {child.rank}")
+            asyncio.create_task(_record_failure(child.rank, make_call(child), failures), name=f"rank {child.rank}")
             for child in self._children
         ]
         try:
@@ -180,9 +180,9 @@ class Team:
                 task.exception()  # retrieved, so that asyncio does not log it
 
 
-async def _record_failure(rank: int, asked: Coroutine[Any, Any, Any], failures: dict[int, BaseException]) -> Any:
+async def _record_failure(rank: int, call: Coroutine[Any, Any, Any], failures: dict[int, BaseException]) -> Any:
     try:
-        return await asked
+        return await call
     except BaseException as error:
         failures.setdefault(rank, error)
         raise

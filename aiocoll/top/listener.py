@@ -48,15 +48,15 @@ class _Viewer:
         connection: the non-blocking socket.
         unsent: the part of the answer that is not sent yet.
         until: time at which its next request is read.
-        asked: time of its last request.
+        last_request: time of its last request.
     """
 
-    __slots__ = ("asked", "connection", "unsent", "until")
+    __slots__ = ("connection", "last_request", "unsent", "until")
 
     def __init__(self, connection: socket.socket, now: float) -> None:
         self.connection = connection
         self.unsent = memoryview(b"")
-        self.until = self.asked = now
+        self.until = self.last_request = now
 
 
 class _Listener:
@@ -161,7 +161,7 @@ class _Listener:
             return
         connection.setblocking(False)
         if len(self._viewers) == MOST:
-            self._drop(min(self._viewers.values(), key=lambda each: each.asked))
+            self._drop(min(self._viewers.values(), key=lambda each: each.last_request))
         self._viewers[connection.fileno()] = _Viewer(connection, self._clock())
         self._poll.register(connection, select.POLLIN)
 
@@ -171,7 +171,7 @@ class _Listener:
         if not viewer.unsent:
             if not connection.recv(len(messages.ASK) * 64):
                 raise ConnectionResetError
-            viewer.asked = self._clock()
+            viewer.last_request = self._clock()
             viewer.unsent = memoryview(self._get_answer())
         with suppress(BlockingIOError):
             viewer.unsent = viewer.unsent[connection.send(viewer.unsent) :]

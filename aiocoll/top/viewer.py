@@ -61,7 +61,7 @@ class Process:
         """The connection on which an answer is due, or None."""
         return self._connection if self._has_asked else None
 
-    def ask(self, folder: int) -> None:
+    def request(self, folder: int) -> None:
         """Send a request, unless an answer is still due."""
         if self.state in (State.GONE, State.CLOSED) or self._has_asked:
             return
@@ -146,7 +146,7 @@ class Viewer:
             if known is None or known.state == State.CLOSED:  # the process has made another group
                 self.processes[number] = Process(number)
         for each in self.processes.values():
-            each.ask(self._folder)
+            each.request(self._folder)
         end = self._clock() + patience
         while waiting := {
             each.due_connection.fileno(): each for each in self.processes.values() if each.due_connection is not None

@@ -163,34 +163,34 @@ class ShmLink:
     carrier = "shm"
 
     def __init__(
-        self, runtime: Runtime, stream: ByteStream, pair: LinkParts, in_place: InPlace, peer: int, kind: ConnKind
+        self, runtime: Runtime, stream: ByteStream, parts: LinkParts, in_place: InPlace, peer: int, kind: ConnKind
     ) -> None:
         self.peer = peer
         self.kind = kind
         self._runtime = runtime
         self._stream = stream
-        self._own = own = pair.own
+        self._own = own = parts.own
         self._doorbell = own.doorbell
-        self._peer_doorbell = pair.peer.doorbell
+        self._peer_doorbell = parts.peer.doorbell
         #: Wakes the peer if it sleeps. Valid while the link is open.
-        self.announce = pair.peer.doorbell.ring
+        self.announce = parts.peer.doorbell.ring
         fences = own.doorbell.fences
-        ours, theirs = own.layout.directions[pair.direction], own.layout.directions[1 - pair.direction]
-        if not pair.both_native:
-            ours, theirs = ours.with_large_chunks(), theirs.with_large_chunks()
-        region = pair.region
+        outgoing, incoming = own.layout.directions[parts.direction], own.layout.directions[1 - parts.direction]
+        if not parts.both_native:
+            outgoing, incoming = outgoing.with_large_chunks(), incoming.with_large_chunks()
+        region = parts.region
         memory = self._memory = memoryview(region.memory)
         self._words = memory.cast("Q")
-        self._out = RingWriter(region, ours, fences)
+        self._out = RingWriter(region, outgoing, fences)
         self.common_writer, self.lane_writer = own.doorbell.outbox.common, own.lane
-        outbox = self.peer_outbox = pair.peer.outbox
+        outbox = self.peer_outbox = parts.peer.outbox
         self.common_reader, self.lane_reader = outbox.common, outbox.lane
         self.lane_writer.connect(outbox.words)
-        self.native = self.lane_writer.native = pair.peer.native_lanes(own)
+        self.native = self.lane_writer.native = parts.peer.native_lanes(own)
         self.segment_sharing = SegmentSharing(stream, peer)
         self.chunks = Chunks(
-            ChunkQueueWriter(region, ours, fences),
-            ChunkQueueReader(memory, theirs, fences),
+            ChunkQueueWriter(region, outgoing, fences),
+            ChunkQueueReader(memory, incoming, fences),
             self.segment_sharing,
             peer,
             self.announce,
@@ -199,17 +199,17 @@ class ShmLink:
         if self.native is not None:
             self.chunks.connect(self.native, memory)
         self._order = fences.order
-        self._writer_waiting = theirs.writer_waiting
-        self._taken = theirs.taken
-        self._read_by_peer = ours.pieces
-        self._ring = theirs.ring
-        self._end = theirs.data_end
+        self._writer_waiting = incoming.writer_waiting
+        self._taken = incoming.taken
+        self._read_by_peer = outgoing.pieces
+        self._ring = incoming.ring
+        self._end = incoming.data_end
         self._waiting: deque[tuple[bytes, memoryview | None]] = deque()
         self.references = ReferenceWriter(
-            self._out, self._waiting, self.segment_sharing, in_place, pair.peer.doorbell, attach=pair.is_read
+            self._out, self._waiting, self.segment_sharing, in_place, parts.peer.doorbell, attach=parts.is_read
         )
         self.reference_reader = ReferenceReader(
-            self.segment_sharing, pair.peer_memory, in_place, memory.cast("Q"), theirs.pieces
+            self.segment_sharing, parts.peer_memory, in_place, memory.cast("Q"), incoming.pieces
         )
         # The peer's count of pieces read in place at the last look, and the time at which that value was first seen.
         self._pieces, self._pieces_since = 0, 0.0

@@ -170,9 +170,9 @@ class PeerOutbox:
         if core is None:
             return None
         layout = self._layout
-        mine = lane.memory, tuple(own.layout.lane), lane.posted, lane.ready
-        theirs = self._memory, self._start, tuple(layout.common), tuple(layout.lane)
-        return core.PeerLanes(*mine, *theirs, own.status, lane.reserve, attend, lane, own.common.native, eventfd)
+        own_side = lane.memory, tuple(own.layout.lane), lane.posted, lane.ready
+        peer_side = self._memory, self._start, tuple(layout.common), tuple(layout.lane)
+        return core.PeerLanes(*own_side, *peer_side, own.status, lane.reserve, attend, lane, own.common.native, eventfd)
 
     def has_news(self) -> bool:
         """Return whether the peer has posted anything, or put all chunks of an operation, since the last call."""

@@ -194,11 +194,11 @@ class LaneWriter(_Writer):
         self.posted[:] = array("Q", bytes(8 * SLOTS))
         return True
 
-    def connect(self, theirs: memoryview) -> None:
+    def connect(self, peer_words: memoryview) -> None:
         """Use the words of the peer's lane for this rank, in which the peer records what it has consumed."""
         self.is_linked = True
-        self.common_consumed = theirs[COMMON_CONSUMED : COMMON_CONSUMED + SLOTS]
-        self.consumed = theirs[LANE_CONSUMED : LANE_CONSUMED + SLOTS]
+        self.common_consumed = peer_words[COMMON_CONSUMED : COMMON_CONSUMED + SLOTS]
+        self.consumed = peer_words[LANE_CONSUMED : LANE_CONSUMED + SLOTS]
 
     def disconnect(self) -> None:
         """Release the peer's words after the end of the link."""
