@@ -1,4 +1,4 @@
-"""Frames in the report of a failed test: those of the user, without those of this package.
+"""Traceback frames in the report of a failed test: those of the user, without those of this package.
 
 The option ``--full-trace`` of pytest keeps all frames.
 """
