@@ -1,4 +1,4 @@
-"""`elastic`: a sequence of groups, where each one replaces a failed one with the ranks that are available."""
+"""`elastic`: a sequence of groups. Each of them replaces a failed one, with the ranks that are available."""
 
 from __future__ import annotations
 

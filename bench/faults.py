@@ -138,7 +138,7 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
         finally:
             for process in ranks:
                 if process.returncode is None:
-                    with suppress(ProcessLookupError):  # it has just ended, which asyncio has not noticed yet
+                    with suppress(ProcessLookupError):  # the process has ended, but asyncio has not noticed yet
                         os.kill(process.pid, signal.SIGKILL)
             await asyncio.gather(*(process.communicate() for process in ranks))
 

@@ -181,7 +181,7 @@ def native_table(found: dict[int, Times]) -> str:
 
 
 def verdict(found: dict[int, Times]) -> str:
-    """Return a sentence whether the cost of aiocoll is within the limit, at the smallest size."""
+    """Return a sentence that compares the cost of aiocoll with its limit, at the smallest size."""
     nbytes = min(found)
     p50 = {name: median(each) * 1e6 for name, each in found[nbytes].items()}
     whole = p50["awaited"] - p50["bare"]

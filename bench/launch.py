@@ -1,4 +1,4 @@
-"""Start the ranks of one launch, wait for them, and leave none behind."""
+"""The processes of one launch: their start, the wait for them, and the clean-up."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from aiocoll.cli.measure import Effort, Timing
 from aiocoll.machine_load import LoadMeter, MachineLoad
 
 RANK = str(Path(__file__).with_name("rank.py"))
-#: Seconds that ranks get to end after the first of them has failed.
+#: Seconds in which ranks have to end after one of them has failed.
 GRACE = 2.0
 #: Seconds between two polls of the processes.
 POLL = 0.05
-#: Open MPI refuses to run as root otherwise, and a container may have no other user.
+#: Variables without which Open MPI refuses to run as root; a container may have no other user.
 MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -204,7 +204,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_strangers(folder: Path) -> None:
-    """End the ranks that are no children of this process: those that mpiexec has left."""
+    """Kill the ranks that mpiexec has left running, which are not children of this process."""
     for file in folder.glob("*.pid"):
         with suppress(OSError):
             command = Path(f"/proc/{file.stem}/cmdline").read_bytes().split(b"\0")

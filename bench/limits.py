@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
     met: bool | None
 
 
-#: Sizes, and how many times faster than others: the fastest awaited peer, and blocking MPI, by the collective.
+#: Steps of a promise: smallest size, largest size, and the least ratio of the speed to that of the others.
 Steps = tuple[tuple[int, int, float], ...]
 _AWAITED: Steps = (
     (0, 4 * KIB - 1, 5),
@@ -115,14 +115,14 @@ LIMITS = (
         for world_size in (2, 4)
     ),
 )
-#: Times the bound that a large allreduce may take, and the least bytes of a large one.
+#: Largest ratio of the time of a large allreduce to its bound, and the least bytes of a large allreduce.
 OF_BOUND, LARGE = 2.0, 16 * MIB
 #: Milliseconds of thread CPU that a callback may take at p99.
 CALLBACK = 1.0
 
 
 def verdicts(all_results: Sequence[Results]) -> Iterator[Verdict]:
-    """Yield one for each limit and each measured size within it."""
+    """Yield a verdict for each limit and each measured size within it."""
     for results in all_results:
         for limit in LIMITS:
             if results.world_size == limit.world_size and limit.system in results.systems:

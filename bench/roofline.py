@@ -193,7 +193,7 @@ def _alone(pair: tuple[socket.socket, socket.socket], *roles: Callable[[Callable
 
 
 def _flag(seconds: float) -> float:
-    """Return the round trip of a flag: two processes write a counter each, and poll the other's in its cache line."""
+    """Return the round trip of a flag: two processes write a counter each, and poll the counter of the other."""
     flags = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
     outgoing, incoming, stop = 0, 8, 16
 

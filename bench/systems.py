@@ -14,7 +14,7 @@ from aiocoll.cli.workload import KINDS
 TRANSPORTS = ("auto", "pure", "shm", "unix", "tcp")
 #: The default: `shm` is what `auto` chooses on one host.
 DEFAULT_TRANSPORTS = ("auto", "pure", "unix", "tcp")
-#: Those that are measured at all collectives; the others only at allreduce.
+#: Transports that are measured with all collectives; the others only with allreduce.
 AT_ALL_COLLECTIVES = ("auto", "pure")
 
 #: How a program waits for a call. Only "blocking" stops the event loop.
@@ -107,7 +107,7 @@ def _peers() -> dict[str, System]:
 
 
 def choose_peers(names: Iterable[str]) -> list[str]:
-    """Return the keys of `PEERS` that `names` of `PEER_CHOICES` mean, each once."""
+    """Return the keys of `PEERS` that the command line selects with `names`, each once."""
     return [peer for peer in PEERS if any(name in (peer, peer.rpartition("-")[0]) for name in names)]
 
 

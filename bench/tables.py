@@ -13,7 +13,7 @@ from systems import AWAITED, BLOCKING, MPI_BLOCKING
 
 from aiocoll.machine_load import MAX_LOAD
 
-#: Behind the first cell of a row whose figures are disturbed.
+#: Mark after the first cell of a row with disturbed figures.
 MARK = " \\*"
 
 
@@ -79,7 +79,7 @@ def _comparison(results: Results, system: str, columns: Sequence[str], rivals: S
 
 
 def describe_marks(rows: Sequence[Sequence[object]]) -> str:
-    """Return how many rows are marked, for the line above a table."""
+    """Return the line above a table that counts its marked rows."""
     count = sum(str(row[0]).endswith(MARK) for row in rows)
     return f"{count} of {len(rows)} rows are marked{MARK}: others took more than {MAX_LOAD:g} cores during a launch."
 
