@@ -132,7 +132,7 @@ class _Mending:
     Attributes:
         pg: the current group.
         mends: number of groups before it.
-        step: what this rank is doing now, for the error of a timeout.
+        step: current activity of this rank, for the error of a timeout.
     """
 
     def __init__(

@@ -91,10 +91,11 @@ class PeerLostError(GroupError, ConnectionError):
     """The loss of a rank.
 
     Attributes:
-        how: ``"killed"`` (a process on its host has found that its process has ended, or it was reported dead),
-            ``"left"`` (it closed its groups), ``"stopped"`` (its process, on this host, has been stopped for seconds by
-            SIGSTOP or a debugger) or ``"unreachable"`` (its connection broke, or no heartbeat has arrived for seconds;
-            it may be alive).
+        how: the kind of loss.
+            ``"killed"``: a process on its host has found that its process has ended, or it was reported dead.
+            ``"left"``: it closed its groups.
+            ``"stopped"``: its process, on this host, has been stopped for seconds by SIGSTOP or a debugger.
+            ``"unreachable"``: its connection broke, or no heartbeat has arrived for seconds. It may be alive.
     """
 
     def __init__(

@@ -1,10 +1,16 @@
 """The time of calls on CUDA arrays: ``python bench/gpu.py [--kind torch] [--quick]``, in 2 minutes at most.
 
-The first table is for one process whose group is alone on one device, with NCCL on float32. It compares a bare NCCL
-call that an event waits for, the same call ordered after the caller's stream, an awaited collective, the time until
-`on_stream` lets the caller continue, and one of many calls in flight. These ways alternate. The time above the bare
-call is the cost of aiocoll. Further tables are for several processes on one device, staged, compared with arrays on the
-host, and for the agreement before every call: an array without elements needs nothing else.
+The first table is for one process whose group is alone on one device, with NCCL on float32. It compares these ways,
+which alternate:
+
+- *bare*: an NCCL call, and the wait for an event after it;
+- *bare, in order*: the same call, ordered after the caller's stream;
+- *awaited*: an awaited collective of aiocoll. Its time above the bare call is the cost of aiocoll;
+- *on_stream*: the time until `on_stream` lets the caller continue;
+- *in flight, each*: one of many calls in flight.
+
+Further tables are for several processes on one device, staged, compared with arrays on the host. They also have the
+agreement before every call, measured on an array without elements, which needs nothing else.
 
 ``--fake`` measures the same on the fake device, whose times are unlike those of a real one. The code of aiocoll is the
 same, except for CuPy's.

@@ -86,13 +86,13 @@ def launch(
     """Measure `cases` with `system` on `world_size` new processes.
 
     Args:
-        system: what to run.
-        python: of its environment; None is this one.
+        system: the system to run.
+        python: the Python of its environment; None means this one.
         world_size: number of ranks.
-        cases: in this order.
-        effort: for each case.
+        cases: the cases, in this order.
+        effort: the effort for each case.
         limit: seconds for the whole launch.
-        place: where the ranks run; by default on this host.
+        place: the hosts of the ranks; this host by default.
     """
     place = place or OneHost()
     start = time.monotonic()

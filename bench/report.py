@@ -72,9 +72,9 @@ class Report:
         skipped: systems that are not installed, and why.
         before: the load before the first launch.
         machine: a description of the machine.
-        results: of each world size.
-        rooflines: of each world size.
-        lags: of each world size.
+        results: results of each world size.
+        rooflines: rooflines of each world size.
+        lags: loop lags of each world size.
         seconds: duration of the run.
         busy: processes that each kept a core busy during the run.
     """

@@ -28,13 +28,13 @@ class System:
     Attributes:
         name: the name in tables.
         library: the function of `libraries.py` that runs it.
-        mode: how a rank waits for a call.
+        mode: the way in which a rank waits for a call.
         environment: the virtual environment of `environments.py`; None is the one of the benchmark.
         waits: `mode` in words.
         kinds: the collectives besides allreduce.
         mpiexec: the options of `mpiexec`; None starts the ranks directly.
         transport: the transport of aiocoll; None for a peer.
-        variables: of the environment of its ranks.
+        variables: environment variables of its ranks.
     """
 
     name: str

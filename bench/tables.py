@@ -55,7 +55,7 @@ def _comparison(results: Results, system: str, columns: Sequence[str], rivals: S
     """Return a row for each case: the times of all systems, and the speed relative to the fastest rival.
 
     Args:
-        results: of one world size.
+        results: results of one world size.
         system: the system of aiocoll.
         columns: the other systems, as far as they were measured.
         rivals: the systems that the ratio compares with.

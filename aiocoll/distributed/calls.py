@@ -55,7 +55,7 @@ def all_reduce(tensor: S, op: ReduceOp = SUM, group: Group = None) -> Work[S]:
 
     Args:
         tensor: an array of the same count on every rank, or a number; the result.
-        op: how to reduce.
+        op: the reduction operation.
         group: a group; None means the default group.
     """
     pg = member_of(group, "all_reduce")
@@ -71,7 +71,7 @@ def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) 
 
     Args:
         tensors: arrays with the same counts on every rank, or one such array; the result is the list.
-        op: how to reduce, the same for all of them.
+        op: the reduction operation, the same for all of them.
         group: a group; None means the default group.
     """
     pg = member_of(group, "all_reduce_coalesced")
@@ -88,7 +88,7 @@ def reduce(
     Args:
         tensor: an array of the same count on every rank.
         dst: global rank that receives the result.
-        op: how to reduce.
+        op: the reduction operation.
         group: a group; None means the default group.
         group_dst: the rank in `group`, instead of `dst`.
     """
@@ -282,7 +282,7 @@ def reduce_scatter(output: A, input_list: list[B], op: ReduceOp = SUM, group: Gr
     Args:
         output: the array that receives this rank's part; the result.
         input_list: an array per rank, where array r has the count of rank r's output.
-        op: how to reduce.
+        op: the reduction operation.
         group: a group; None means the default group.
     """
     pg = member_of(group, "reduce_scatter")
@@ -297,7 +297,7 @@ def reduce_scatter_tensor(output: A, input: Array, op: ReduceOp = SUM, group: Gr
     Args:
         output: the array that receives this rank's part, of the same count on every rank; the result.
         input: an array of as many elements as all outputs together.
-        op: how to reduce.
+        op: the reduction operation.
         group: a group; None means the default group.
     """
     pg = member_of(group, "reduce_scatter_tensor")
