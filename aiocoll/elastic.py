@@ -127,7 +127,7 @@ async def _await_first_group(made: new_group) -> ProcessGroup:
 
 
 class _Mending:
-    """The data that one rank keeps from group to group.
+    """Data that one rank keeps from group to group.
 
     Attributes:
         pg: the current group.
@@ -149,7 +149,7 @@ class _Mending:
 
     @property
     def failure(self) -> GroupError | None:
-        """The failure of the group, or None."""
+        """Return the failure of the group, or None."""
         cause = parts_of(self.pg).comm.cause
         return None if cause is None else failure_by(cause)
 

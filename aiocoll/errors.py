@@ -1,4 +1,4 @@
-"""The exceptions that aiocoll raises.
+"""Exceptions that aiocoll raises.
 
     AiocollError(RuntimeError)
       GroupError                      a collective or its group failed; has op, seq, group, ranks
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class AiocollError(RuntimeError):
-    """The base class of all errors of aiocoll."""
+    """Base class of all errors of aiocoll."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Defined for tools that pickle tracebacks: by default they cannot make objects with several bases.
@@ -54,7 +54,7 @@ class AiocollError(RuntimeError):
 
 
 class GroupError(AiocollError):
-    """The failure of a collective or of its group.
+    """Failure of a collective or of its group.
 
     Attributes:
         op: name of the operation in capitals, or None if no single operation is the cause.
@@ -88,7 +88,7 @@ class CollectiveTimeoutError(GroupError, TimeoutError):
 
 
 class PeerLostError(GroupError, ConnectionError):
-    """The loss of a rank.
+    """Loss of a rank.
 
     Attributes:
         how: the kind of loss.

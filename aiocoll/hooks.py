@@ -80,7 +80,7 @@ class HookHandle:
 
 
 class Hooks:
-    """The hooks of one group: those added to it, and those of all groups.
+    """Hooks of one group: those added to it, and those of all groups.
 
     Args:
         group: name of the group.

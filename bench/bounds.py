@@ -39,7 +39,7 @@ ENOUGH, LEAST = 300_000_000, 15
 
 
 class Move(NamedTuple):
-    """The data movement of a collective.
+    """Data movement of a collective.
 
     Attributes:
         who: the ranks that move data: "each", "root", or "others", which are all but the root.

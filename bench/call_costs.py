@@ -1,4 +1,4 @@
-"""The cost of hooks, keys, counters and timeouts per call: ``python bench/call_costs.py``.
+"""Cost of hooks, keys, counters and timeouts per call: ``python bench/call_costs.py``.
 
 Two ranks, processes of this host, await allreduces of 8 B and of 4 KiB one after the other. Each way of calling has
 separate launches, so that it cannot affect another; the launches of all ways alternate. The figure of a launch is the

@@ -21,7 +21,7 @@ LIMIT = 1800
 
 
 class Unavailable(Exception):
-    """The failure to make an environment; the message has the reason."""
+    """Failure to make an environment; the message has the reason."""
 
 
 def prepare(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""The predictions of `ProcessGroup.time_estimator`, compared with measured times: `python bench/estimate.py`.
+"""Predictions of `ProcessGroup.time_estimator`, compared with measured times: `python bench/estimate.py`.
 
 Each transport is measured twice: with the default numbers, and with those that `aiocoll bench --tune` finds on this
 machine. The ranks enter each call together, after a barrier, and its time is that of the slowest rank. Other work on

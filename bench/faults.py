@@ -1,4 +1,4 @@
-"""The time until every survivor of a fault has raised, compared with Gloo: python bench/faults.py [--runs 20] [-n 4].
+"""Time until every survivor of a fault has raised, compared with Gloo: python bench/faults.py [--runs 20] [-n 4].
 
 The ranks reduce a small and a large float32 array forever: with aiocoll over unix sockets and TCP, and with torch's
 Gloo, by default and with a timeout of 10 s. One rank is killed (SIGKILL) or stopped (SIGSTOP), a different one in each
@@ -52,7 +52,7 @@ SPREAD = 0.05
 
 @dataclass
 class FaultRun:
-    """The result of one run of one fault.
+    """Result of one run of one fault.
 
     Attributes:
         seconds: seconds until the last survivor raised; None if one had not raised within the patience.

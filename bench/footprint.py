@@ -1,4 +1,4 @@
-"""The cost of a group before it does any work: python bench/footprint.py [-n 2 4 8 16 32 64] [--idle 20].
+"""Cost of a group before it does any work: python bench/footprint.py [-n 2 4 8 16 32 64] [--idle 20].
 
 - Import: the time of `import aiocoll` in addition to NumPy's, in new interpreters with compiled files.
 - Start: all ranks, imported and ready, enter `new_group()` at the same time. The figure is the seconds from the last

@@ -1,4 +1,4 @@
-"""The time of calls on CUDA arrays: ``python bench/gpu.py [--kind torch] [--quick]``, in 2 minutes at most.
+"""Time of calls on CUDA arrays: ``python bench/gpu.py [--kind torch] [--quick]``, in 2 minutes at most.
 
 The first table is for one process whose group is alone on one device, with NCCL on float32. It compares these ways,
 which alternate:

@@ -1,4 +1,4 @@
-"""The time until a collective on CUDA arrays is on its stream: ``python bench/gpu_launch.py [--kind torch]``.
+"""Time until a collective on CUDA arrays is on its stream: ``python bench/gpu_launch.py [--kind torch]``.
 
 The first table is for `pg.allreduce` of 8 B in steady state, when the call launches without waiting for other ranks. It
 has calls 1 ms apart and consecutive calls, each with the time until NCCL's function is called, and the time until

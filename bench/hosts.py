@@ -46,7 +46,7 @@ LIMIT = 240
 
 
 class Link(NamedTuple):
-    """The link between the hosts of one row: bits per second, seconds of round trip, and share of losses."""
+    """Link between the hosts of one row: bits per second, seconds of round trip, and share of losses."""
 
     rate: float
     rtt: float
@@ -94,7 +94,7 @@ class Loopback(OneHost):
 
 
 class Hosts:
-    """The hosts of a network, where the ranks of a launch run."""
+    """Hosts of a network, where the ranks of a launch run."""
 
     def __init__(self, network: Network) -> None:
         self._network = network

@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 class Workloads:
-    """The arrays of one rank for all calls of a case, with the interface that `aiocoll.cli.measure` needs.
+    """Arrays of one rank for all calls of a case, with the interface that `aiocoll.cli.measure` needs.
 
     Attributes:
         all: the arrays of each call.

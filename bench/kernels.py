@@ -1,4 +1,4 @@
-"""The speed at which a rank reduces received arrays, compared with plain additions: ``python bench/kernels.py``.
+"""Speed at which a rank reduces received arrays, compared with plain additions: ``python bench/kernels.py``.
 
 The plain way is a chain of ``np.add``: NumPy's own on float16, that of ml_dtypes on bfloat16 and float8. It rounds
 after each addition, where aiocoll rounds once. Both are timed in turn. The best of many rounds counts, so that other

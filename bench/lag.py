@@ -1,4 +1,4 @@
-"""The time for which one callback holds the event loop during large allreduces; the ranks run loop_lag.py."""
+"""Time for which one callback holds the event loop during large allreduces; the ranks run loop_lag.py."""
 
 from __future__ import annotations
 

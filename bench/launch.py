@@ -1,4 +1,4 @@
-"""The processes of one launch: their start, the wait for them, and the clean-up."""
+"""Processes of one launch: their start, the wait for them, and the clean-up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIR
 
 @dataclass(frozen=True)
 class Launch:
-    """The result of a launch.
+    """Result of a launch.
 
     Attributes:
         timings: timings of the measured cases, up to a failure.
@@ -52,7 +52,7 @@ class Launch:
 
 
 class Place(Protocol):
-    """The hosts of the ranks of a launch, and their rendezvous."""
+    """Hosts of the ranks of a launch, and their rendezvous."""
 
     def config(self, system: System) -> dict[str, Any]:
         """Return the entries of the configuration of the ranks."""

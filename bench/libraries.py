@@ -169,7 +169,7 @@ async def _poll_request(request: Any, spin: float) -> None:
 
 
 class MpiCall(NamedTuple):
-    """The two forms of an MPI call: `block` returns when it has ended, `start` returns its request."""
+    """Two forms of an MPI call: `block` returns when it has ended, `start` returns its request."""
 
     block: Callable[[], object]
     start: Callable[[], Any]

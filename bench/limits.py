@@ -1,4 +1,4 @@
-"""The promised speeds of aiocoll, and the verdicts whether a run has met them, per cell."""
+"""Promised speeds of aiocoll, and the verdicts whether a run has met them, per cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine, the versions and the load on which the figures of a benchmark depend."""
+"""Machine, versions and load, on which the figures of a benchmark depend."""
 
 from __future__ import annotations
 

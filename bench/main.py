@@ -1,4 +1,4 @@
-"""The benchmark against other libraries: `make bench`, or `make bench ARGS="--quick"`.
+"""Benchmark against other libraries: `make bench`, or `make bench ARGS="--quick"`.
 
 It compares all collectives of float32, and many calls in flight: aiocoll over its transports with torch's Gloo, MPICH
 and Open MPI (through mpi4py). *On the same work* are the modes of these that leave the event loop free, *against the

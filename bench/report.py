@@ -1,4 +1,4 @@
-"""The report of a run: one text in Markdown, and the figures as CSV."""
+"""Report of a run: one text in Markdown, and the figures as CSV."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ COLUMNS = (
 
 @dataclass
 class Report:
-    """The results of a run; each part may be empty.
+    """Results of a run; each part may be empty.
 
     Attributes:
         systems: the compared systems, the one of aiocoll that tables compare first.

@@ -1,4 +1,4 @@
-"""The results of all launches of a run, and their statistics.
+"""Results of all launches of a run, and their statistics.
 
 A time is the median over the launches of the medians over their iterations. A ratio of two systems is the median of
 the ratios of the rounds: the launches of one round follow each other.
@@ -49,7 +49,7 @@ class Summary:
 
 @dataclass
 class Results:
-    """The rounds of one world size.
+    """Rounds of one world size.
 
     Attributes:
         world_size: number of ranks.

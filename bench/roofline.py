@@ -1,4 +1,4 @@
-"""The speed of the machine: python bench/roofline.py RANKS [SECONDS] prints it as JSON.
+"""Speed of the machine: python bench/roofline.py RANKS [SECONDS] prints it as JSON.
 
 Memory is measured with as many processes as ranks, all at once, on arrays that fit in no cache. The bound of a large
 allreduce follows from it: each rank must at least read its array and write the result.

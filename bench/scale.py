@@ -1,4 +1,4 @@
-"""The cost of many ranks in one process: python bench/scale.py [-n 16 64 256 1024] [--groups 100].
+"""Cost of many ranks in one process: python bench/scale.py [-n 16 64 256 1024] [--groups 100].
 
 Each world runs in a separate process, over memory. Each figure is for all ranks together, from the first start to the
 last end. The peak is that of the whole process, including the interpreter and NumPy. The second table is for subgroups

@@ -49,7 +49,7 @@ class System:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether other tasks of the event loop run during a call."""
+        """Return whether other tasks of the event loop run during a call."""
         return self.mode != "blocking"
 
     def can_run(self, case: Case) -> bool:

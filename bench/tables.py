@@ -1,4 +1,4 @@
-"""The tables of the benchmark against other libraries."""
+"""Tables of the benchmark against other libraries."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ GroupName = NewType("GroupName", str)
 
 
 class DebugLevel(IntEnum):
-    """The extent to which ranks compare calls before data moves. No group has INFO; it exists for comparisons."""
+    """Extent to which ranks compare calls before data moves. No group has INFO; it exists for comparisons."""
 
     OFF = 0
     INFO = 1

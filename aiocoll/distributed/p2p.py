@@ -123,7 +123,7 @@ class P2POp(Generic[A_co]):
 
 
 class Requests(list[Work[A]]):
-    """The works of a batch; awaiting the list awaits all of them and returns their tensors."""
+    """Works of a batch; awaiting the list awaits all of them and returns their tensors."""
 
     def __await__(self) -> Generator[Any, None, list[A]]:
         """Wait for all works, even after one has failed, as the work of `ProcessGroup.batch` does."""

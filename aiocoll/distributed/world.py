@@ -1,4 +1,4 @@
-"""The default group: that of the context, of the event loop, or of the process in a thread without a loop."""
+"""Default group: that of the context, of the event loop, or of the process in a thread without a loop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _successors: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 class _World(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
-        """The default group, or None; an assignment sets the default group of this context."""
+        """Return the default group, or None; an assignment sets the default group of this context."""
         return find_default_group()
 
     @WORLD.setter
@@ -66,11 +66,11 @@ class _World(type):
 
 
 class group(metaclass=_World):
-    """The holder of the default group: ``group.WORLD``."""
+    """Holder of the default group: ``group.WORLD``."""
 
 
 class GroupMember(metaclass=_World):
-    """The marker for ranks that are not in a group.
+    """Marker for ranks that are not in a group.
 
     Attributes:
         NON_GROUP_MEMBER: returned instead of a group to ranks that are not in it.

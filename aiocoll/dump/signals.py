@@ -1,4 +1,4 @@
-"""The handler of SIGUSR2: it calls all listeners, then the handler that was installed before.
+"""Handler of SIGUSR2: it calls all listeners, then the handler that was installed before.
 
 The handler belongs to the interpreter, not to an event loop. It runs between two instructions of the main thread, also
 while that thread blocks its loop, which the user may want to diagnose. Only the main thread may install it. In other

@@ -26,7 +26,7 @@ PERIOD: Final = 1.0
 
 
 class SampleFiles:
-    """The sample files of this process, and the thread that writes them.
+    """Sample files of this process, and the thread that writes them.
 
     Counters of ended processes remain. Gauges have the mode "livesum": `mark_process_dead` removes the gauges of one
     process. The thread calls it for each ended process.

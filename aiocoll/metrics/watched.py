@@ -1,4 +1,4 @@
-"""The exported groups of a process, and their names: a group that replaces another one keeps its name."""
+"""Exported groups of a process, and their names: a group that replaces another one keeps its name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _ignore(pg: ProcessGroup, name: str) -> None:
 
 
 class WatchedGroups(open_groups.Observer):
-    """The exported groups of this process: all open groups, or the added ones and their successors.
+    """Exported groups of this process: all open groups, or the added ones and their successors.
 
     A successor is a group that `shrink`, `grow` or `elastic` makes from another one. Groups with the same name on the
     same rank are exported as one. Its counters include those of closed groups, so they never decrease. Any thread may

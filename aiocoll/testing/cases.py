@@ -68,7 +68,7 @@ class RanksTestCase(unittest.TestCase):
 
     @property
     def is_master(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:

@@ -1,4 +1,4 @@
-"""The process of one rank, as its parent sees it.
+"""Process of one rank, as its parent sees it.
 
 Parent and child communicate over a socket pair, by pickled messages with a length in front. The parent sends the job,
 and requests a report at the timeout. A thread of the child answers, so a report shows where a blocked event loop is. If
@@ -36,7 +36,7 @@ START = "from aiocoll.testing.child import main; main"
 
 
 class Child:
-    """The process of one rank, and the parent's end of its channel.
+    """Process of one rank, and the parent's end of its channel.
 
     Args:
         rank: rank of the child.

@@ -1,4 +1,4 @@
-"""The pytest plugin: ``@pytest.mark.ranks(1, 2, 7)`` runs an async test on all ranks of each world size.
+"""Pytest plugin: ``@pytest.mark.ranks(1, 2, 7)`` runs an async test on all ranks of each world size.
 
     @pytest.mark.ranks(4)
     async def test_sum(pg):
@@ -51,7 +51,7 @@ _ARGUMENTS = {"allow_unretrieved", "expect_death", "options", "processes", "time
 
 
 class _OnEachRank:
-    """The value of `pg` outside ranks: in other fixtures."""
+    """Value of `pg` outside ranks: in other fixtures."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -65,7 +65,7 @@ class _OnEachRank:
 
 @pytest.fixture(scope="session")  # hypothesis refuses fixtures that may need a new value for each example
 def pg(request: pytest.FixtureRequest) -> Any:
-    """The `ProcessGroup` of each rank, in a test marked with ``@pytest.mark.ranks``."""
+    """Return the `ProcessGroup` of each rank, in a test marked with ``@pytest.mark.ranks``."""
     if not hasattr(request, "param"):
         pytest.fail("the fixture pg needs @pytest.mark.ranks(WORLD_SIZE, ...) on its test", pytrace=False)
     return _OnEachRank(request.param)

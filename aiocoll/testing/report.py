@@ -1,4 +1,4 @@
-"""The report of a failed run: the rank that failed first, and the position of each rank."""
+"""Report of a failed run: the rank that failed first, and the position of each rank."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["Standing"]
 
 
 class Standing:
-    """The standing processes of all ranks, and the loop that calls them.
+    """Standing processes of all ranks, and the loop that calls them.
 
     Args:
         source: a function or class of the module that each rank must be able to import by its name.

@@ -1,4 +1,4 @@
-"""The processes of all ranks, and the choice of the first failure, for `run_processes` and continuous test cases.
+"""Processes of all ranks, and the choice of the first failure, for `run_processes` and continuous test cases.
 
 The ranks of a `run_processes` carry out one job and end. Standing ranks serve many calls. They keep their group from
 call to call, and make a new one after a call that failed or left an operation pending.
@@ -62,7 +62,7 @@ class Team:
 
     @property
     def intact(self) -> bool:
-        """Whether all processes run."""
+        """Return whether all processes run."""
         return all(child.process.poll() is None for child in self._children)
 
     async def __aenter__(self) -> Self:

@@ -65,7 +65,7 @@ def run_virtual(
 
 
 class VirtualRuntime(Runtime):
-    """The seeded randomness and the clock of a `VirtualLoop`, which its ranks share."""
+    """Seeded randomness and clock of a `VirtualLoop`, which its ranks share."""
 
     may_spin = False
     may_listen = False
@@ -113,7 +113,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def latency(self) -> Callable[[int, int], float] | None:
-        """Function that returns the latency of the next frame from one rank to another, in seconds; or None."""
+        """Return a function for the latency in seconds of the next frame between two ranks, or None."""
         if self._range is None:
             return None
         shortest, longest = self._range

@@ -1,1 +1,1 @@
-"""The service behind `aiocoll top`: processes report their groups over unix sockets in one folder per job."""
+"""Service behind `aiocoll top`: processes report their groups over unix sockets in one folder per job."""

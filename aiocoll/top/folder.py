@@ -1,4 +1,4 @@
-"""The folder of a job: each process of the job listens on a unix socket there. Only the owner may enter the folder."""
+"""Folder of a job: each process of the job listens on a unix socket there. Only the owner may enter the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that answers `aiocoll top` for all groups of a process. It sleeps until a viewer sends a request.
+"""Thread that answers `aiocoll top` for all groups of a process. It sleeps until a viewer sends a request.
 
 It is a thread, not a task, because users run `aiocoll top` to find ranks whose event loop is blocked. The thread never
 waits for a viewer. If an answer does not fit into the connection, the rest is sent once there is room. Until then the
@@ -42,7 +42,7 @@ class Source(Protocol):
 
 
 class _Viewer:
-    """The connection of a viewer.
+    """Connection of a viewer.
 
     Attributes:
         connection: the non-blocking socket.
@@ -60,7 +60,7 @@ class _Viewer:
 
 
 class _Listener:
-    """The thread for one folder.
+    """Thread for one folder.
 
     Args:
         path: path of the folder.

@@ -1,4 +1,4 @@
-"""The messages of `aiocoll top`: a request of one byte, and an answer with the state of all groups.
+"""Messages of `aiocoll top`: a request of one byte, and an answer with the state of all groups.
 
 An answer is a length in four bytes and a msgpack map: `process`, `groups` (each packed with msgpack, as bytes) and
 `left_out`, the number of groups that did not fit. It is made from the current state per request. A process sends

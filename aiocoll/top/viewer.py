@@ -1,4 +1,4 @@
-"""The client side of `aiocoll top`: requests to all processes of a folder, and the state of each process."""
+"""Client side of `aiocoll top`: requests to all processes of a folder, and the state of each process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK: Final = 1 << 16
 
 
 class State(StrEnum):
-    """The state of a process, as far as the viewer knows."""
+    """State of a process, as far as the viewer knows."""
 
     ANSWERS = "answers"
     #: Connected without an answer: the process holds the GIL, or gets no CPU time.
@@ -58,7 +58,7 @@ class Process:
 
     @property
     def due_connection(self) -> socket.socket | None:
-        """The connection on which an answer is due, or None."""
+        """Return the connection on which an answer is due, or None."""
         return self._connection if self._has_asked else None
 
     def request(self, folder: int) -> None:
@@ -164,7 +164,7 @@ class Viewer:
 
     @property
     def over(self) -> bool:
-        """Whether the folder has been removed, which marks the end of the job."""
+        """Return whether the folder has been removed, which marks the end of the job."""
         return os.fstat(self._folder).st_nlink == 0
 
     def close(self) -> None:

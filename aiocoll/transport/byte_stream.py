@@ -1,4 +1,4 @@
-"""The byte stream of a link: a plain socket, or an encrypted one."""
+"""Byte stream of a link: a plain socket, or an encrypted one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ByteStream(Protocol):
 
     @property
     def sock(self) -> socket.socket:
-        """The underlying socket, for its options and for the kernel's knowledge of the peer; not for bytes."""
+        """Return the underlying socket, for its options and for the kernel's knowledge of the peer; not for bytes."""
 
     @property
     def bound(self) -> bytes:
-        """The part of the connection that a handshake must bind: its certificate. Empty without encryption."""
+        """Return the part of the connection that a handshake must bind: its certificate. Empty without encryption."""
 
     def check_rank(self, rank: int) -> None:
         """Check that the peer's certificate names `rank`; do nothing without a certificate.

@@ -1,4 +1,4 @@
-"""The frame of a link: a header of 40 bytes, then the payload.
+"""Frame of a link: a header of 40 bytes, then the payload.
 
      0  u8   kind         FrameKind
      1  u8   flags        bit 0 EAGER: counts against the link's window of eager bytes
@@ -37,7 +37,7 @@ Header = tuple[int, int, int, int, int, int, int, int, int]
 
 
 class FrameKind(IntEnum):
-    """The purpose of a frame."""
+    """Purpose of a frame."""
 
     DATA = 1
     """A segment of a message that belongs to an operation."""

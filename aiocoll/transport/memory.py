@@ -20,7 +20,7 @@ __all__ = ["Hub", "MemoryLink", "MemoryTransport"]
 
 
 class Hub:
-    """The network in memory: its ranks, the latency of frames, and blocked connections.
+    """Network in memory: its ranks, the latency of frames, and blocked connections.
 
     Args:
         runtime: clock and loop of all ranks.
@@ -96,7 +96,7 @@ class MemoryLink:
 
     @property
     def writable(self) -> bool:
-        """Whether the link takes a frame now: always, because frames are copied."""
+        """Return whether the link takes a frame now: always, because frames are copied."""
         return True
 
     def peer_process(self) -> None:
@@ -194,7 +194,7 @@ class MemoryLink:
 
 
 class MemoryTransport:
-    """The access of one rank to a `Hub`; see `aiocoll.transport.base.Transport`."""
+    """Access of one rank to a `Hub`; see `aiocoll.transport.base.Transport`."""
 
     name = "memory"
     registered_memory = None

@@ -37,7 +37,7 @@ MOST_BY_REFERENCE = 16 * SEGMENT
 
 
 class PeerOutbox(Protocol):
-    """The posts of a peer for this rank."""
+    """Posts of a peer for this rank."""
 
     def has_news(self) -> bool:
         """Return whether the peer has posted anything, or put all chunks of an operation, since the last call."""

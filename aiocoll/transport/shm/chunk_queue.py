@@ -52,7 +52,7 @@ _NEVER = (1 << 64) - 1
 
 
 class _QueueEnd:
-    """The part of a chunk queue that both ends share: the places of the chunks.
+    """Part of a chunk queue that both ends share: the places of the chunks.
 
     Attributes:
         layout: offsets in bytes of the lines and of the chunks, size and number of the chunks, and the indices of two
@@ -89,7 +89,7 @@ class _QueueEnd:
 
 
 class ChunkQueueWriter(_QueueEnd):
-    """The writer's end of a chunk queue.
+    """Writer's end of a chunk queue.
 
     Attributes:
         nbytes: size of the largest chunk, in bytes.
@@ -104,7 +104,7 @@ class ChunkQueueWriter(_QueueEnd):
 
     @property
     def number(self) -> int:
-        """The number of chunks written so far."""
+        """Return the number of chunks written so far."""
         return self.state[CHUNK_NUMBER]
 
     def take(self, identity: int, group: int, *, ordered: bool = False) -> bool:
@@ -197,7 +197,7 @@ class ChunkQueueWriter(_QueueEnd):
 
 
 class ChunkQueueReader(_QueueEnd):
-    """The reader's end of a chunk queue."""
+    """Reader's end of a chunk queue."""
 
     __slots__ = ("_closed_groups", "_last_chunks")
 
@@ -307,7 +307,7 @@ class ChunkQueueReader(_QueueEnd):
 
 
 class Chunks:
-    """The two chunk queues of a link and the segments that they refer to: this rank writes one queue, reads the other.
+    """Two chunk queues of a link and the segments that they refer to: this rank writes one queue, reads the other.
 
     For the peer, this rank calls `take`, then `put` or `point` for each chunk, then `leave`. For each chunk from the
     peer it calls `look`, `read`, `is_void` and `free`.
@@ -342,12 +342,12 @@ class Chunks:
 
     @property
     def number(self) -> int:
-        """The number of chunks written so far."""
+        """Return the number of chunks written so far."""
         return self.writer.number
 
     @property
     def nbytes(self) -> int:
-        """The size of the largest chunk, in bytes."""
+        """Return the size of the largest chunk, in bytes."""
         return self.writer.nbytes
 
     def connect(self, native: Any, memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The CPU core that a thread runs on."""
+"""CPU core that a thread runs on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doorbell of a rank: it wakes the rank's event loop from sleep.
+"""Doorbell of a rank: it wakes the rank's event loop from sleep.
 
 Every rank has an outbox that its peers can read, and an eventfd that its peers can write to. A status word in the
 outbox is even while the rank will poll all its links before it sleeps. It is odd, with a new number each time, while
@@ -33,7 +33,7 @@ __all__ = ["Doorbell", "PeerDoorbell", "ring_all"]
 
 
 class Doorbell:
-    """The doorbell of this rank. Its status tells peers whether they have to wake this rank.
+    """Doorbell of this rank. Its status tells peers whether they have to wake this rank.
 
     Args:
         runtime: the runtime of the loop that is woken.
@@ -144,7 +144,7 @@ class Doorbell:
 
 
 class PeerDoorbell:
-    """The doorbell of a peer, as this rank rings it. Owns `eventfd`.
+    """Doorbell of a peer, as this rank rings it. Owns `eventfd`.
 
     Args:
         eventfd: the peer's eventfd.

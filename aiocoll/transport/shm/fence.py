@@ -26,7 +26,7 @@ _SEQ_CST = 5
 
 
 class Fences(NamedTuple):
-    """The two fences, as functions; `order` is None where the processor keeps that order without an instruction."""
+    """Two fences, as functions; `order` is None where the processor keeps that order without an instruction."""
 
     order: Callable[[], object] | None
     full: Callable[[], object]

@@ -97,12 +97,12 @@ class Direction(NamedTuple):
 
     @property
     def data_end(self) -> int:
-        """Offset of the end of the ring's data."""
+        """Return the offset of the end of the ring's data."""
         return self.data + self.data_nbytes
 
     @property
     def end(self) -> int:
-        """Offset of the end of the direction."""
+        """Return the offset of the end of the direction."""
         return self.chunks + self.chunks_count * self.chunk_nbytes
 
     def with_large_chunks(self) -> Direction:
@@ -116,7 +116,7 @@ class Direction(NamedTuple):
 
 
 class LinkLayout:
-    """The layout of a link's region on a host of `ranks` ranks. Both ends use the same.
+    """Layout of a link's region on a host of `ranks` ranks. Both ends use the same.
 
     Attributes:
         nbytes: size of the whole region, in bytes.
@@ -151,7 +151,7 @@ class LinkLayout:
 
 
 class SlotsLayout(NamedTuple):
-    """The layout of the slots of a lane: offsets and sizes in bytes. Both ends use the same."""
+    """Layout of the slots of a lane: offsets and sizes in bytes. Both ends use the same."""
 
     lines: int
     small: int
@@ -168,7 +168,7 @@ class SlotsLayout(NamedTuple):
 
 
 class OutboxLayout:
-    """The layout of the outbox of a rank with at most `ranks` ranks on its host.
+    """Layout of the outbox of a rank with at most `ranks` ranks on its host.
 
     Attributes:
         common: the common lane, at the beginning of the outbox.

@@ -73,7 +73,7 @@ class OwnPart(NamedTuple):
 
 
 class PeerPart(NamedTuple):
-    """The peer's part of a link: its doorbell and its outbox."""
+    """Peer's part of a link: its doorbell and its outbox."""
 
     doorbell: PeerDoorbell
     outbox: PeerOutbox
@@ -90,7 +90,7 @@ class PeerPart(NamedTuple):
 
 
 class LinkParts(NamedTuple):
-    """The parts of a link, as agreed by its two ends.
+    """Parts of a link, as agreed by its two ends.
 
     Attributes:
         region: the memory that both ends write.
@@ -226,17 +226,17 @@ class ShmLink:
 
     @property
     def writable(self) -> bool:
-        """Whether no frame waits for space."""
+        """Return whether no frame waits for space."""
         return not self._waiting and not self.references.full
 
     @property
     def shared(self) -> ShmLink:
-        """This link."""
+        """Return this link."""
         return self
 
     @property
     def closed(self) -> bool:
-        """Whether the link is closed."""
+        """Return whether the link is closed."""
         return self._closed
 
     def peer_process(self) -> PidFd | None:

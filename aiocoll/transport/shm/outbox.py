@@ -1,4 +1,4 @@
-"""The outbox of a rank: memory that only this rank writes, and that its peers map read-only.
+"""Outbox of a rank: memory that only this rank writes, and that its peers map read-only.
 
     rank 0's outbox                                            rank 1's outbox
     common lane: slots, posted once for all their readers      common lane
@@ -35,7 +35,7 @@ __all__ = ["Outbox", "PeerOutbox"]
 
 
 class Outbox:
-    """The outbox of this rank.
+    """Outbox of this rank.
 
     Args:
         layout: the layout for the ranks of this job.
@@ -63,7 +63,7 @@ class Outbox:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the memory."""
+        """Return the descriptor of the memory."""
         return self._region.fd
 
     def open_lane(self, peer: int) -> LaneWriter | None:
@@ -106,7 +106,7 @@ class Outbox:
 
 
 class PeerOutbox:
-    """The outbox of a peer, mapped read-only.
+    """Outbox of a peer, mapped read-only.
 
     Args:
         memory: the whole outbox.

@@ -1,4 +1,4 @@
-"""The set-up of shared memory between two processes: the last step of opening a link over a unix socket.
+"""Set-up of shared memory between two processes: the last step of opening a link over a unix socket.
 
     dialler                                          acceptor
     makes the region

@@ -1,4 +1,4 @@
-"""The memory of another process of this host, read in place if the kernel permits it: one copy instead of two.
+"""Memory of another process on this host, read in place if the kernel permits it: one copy instead of two.
 
 The kernel permits these reads (`process_vm_readv`) where it permits debugging: among processes of one user, unless
 Yama, a seccomp filter or missing capabilities forbid it. Two ranks test it when they open their link: each reads a
@@ -32,7 +32,7 @@ class _IoVec(ctypes.Structure):
 
 
 class OwnMemory:
-    """The key to reading this process: the address and the value of a secret word. Peers receive it.
+    """Key to reading this process: the address and the value of a secret word. Peers receive it.
 
     Args:
         random_bytes: makes the word.
@@ -59,7 +59,7 @@ class OwnMemory:
 
 
 class PeerMemory:
-    """The memory of a peer's process.
+    """Memory of a peer's process.
 
     Args:
         pid: number of the process.

@@ -38,7 +38,7 @@ _PIECE = 4 * SEGMENT
 
 
 class InPlace:
-    """The memory of a rank that takes part in reading in place.
+    """Memory of a rank that takes part in reading in place.
 
     Args:
         registered_memory: the rank's segments.
@@ -51,19 +51,19 @@ class InPlace:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether peers may read the memory of this process, and can as far as it can tell alone."""
+        """Return whether peers may read the memory of this process, and can as far as it can tell alone."""
         return self._random_bytes is not None and can_read() is None
 
     @cached_property
     def memory(self) -> OwnMemory | None:
-        """The memory of this process; None if peers must not, or cannot, read it."""
+        """Return the memory of this process; None if peers must not, or cannot, read it."""
         if self._random_bytes is None or not self.is_wanted:
             return None
         return OwnMemory(self._random_bytes)
 
     @cached_property
     def scratch(self) -> memoryview:
-        """A buffer for payloads that have to be reduced, made at first use."""
+        """Return the buffer for payloads that have to be reduced, made at first use."""
         return np.empty(SEGMENT, np.uint8).data
 
 
@@ -82,7 +82,7 @@ class Unread(NamedTuple):
 
 
 class ReferenceWriter:
-    """The writer's end: frames whose payload stays in memory of this rank, where the peer reads it.
+    """Writer's end: frames whose payload stays in memory of this rank, where the peer reads it.
 
     Args:
         out: the frame ring.
@@ -119,7 +119,7 @@ class ReferenceWriter:
 
     @property
     def full(self) -> bool:
-        """Whether the peer has to read a frame before the next one is written."""
+        """Return whether the peer has to read a frame before the next one is written."""
         return len(self.unread) >= _MOST_UNREAD
 
     def find(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
@@ -178,7 +178,7 @@ class ReferenceWriter:
 
 
 class UnreadableError(ConnectionResetError):
-    """The memory that a frame refers to cannot be read: its process has ended, or has withdrawn the permission."""
+    """Failed read of memory that a frame refers to: its process has ended, or has withdrawn the permission."""
 
 
 def _is_numpy_memory(memory: object) -> bool:
@@ -195,7 +195,7 @@ def _make_unreadable_error(error: OSError) -> UnreadableError:
 
 
 class ReferenceReader:
-    """The reader's end: reads the payloads that frames of the peer refer to.
+    """Reader's end: reads the payloads that frames of the peer refer to.
 
     Args:
         sharing: the link's exchange of segments.

@@ -29,7 +29,7 @@ __all__ = ["RegisteredMemory"]
 
 
 class _Base:
-    """The base of NumPy arrays. Weak references to it end before its memory is unmapped."""
+    """Base of NumPy arrays. Weak references to it end before its memory is unmapped."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory")
 
@@ -51,7 +51,7 @@ class _MappedSegment(Segment):
 
 
 class RegisteredMemory:
-    """The segments of one rank: memory that its peers read in place.
+    """Segments of one rank: memory that its peers read in place.
 
     Args:
         loop: the loop that notifies peers of the end of a segment. Any thread may drop the last array.

@@ -43,7 +43,7 @@ _pack = struct.Struct("<Q40s").pack_into
 
 
 class RingWriter:
-    """The writer's end of a frame ring.
+    """Writer's end of a frame ring.
 
     Args:
         region: the link's region.
@@ -144,7 +144,7 @@ class RingWriter:
 
     @property
     def taken(self) -> int:
-        """The number of entries that the reader has taken."""
+        """Return the number of entries that the reader has taken."""
         return self._words[self._taken]
 
     def request_wakeup(self) -> None:

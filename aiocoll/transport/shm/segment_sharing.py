@@ -1,4 +1,4 @@
-"""The exchange of segments over a link's socket: descriptors that the other end may map; see `registered_memory`.
+"""Exchange of segments over a link's socket: descriptors that the other end may map; see `registered_memory`.
 
     owner                                      reader
     offer of segment 7, [descriptor]  --->     maps it

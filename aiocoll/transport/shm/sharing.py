@@ -24,7 +24,7 @@ __all__ = ["Sharing"]
 
 
 class Sharing:
-    """The shared memory of one rank: its doorbell, its outbox, its registered memory, and the set-up of links.
+    """Shared memory of one rank: its doorbell, its outbox, its registered memory, and the set-up of links.
 
     Args:
         runtime: the runtime of the rank's loop.
@@ -68,12 +68,12 @@ class Sharing:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Size of the largest chunk, in bytes; the largest slot has half of it. 0 without shared memory."""
+        """Return the size of the largest chunk in bytes; the largest slot has half of it. 0 without shared memory."""
         return 0 if self.trouble is not None else self._layout.directions[0].chunk_nbytes
 
     @property
     def reads(self) -> bool:
-        """Whether this rank and its peers may read each other's memory, as far as this rank can tell beforehand."""
+        """Return whether this rank and its peers may read each other's memory, as far as this rank can tell alone."""
         return self.trouble is None and self.in_place.is_wanted
 
     async def propose(self, sock: socket.socket, peer: int) -> LinkParts | None:

@@ -56,7 +56,7 @@ _NO_WORDS: Final = memoryview(bytes(8 * SLOTS)).cast("Q")
 
 
 class _Slots:
-    """The slots of a lane, as both ends see them."""
+    """Slots of a lane, as both ends see them."""
 
     __slots__ = ("_layout", "_lines", "_order", "_views", "memory")
 
@@ -86,7 +86,7 @@ class _Slots:
 
 
 class _Writer(_Slots):
-    """The slots of a lane that this rank writes.
+    """Slots of a lane that this rank writes.
 
     Args:
         region: the outbox.
@@ -139,7 +139,7 @@ class _Writer(_Slots):
 
 
 class LaneWriter(_Writer):
-    """The lane for one peer: its slots, and the words that select which posts the peer is to read.
+    """Lane for one peer: its slots, and the words that select which posts the peer is to read.
 
     Args:
         region, span, layout, fences: as for `_Writer`.
@@ -179,7 +179,7 @@ class LaneWriter(_Writer):
 
     @property
     def total(self) -> int:
-        """The number of posts for the peer so far, in this lane and in the common one."""
+        """Return the number of posts for the peer so far, in this lane and in the common one."""
         return self.words[POSTS]
 
     def count_chunked(self) -> None:
@@ -258,7 +258,7 @@ class LaneWriter(_Writer):
 
 
 class CommonWriter(_Writer):
-    """The common lane: posts that several peers read."""
+    """Common lane: posts that several peers read."""
 
     __slots__ = ("_readers", "native")
 
@@ -321,7 +321,7 @@ class CommonWriter(_Writer):
 
 
 class SlotReader(_Slots):
-    """The slots of a peer's lane. A view of a slot may be read between `look` and `free`.
+    """Slots of a peer's lane. A view of a slot may be read between `look` and `free`.
 
     Args:
         memory: the lane's part of the peer's outbox.
