@@ -1,16 +1,16 @@
-"""What a collective takes at least: `python bench/bounds.py`, of 2 ranks and of 4, in a minute.
+"""Lower bounds for the time of each collective, for 2 and 4 ranks: `python bench/bounds.py`, in a minute.
 
-Each rank calls, puts its own block in its place, if there is one, and reads once every byte of the other ranks that its
-result holds or is made of. So a bound is the sum of
+Each rank makes its call, copies its own block if the result has it, and reads every byte of other ranks that its result
+needs once. So a bound is the sum of
 
-- *call*: the cheapest awaited call there is, an allreduce in a group of one rank, which has nothing to do;
-- *moved*: `np.copyto`, or `np.add` where it reduces, from memory that another process has filled and that all map, and
-  `np.copyto` of the own block: in all processes at once that have to. Arrays stay in whatever cache holds them. Of an
+- *call*: the time of the cheapest awaited call, an allreduce in a group of one rank, which has no work;
+- *moved*: `np.copyto`, or `np.add` for reductions, from shared memory that another process has filled, and `np.copyto`
+  of the own block. All processes that take part move data at once. Arrays stay in the cache that holds them. In an
   allreduce each rank adds its part of the others' arrays, and copies the other parts;
-- *told*: half a round trip of a flag that both poll.
+- *notified*: half a round trip of a flag that both ranks poll.
 
-It leaves out what else the ranks tell each other, plans of blocks, second copies, and turns of the loop. Medians; the
-size is that of one rank's array, or of one block.
+A bound excludes all other messages between ranks, plans of blocks, second copies, and turns of the loop. Figures are
+medians. The size is that of one rank's array, or of one block.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ import numpy as np
 import uvloop
 from machine import machine
 from markdown import ranks_of, size_of, table
-from roofline import roofline, together
+from roofline import roofline, run_together
 
 from aiocoll import GroupOptions, new_group
 
 SIZES = (8, 4 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20)
 WORLD_SIZES = (2, 4)
-#: Nanoseconds for each figure, and the repetitions that are timed at the least.
+#: Nanoseconds of measurement per figure, and the smallest number of timed repetitions.
 ENOUGH, LEAST = 300_000_000, 15
 
 
 class Move(NamedTuple):
-    """What ranks have to do with blocks.
+    """Data movement of a collective.
 
     Attributes:
-        who: which of them have to: "each", "root", or "others", which are all but the root.
-        adds, copies: of how many ranks besides this one they add, or copy, a whole block: "all", "one", or "none"; or
-            "parts", which is one part of as many as there are ranks of each.
-        own: they copy their own block, too.
+        who: the ranks that move data: "each", "root", or "others", which are all but the root.
+        adds, copies: number of other ranks of which a rank adds, or copies, a whole block: "all", "one", or "none";
+            "parts" means one part of each rank's block, with as many parts as ranks.
+        own: whether they also copy their own block.
     """
 
     who: Literal["each", "root", "others"]
@@ -67,7 +67,7 @@ MOVES = {
 }
 
 
-async def calling() -> float:
+async def measure_call() -> float:
     """Return the microseconds of the cheapest awaited call."""
     x = np.zeros(2, np.float32)
     passed = []
@@ -81,8 +81,8 @@ async def calling() -> float:
     return median(passed) / 1e3
 
 
-def moving(move: Move, nbytes: int, world_size: int) -> float:
-    """Return the microseconds that it takes the slowest process."""
+def measure_move(move: Move, nbytes: int, world_size: int) -> float:
+    """Return the microseconds of the slowest process."""
     written = [np.frombuffer(mmap.mmap(-1, nbytes), np.float32) for _ in range(world_size)]
 
     def role(rank: int) -> Callable[[Callable[[], None]], float]:
@@ -90,26 +90,26 @@ def moving(move: Move, nbytes: int, world_size: int) -> float:
             written[rank][:] = rank
             own = np.zeros(nbytes // 4, np.float32)
             others = [each for number, each in enumerate(written) if number != rank]
-            adds, copies = (taken(others, how) for how in (move.adds, move.copies))
+            adds, copies = (blocks_to_read(others, how) for how in (move.adds, move.copies))
             copies += [own] if move.own else []
             places = [np.zeros_like(each) for each in copies]
             meet()
             has_to = move.who == "each" or (move.who == "root") == (rank == 0)
-            return repeated(adds, copies, places) if has_to else 0.0
+            return time_move(adds, copies, places) if has_to else 0.0
 
         return run
 
-    return max(together([role(rank) for rank in range(world_size)]))
+    return max(run_together([role(rank) for rank in range(world_size)]))
 
 
-def taken(others: Sequence[Any], how: str) -> list[Any]:
-    """Return what is taken of the blocks of other ranks."""
+def blocks_to_read(others: Sequence[Any], how: str) -> list[Any]:
+    """Return the blocks, or parts of blocks, to read from other ranks."""
     if how == "parts":
         return [each[: max(1, len(each) // (len(others) + 1))] for each in others]
     return list(others[: {"all": len(others), "one": 1, "none": 0}[how]])
 
 
-def repeated(adds: Sequence[Any], copies: Sequence[Any], places: Sequence[Any]) -> float:
+def time_move(adds: Sequence[Any], copies: Sequence[Any], places: Sequence[Any]) -> float:
     total = np.zeros_like(adds[0]) if adds else None
     passed: list[int] = []
     end = perf_counter_ns() + ENOUGH
@@ -123,15 +123,16 @@ def repeated(adds: Sequence[Any], copies: Sequence[Any], places: Sequence[Any]) 
 
 
 def main() -> None:
-    told = {world_size: roofline(world_size, 0.5).flag * 1e6 / 2 for world_size in WORLD_SIZES}
+    notified = {world_size: roofline(world_size, 0.5).flag * 1e6 / 2 for world_size in WORLD_SIZES}
     moves = dict.fromkeys(MOVES.values())
-    moved = {each: moving(*each) for each in itertools.product(moves, SIZES, WORLD_SIZES)}
-    call = uvloop.run(calling())
+    moved = {each: measure_move(*each) for each in itertools.product(moves, SIZES, WORLD_SIZES)}
+    call = uvloop.run(measure_call())
     print(machine())
-    for world_size, news in told.items():
-        print(f"\n### {ranks_of(world_size)}: µs, {call:.1f} for the call and {news:.1f} to be told\n")
+    for world_size, notification in notified.items():
+        parts = f"{call:.1f} for the call and {notification:.1f} for the notification"
+        print(f"\n### {ranks_of(world_size)}: µs, {parts}\n")
         rows = [
-            (kind, *(f"{call + moved[move, nbytes, world_size] + news:,.1f}" for nbytes in SIZES))
+            (kind, *(f"{call + moved[move, nbytes, world_size] + notification:,.1f}" for nbytes in SIZES))
             for kind, move in MOVES.items()
         ]
         print(table(("collective", *map(size_of, SIZES)), rows))

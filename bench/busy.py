@@ -1,4 +1,4 @@
-"""Other work on the machine: processes that each keep a core busy while a benchmark runs."""
+"""Background load: processes that each keep a core busy during a benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 __all__ = ["busy"]
 
-#: Ends with the process that has started it, too, however that one ends.
+#: Program of a busy process. It ends with its parent, however the parent ends.
 WORK = """
 import os, sys
 while os.getppid() == int(sys.argv[1]):
@@ -20,7 +20,7 @@ while os.getppid() == int(sys.argv[1]):
 
 @contextmanager
 def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Keep `count` cores busy, by the processes that it yields."""
+    """Keep `count` cores busy during the block; yield the processes."""
     processes = [subprocess.Popen([sys.executable, "-c", WORK, str(os.getpid())]) for _ in range(count)]
     try:
         yield processes

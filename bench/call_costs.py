@@ -1,9 +1,9 @@
-"""What hooks, keys, counters and timeouts cost a call: ``python bench/call_costs.py``.
+"""Cost of hooks, keys, counters and timeouts per call: ``python bench/call_costs.py``.
 
-Two ranks, processes of this host, await allreduces of 8 B and of 4 KiB one after the other. Each way to call has
-launches of its own, so that none disturbs another one; the launches of all ways take turns. The figure of a launch is
-the median of its rounds, on rank 0. The table has the median of the launches, the least and the most, and the median of
-the ratios to the plain call of the same turn.
+Two ranks, processes of this host, await allreduces of 8 B and of 4 KiB one after the other. Each way of calling has
+separate launches, so that it cannot affect another; the launches of all ways alternate. The figure of a launch is the
+median of its rounds, on rank 0. The table has the median, the minimum and the maximum of the launches, and the median
+of the ratios to the plain call of the same turn.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_processes
 from aiocoll.work import Work
 
-#: Elements of float32 of an array.
+#: Number of float32 elements of an array.
 SIZES = {"8 B": 2, "4 KiB": 1024}
-#: Of a round, and before the first one.
+#: Number of calls per round, and before the first one.
 CALLS = 1000
 PLAIN, HOOK, INTERCEPTOR, PURE = (
     "plain",
@@ -38,7 +38,7 @@ PLAIN, HOOK, INTERCEPTOR, PURE = (
     "an interceptor that starts each call as it is",
     "`AIOCOLL_NATIVE=0`",
 )
-#: Ways to call that need other options.
+#: Ways of calling that need other options.
 OPTIONS = {"`stats=False`": GroupOptions(stats=False), '`debug="detail"`': GroupOptions(debug="detail")}
 
 
@@ -48,7 +48,7 @@ class Hook:
 
 
 class Through:
-    """An interceptor that starts each call as it is."""
+    """An interceptor that starts each call unchanged."""
 
     moves_nothing = records = False
 
@@ -70,7 +70,7 @@ async def block(pg: ProcessGroup, tensor: np.ndarray) -> None:
         pg.allreduce(tensor)
 
 
-#: Ways to call that are other calls.
+#: Ways of calling that use another call.
 CALL: dict[str, Callable[[ProcessGroup, np.ndarray], Awaitable[Any]]] = {
     "`key=`": lambda pg, tensor: pg.allreduce(tensor, key="key"),
     "`timeout=50.0`": lambda pg, tensor: pg.allreduce(tensor, timeout=50.0),
@@ -85,7 +85,7 @@ def plain(pg: ProcessGroup, tensor: np.ndarray) -> Awaitable[Any]:
 
 
 async def job(pg: ProcessGroup, way: str, rounds: int) -> tuple[str, dict[str, float]]:
-    """Return the implementation, and microseconds of a call by size."""
+    """Return the implementation, and the microseconds of a call by size."""
     call, dispatcher = CALL.get(way, plain), parts_of(pg).dispatcher
     if way == HOOK:
         pg.add_hook(Hook())
@@ -105,7 +105,7 @@ async def job(pg: ProcessGroup, way: str, rounds: int) -> tuple[str, dict[str, f
 
 
 def launch(way: str, rounds: int) -> dict[str, float]:
-    """Run one launch; return microseconds of a call by size."""
+    """Run one launch; return the microseconds of a call by size."""
     if way == PURE:
         os.environ["AIOCOLL_NATIVE"] = "0"
     try:
@@ -121,13 +121,13 @@ def launch(way: str, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What hooks, keys, counters and timeouts cost a call.")
-    parser.add_argument("--launches", type=int, default=15, help="of each kind (default: 15)")
-    parser.add_argument("--rounds", type=int, default=10, help=f"of {CALLS} calls, of a launch (default: 10)")
+    parser = argparse.ArgumentParser(description="The cost of hooks, keys, counters and timeouts per call.")
+    parser.add_argument("--launches", type=int, default=15, help="launches of each way (default: 15)")
+    parser.add_argument("--rounds", type=int, default=10, help=f"rounds of {CALLS} calls per launch (default: 10)")
     args = parser.parse_args()
     title = machine()
     turns = [{way: launch(way, args.rounds) for way in WAYS[:: 1 if turn % 2 else -1]} for turn in range(args.launches)]
-    print("# What hooks, keys, counters and timeouts cost a call\n", title, sep="\n")
+    print("# The cost of hooks, keys, counters and timeouts per call\n", title, sep="\n")
     print(f"\n{IMPLEMENTATION.capitalize()}.\n\n| | | µs of a call | from | to | ratio |\n|---|---|--:|--:|--:|--:|")
     for size in SIZES:
         for way in WAYS:

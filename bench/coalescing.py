@@ -1,9 +1,10 @@
-"""What coalescing saves: `python bench/coalescing.py`, in under a minute.
+"""Gain of coalescing: `python bench/coalescing.py`, in under a minute.
 
-Two ranks, processes on this host, allreduce 1,000 float32 tensors of 4 KiB: each awaited before the next is called, all
-in flight together, and in one `coalescing()` block. In each round the ways follow each other, and a round's time is
-that of its slower rank; what is said is the median over all rounds, and the least. Beside it, where torch can be
-installed, Gloo with its coalescing manager. This file is the rank, too: `coalescing.py LIBRARY TRANSPORT RANK FOLDER`.
+Two ranks, processes on this host, allreduce 1,000 float32 tensors of 4 KiB in three ways: each awaited before the next
+is called, all in flight together, and in one `coalescing()` block. The ways alternate in each round, and the time of a
+round is that of its slower rank. The table has the median and the minimum over all rounds. Where torch can be
+installed, it also has Gloo with its coalescing manager. This file is also the program of a rank:
+`coalescing.py LIBRARY TRANSPORT RANK FOLDER`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from typing import Any
 
 WORLD_SIZE, CALLS, NBYTES = 2, 1000, 4096
 TRANSPORTS = ("tcp", "unix", "shm")
-#: Rounds measured, after some that only warm up.
+#: Measured rounds, and warm-up rounds before them.
 ROUNDS, WARM = 30, 5
-#: Launches of each, of which the medians are taken together.
+#: Launches of each system; a figure is the median over the rounds of all of them.
 LAUNCHES = 2
-#: Seconds after which ranks have hung; they take a tenth of it.
+#: Seconds until a rank is considered hung; normal runs take a tenth of that.
 LIMIT = 60
 KEY = "00" * 16
 
 Way = Callable[[], Awaitable[None]]
-#: By the name of a way, the seconds of each round.
+#: Seconds of each round, by way.
 Times = Mapping[str, Sequence[float]]
 
 
@@ -115,7 +116,7 @@ async def measure(ways: Mapping[str, Way], ready: Way) -> dict[str, list[float]]
     return times
 
 
-def be_rank(library: str, transport: str, rank: int) -> None:
+def run_rank(library: str, transport: str, rank: int) -> None:
     run: Callable[[str, int], Awaitable[Any]] = gloo if library == "gloo" else aiocoll
     if library == "gloo":
         times = asyncio.run(run(transport, rank))  # type: ignore[arg-type]
@@ -126,11 +127,11 @@ def be_rank(library: str, transport: str, rank: int) -> None:
     Path(f"{rank}.json").write_text(json.dumps(times))
 
 
-# -- all of them
+# -- all ranks
 
 
 def launch(python: str, library: str, transport: str) -> dict[str, list[float]] | str:
-    """Return the times of one launch, of the slower rank in each round; or why there are none."""
+    """Return the times of one launch, of the slower rank in each round, or the reason of its failure."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
@@ -157,7 +158,7 @@ def launch(python: str, library: str, transport: str) -> dict[str, list[float]] 
 
 
 def row(name: str, launches: Sequence[dict[str, list[float]] | str]) -> Sequence[object]:
-    """Return one line of the table."""
+    """Return one row of the table."""
     failed = next((each for each in launches if isinstance(each, str)), None)
     if failed is not None:
         return (name, "failed", failed, *[""] * 4)
@@ -200,6 +201,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        be_rank(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+        run_rank(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     else:
         main()

@@ -1,8 +1,8 @@
-"""What counting costs a call: ``python bench/counting.py``.
+"""Cost of counters per call: ``python bench/counting.py``.
 
-Two ranks in one thread await allreduces of one number, each of which one of them waits for, in many short rounds that
-take turns: without counters, and with them. The CPU time of the thread counts, half of it for each rank; the least of
-all rounds is what other work on the machine has not disturbed.
+Two ranks in one thread await allreduces of one number. Short rounds without counters and with counters alternate. In
+each call one of the ranks waits for the other. The figure is the CPU time of the thread, half of it per rank. The
+minimum over all rounds is free of disturbance by other work on the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OFF, ON = "not counted", "counted"
 
 
 async def rounds(pg: ProcessGroup, number: int) -> dict[str, list[float]]:
-    """Return nanoseconds of a call in each round, by way."""
+    """Return the nanoseconds of a call in each round, by way."""
     journal, tensor = parts_of(pg).comm.journal, np.ones(1)
     found: dict[str, list[float]] = {OFF: [], ON: []}
     for turn in range(number):
@@ -42,10 +42,10 @@ async def rounds(pg: ProcessGroup, number: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What counting costs a call.")
-    parser.add_argument("--rounds", type=int, default=1500, help="of each way (default: 1500)")
+    parser = argparse.ArgumentParser(description="The cost of counters per call.")
+    parser.add_argument("--rounds", type=int, default=1500, help="rounds of each way (default: 1500)")
     found, _ = asyncio.run(run_ranks(2, rounds, parser.parse_args().rounds, timeout=None))
-    print("# What counting costs a call\n", machine(), "", f"{IMPLEMENTATION.capitalize()}.", "", sep="\n")
+    print("# The cost of counters per call\n", machine(), "", f"{IMPLEMENTATION.capitalize()}.", "", sep="\n")
     print("| ns of CPU | least | more | median | more |\n|---|--:|--:|--:|--:|")
     least, middle = min(found[OFF]), median(found[OFF])
     for way, each in found.items():

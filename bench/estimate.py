@@ -1,8 +1,8 @@
-"""What `ProcessGroup.time_estimator` predicts beside what is measured: `python bench/estimate.py`.
+"""Predictions of `ProcessGroup.time_estimator`, compared with measured times: `python bench/estimate.py`.
 
-Each transport twice: with the defaults, and with the numbers that `aiocoll bench --tune` finds on this machine. The
-ranks enter each call together, after a barrier, and it takes as long as on the slowest of them. Whatever else the
-machine does only adds to that, so of all calls the lower quartile counts.
+Each transport is measured twice: with the default numbers, and with those that `aiocoll bench --tune` finds on this
+machine. The ranks enter each call together, after a barrier, and its time is that of the slowest rank. Other work on
+the machine can only add to that, so the figure is the lower quartile of all calls.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from aiocoll.work import Work
 
 KINDS = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter", "scan")
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24)
-#: Calls of a case, and how many of them do not count.
+#: Calls per case, and how many of them are warm-up.
 ROUNDS, WARM_UP = 60, 5
-#: Launches of pairs, and seconds of each, that `aiocoll bench --tune` takes.
+#: Number of launches of pairs, and seconds of each, as in `aiocoll bench --tune`.
 LAUNCHES, SECONDS = 5, 0.5
 
 
 class Row(NamedTuple):
-    """One case: seconds predicted and measured."""
+    """One case, with predicted and measured seconds."""
 
     case: Case
     algorithm: str
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 async def rows(pg: ProcessGroup, cases: list[Case]) -> list[Row]:
-    """Measure on one rank of a group."""
+    """Measure all cases on one rank of a group."""
     found = []
     for case in cases:
         load = Workload(case, pg.rank(), pg.size())
@@ -106,7 +106,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tuned = Path(folder, "tuning.json")
         tuned.write_text(dumps(machines, "now"))  # noqa: ASYNC240 - nothing else is going on
-        # Where nobody has left a tuning.
+        # A directory without a tuning file, so that the defaults apply.
         os.environ["XDG_CACHE_HOME"] = folder
         for n in args.n:
             for transport in args.transport:

@@ -1,12 +1,12 @@
-"""How long until every survivor of a fault has raised, beside Gloo: python bench/faults.py [--runs 20] [-n 4].
+"""Time until every survivor of a fault has raised, compared with Gloo: python bench/faults.py [--runs 20] [-n 4].
 
-What is compared: ranks that reduce a small and a large float32 array for ever, with aiocoll over unix sockets and TCP,
-and with torch's Gloo, as it is by default and with a timeout of 10 s. One rank is killed (SIGKILL) or stopped
-(SIGSTOP), another one in each run; a run's time is that of the last survivor to raise. Those who have raised stay,
-as the processes of a service would: nobody learns of the fault from somebody else's end.
+The ranks reduce a small and a large float32 array forever: with aiocoll over unix sockets and TCP, and with torch's
+Gloo, by default and with a timeout of 10 s. One rank is killed (SIGKILL) or stopped (SIGSTOP), a different one in each
+run. The time of a run is that of the last survivor to raise. Processes that have raised stay alive, as those of a
+service would, so that no process learns of the fault from the end of another survivor.
 
 Without torch only aiocoll is measured. If a survivor has not raised after `--patience` seconds, the run has failed, and
-there is no other of that kind.
+no further run of that kind follows.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from markdown import ranks_of, table
 
 HERE = Path(__file__).parent
 FAULTS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
-#: What is measured, by name: how `faulty.py` is told.
+#: Measured systems by name, with their configuration for `faulty.py`.
 PEERS: dict[str, dict[str, Any]] = {
     "aiocoll unix": {"library": "aiocoll", "transport": "unix"},
     "aiocoll tcp": {"library": "aiocoll", "transport": "tcp"},
     "gloo": {"library": "gloo", "timeout": None},
     "gloo, timeout 10 s": {"library": "gloo", "timeout": 10},
 }
-#: Bytes of the arrays, taken in turns.
+#: Bytes of the arrays, used in turn.
 SIZES = (64 << 10, 16 << 20)
-#: Seconds within which the ranks have met, and within which they have shrunk.
+#: Seconds within which the ranks must meet, and within which they must shrink.
 LIMIT = 60
-#: The fault comes at a random moment of so many seconds, in which many operations fit.
+#: The fault happens at a random moment within this many seconds, which is long enough for many operations.
 SPREAD = 0.05
 
 
 @dataclass
 class FaultRun:
-    """One run of one fault.
+    """Result of one run of one fault.
 
     Attributes:
-        seconds: until the last survivor had raised; None if one had not when the patience was over.
+        seconds: seconds until the last survivor raised; None if one had not raised within the patience.
         named: share of the survivors whose error names the victim.
-        errors: classes of what was raised.
+        errors: classes of the raised errors.
         shrunk: seconds from there to the first result of the group without the victim; None if not measured.
     """
 
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 async def measure(fault: str, world_size: int, runs: int, patience: float) -> dict[str, list[FaultRun]]:
-    """Return the runs of each peer; they take turns, so that whatever else the machine does hits all alike."""
+    """Return the runs of each system; they alternate, so that other work on the machine affects all of them equally."""
     torch = importlib.util.find_spec("torch") is not None
     found: dict[str, list[FaultRun]] = {name: [] for name, peer in PEERS.items() if torch or peer["library"] != "gloo"}
     for number in range(runs):
@@ -103,7 +103,7 @@ def can_shrink() -> bool:
 
 
 async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, victim: int, patience: float) -> FaultRun:
-    """Start the ranks, let the fault happen to `victim`, and hear the others."""
+    """Start the ranks, apply the fault to `victim`, and collect the reports of the others."""
     config = config | {"world_size": world_size, "job_key": secrets.token_hex(16)}
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
@@ -111,44 +111,44 @@ async def run(config: dict[str, Any], fault: signal.Signals, world_size: int, vi
             for rank in range(world_size):
                 command = [sys.executable, str(HERE / "faulty.py"), json.dumps(config | {"rank": rank})]
                 pipe = asyncio.subprocess.PIPE
-                # In the folder where the ranks meet. What dying libraries have to say is no result.
+                # In the folder where the ranks meet. Error output of failing libraries is discarded.
                 process = await asyncio.create_subprocess_exec(
                     *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, cwd=folder
                 )
                 ranks.append(process)
-            await heard(ranks, LIMIT)
+            await read_lines(ranks, LIMIT)
             survivors = [process for rank, process in enumerate(ranks) if rank != victim]
             await asyncio.sleep(random.random() * SPREAD)
             began = time.monotonic()
-            # Not by asyncio, whose way of sending a signal takes the end of a process from its own watcher.
+            # Not by asyncio: its way of sending a signal takes the end of a process away from its own watcher.
             os.kill(ranks[victim].pid, fault)
             try:
-                raised = await heard(survivors, patience)
+                raised = await read_lines(survivors, patience)
             except TimeoutError:
                 return FaultRun(None, 0, (), None)
             shrunk = None
             if config["library"] == "aiocoll" and config["shrink"]:
-                shrunk = max(told["shrunk"] for told in await heard(survivors, LIMIT))
+                shrunk = max(report["shrunk"] for report in await read_lines(survivors, LIMIT))
             return FaultRun(
-                max(told["at"] for told in raised) - began,
-                sum(bool(re.search(rf"\brank {victim}\b", told["text"])) for told in raised) / len(raised),
-                tuple(sorted({told["error"] for told in raised})),
+                max(report["at"] for report in raised) - began,
+                sum(bool(re.search(rf"\brank {victim}\b", report["text"])) for report in raised) / len(raised),
+                tuple(sorted({report["error"] for report in raised})),
                 shrunk,
             )
         finally:
             for process in ranks:
                 if process.returncode is None:
-                    with suppress(ProcessLookupError):  # it has just ended, which asyncio is about to hear
+                    with suppress(ProcessLookupError):  # the process has ended, but asyncio has not noticed yet
                         os.kill(process.pid, signal.SIGKILL)
             await asyncio.gather(*(process.communicate() for process in ranks))
 
 
-async def heard(ranks: list[asyncio.subprocess.Process], limit: float) -> list[dict[str, Any]]:
-    """Return the next line of each."""
+async def read_lines(ranks: list[asyncio.subprocess.Process], limit: float) -> list[dict[str, Any]]:
+    """Return the next line of each process, parsed."""
     async with asyncio.timeout(limit):
         lines = await asyncio.gather(*(process.stdout.readline() for process in ranks))  # type: ignore[union-attr]
     if not all(lines):
-        sys.exit("a rank has ended before its time: run bench/faulty.py by hand to see why")
+        sys.exit("a rank ended too early; run bench/faulty.py by hand to see its error")
     return [json.loads(line) for line in lines]
 
 

@@ -1,6 +1,6 @@
-"""One rank of one run of faults.py: reduces until a peer is lost, and says when it knew and what it was told.
+"""One rank of one run of faults.py: reduces until a peer is lost, then reports the time and the error.
 
-It prints lines of JSON and ends when its standard input does: a rank that ended earlier would be a second fault.
+It prints lines of JSON, and ends when its standard input does: a rank that ended earlier would be a second fault.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-#: Operations that succeed before a rank says that it may be killed.
+#: Operations that must succeed before a rank reports that it may be killed.
 WARM = 20
 
 
@@ -22,14 +22,14 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     if config["library"] == "gloo":
         gloo(config)
-        os._exit(0)  # its threads wait for a peer that does not come back
+        os._exit(0)  # its threads wait for a peer that never returns
     import uvloop
 
     uvloop.run(aiocoll(config))
 
 
-def say(**told: Any) -> None:
-    print(json.dumps(told), flush=True)
+def report(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
 
 
 async def aiocoll(config: dict[str, Any]) -> None:
@@ -44,20 +44,20 @@ async def aiocoll(config: dict[str, Any]) -> None:
     x = np.zeros(config["nbytes"] // 4, np.float32)
     for _ in range(WARM):
         await pg.allreduce(x)
-    say(ready=True)
+    report(ready=True)
     try:
         while True:
             await pg.allreduce(x)
     except GroupError as error:
         at = time.monotonic()
         cause = error.__cause__ if isinstance(error, GroupRevokedError) else error
-        say(at=at, error=type(cause).__name__, text=str(cause))
+        report(at=at, error=type(cause).__name__, text=str(cause))
     if config["shrink"]:
         smaller = await pg.shrink()
         assert await smaller.allreduce(1) == config["world_size"] - 1
-        say(shrunk=time.monotonic() - at)
+        report(shrunk=time.monotonic() - at)
     await asyncio.to_thread(sys.stdin.read)
-    os._exit(0)  # what leaving takes is not measured here
+    os._exit(0)  # the time to leave the group is not measured here
 
 
 def gloo(config: dict[str, Any]) -> None:
@@ -78,12 +78,12 @@ def gloo(config: dict[str, Any]) -> None:
     x = torch.zeros(config["nbytes"] // 4)
     for _ in range(WARM):
         dist.all_reduce(x)
-    say(ready=True)
+    report(ready=True)
     try:
         while True:
             dist.all_reduce(x)
     except RuntimeError as error:
-        say(at=time.monotonic(), error=type(error).__name__, text=str(error))
+        report(at=time.monotonic(), error=type(error).__name__, text=str(error))
     sys.stdin.read()
 
 

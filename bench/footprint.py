@@ -1,13 +1,13 @@
-"""What a group costs that does nothing yet: python bench/footprint.py [-n 2 4 8 16 32 64] [--idle 20].
+"""Cost of a group before it does any work: python bench/footprint.py [-n 2 4 8 16 32 64] [--idle 20].
 
-- Import: what `import aiocoll` takes on top of NumPy, in fresh interpreters that find their compiled files.
-- Start: all ranks, imported and ready, are told to enter `new_group()` at the same time; seconds from the last that
-  entered until the last had its group. The store is where `aiocoll run` has it, in the process that starts the ranks.
-- CPU: what that took of each rank.
-- Memory: private bytes of one rank more when it has its group, and when it has a link with every other rank; from the
-  difference between the two, and the number of links, what an idle link costs. Buffers of the kernel are not in it,
-  and where links are few, what the first one costs once is.
-- Idle: share of a core that one rank takes while it waits for nothing.
+- Import: the time of `import aiocoll` in addition to NumPy's, in new interpreters with compiled files.
+- Start: all ranks, imported and ready, enter `new_group()` at the same time. The figure is the seconds from the last
+  entry to the last group. The store is in the process that starts the ranks, as under `aiocoll run`.
+- CPU: the CPU time of each rank for that.
+- Memory: private bytes that one rank gains by its group, and by a link with every other rank. The difference divided by
+  the number of links is the cost of an idle link. It excludes kernel buffers. With few links it includes the costs of
+  the first link that occur only once.
+- Idle: share of a core that one rank uses while it waits without work.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ HERE = Path(__file__).parent
 KIB, MIB = 1 << 10, 1 << 20
 #: The contract: milliseconds of the import, seconds of the start of 64 ranks, bytes of a link, share of a core.
 IMPORT, START, LINK, IDLE = 60, 2.0, 64 * KIB, 0.001
-#: Fresh interpreters whose imports are timed.
+#: Number of new interpreters whose imports are timed.
 IMPORTS = 10
-#: Seconds after which a rank has hung.
+#: Seconds until a rank is considered hung.
 HUNG = 60
 TIMED = """
 import numpy, time
@@ -47,9 +47,9 @@ print(time.perf_counter() - began, time.thread_time() - used)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time and memory of a group that does nothing yet.")
+    parser = argparse.ArgumentParser(description="Time and memory of a group before it does any work.")
     parser.add_argument("-n", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], metavar="RANKS", help="world sizes")
-    parser.add_argument("--idle", type=float, default=20.0, help="seconds of doing nothing (default: 20)")
+    parser.add_argument("--idle", type=float, default=20.0, help="seconds without work (default: 20)")
     parser.add_argument("--runs", type=int, default=3, help="starts of each world size (default: 3)")
     parser.add_argument("--transport", default="auto", choices=("auto", "unix", "tcp"), help="default: auto")
     args = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def imports() -> tuple[list[float], list[float]]:
-    """Return milliseconds on the wall and of CPU time; the first interpreter compiles, and is not counted."""
+    """Return milliseconds of wall-clock and CPU time; the first interpreter compiles, and is not counted."""
     with tempfile.TemporaryDirectory() as compiled:
         env = {**os.environ, "PYTHONPYCACHEPREFIX": compiled, "PYTHONDONTWRITEBYTECODE": ""}
         command = [sys.executable, "-c", TIMED]
@@ -82,11 +82,11 @@ def imports() -> tuple[list[float], list[float]]:
 
 
 def start(world_size: int, transport: str, idle: float) -> list[list[dict[str, Any]]]:
-    """Return what every rank has seen, by step."""
+    """Return the reports of all ranks, by step."""
     with ranks(world_size, {"transport": transport, "idle": idle}) as processes:
         steps = []
         for _ in range(4):
-            steps.append([heard(process) for process in processes])
+            steps.append([read_line(process) for process in processes])
             for process in processes:
                 process.stdin.write("on\n")  # type: ignore[union-attr]
                 process.stdin.flush()  # type: ignore[union-attr]
@@ -98,7 +98,7 @@ def start(world_size: int, transport: str, idle: float) -> list[list[dict[str, A
 
 @contextmanager
 def ranks(world_size: int, config: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the ranks as `aiocoll run` does, and the store for them."""
+    """Start the ranks as `aiocoll run` does, and a store for them."""
     job, key = secrets.token_hex(8), secrets.token_hex(16)
     server = StoreServer(key=key.encode(), job=job, world_size=world_size)
     host, port = server.start()
@@ -123,10 +123,10 @@ def ranks(world_size: int, config: dict[str, Any]) -> Iterator[list[subprocess.P
         yield found
 
 
-def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
+def read_line(process: subprocess.Popen[str]) -> dict[str, Any]:
     line = process.stdout.readline()  # type: ignore[union-attr]
     if not line:
-        sys.exit("a rank has ended before its time; its message is above")
+        sys.exit("a rank ended too early; its message is above")
     found: dict[str, Any] = json.loads(line)
     return found
 

@@ -1,13 +1,19 @@
-"""What calls on CUDA arrays take: ``python bench/gpu.py [--kind torch] [--quick]``, in 2 minutes at most.
+"""Time of calls on CUDA arrays: ``python bench/gpu.py [--kind torch] [--quick]``, in 2 minutes at most.
 
-One process, its group alone on one device, by NCCL: the time of a bare call of NCCL that is waited for with an event;
-of the same behind what is on the caller's stream; as an awaited collective; until `on_stream` lets the caller go on;
-and of each of many in flight. They take turns, on float32. What is above the bare call is ours. Then several processes
-on one device, staged, beside arrays of the host. And the agreement that precedes every call, alone: an array without
-elements needs nothing else.
+The first table is for one process whose group is alone on one device, with NCCL on float32. It compares these ways,
+which alternate:
 
-``--fake`` measures the same on the fake device, where the device's own time is nothing like a real one's; what is ours
-is the same code, but for CuPy's.
+- *bare*: an NCCL call, and the wait for an event after it;
+- *bare, in order*: the same call, ordered after the caller's stream;
+- *awaited*: an awaited collective of aiocoll. Its time above the bare call is the cost of aiocoll;
+- *on_stream*: the time until `on_stream` lets the caller continue;
+- *in flight, each*: one of many calls in flight.
+
+Further tables are for several processes on one device, staged, compared with arrays on the host. They also have the
+agreement before every call, measured on an array without elements, which needs nothing else.
+
+``--fake`` measures the same on the fake device, whose times are unlike those of a real one. The code of aiocoll is the
+same, except for CuPy's.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from gpu_devices import add_arguments, chosen
+from gpu_devices import add_arguments, choose_kind
 from inflight import Case
 from machine import machine
 from markdown import micros, size_of, table
@@ -41,24 +47,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.gpu.on_device.worlds import World, world
 
 SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-#: Sizes and iterations of a glance.
+#: Sizes of a quick run.
 QUICK = (4, 64 << 10, 4 << 20)
-#: Microseconds that we may add to a call of NCCL that is awaited, the agreement left aside.
+#: Microseconds that aiocoll may add to an awaited NCCL call, without the agreement.
 LIMIT = 60
-#: Calls in flight at a time, and bytes that they may take together.
+#: Calls in flight at a time, and the bytes that they may use together.
 IN_FLIGHT, MOST = 16, 256 << 20
-#: NCCL's numbers of float32 and of sum.
+#: NCCL's constants for float32 and sum.
 FLOAT32, SUM = 7, 0
-#: Of the columns by NCCL.
+#: Columns of the table for NCCL.
 EACH = "in flight, each"
 HEADS = ("bare", "bare, in order", "awaited", "on_stream", EACH, "agreed", "marked", "host, 4 B")
 Way = Callable[[], Awaitable[None]]
-#: By the name of a way, seconds of each iteration.
+#: Seconds of each iteration, by way.
 Times = dict[str, list[float]]
 
 
 async def timed(ways: dict[str, Way], rounds: int) -> Times:
-    """Take turns; the first tenth only warms up."""
+    """Measure all ways in turn; the first tenth is warm-up."""
     times: Times = {name: [] for name in ways}
     for number in range(rounds + rounds // 10 + 1):
         for name, way in ways.items():
@@ -71,7 +77,7 @@ async def timed(ways: dict[str, Way], rounds: int) -> Times:
 
 @contextmanager
 def bare_ways(made: World, tensor: Any) -> Iterator[dict[str, Way]]:
-    """Give the ways without us: a call that is waited for, and the same behind what is on the caller's stream."""
+    """Yield the ways without aiocoll: a bare call, and the same call ordered after the caller's stream."""
     cuda, nccl = runtime()
     assert nccl is not None
     array = buffers.view(tensor).array
@@ -94,7 +100,7 @@ def bare_ways(made: World, tensor: Any) -> Iterator[dict[str, Way]]:
 
 
 def our_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[str, Way]:
-    """Return those with us."""
+    """Return the ways with aiocoll."""
     empty, array = made.tensor(np.zeros(0, np.float32)), np.zeros(1, np.float32)
 
     async def awaited() -> None:
@@ -125,7 +131,7 @@ def our_ways(pg: ProcessGroup, made: World, tensors: Sequence[Any]) -> dict[str,
 
 
 async def native(made: World, nbytes: int, rounds: int) -> Times:
-    """Measure by NCCL, alone on the device."""
+    """Measure with NCCL, alone on the device."""
     tensors = [made.tensor(np.zeros(nbytes // 4, np.float32)) for _ in range(min(IN_FLIGHT, MOST // nbytes))]
     with bare_ways(made, tensors[0]) as ways:
         async with new_group(store=HashStore(), rank=0, world_size=1) as pg:
@@ -165,7 +171,7 @@ async def staged(pg: ProcessGroup, kind: str, sizes: Sequence[int], most: int) -
 
 
 def rounds_of(nbytes: int, most: int) -> int:
-    """Return how many iterations are enough."""
+    """Return the number of iterations for a size."""
     return max(5, min(most, (1 << 30) // max(nbytes, 1)))
 
 
@@ -174,25 +180,25 @@ def native_table(found: dict[int, Times]) -> str:
     for nbytes, times in found.items():
         p50 = {name: median(each) for name, each in times.items()}
         least = {name: min(each) for name, each in times.items()}
-        ours, fewest = p50["awaited"] - p50["bare"], least["awaited"] - least["bare"]
-        rows.append((size_of(nbytes), *(micros(each) for each in p50.values()), micros(ours), micros(fewest)))
+        added, fewest = p50["awaited"] - p50["bare"], least["awaited"] - least["bare"]
+        rows.append((size_of(nbytes), *(micros(each) for each in p50.values()), micros(added), micros(fewest)))
     head = ("size", *HEADS, "awaited - bare", "of the least")
     return f"### By NCCL, 1 rank, µs p50\n\n{table(head, rows)}"
 
 
 def verdict(found: dict[int, Times]) -> str:
-    """Say whether what we add is within the limit, where the device takes least."""
+    """Return a sentence that compares the cost of aiocoll with its limit, at the smallest size."""
     nbytes = min(found)
     p50 = {name: median(each) * 1e6 for name, each in found[nbytes].items()}
     whole = p50["awaited"] - p50["bare"]
     agreement = p50["agreed"] - p50["host, 4 B"] - p50["marked"]
-    ours = whole - agreement
-    met = "met" if ours <= LIMIT else "**missed**"
+    added = whole - agreement
+    met = "met" if added <= LIMIT else "**missed**"
     return (
         f"An awaited allreduce of {size_of(nbytes)} takes {whole:.1f} µs more than the bare call. Of them, "
         f"{agreement:.1f} are the agreement, of one rank with itself: what a call on no elements takes ('agreed') "
-        "above a call on an array of the host, and above seeing the array and marking the stream ('marked'), which the "
-        f"agreement does not need. The rest, {ours:.1f} µs, has a limit of {LIMIT} µs: {met}."
+        "above a call on an array of the host, and above finding the array and marking the stream ('marked'), which "
+        f"the agreement does not need. The rest, {added:.1f} µs, has a limit of {LIMIT} µs: {met}."
     )
 
 
@@ -211,12 +217,12 @@ def staged_table(world_size: int, transport: str, found: dict[int, Times]) -> st
 
 
 def draw(folder: Path, by_nccl: dict[int, Times], by_host: dict[int, Times], world_size: int) -> None:
-    """Draw both."""
+    """Draw one picture for NCCL and one for staging."""
     from launch import Launch
     from plots import plot
     from results import Results
 
-    for size, found, ours in ((1, by_nccl, "awaited"), (world_size, by_host, "staged")):
+    for size, found, added in ((1, by_nccl, "awaited"), (world_size, by_host, "staged")):
         names = [name for name in next(iter(found.values())) if name not in (*HEADS[5:], "agreement")]
         results = Results(size, names)
         launches = {}
@@ -228,11 +234,11 @@ def draw(folder: Path, by_nccl: dict[int, Times], by_host: dict[int, Times], wor
             }
             launches[name] = Launch(cases, None, 0.0)
         results.rounds.append(launches)
-        plot(results, ours, folder)
+        plot(results, added, folder)
 
 
 async def staged_of(kind: str, world_size: int, transport: str, sizes: Sequence[int], most: int) -> dict[int, Times]:
-    """Return what rank 0 has found."""
+    """Return the results of rank 0."""
     options = GroupOptions(transport=transport)  # type: ignore[arg-type]
     found = await testing.run_processes(
         world_size, staged, kind, sizes, most, options=options, loop="uvloop", timeout=120.0
@@ -241,14 +247,14 @@ async def staged_of(kind: str, world_size: int, transport: str, sizes: Sequence[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What calls on CUDA arrays take.")
+    parser = argparse.ArgumentParser(description="The time of calls on CUDA arrays.")
     add_arguments(parser)
-    parser.add_argument("--quick", action="store_true", help="a glance: few sizes and iterations")
+    parser.add_argument("--quick", action="store_true", help="only few sizes and iterations")
     parser.add_argument("--pin", action="store_true", help="keep the process of NCCL on one core, on the fake device")
-    parser.add_argument("--output", type=Path, help="write the results there too")
+    parser.add_argument("--output", type=Path, help="also write the results to this file")
     parser.add_argument("--plots", type=Path, help="draw pictures into this folder")
     args = parser.parse_args()
-    kind = chosen(parser, args)
+    kind = choose_kind(parser, args)
     sizes, most = (QUICK, 100) if args.quick else (SIZES, 1000)
     cores = os.sched_getaffinity(0)
     if args.pin:
@@ -259,9 +265,9 @@ def main() -> None:
     texts = ["# Calls on CUDA arrays", machine()]
     if args.fake:
         texts.append(
-            "**There was no GPU.** All of this was measured on the fake device, where memory of the host plays that "
-            "of a device and threads play streams: it says what our own code takes, nothing of CUDA, of NCCL, or of "
-            "copies."
+            "**There was no GPU.** All of this was measured on the fake device, where host memory stands for device "
+            "memory and threads stand for streams. It shows the time of aiocoll's own code, but nothing of CUDA, NCCL "
+            "or copies."
         )
     if args.pin:
         texts.append("The process by NCCL was kept on one core.")

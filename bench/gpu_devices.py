@@ -1,4 +1,4 @@
-"""What the benchmarks of CUDA arrays run on: a real device, with arrays of CuPy or of torch, or the fake one."""
+"""Devices for the benchmarks of CUDA arrays: a real one, with arrays of CuPy or torch, or the fake one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.gpu.on_device.worlds import REAL, missing
 
-__all__ = ["add_arguments", "chosen"]
+__all__ = ["add_arguments", "choose_kind"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Let the command line choose."""
+    """Add the options that choose a device."""
     parser.add_argument("--fake", action="store_true", help="measure on the fake device")
-    parser.add_argument("--kind", choices=REAL, help="what arrays are of (default: CuPy where it is, else torch)")
+    parser.add_argument("--kind", choices=REAL, help="library of the arrays (default: CuPy if available, else torch)")
 
 
-def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
-    """Return the kind of world that was chosen; where there is none, end the program."""
+def choose_kind(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """Return the chosen kind of world; end the program if it is not available."""
     kind = "fake" if args.fake else args.kind or next((each for each in REAL if not missing(each)), REAL[0])
     if reason := missing(kind):
-        parser.exit(2, f"{reason}: nothing was measured. On the fake device: --fake\n")
+        parser.exit(2, f"{reason}: nothing was measured; use --fake for the fake device\n")
     return str(kind)

@@ -1,13 +1,13 @@
-"""How long a collective on CUDA arrays takes to be on its stream: ``python bench/gpu_launch.py [--kind torch]``.
+"""Time until a collective on CUDA arrays is on its stream: ``python bench/gpu_launch.py [--kind torch]``.
 
-That is what `pg.allreduce` of 8 B takes in steady state, when it launches in the loop before any other rank is asked,
-1 ms after the last one, or one right after the other: until it calls NCCL's function, and until it returns. It is told
-beside the bare call: the same functions of CUDA and NCCL, made by hand. Then the time from the call to NCCL's function
-in a loop that others keep busy, in slices of 5 ms.
+The first table is for `pg.allreduce` of 8 B in steady state, when the call launches without waiting for other ranks. It
+has calls 1 ms apart and consecutive calls, each with the time until NCCL's function is called, and the time until
+`allreduce` returns. For comparison it has the bare call: the same functions of CUDA and NCCL, called by hand. Further
+rows have the time from the call to NCCL's function in a loop that other tasks keep busy, in slices of 5 ms.
 
-Another table tells how much of a call is in functions of CUDA and NCCL; those of the fake device, which ``--fake``
-measures on, are Python. Bare calls and ours take turns, and what counts is the round that was disturbed least: the
-speed of the machine changes.
+A second table shows how much of a call is spent in functions of CUDA and NCCL. Those of the fake device, which
+``--fake`` uses, are Python. Bare calls and calls of aiocoll alternate. The figure is the round with the least
+disturbance, because the speed of the machine changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from gpu_devices import add_arguments, chosen
+from gpu_devices import add_arguments, choose_kind
 from machine import machine
 from markdown import micros, table
 
@@ -39,22 +39,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.gpu.on_device.clocked import Clocked, ClockedEnd
 from tests.gpu.on_device.worlds import World, world
 
-#: Calls that are measured in each round: in an idle loop, and in a busy one; and those in a row.
+#: Measured calls per round in an idle loop, in a busy loop, and consecutive calls.
 CALLS, BUSY_CALLS, ROW = 200, 60, 20
-#: Rounds of bare calls and of ours, which take turns: on a device, where each makes a communicator; on the fake one.
+#: Rounds of bare calls and of aiocoll's, which alternate: on a real device, where each makes a communicator, and on the
+#: fake one.
 TURNS, FAKE_TURNS = 3, 7
-#: Seconds for which another task keeps the loop at a time.
+#: Seconds for which another task blocks the loop at a time.
 SLICE = 0.005
-#: Microseconds: what a call may add to the bare one in an idle loop, and what a launch may take in a busy one.
+#: Microseconds that a call may add to the bare one in an idle loop, and that a launch may take in a busy one.
 ADDED, BUSY = 25.0, 1000.0
-#: NCCL's numbers of float64 and of sum.
+#: NCCL's constants for float64 and sum.
 FLOAT64, SUM = 8, 0
-#: Seconds until NCCL's function is called, until the call returns, and in functions of the device; how many of these.
+#: Seconds until the NCCL function is called, until the call returns, and in device functions; number of the latter.
 Times = tuple[float, float, float, int]
 
 
 class Share:
-    """How many functions of CUDA and NCCL, or of the fake, this thread calls, and the seconds it is in them."""
+    """A counter of the CUDA and NCCL functions, or fake ones, that this thread calls, and of the seconds in them."""
 
     def __init__(self) -> None:
         self.calls, self.seconds = 0, 0.0
@@ -63,7 +64,7 @@ class Share:
 
     @contextmanager
     def counting(self, made: World) -> Iterator[None]:
-        """Count in this block, which itself takes time."""
+        """Count in this block; counting itself takes time."""
         before = [(owner, name, getattr(owner, name)) for owner, names in self._counted(made) for name in names]
         for owner, name, call in before:
             setattr(owner, name, self._counting(call))
@@ -110,7 +111,7 @@ def clocked(kind: str, devices: int) -> Iterator[tuple[World, Clocked]]:
 
 
 async def bare(made: World, clock: Clocked, share: Share, calls: int, row: int) -> list[Times]:
-    """Return the times of each call by hand, on a communicator of one rank: it is launched, and waited for after."""
+    """Return the times of bare calls on a communicator of one rank; each is launched and awaited afterwards."""
     cuda, nccl = runtime()
     assert nccl is not None
     cuda.use(0)
@@ -138,9 +139,9 @@ async def bare(made: World, clock: Clocked, share: Share, calls: int, row: int) 
 
 
 async def idle(pg: ProcessGroup, made: World, clock: Clocked, share: Share, calls: int, row: int) -> list[Times]:
-    """Return the times of each call until it returns, when it is on its stream.
+    """Return the times of each call until it returns; it is then on its stream.
 
-    The device of a rank is the thread's current one, as in a process of its own.
+    The device of a rank is the thread's current device, as in a process of its own.
     """
     cuda, _ = runtime()
     tensor = made.tensor(np.ones(1), pg.rank())
@@ -154,17 +155,17 @@ async def idle(pg: ProcessGroup, made: World, clock: Clocked, share: Share, call
             works.append(pg.allreduce(tensor))
             if number >= 5:
                 launched = clock.last[pg.rank()]
-                assert launched > start, "it has not been launched at the call"
+                assert launched > start, "the call returned before its launch"
                 times.append((launched - start, perf_counter() - start, share.seconds, share.calls))
         for work in works:
             await work
         await pg.barrier()
-        await asyncio.sleep(0.001)  # the launcher has nothing to do any more
+        await asyncio.sleep(0.001)  # lets the launcher run out of work
     return times
 
 
 async def busy(pg: ProcessGroup, made: World, clock: Clocked, calls: int) -> list[float]:
-    """Return the seconds from each call to that of NCCL's function, beside a task that keeps the loop busy."""
+    """Return the seconds from each call to NCCL's function, while another task keeps the loop busy."""
     tensor = made.tensor(np.ones(1), pg.rank())
     for _ in range(5):
         await pg.allreduce(tensor)
@@ -194,14 +195,14 @@ def turns(made: World) -> int:
 
 
 async def by_hand(made: World, clock: Clocked, row: int, count: bool = False) -> list[Times]:
-    """Return the times of bare calls; those in functions of the device if they `count`."""
+    """Return the times of bare calls, with the time in functions of the device if `count` is set."""
     share = Share()
     with share.counting(made) if count else nullcontext():
         return await bare(made, clock, share, CALLS, row)
 
 
 async def by_us(made: World, clock: Clocked, world_size: int, row: int, count: bool = False) -> list[Times]:
-    """Return the same of ours."""
+    """Return the times of aiocoll's calls, with the time in functions of the device if `count` is set."""
     share = Share()
     with share.counting(made) if count else nullcontext():
         found = await testing.run_ranks(world_size, idle, made, clock, share, CALLS, row)
@@ -222,12 +223,12 @@ def verdict(seconds: float, limit: float) -> str:
 
 
 def least(rounds: Sequence[Sequence[Times]], what: int) -> float:
-    """Return the median of the round that was disturbed least."""
+    """Return the median of the round with the least disturbance."""
     return min(median(each[what] for each in times) for times in rounds)
 
 
 def rows_of(made: World, clock: Clocked, sizes: Sequence[int], row: int, what: str) -> Iterator[tuple[str, ...]]:
-    """Yield what a bare call takes, and what ours add to it."""
+    """Yield the rows for bare calls and aiocoll's calls, with the added time."""
     rounds: dict[int, list[list[Times]]] = {size: [] for size in (0, *sizes)}
     for _ in range(turns(made)):
         for world_size, found in rounds.items():
@@ -244,7 +245,7 @@ def rows_of(made: World, clock: Clocked, sizes: Sequence[int], row: int, what: s
 
 
 def shares_of(made: World, clock: Clocked, row: int, what: str) -> Iterator[tuple[str, ...]]:
-    """Yield how much of a call is the device's, in the round that was disturbed least."""
+    """Yield the share of a call in functions of the device, in the round with the least disturbance."""
     for name, run in (("bare", partial(by_hand, made, clock)), ("ours", partial(by_us, made, clock, 1))):
         rounds = [uvloop.run(run(row, True)) for _ in range(turns(made))]
         times = min(rounds, key=lambda times: median(each[1] for each in times))
@@ -254,12 +255,12 @@ def shares_of(made: World, clock: Clocked, row: int, what: str) -> Iterator[tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How long a call on CUDA arrays takes to be on its stream.")
+    parser = argparse.ArgumentParser(description="The time until a call on CUDA arrays is on its stream.")
     add_arguments(parser)
-    parser.add_argument("--output", type=Path, help="write the results there too")
+    parser.add_argument("--output", type=Path, help="also write the results to this file")
     args = parser.parse_args()
-    kind = chosen(parser, args)
-    sizes = (1, 2) if args.fake else (1,)  # the ranks of one process have a device each
+    kind = choose_kind(parser, args)
+    sizes = (1, 2) if args.fake else (1,)  # the ranks of one process need a device each
     rows: list[Any] = []
     shares: list[Any] = []
     with clocked(kind, len(sizes)) as (made, clock):
@@ -282,7 +283,7 @@ def main() -> None:
     if args.fake:
         texts.insert(2, "**There was no GPU.** All of this was measured on the fake device.")
     texts += [
-        "How much of a call are functions of CUDA and NCCL, world size 1; to count that takes time, too:",
+        "Share of CUDA and NCCL functions in a call, world size 1; counting them takes time, too:",
         table(("8 B", "functions", "µs p50 in them", "the rest"), shares),
     ]
     text = "\n\n".join(texts)

@@ -1,9 +1,9 @@
-"""Allreduce between hosts over real links, beside Gloo and MPICH: python bench/hosts.py [--quick].
+"""Allreduce between hosts over emulated links, compared with Gloo and MPICH: python bench/hosts.py [--quick].
 
-Hosts are network namespaces of this machine; their cables have a rate, a delay and losses (tests/hosts/network.py), so
-it needs root. TCP is cubic. What is compared: aiocoll as it is there by default, encrypted, and with encryption="none";
-torch's Gloo; MPICH. Each rank is on a host of its own. A cell is the share of the link: 100 % is what its rate leaves
-of TCP's payload, 94.15 %, in both directions at a time. The environments of the peers are those of bench/main.py.
+Hosts are network namespaces of this machine, so the benchmark needs root. Their cables have a rate, a delay and losses
+(tests/hosts/network.py). TCP uses cubic. The systems are aiocoll, encrypted (its default) and with encryption="none",
+torch's Gloo, and MPICH. Each rank is on a separate host. A cell is the share of the link: 100 % means the rate minus
+the headers of TCP, which leave 94.15 %, in both directions at a time. bench/main.py uses the same environments.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ sys.path.insert(0, str(ROOT))
 from tests.hosts.network import Network
 
 KIB, MIB = 1 << 10, 1 << 20
-#: Of what is on the wire, payload: 1448 of 1538 bytes of a full frame.
+#: Share of payload on the wire: 1448 of 1538 bytes of a full frame.
 PAYLOAD = 1448 / 1538
-#: Where the store listens, and where Gloo's does; every network is new.
+#: Address of the store, and of Gloo's; every network is new.
 METHOD = "tcp://10.77.0.1:29500"
-#: Long enough that TCP has found its windows in most of the time: iperf3 does not count its first two seconds either.
+#: Long enough for TCP to find its windows early in the time; iperf3 also skips its first two seconds.
 EFFORT = Effort(3.0, 3, 100)
-#: Seconds of one launch: more than the slowest of them takes over the slowest link.
+#: Seconds for one launch: more than the slowest system takes over the slowest link.
 LIMIT = 240
 
 
 class Link(NamedTuple):
-    """What the hosts of one row are joined by: bits per second, seconds there and back, and share of losses."""
+    """Link between the hosts of one row: bits per second, seconds of round trip, and share of losses."""
 
     rate: float
     rtt: float
@@ -58,7 +58,7 @@ class Link(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A link, how many hosts it joins, and the bytes of the arrays."""
+    """A link, the number of hosts that it joins, and the sizes of the arrays in bytes."""
 
     link: Link
     hosts: int
@@ -94,7 +94,7 @@ class Loopback(OneHost):
 
 
 class Hosts:
-    """The hosts of a network, on which the ranks of a launch run."""
+    """Hosts of a network, where the ranks of a launch run."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -107,7 +107,7 @@ class Hosts:
         hosts = self._network.hosts[:world_size]
         if system.mpiexec is None:
             return [host.command(python, RANK, folder, str(host.number)) for host in hosts]
-        # mpiexec reaches other hosts as by ssh: with a program that is told the host and a command.
+        # mpiexec reaches other hosts as by ssh: through a program that it calls with the host and a command.
         reach = Path(folder) / "reach"
         names = "".join(f"{host.ipv4}) name={host.name};; " for host in hosts)
         reach.write_text(
@@ -115,9 +115,9 @@ class Hosts:
             f'case $1 in {names}esac\nshift\nexec ip netns exec "$name" sh -c "$*"\n'
         )
         reach.chmod(0o700)
-        # One kernel is one host to it, with memory in common, unless it is told.
-        apart = ("-genv", "UCX_TLS", "tcp,self", "-genv", "MPIR_CVAR_NOLOCAL", "1")
-        how = ("-launcher", "ssh", "-launcher-exec", str(reach), "-iface", "eth0", "-ppn", "1", *apart)
+        # Without these, MPICH treats ranks on one kernel as one host with shared memory.
+        separate = ("-genv", "UCX_TLS", "tcp,self", "-genv", "MPIR_CVAR_NOLOCAL", "1")
+        how = ("-launcher", "ssh", "-launcher-exec", str(reach), "-iface", "eth0", "-ppn", "1", *separate)
         where = ("-hosts", ",".join(host.ipv4 for host in hosts), "-n", str(world_size))
         mpiexec = str(Path(python).with_name("mpiexec"))
         return [hosts[0].command(mpiexec, *how, *where, python, RANK, folder)]
@@ -126,8 +126,8 @@ class Hosts:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare allreduce between hosts with Gloo and MPICH.")
     add = parser.add_argument
-    add("--launches", type=int, default=3, metavar="N", help="of each system on each link (default: 3)")
-    add("--rows", type=int, nargs="+", metavar="ROW", help="of the table, from 0 (default: all)")
+    add("--launches", type=int, default=3, metavar="N", help="launches of each system per link (default: 3)")
+    add("--rows", type=int, nargs="+", metavar="ROW", help="rows of the table, from 0 (default: all)")
     add("--systems", nargs="+", choices=tuple(SYSTEMS), default=list(SYSTEMS), help="default: all")
     add("--quick", action="store_true", help="two links, one launch")
     args = parser.parse_args()
@@ -142,13 +142,13 @@ def main() -> None:
             print(f"{name} is skipped: {error}")
     systems = [system for system in systems if system.environment in (None, *pythons)]
     print("# Allreduce between hosts\n", machine(), "", sep="\n", flush=True)
-    found = [(row, *measured(row, systems, pythons, launches)) for row in rows]
+    found = [(row, *measure_row(row, systems, pythons, launches)) for row in rows]
     print(report(systems, found))
     print("", loopback(launches), sep="\n")
 
 
-def measured(row: Row, systems: Sequence[System], pythons: dict[str, Path], launches: int) -> tuple[Results, float]:
-    """Return what was found over one link, and the share of it that iperf3 fills both ways; 0 without iperf3."""
+def measure_row(row: Row, systems: Sequence[System], pythons: dict[str, Path], launches: int) -> tuple[Results, float]:
+    """Return the results over one link, and the share of it that iperf3 fills both ways; 0 without iperf3."""
     results = Results(row.hosts, [system.name for system in systems])
     cases = [Case("allreduce", nbytes) for nbytes in row.sizes]
     with Network(row.hosts) as network:
@@ -177,7 +177,7 @@ def measured(row: Row, systems: Sequence[System], pythons: dict[str, Path], laun
 
 
 def both_ways(network: Network, link: Link) -> float:
-    """Return the share of the link that iperf3 fills in the slower of two directions at a time."""
+    """Return the share of the link that iperf3 fills in the slower direction, with both directions in use."""
     if shutil.which("iperf3") is None:
         return 0.0
     one, two = network.hosts
@@ -185,14 +185,14 @@ def both_ways(network: Network, link: Link) -> float:
         deadline = time.monotonic() + 10
         while "5201" not in one.run("ss", "-ltn"):
             assert time.monotonic() < deadline, "iperf3 does not listen"
-        told = json.loads(two.run("iperf3", "--client", one.ipv4, "--bidir", "--time", "8", "--omit", "2", "--json"))
+        done = json.loads(two.run("iperf3", "--client", one.ipv4, "--bidir", "--time", "8", "--omit", "2", "--json"))
         server.wait(10)
-    streams = [each["receiver"]["bits_per_second"] for each in told["end"]["streams"]]
+    streams = [each["receiver"]["bits_per_second"] for each in done["end"]["streams"]]
     return float(min(streams) / link.rate / PAYLOAD)
 
 
 def loopback(launches: int) -> str:
-    """Return what encryption takes where no link is in the way, and what the library that it uses could do."""
+    """Return the cost of encryption on the loopback, and the speed of the encryption library alone."""
     case, effort = Case("allreduce", 64 * MIB), Effort(2.0, 5, 100)
     rows: list[Sequence[object]] = []
     for encryption in ("none", "tls"):

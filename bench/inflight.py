@@ -1,4 +1,4 @@
-"""Many calls in flight at a time: what is measured, and the arrays of all of them as one load."""
+"""Cases with many calls in flight at a time, and the arrays of all these calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from aiocoll.cli.workload import Workload
 
 
 class Case(NamedTuple):
-    """What is measured: `inflight` calls of a collective at a time, each of so many bytes of an array or block."""
+    """A measured case: `inflight` calls of a collective at a time, each on `nbytes` bytes of an array or block."""
 
     kind: str
     nbytes: int
     inflight: int = 1
 
     def each(self, world_size: int) -> workload.Case:
-        """Return one of the calls."""
+        """Return the workload case of one call."""
         blocks = world_size if spec_of(self.kind).in_blocks else 1
         return workload.Case(self.kind, self.nbytes * blocks)
 
@@ -27,10 +27,10 @@ class Case(NamedTuple):
 
 
 class Workloads:
-    """The arrays of one rank for all calls of a case, as `aiocoll.cli.measure` wants those of one call.
+    """Arrays of one rank for all calls of a case, with the interface that `aiocoll.cli.measure` needs.
 
     Attributes:
-        all: those of each call.
+        all: the arrays of each call.
     """
 
     def __init__(self, case: Case, rank: int, world_size: int) -> None:

@@ -1,8 +1,8 @@
-"""How fast a rank reduces what has arrived, against the plain way: ``python bench/kernels.py``.
+"""Speed at which a rank reduces received arrays, compared with plain additions: ``python bench/kernels.py``.
 
-The plain way is a chain of ``np.add``: NumPy's own on float16, ml_dtypes' on bfloat16 and float8. It rounds after each
-addition where ours rounds once. Both are timed in turn, and the best of many rounds counts, so that other work on the
-machine weighs little.
+The plain way is a chain of ``np.add``: NumPy's own on float16, that of ml_dtypes on bfloat16 and float8. It rounds
+after each addition, where aiocoll rounds once. Both are timed in turn. The best of many rounds counts, so that other
+work on the machine has little effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZES = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB]
 
 
 def seconds(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Return the least time of each call, taken in turns."""
+    """Return the least time of each call, measured in turn."""
     repeats = []
     for call in calls:
         call()
@@ -47,33 +47,34 @@ def plain(inputs: Sequence[np.ndarray], out: np.ndarray) -> None:
 
 
 def row(name: str, op: str, inputs: int, nbytes: int, rounds: int) -> str:
-    """Measure one case; nanoseconds are per element of the result."""
+    """Return the row of one case; nanoseconds are per element of the result."""
     dtype = by_name(name)
     shown, count = array_dtype(dtype), nbytes // dtype.itemsize
     rng = np.random.default_rng(1)
     data = [(8 * rng.standard_normal(count)).astype(np.float32).astype(shown) for _ in range(inputs)]
-    stored, out, theirs = [x.view(dtype.storage) for x in data], np.empty(count, dtype.storage), np.empty(count, shown)
+    stored, out = [x.view(dtype.storage) for x in data], np.empty(count, dtype.storage)
+    plain_out = np.empty(count, shown)
     made = kernel(getattr(ReduceOp, op), dtype, inputs)
-    calls = [lambda: made.fold(stored, out), lambda: plain(data, theirs)]
-    ours, other = (1e9 * t / count for t in seconds(calls, rounds))
-    return f"| {name} | {op} | {inputs} | {nbytes // KIB} | {ours:.2f} | {other:.2f} | {other / ours:.1f} |"
+    calls = [lambda: made.fold(stored, out), lambda: plain(data, plain_out)]
+    own, other = (1e9 * t / count for t in seconds(calls, rounds))
+    return f"| {name} | {op} | {inputs} | {nbytes // KIB} | {own:.2f} | {other:.2f} | {other / own:.1f} |"
 
 
 def small(name: str, op: str, inputs: int, count: int, rounds: int) -> str:
-    """Measure a call on few elements against one bare addition, in nanoseconds."""
+    """Return the row that compares a call on few elements with one bare addition, in nanoseconds."""
     dtype = by_name(name)
     data, out = [np.ones(count, dtype.storage) for _ in range(inputs)], np.empty(count, dtype.storage)
     made = kernel(getattr(ReduceOp, op), dtype, inputs)
     calls = [lambda: made.fold(data, out), lambda: np.add(data[0], data[1], out=out)]
-    ours, bare = (1e9 * t for t in seconds(calls, rounds))
-    return f"| {name} | {op} | {inputs} | {count} | {ours:.0f} | {bare:.0f} |"
+    own, bare = (1e9 * t for t in seconds(calls, rounds))
+    return f"| {name} | {op} | {inputs} | {count} | {own:.0f} | {bare:.0f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", default=DTYPES, help="which element types")
-    parser.add_argument("--inputs", nargs="+", type=int, default=[2, 4, 8], help="how many arrays are added up")
-    parser.add_argument("--rounds", type=int, default=100, help="timings of each case, of which the best counts")
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, help="element types")
+    parser.add_argument("--inputs", nargs="+", type=int, default=[2, 4, 8], help="number of arrays to add up")
+    parser.add_argument("--rounds", type=int, default=100, help="timings of each case; the best counts")
     args = parser.parse_args()
     print(f"NumPy {np.__version__}, Python {platform.python_version()}, {platform.machine()}\n")
     print("| dtype | op | inputs | KiB | ns/element | plain np.add | times faster |\n|---|---|--:|--:|--:|--:|--:|")

@@ -1,4 +1,4 @@
-"""How long one callback holds the event loop while large arrays are reduced; the ranks run loop_lag.py."""
+"""Time for which one callback holds the event loop during large allreduces; the ranks run loop_lag.py."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from markdown import ranks_of, size_of, table
 RANK = Path(__file__).with_name("loop_lag.py")
 #: Bytes of the arrays.
 NBYTES = 256 << 20
-#: Seconds after which ranks have hung; they take a tenth of it.
+#: Seconds until a rank is considered hung; normal runs take a tenth of that.
 LIMIT = 120
-#: What is measured: the loop and the transport.
+#: Measured settings: event loop and transport.
 SETTINGS = (("uvloop", "auto"), ("uvloop", "tcp"), ("asyncio", "auto"), ("asyncio", "tcp"))
 
-#: By loop and transport, what each rank found; or why there is nothing.
+#: Results of each rank, or the reason of a failure, by loop and transport.
 Found = Mapping[tuple[str, str], Sequence[Mapping[str, Any]] | str]
 
 
 def lag(world_size: int, loop: str, transport: str, iterations: int) -> list[dict[str, Any]] | str:
-    """Return what each rank found, or why there is nothing."""
+    """Return the results of each rank, or the reason of the failure."""
     config = {
         "loop": loop,
         "transport": transport,
@@ -62,12 +62,12 @@ def lag(world_size: int, loop: str, transport: str, iterations: int) -> list[dic
 
 
 def longest(ranks: Sequence[Mapping[str, Any]]) -> float:
-    """Return the p99 of all callbacks, in ms of thread CPU."""
+    """Return the p99 of all callbacks, in milliseconds of thread CPU."""
     return float(np.percentile(np.concatenate([rank["cpu"] for rank in ranks]), 99) * 1e3)
 
 
 def lag_table(world_size: int, found: Found) -> str:
-    """Return one row per loop, transport and clock; every rank's callbacks are in it."""
+    """Return one row per loop, transport and clock, over the callbacks of all ranks."""
     rows: list[Sequence[object]] = []
     for (loop, transport), ranks in found.items():
         if isinstance(ranks, str):

@@ -1,4 +1,4 @@
-"""Start the ranks of one launch, wait for them, and leave none behind."""
+"""Processes of one launch: their start, the wait for them, and the clean-up."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from aiocoll.cli.measure import Effort, Timing
 from aiocoll.machine_load import LoadMeter, MachineLoad
 
 RANK = str(Path(__file__).with_name("rank.py"))
-#: Seconds that ranks get to end after the first of them has failed.
+#: Seconds in which ranks have to end after one of them has failed.
 GRACE = 2.0
 #: Seconds between two polls of the processes.
 POLL = 0.05
-#: Open MPI refuses to run as root otherwise, and a container may have no other user.
+#: Variables without which Open MPI refuses to run as root; a container may have no other user.
 MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The result of a launch.
+    """Result of a launch.
 
     Attributes:
-        timings: of the cases that were measured, until it failed.
-        failure: why it failed; None if it did not.
+        timings: timings of the measured cases, up to a failure.
+        failure: reason of the failure, or None.
         seconds: its duration.
-        load: of the machine meanwhile; None if it was not measured.
+        load: load of the machine during the launch; None if it was not measured.
         repeats: earlier launches that this one replaces, since the load was high.
     """
 
@@ -52,7 +52,7 @@ class Launch:
 
 
 class Place(Protocol):
-    """The hosts of the ranks of a launch, and their rendezvous."""
+    """Hosts of the ranks of a launch, and their rendezvous."""
 
     def config(self, system: System) -> dict[str, Any]:
         """Return the entries of the configuration of the ranks."""
@@ -86,13 +86,13 @@ def launch(
     """Measure `cases` with `system` on `world_size` new processes.
 
     Args:
-        system: what to run.
-        python: of its environment; None is this one.
+        system: the system to run.
+        python: the Python of its environment; None means this one.
         world_size: number of ranks.
-        cases: in this order.
-        effort: for each case.
+        cases: the cases, in this order.
+        effort: the effort for each case.
         limit: seconds for the whole launch.
-        place: where the ranks run; by default on this host.
+        place: the hosts of the ranks; this host by default.
     """
     place = place or OneHost()
     start = time.monotonic()
@@ -204,7 +204,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_strangers(folder: Path) -> None:
-    """End the ranks that are no children of this process: those that mpiexec has left."""
+    """Kill the ranks that mpiexec has left running, which are not children of this process."""
     for file in folder.glob("*.pid"):
         with suppress(OSError):
             command = Path(f"/proc/{file.stem}/cmdline").read_bytes().split(b"\0")

@@ -149,7 +149,7 @@ def mpi(config: dict[str, Any], run: Run) -> None:
         match config["mode"]:
             case "test" | "spin":
                 spin = SPIN if config["mode"] == "spin" else 0.0
-                return times_of(calls_of([lambda call=call: _tested(call.start(), spin) for call in calls]))
+                return times_of(calls_of([lambda call=call: _poll_request(call.start(), spin) for call in calls]))
             case "thread":
                 thread = Thread()
                 return times_of(calls_of([lambda call=call: thread.run(call.block) for call in calls]))
@@ -160,7 +160,7 @@ def mpi(config: dict[str, Any], run: Run) -> None:
     _run_on_loop(run(Library(comm.rank, comm.size, times, combine)))
 
 
-async def _tested(request: Any, spin: float) -> None:
+async def _poll_request(request: Any, spin: float) -> None:
     """Wait for an MPI request: test it for `spin` seconds, then once per loop iteration."""
     deadline = perf_counter() + spin
     while not request.Test():
@@ -169,7 +169,7 @@ async def _tested(request: Any, spin: float) -> None:
 
 
 class MpiCall(NamedTuple):
-    """The two forms of an MPI call: `block` returns when it has ended, `start` returns its request."""
+    """Two forms of an MPI call: `block` returns when it has ended, `start` returns its request."""
 
     block: Callable[[], object]
     start: Callable[[], Any]

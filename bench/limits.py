@@ -1,4 +1,4 @@
-"""The speed that the library promises, and whether a run has met it: cell by cell."""
+"""Promised speeds of aiocoll, and the verdicts whether a run has met them, per cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from systems import AWAITED, MPI_BLOCKING
 from aiocoll.cli.workload import KINDS
 
 KIB, MIB = 1 << 10, 1 << 20
-#: Any larger size.
+#: No upper bound on the size.
 INF = 1 << 62
 GLOO = ("gloo blocking",)
 
@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
     met: bool | None
 
 
-#: Sizes, and how many times faster than others: the fastest awaited peer, and blocking MPI, by the collective.
+#: Steps of a promise: smallest size, largest size, and the least ratio of the speed to that of the others.
 Steps = tuple[tuple[int, int, float], ...]
 _AWAITED: Steps = (
     (0, 4 * KIB - 1, 5),
@@ -70,10 +70,10 @@ _MPI_ALLREDUCE: Steps = (
 )
 _MPI_BROADCAST: Steps = ((0, 64 * KIB, 2), (64 * KIB + 1, INF, 1))
 _MPI_OTHERS: Steps = ((0, 4 * KIB - 1, 1.5), (4 * KIB, 64 * KIB - 1, 1.2), (64 * KIB, INF, 1))
-#: With four ranks on two cores.
+#: Promises against MPI with four ranks on two cores.
 _MPI_OF_FOUR: Steps = ((0, 64 * KIB, 1.5),)
 _MPI_ALLREDUCE_OF_FOUR: Steps = (*_MPI_OF_FOUR, (64 * KIB + 1, MIB, 1.3), (MIB + 1, INF, 1))
-#: Blocking Gloo.
+#: Promises against blocking Gloo.
 _GLOO_ALLREDUCE: Steps = ((0, 64 * KIB - 1, 100), (64 * KIB, 64 * KIB, 50), (64 * KIB + 1, INF, 1))
 _GLOO_TCP: Steps = ((0, MIB, 1.5), (MIB + 1, 16 * MIB, 1.3), (16 * MIB + 1, INF, 1.2))
 
@@ -115,14 +115,14 @@ LIMITS = (
         for world_size in (2, 4)
     ),
 )
-#: Times the bound that a large allreduce may take, and the least bytes of a large one.
+#: Largest ratio of the time of a large allreduce to its bound, and the least bytes of a large allreduce.
 OF_BOUND, LARGE = 2.0, 16 * MIB
 #: Milliseconds of thread CPU that a callback may take at p99.
 CALLBACK = 1.0
 
 
 def verdicts(all_results: Sequence[Results]) -> Iterator[Verdict]:
-    """Yield one for each limit and each measured size within it."""
+    """Yield a verdict for each limit and each measured size within it."""
     for results in all_results:
         for limit in LIMITS:
             if results.world_size == limit.world_size and limit.system in results.systems:

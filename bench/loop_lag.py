@@ -1,8 +1,8 @@
-"""One rank: how long each callback holds the event loop during allreduces. Started by lag.py.
+"""One rank that measures how long each callback holds the event loop during allreduces. Started by lag.py.
 
-First every callback of the loop is timed, on the clock of this thread (CPU) and on the wall. Then, in further
-allreduces (so that its own short callbacks are not among the others), a task that sleeps for a millisecond again and
-again notes how much longer it took: what another task of the program would feel.
+First every callback of the loop is timed, on the CPU clock of this thread and on the wall clock. Further allreduces run
+next to a task that repeatedly sleeps for a millisecond and records how late it wakes: the delay that other tasks of a
+program would see. These are separate so that the short callbacks of the task are not among the timed ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import uvloop
 
 from aiocoll import GroupOptions, new_group
 
-#: Seconds; the granularity of the timers of both loops.
+#: Seconds of a sleep; the granularity of the timers of both loops.
 NAP = 0.001
 
 
@@ -30,7 +30,7 @@ class Timed:
     samples: list[tuple[float, float]] | None = None
 
     def _timed(self, callback: Callable[..., Any]) -> Callable[..., Any]:
-        if getattr(callback, "timed", False):  # asyncio's call_later goes through call_at
+        if getattr(callback, "timed", False):  # call_later of asyncio calls call_at
             return callback
 
         def run(*args: Any) -> None:
@@ -84,7 +84,7 @@ async def measure(config: dict[str, Any]) -> dict[str, Any]:
     ) as pg:
         x = np.ones(config["nbytes"] // 4, np.float32)
         await pg.allreduce(x)  # opens the links
-        await asyncio.sleep(0)  # what was done so far is not part of the next callback
+        await asyncio.sleep(0)  # ends the current callback before timing starts
         samples: list[tuple[float, float]] = []
         loop.samples = samples
         start = perf_counter()

@@ -1,4 +1,4 @@
-"""The machine, the versions and the load that the figures of a benchmark depend on."""
+"""Machine, versions and load, on which the figures of a benchmark depend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERVAL = 1.0
 
 
 def measured_load() -> MachineLoad:
-    """Measure the load of the idle benchmark."""
+    """Measure the load of the machine before the benchmark."""
     meter = LoadMeter()
     time.sleep(INTERVAL)
     return meter.lap()
@@ -26,8 +26,8 @@ def machine(versions: Sequence[str] = (), load: MachineLoad | None = None) -> st
     """Return three lines of Markdown: processor and system, versions, time and load.
 
     Args:
-        versions: of packages in other environments.
-        load: of the machine before the benchmark; measured by default.
+        versions: versions of packages in other environments.
+        load: load of the machine before the benchmark; measured by default.
     """
     load = measured_load() if load is None else load
     model = next(

@@ -1,4 +1,4 @@
-"""The benchmark against other libraries: `make bench`, or `make bench ARGS="--quick"`.
+"""Benchmark against other libraries: `make bench`, or `make bench ARGS="--quick"`.
 
 It compares all collectives of float32, and many calls in flight: aiocoll over its transports with torch's Gloo, MPICH
 and Open MPI (through mpi4py). *On the same work* are the modes of these that leave the event loop free, *against the
@@ -6,7 +6,7 @@ limit* those that block it.
 
 A launch starts one process per rank and measures every case. A round launches every system once, and begins with
 another system than the round before, so that a change of the machine affects all systems. A launch is repeated if other
-processes took too much of the cores meanwhile. The time of an iteration is that of its slowest rank, and every result
+processes took too much of the cores during it. The time of an iteration is that of its slowest rank, and every result
 is checked. The peers have environments under bench/.venvs, made by the first run; the report names those that cannot be
 installed.
 """
@@ -50,10 +50,10 @@ PARTS = ("allreduce", "collectives", "inflight", "lag", "roofline")
 
 #: Launches of each system.
 LAUNCHES, QUICK_LAUNCHES = 15, 1
-#: Repetitions of a launch while the load is high, at most. A quick run only marks the figures.
+#: Largest number of repetitions of a launch while the load is high. A quick run only marks its figures.
 REPEATS, QUICK_REPEATS = 5, 0
-#: For a case in one launch. The seconds are the limit of slow calls: MPICH that is tested takes 16 ms per call with 4
-#: ranks on 2 cores.
+#: Effort for a case in one launch. The seconds limit slow calls: MPICH in mode "test" takes 16 ms per call with 4 ranks
+#: on 2 cores.
 EFFORT, QUICK_EFFORT = Effort(0.05, 3, 1000), Effort(0.01, 2, 200)
 #: Iterations of loop lag at one setting, which fill a few thousand callbacks.
 LAG_ITERATIONS, QUICK_LAG_ITERATIONS = 8, 2

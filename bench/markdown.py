@@ -1,4 +1,4 @@
-"""Tables in Markdown, and how things are called in them."""
+"""Markdown tables, and the names of sizes, cases and world sizes in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from inflight import Case
 
-#: Heads of columns that hold words; the others hold numbers, which stand at the right.
+#: Heads of columns with words. Other columns have numbers, which are aligned to the right.
 WORDS = frozenset(
     ("system", "collective", "what", "range", "error", "target", "limit", "loop", "transport", "what, in ms", "why")
 )

@@ -1,4 +1,4 @@
-"""Pictures of the allreduce by size: time, bus bandwidth, and how many times faster than its peers, if it has any."""
+"""Pictures of allreduce by size: time, bus bandwidth, and the speed relative to peers if there are any."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 _PEERS = {system.name for system in PEERS.values()}
-#: Inches, and dots per inch.
+#: Size in inches, and dots per inch.
 SIZE, DPI = (18, 5.5), 110
 
 
 def plot(results: Results, compared_system: str, folder: Path) -> Path | None:
-    """Write one picture; return its path, None if there is nothing to show."""
+    """Write one picture and return its path; return None if there is nothing to show."""
     cases = results.cases(lambda case: case.kind == "allreduce" and case.inflight == 1)
     if not cases:
         return None
@@ -32,7 +32,7 @@ def plot(results: Results, compared_system: str, folder: Path) -> Path | None:
         style: dict[str, Any] = {"label": system, "marker": "s" if system in _PEERS else "o", "markersize": 4}
         style |= {"linestyle": "--" if system in _PEERS else "-", "color": f"C{number}"}
         times.plot(sizes, [each.figures.p50 * 1e6 for _, each in found], **style)
-        # A rank that is alone has no bus.
+        # A single rank has no bus bandwidth.
         speeds = [(each.figures.busbw if results.world_size > 1 else each.figures.algbw) / 1e9 for _, each in found]
         bandwidths.plot(sizes, speeds, **style)
         if system in _PEERS:

@@ -1,6 +1,6 @@
 """One rank of one launch: python bench/rank.py FOLDER [RANK]. Started by launch.py, or through mpiexec.
 
-FOLDER/config.json says what to measure; rank 0 writes a line of JSON to FOLDER/results for each case as it is done.
+FOLDER/config.json contains the cases to measure. Rank 0 writes a line of JSON to FOLDER/results after each case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def measure_all(cases: list[Case], effort: Effort, results: IO[str], libra
 def main() -> None:
     os.chdir(sys.argv[1])
     config = json.loads(Path("config.json").read_text())
-    # Whoever has started us may be gone, or may not be able to end us: mpiexec starts ranks for others.
+    # The parent may have ended, or may be unable to end this process: mpiexec starts ranks on behalf of others.
     signal.alarm(config["limit"])
     Path(f"{os.getpid()}.pid").touch()
     cases, effort = [Case(*case) for case in config["cases"]], Effort(*config["effort"])

@@ -1,4 +1,4 @@
-"""The report of a run: one text in Markdown, and the figures as CSV."""
+"""Report of a run: one text in Markdown, and the figures as CSV."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ HEADING = """# aiocoll and Gloo, MPICH, Open MPI
 - **Calls.** There is no barrier between iterations. Where data flows one way (broadcast, reduce, gather, scatter, scan)
   the time is that of a stream of calls. #wrong counts wrong elements. CPU is that of all ranks together."""
 
-AWAITED_WORK = (
-    """Calls inside an event loop that goes on meanwhile: aiocoll, and what a program could use in its place."""
-)
+AWAITED_WORK = """Calls inside an event loop that keeps running: aiocoll, and the alternatives for such a program."""
 
 BLOCKING_LIMIT = """Peers that block the thread, and so the event loop: what the machine allows without a loop."""
 
@@ -67,16 +65,16 @@ COLUMNS = (
 
 @dataclass
 class Report:
-    """The results of a run; each part may be empty.
+    """Results of a run; each part may be empty.
 
     Attributes:
         systems: the compared systems, the one of aiocoll that tables compare first.
         skipped: systems that are not installed, and why.
         before: the load before the first launch.
         machine: a description of the machine.
-        results: of each world size.
-        rooflines: of each world size.
-        lags: of each world size.
+        results: results of each world size.
+        rooflines: rooflines of each world size.
+        lags: loop lags of each world size.
         seconds: duration of the run.
         busy: processes that each kept a core busy during the run.
     """

@@ -1,6 +1,6 @@
-"""One rank of footprint.py: meets the others, links itself to each of them, does nothing for a while.
+"""One rank of footprint.py: meets the others, opens a link with each of them, then idles for a while.
 
-Before each step it waits for a line on its standard input; what it has seen it prints, a line of JSON a step.
+Before each step it waits for a line on its standard input. It prints its measurements, one line of JSON per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import uvloop
 
 from aiocoll import GroupOptions, ProcessGroup, Recv, Send, new_group
 
-#: Linux, <linux/fcntl.h>. Outboxes have the seal; the regions of links do not.
+#: Linux, <linux/fcntl.h>. Outboxes have this seal; the regions of links do not.
 GET_SEALS, SEAL_FUTURE_WRITE = 1034, 0x0010
 
 
@@ -42,23 +42,23 @@ async def rank(transport: str, job_key: str, idle: float) -> None:
 
 
 async def step(**seen: Any) -> None:
-    """Say what was seen, wait for the next step."""
+    """Print measurements, then wait for the next step."""
     print(json.dumps(seen), flush=True)
     if not await asyncio.to_thread(sys.stdin.readline):
         sys.exit("the benchmark has ended early")
 
 
 def resident() -> int:
-    """Bytes of memory that this rank costs the host: its own, its outbox, and half of each region of a link.
+    """Return the bytes of memory that this rank costs the host: private memory, its outbox, and half of each region.
 
     Shared memory counts as far as it is reserved, even if only the peer uses it. A peer's outbox counts at the peer.
-    (From Python 3.13 on a mapping keeps no descriptor, so the reserved bytes are unknown.)
+    From Python 3.13 on, a mapping keeps no descriptor, so the reserved bytes are unknown.
     """
     nbytes = int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10
     mappings = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:aiocoll" in line]
     written = {int(inode) for _, mode, _, _, inode, *_ in mappings if mode.startswith("rw")}
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the one that listed them
+        with suppress(OSError):  # the descriptor that listed the others
             status = os.fstat(fd)
             if status.st_ino in written:
                 written.remove(status.st_ino)

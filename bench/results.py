@@ -1,4 +1,4 @@
-"""The results of all launches of a run, and their statistics.
+"""Results of all launches of a run, and their statistics.
 
 A time is the median over the launches of the medians over their iterations. A ratio of two systems is the median of
 the ratios of the rounds: the launches of one round follow each other.
@@ -19,7 +19,7 @@ from aiocoll.cli.measure import Figures, Timing
 
 
 class Ratio(NamedTuple):
-    """The speed relative to another system: the median of the rounds, the least and the most."""
+    """A speed relative to another system: the median of the rounds, the minimum and the maximum."""
 
     median: float
     least: float
@@ -31,8 +31,8 @@ class Summary:
     """One case on one system: medians over the launches, and sums.
 
     Attributes:
-        launches: how many there were.
-        iterations: of all launches.
+        launches: number of launches.
+        iterations: iterations of all launches.
         figures: times of one call.
         tenth: seconds within which the fastest tenth of the calls ended.
         cpu: CPU seconds of one call, of all ranks together.
@@ -49,7 +49,7 @@ class Summary:
 
 @dataclass
 class Results:
-    """The rounds of one world size.
+    """Rounds of one world size.
 
     Attributes:
         world_size: number of ranks.

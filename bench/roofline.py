@@ -1,7 +1,7 @@
-"""What the machine can do: python bench/roofline.py RANKS [SECONDS] prints it as JSON.
+"""Speed of the machine: python bench/roofline.py RANKS [SECONDS] prints it as JSON.
 
-Memory is measured with as many processes as ranks, all at once, on arrays that no cache holds. The bound of a large
-allreduce follows from it: each rank must read its array and write the result, whatever else it does.
+Memory is measured with as many processes as ranks, all at once, on arrays that fit in no cache. The bound of a large
+allreduce follows from it: each rank must at least read its array and write the result.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import Any
 import numpy as np
 
 MIB = 1 << 20
-#: Far more than a last-level cache.
+#: Much larger than a last-level cache.
 NBYTES = 64 * MIB
-#: Of one send: what a socket buffer takes at once.
+#: Bytes of one send: the amount that a socket buffer takes at once.
 PIECE = 256 << 10
-#: Round trips that are timed together, since a clock costs as much as one of them.
+#: Number of round trips that are timed together, since reading the clock costs as much as one of them.
 TRIPS = 100
 LIMIT = 120
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes per second that are read plus written by all processes, or that pass a socket; seconds of round trips.
+    """Bytes per second that all processes read plus write, or that pass a socket, and seconds of round trips.
 
     Attributes:
         world_size: number of processes that read and write.
         copy: `np.copyto`.
         add: `np.add`, in place.
-        tcp: one sender over loopback, one receiver.
-        unix: the same over a unix socket.
+        tcp: one sender and one receiver, over loopback.
+        unix: one sender and one receiver, over a unix socket.
         flag: round trip of a shared flag that both sides poll.
         unix_trip: round trip of a byte through a unix socket, both sides blocking.
-        tcp_trip: the same over loopback.
+        tcp_trip: round trip of a byte over loopback, both sides blocking.
     """
 
     world_size: int
@@ -56,12 +56,12 @@ class Roofline:
     tcp_trip: float
 
     def bound(self, nbytes: int) -> float:
-        """Return the seconds that an allreduce of `nbytes` takes at the least."""
+        """Return a lower bound for the seconds of an allreduce of `nbytes`."""
         return 2 * self.world_size * nbytes / self.copy
 
 
 def roofline(world_size: int, seconds: float) -> Roofline:
-    """Measure in a process of its own, which can fork since it has no threads."""
+    """Measure in a separate process, which can fork since it has no threads."""
     command = [sys.executable, str(Path(__file__)), str(world_size), str(seconds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT, check=True)
     return Roofline(**json.loads(done.stdout))
@@ -77,8 +77,8 @@ def measure(world_size: int, seconds: float) -> Roofline:
     )
 
 
-def together(roles: Sequence[Callable[[Callable[[], None]], float]]) -> list[float]:
-    """Run each in a forked process; return what each returns. They are given what lets them start together."""
+def run_together(roles: Sequence[Callable[[Callable[[], None]], float]]) -> list[float]:
+    """Run each role in a forked process and return their results. Each role receives a function to start together."""
     ready, gate, results = os.pipe(), os.pipe(), [os.pipe() for _ in roles]
 
     def meet() -> None:
@@ -108,7 +108,7 @@ def together(roles: Sequence[Callable[[Callable[[], None]], float]]) -> list[flo
 
 
 def _memory(work: Callable[[Any, Any], int], world_size: int, seconds: float) -> float:
-    """Return the bytes per second that so many processes read and write together."""
+    """Return the bytes per second that `world_size` processes read and write together."""
 
     def role(meet: Callable[[], None]) -> float:
         a, b = np.ones(NBYTES // 4, np.float32), np.ones(NBYTES // 4, np.float32)
@@ -118,7 +118,7 @@ def _memory(work: Callable[[Any, Any], int], world_size: int, seconds: float) ->
             moved += work(a, b)
         return moved / (time.monotonic() - start)
 
-    return sum(together([role] * world_size))
+    return sum(run_together([role] * world_size))
 
 
 def _copy(a: Any, b: Any) -> int:
@@ -164,7 +164,7 @@ def _throughput(pair: tuple[socket.socket, socket.socket], seconds: float) -> fl
 def _trip(pair: tuple[socket.socket, socket.socket], seconds: float) -> float:
     near, far = pair
 
-    def ask(meet: Callable[[], None]) -> float:
+    def send_flags(meet: Callable[[], None]) -> float:
         meet()
         taken, end = [], time.monotonic() + seconds
         while time.monotonic() < end:
@@ -181,31 +181,31 @@ def _trip(pair: tuple[socket.socket, socket.socket], seconds: float) -> float:
             far.send(data)
         return 0.0
 
-    return _alone(pair, ask, answer)
+    return _alone(pair, send_flags, answer)
 
 
 def _alone(pair: tuple[socket.socket, socket.socket], *roles: Callable[[Callable[[], None]], float]) -> float:
-    """Run both sides of a connection; return what the one of them that has a result has found."""
-    found = together(roles)
+    """Run both sides of a connection; return the result of the side that has one."""
+    found = run_together(roles)
     for each in pair:
         each.close()
     return max(found)
 
 
 def _flag(seconds: float) -> float:
-    """Two processes write a counter each and poll the other's, in cache lines of their own."""
+    """Return the round trip of a flag: two processes write a counter each, and poll the counter of the other."""
     flags = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
-    ours, theirs, stop = 0, 8, 16
+    outgoing, incoming, stop = 0, 8, 16
 
-    def ask(meet: Callable[[], None]) -> float:
+    def send_flags(meet: Callable[[], None]) -> float:
         meet()
         taken, end, count = [], time.monotonic() + seconds, 0
         while time.monotonic() < end:
             start = time.perf_counter()
             for _ in range(TRIPS):
                 count += 1
-                flags[ours] = count
-                while flags[theirs] != count:
+                flags[outgoing] = count
+                while flags[incoming] != count:
                     pass
             taken.append((time.perf_counter() - start) / TRIPS)
         flags[stop] = 1
@@ -215,12 +215,12 @@ def _flag(seconds: float) -> float:
         meet()
         seen = 0
         while not flags[stop]:
-            if flags[ours] != seen:
-                seen = flags[ours]
-                flags[theirs] = seen
+            if flags[outgoing] != seen:
+                seen = flags[outgoing]
+                flags[incoming] = seen
         return 0.0
 
-    return max(together([ask, answer]))
+    return max(run_together([send_flags, answer]))
 
 
 if __name__ == "__main__":

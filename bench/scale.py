@@ -1,8 +1,8 @@
-"""What many ranks in one process cost: python bench/scale.py [-n 16 64 256 1024] [--groups 100].
+"""Cost of many ranks in one process: python bench/scale.py [-n 16 64 256 1024] [--groups 100].
 
-Each world is run in a process of its own, over memory, and each figure is that of all ranks together, from the first
-that began to the last that was done. The peak is that of the whole process, the interpreter and NumPy included. The
-second table is of sub-groups of a world of 16 ranks: to split them all off, and to use each once.
+Each world runs in a separate process, over memory. Each figure is for all ranks together, from the first start to the
+last end. The peak is that of the whole process, including the interpreter and NumPy. The second table is for subgroups
+of a world of 16 ranks: the time to split all of them off, and the time to use each once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aiocoll.testing import run_ranks
 
 #: Ranks of the world that is split.
 SPLIT = 16
-#: Seconds after which a world has hung.
+#: Seconds until a world is considered hung.
 HUNG = 600.0
 
 
@@ -42,16 +42,16 @@ def main() -> None:
         print(json.dumps(found))
         return
     print("# Scale: many ranks in one process\n", machine(), "", sep="\n", flush=True)
-    rows = [[size, *measured("world", size, args.groups)] for size in args.n]
+    rows = [[size, *measure("world", size, args.groups)] for size in args.n]
     print(table(["ranks", "form, s", "allreduce, s", "again, s", "barrier, s", "close, s", "peak, MiB"], rows))
-    split, use, files = measured("groups", SPLIT, args.groups)
+    split, use, files = measure("groups", SPLIT, args.groups)
     print(
         f"\n{args.groups} sub-groups of {SPLIT} ranks, on every rank: split off in {split} s, "
         f"an allreduce in each of them {use} s, {files} more open files"
     )
 
 
-def measured(what: str, size: int, count: int) -> list[str]:
+def measure(what: str, size: int, count: int) -> list[str]:
     command = [sys.executable, __file__, "--only", what, "-n", str(size), "--groups", str(count)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return [f"{value:.3g}" if value < 100 else f"{value:.0f}" for value in json.loads(done.stdout)]
@@ -63,7 +63,7 @@ async def world(size: int) -> list[float]:
 
     async def rank(pg: ProcessGroup) -> None:
         ended[0] = perf_counter()
-        # Opens the links that it needs; the second one finds them.
+        # The first call opens the links that it needs; the second one finds them open.
         for step in (1, 2):
             x = np.full(4, 1.0)
             await pg.allreduce(x)
@@ -80,7 +80,7 @@ async def world(size: int) -> list[float]:
 
 
 async def groups(count: int) -> list[float]:
-    """Return the seconds of all ranks to make `count` groups each, and to use them, and how many files that opened."""
+    """Return the seconds for all ranks to make `count` groups each and to use them, and the number of opened files."""
     split, used, opened = 0.0, [0.0, 0.0], 0
 
     async def rank(pg: ProcessGroup) -> None:
@@ -89,7 +89,7 @@ async def groups(count: int) -> list[float]:
         await pg.barrier()
         files = len(os.listdir("/proc/self/fd"))
         began = perf_counter()
-        # Without an await in between: the time of one rank after the other.
+        # Without an await in between, so that it is the time of one rank after the other.
         works = [pg.split_group(range(SPLIT)) for _ in range(count)]
         split += perf_counter() - began
         await pg.barrier()

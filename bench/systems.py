@@ -14,7 +14,7 @@ from aiocoll.cli.workload import KINDS
 TRANSPORTS = ("auto", "pure", "shm", "unix", "tcp")
 #: The default: `shm` is what `auto` chooses on one host.
 DEFAULT_TRANSPORTS = ("auto", "pure", "unix", "tcp")
-#: Those that are measured at all collectives; the others only at allreduce.
+#: Transports that are measured with all collectives; the others only with allreduce.
 AT_ALL_COLLECTIVES = ("auto", "pure")
 
 #: How a program waits for a call. Only "blocking" stops the event loop.
@@ -28,13 +28,13 @@ class System:
     Attributes:
         name: the name in tables.
         library: the function of `libraries.py` that runs it.
-        mode: how a rank waits for a call.
+        mode: the way in which a rank waits for a call.
         environment: the virtual environment of `environments.py`; None is the one of the benchmark.
         waits: `mode` in words.
         kinds: the collectives besides allreduce.
         mpiexec: the options of `mpiexec`; None starts the ranks directly.
         transport: the transport of aiocoll; None for a peer.
-        variables: of the environment of its ranks.
+        variables: environment variables of its ranks.
     """
 
     name: str
@@ -49,7 +49,7 @@ class System:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether other tasks of the event loop run during a call."""
+        """Return whether other tasks of the event loop run during a call."""
         return self.mode != "blocking"
 
     def can_run(self, case: Case) -> bool:
@@ -107,7 +107,7 @@ def _peers() -> dict[str, System]:
 
 
 def choose_peers(names: Iterable[str]) -> list[str]:
-    """Return the keys of `PEERS` that `names` of `PEER_CHOICES` mean, each once."""
+    """Return the keys of `PEERS` that the command line selects with `names`, each once."""
     return [peer for peer in PEERS if any(name in (peer, peer.rpartition("-")[0]) for name in names)]
 
 

@@ -1,4 +1,4 @@
-"""The tables of the benchmark against other libraries."""
+"""Tables of the benchmark against other libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from systems import AWAITED, BLOCKING, MPI_BLOCKING
 
 from aiocoll.machine_load import MAX_LOAD
 
-#: Behind the first cell of a row whose figures are disturbed.
+#: Mark after the first cell of a row with disturbed figures.
 MARK = " \\*"
 
 
@@ -55,7 +55,7 @@ def _comparison(results: Results, system: str, columns: Sequence[str], rivals: S
     """Return a row for each case: the times of all systems, and the speed relative to the fastest rival.
 
     Args:
-        results: of one world size.
+        results: results of one world size.
         system: the system of aiocoll.
         columns: the other systems, as far as they were measured.
         rivals: the systems that the ratio compares with.
@@ -79,7 +79,7 @@ def _comparison(results: Results, system: str, columns: Sequence[str], rivals: S
 
 
 def describe_marks(rows: Sequence[Sequence[object]]) -> str:
-    """Return how many rows are marked, for the line above a table."""
+    """Return the line above a table that counts its marked rows."""
     count = sum(str(row[0]).endswith(MARK) for row in rows)
     return f"{count} of {len(rows)} rows are marked{MARK}: others took more than {MAX_LOAD:g} cores during a launch."
 

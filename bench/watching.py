@@ -1,10 +1,10 @@
-"""What watching costs a job: ``python bench/watching.py``.
+"""Cost of watching a job: ``python bench/watching.py``.
 
-Eight ranks, processes of this host, call allreduces of 8 B and of 1 MiB without a pause. Nobody watches, or
-``aiocoll top --json``, or ``aiocoll top --web`` with somebody who asks once a second, as its page does; these take
-turns within one job, and each turn begins when the viewer has had its first answer. A turn lasts long enough for
-several answers. The ratio is that of a turn to the one beside it in which nobody watches, and the table has the median
-of these. The viewer itself runs on the same cores.
+Eight ranks, processes of this host, call allreduces of 8 B and of 1 MiB without a pause. The job runs unwatched, with
+``aiocoll top --json``, or with ``aiocoll top --web`` and a client that sends a request once a second, as its page does.
+These three alternate within one job. Each turn starts with the first answer to the viewer, and lasts for several
+answers. The ratio compares a turn with the adjacent unwatched turn; the table has the median ratio. The viewer runs on
+the same cores.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from aiocoll import GroupOptions, ProcessGroup
 from aiocoll.native import IMPLEMENTATION
 from aiocoll.testing import run_processes
 
-NOBODY, TERMINAL, WEB = "nobody", "`aiocoll top --json`", "`aiocoll top --web`"
-#: Elements of float32 of an array.
+UNWATCHED, TERMINAL, WEB = "unwatched", "`aiocoll top --json`", "`aiocoll top --web`"
+#: Number of float32 elements of an array.
 SIZES = {"8 B": 2, "1 MiB": 1 << 18}
 
 
 @contextlib.contextmanager
 def viewer(way: str, folder: str) -> Iterator[None]:
     """Watch the job, from the first answer on."""
-    if way == NOBODY:
+    if way == UNWATCHED:
         yield
         return
     option = "--json" if way == TERMINAL else "--web"
@@ -78,12 +78,12 @@ def _poll(process: subprocess.Popen[str], first: threading.Event, over: threadin
 
 
 async def job(pg: ProcessGroup, folder: str, turns: int, seconds: float) -> dict[str, dict[str, list[float]]]:
-    """Return microseconds of a call on this rank, by size, way and turn."""
+    """Return the microseconds of a call on this rank, by size, way and turn."""
     found: dict[str, dict[str, list[float]]] = {}
     for size, count in SIZES.items():
         tensor = np.zeros(count, np.float32)
         calls = await _calls(pg, tensor, seconds)
-        times = found[size] = {NOBODY: [], TERMINAL: [], WEB: []}
+        times = found[size] = {UNWATCHED: [], TERMINAL: [], WEB: []}
         for turn in range(turns):
             for way in list(times)[:: 1 if turn % 2 else -1]:
                 async with contextlib.AsyncExitStack() as stack:
@@ -100,7 +100,7 @@ async def job(pg: ProcessGroup, folder: str, turns: int, seconds: float) -> dict
 
 
 async def _calls(pg: ProcessGroup, tensor: np.ndarray, seconds: float) -> int:
-    """Return how many calls take so long, the same on all ranks."""
+    """Return the number of calls that take `seconds`, the same on all ranks."""
     for _ in range(20):
         await pg.allreduce(tensor)
     began = time.perf_counter()
@@ -110,23 +110,23 @@ async def _calls(pg: ProcessGroup, tensor: np.ndarray, seconds: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What watching costs a job.")
+    parser = argparse.ArgumentParser(description="The cost of watching a job.")
     parser.add_argument("-n", "--nproc", type=int, default=8, help="ranks (default: 8)")
-    parser.add_argument("--turns", type=int, default=7, help="of each way and size (default: 7)")
-    parser.add_argument("--seconds", type=float, default=2.5, help="of a turn (default: 2.5)")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each way and size (default: 7)")
+    parser.add_argument("--seconds", type=float, default=2.5, help="seconds per turn (default: 2.5)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as above:
         folder = str(Path(above) / "top")
         options = GroupOptions(top_dir=folder)
         arguments = (folder, args.turns, args.seconds)
         ranks = asyncio.run(run_processes(args.nproc, job, *arguments, options=options, timeout=1000.0, loop="uvloop"))
-    print(f"# What watching costs a job of {args.nproc} ranks\n", machine(), "", sep="\n")
-    print(f"{IMPLEMENTATION.capitalize()}.", "\n\n| | who watches | µs of a call | ratio | from | to |")
+    print(f"# The cost of watching a job of {args.nproc} ranks\n", machine(), "", sep="\n")
+    print(f"{IMPLEMENTATION.capitalize()}.", "\n\n| | viewer | µs of a call | ratio | from | to |")
     print("|---|---|--:|--:|--:|--:|")
     for size, times in ranks[0].items():
         for way, each in times.items():
             took = median(each)
-            ratios = [mine / alone for mine, alone in zip(each, times[NOBODY], strict=True)]
+            ratios = [mine / alone for mine, alone in zip(each, times[UNWATCHED], strict=True)]
             low, middle, high = min(ratios), median(ratios), max(ratios)
             print(f"| {size} | {way} | {took:.1f} | {middle:.3f} | {low:.3f} | {high:.3f} |")
 

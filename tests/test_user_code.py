@@ -12,7 +12,7 @@ import pytest
 
 import aiocoll
 from aiocoll import GroupOptions, ProcessGroup, ReduceOp, StoreError
-from aiocoll.distributed.map_result import changed
+from aiocoll.distributed.map_result import map_result
 from aiocoll.errors import SerializationError
 from aiocoll.log import logger
 from aiocoll.store import HashStore
@@ -309,7 +309,7 @@ async def test_object_that_cannot_be_pickled_is_refused_at_the_call(error: type[
 @pytest.mark.parametrize("error", [*CONTROL, ValueError])
 @pytest.mark.ranks(1, 2)
 async def test_function_on_a_result_fails_its_work(pg: ProcessGroup, error: type[BaseException]) -> None:
-    work = changed(pg.allreduce(1), raising(error))
+    work = map_result(pg.allreduce(1), raising(error))
     with pytest.raises(error if issubclass(error, Exception) and error is not StopIteration else UserCodeError):
         await work
     assert await pg.allreduce(1) == pg.size()

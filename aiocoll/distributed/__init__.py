@@ -1,9 +1,9 @@
-"""The functions of `torch.distributed`, awaited: ``import aiocoll.distributed as dist; await dist.all_reduce(t)``.
+"""Functions of `torch.distributed`, awaited: ``import aiocoll.distributed as dist; await dist.all_reduce(t)``.
 
-A thin layer over `ProcessGroup`. The default group is that of the context (`aiocoll.process_group`, and in the testing
-kit every rank's), else the one that `init_process_group` has made first on this event loop. There is no ``async_op``:
-every call that moves data starts at once and returns a `Work`. The method of `ProcessGroup` that its first line names
-tells which shapes it takes, what it costs and raises, and whose algorithm it is.
+A thin layer over `ProcessGroup`. The default group is the group of the context (`aiocoll.process_group`, which the
+testing kit sets on every rank). Otherwise it is the first group that `init_process_group` has made on this event loop.
+There is no ``async_op``: every call that moves data starts at once and returns a `Work`. The first line of a function
+names the method of `ProcessGroup` that documents its shapes, costs, errors and algorithm.
 """
 
 from aiocoll.backends import Backend, BackendConfig

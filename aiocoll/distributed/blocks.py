@@ -1,10 +1,10 @@
-"""Blocks that fuse the calls in them, or predict their time."""
+"""Context managers that fuse the calls in a block, or predict their time."""
 
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
-from aiocoll.distributed.world import inside
+from aiocoll.distributed.world import require_member
 from aiocoll.group.interceptors.coalesce import Batch
 from aiocoll.group.interceptors.estimate import Estimate
 from aiocoll.group.process_group import ProcessGroup
@@ -13,22 +13,22 @@ __all__ = ["coalescing_manager", "time_estimator"]
 
 
 def coalescing_manager(group: ProcessGroup | None = None, device: object = None) -> AbstractAsyncContextManager[Batch]:
-    """Run the calls of an ``async with`` block on a group fused: `ProcessGroup.coalescing`.
+    """Fuse the calls on a group in an ``async with`` block; see `ProcessGroup.coalescing`.
 
     Args:
-        group: None is the default group.
+        group: a group; None means the default group.
         device: not used.
     """
-    return inside(group).coalescing()
+    return require_member(group).coalescing()
 
 
 def time_estimator(group: ProcessGroup | None = None, device: object = None) -> AbstractContextManager[Estimate]:
-    """Predict how long the calls of a ``with`` block on a group would take, and send nothing.
+    """Predict the time of a group's calls in a ``with`` block, and send nothing; see `ProcessGroup.time_estimator`.
 
-    See `ProcessGroup.time_estimator`: the object of the block has the seconds at the end.
+    The object of the block has the predicted seconds after the block.
 
     Args:
-        group: None is the default group.
+        group: a group; None means the default group.
         device: not used.
     """
-    return inside(group).time_estimator()
+    return require_member(group).time_estimator()

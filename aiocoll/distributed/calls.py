@@ -1,7 +1,7 @@
-"""The collectives on arrays: the group, the root's rank in it, and one call of the group.
+"""Collectives on arrays: each finds the group and the root's rank in it, and makes one call of the group.
 
-Each starts at once and returns a `Work`; what it does, costs and raises is documented at the method of `ProcessGroup`
-that it names. On a rank that is not in the group it warns, and the work is done with result None.
+Each call starts at once and returns a `Work`. The method of `ProcessGroup` that a function names documents its effect,
+cost and errors. On a rank outside the group a function warns, and returns a finished work with result None.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
-from aiocoll.distributed.map_result import changed
+from aiocoll.distributed.map_result import map_result
 from aiocoll.distributed.ranks import rank_of
-from aiocoll.distributed.world import Group, absent, member_of
+from aiocoll.distributed.world import Group, finish_outside, member_of
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.engine.fusion.deferred_completion import DeferredCompletion
 from aiocoll.group.dispatch.dispatcher import Timeout
@@ -42,24 +42,24 @@ __all__ = [
 SUM = ReduceOp.SUM
 
 A = TypeVar("A", bound=Array)
-#: Another array than the one that is the result.
+#: An array type other than that of the result.
 B = TypeVar("B", bound=Array)
-#: What a reduction of one thing takes and gives back.
+#: The argument and result of a reduction.
 N = TypeVar("N", bound=Array | Number)
-#: The same of `all_reduce`, which takes sparse arrays, too.
+#: The argument and result of `all_reduce`, which accepts sparse arrays, too.
 S = TypeVar("S", bound=Array | Number | Sparse)
 
 
 def all_reduce(tensor: S, op: ReduceOp = SUM, group: Group = None) -> Work[S]:
-    """Reduce `tensor` over all ranks, in place: `ProcessGroup.allreduce`.
+    """Reduce `tensor` over all ranks, in place; see `ProcessGroup.allreduce`.
 
     Args:
         tensor: an array of the same count on every rank, or a number; the result.
-        op: how to reduce.
-        group: None is the default group.
+        op: the reduction operation.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "all_reduce")
-    return absent("ALLREDUCE") if pg is None else pg.allreduce(tensor, op)
+    return finish_outside("ALLREDUCE") if pg is None else pg.allreduce(tensor, op)
 
 
 @overload
@@ -67,56 +67,56 @@ def all_reduce_coalesced(tensors: list[A], op: ReduceOp = SUM, group: Group = No
 @overload
 def all_reduce_coalesced(tensors: A, op: ReduceOp = SUM, group: Group = None) -> Work[list[A]]: ...
 def all_reduce_coalesced(tensors: Any, op: ReduceOp = SUM, group: Group = None) -> Work[list[Any]]:
-    """Reduce a list of tensors, in place, in one operation: `ProcessGroup.allreduce_coalesced`.
+    """Reduce a list of tensors in place, in one operation; see `ProcessGroup.allreduce_coalesced`.
 
     Args:
-        tensors: arrays, of the same counts on every rank, or one of them; the result is the list.
-        op: how to reduce, the same for all.
-        group: None is the default group.
+        tensors: arrays with the same counts on every rank, or one such array; the result is the list.
+        op: the reduction operation, the same for all of them.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "all_reduce_coalesced")
     if pg is None:
-        return absent("ALLREDUCE_COALESCED")
+        return finish_outside("ALLREDUCE_COALESCED")
     return pg.allreduce_coalesced(tensors if isinstance(tensors, list) else [tensors], op)
 
 
 def reduce(
     tensor: N, dst: int | None = None, op: ReduceOp = SUM, group: Group = None, group_dst: int | None = None
 ) -> Work[N]:
-    """Reduce `tensor` over all ranks into that of one rank; the others are not changed: `ProcessGroup.reduce`.
+    """Reduce `tensor` over all ranks into the tensor of one rank; others stay unchanged; see `ProcessGroup.reduce`.
 
     Args:
         tensor: an array of the same count on every rank.
-        dst: global rank that gets the result.
-        op: how to reduce.
-        group: None is the default group.
-        group_dst: its rank in `group`, instead of `dst`.
+        dst: global rank that receives the result.
+        op: the reduction operation.
+        group: a group; None means the default group.
+        group_dst: the rank in `group`, instead of `dst`.
     """
     pg = member_of(group, "reduce")
-    return absent("REDUCE") if pg is None else pg.reduce(tensor, rank_of(pg, "dst", dst, group_dst), op)
+    return finish_outside("REDUCE") if pg is None else pg.reduce(tensor, rank_of(pg, "dst", dst, group_dst), op)
 
 
 def broadcast(tensor: N, src: int | None = None, group: Group = None, group_src: int | None = None) -> Work[N]:
-    """Copy the tensor of one rank to all: `ProcessGroup.broadcast`.
+    """Copy the tensor of one rank to all ranks; see `ProcessGroup.broadcast`.
 
     Args:
         tensor: an array of the same count on every rank.
-        src: global rank whose tensor it is.
-        group: None is the default group.
-        group_src: its rank in `group`, instead of `src`.
+        src: global rank of the source.
+        group: a group; None means the default group.
+        group_src: the rank in `group`, instead of `src`.
     """
     pg = member_of(group, "broadcast")
-    return absent("BROADCAST") if pg is None else pg.broadcast(tensor, rank_of(pg, "src", src, group_src))
+    return finish_outside("BROADCAST") if pg is None else pg.broadcast(tensor, rank_of(pg, "src", src, group_src))
 
 
 def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Work[None]:
-    """Wait for all ranks, as `ProcessGroup.barrier`, and for the collectives that this rank started earlier.
+    """Wait for all ranks, as `ProcessGroup.barrier` does, and for the collectives that this rank started earlier.
 
     As with torch's Gloo backend, the tensor of an earlier `all_reduce` is reduced after ``await barrier()``.
     Collectives of other groups, keyed calls, sends and receives do not count.
 
     Args:
-        group: None is the default group.
+        group: a group; None means the default group.
         device_ids: ignored, since no device takes part.
 
     Raises:
@@ -124,22 +124,22 @@ def barrier(group: Group = None, device_ids: Sequence[int] | None = None) -> Wor
     """
     if isinstance(device_ids, bool):
         raise TypeError(
-            "device_ids must be a list of devices or None, not bool; async_op does not exist: await the call"
+            "device_ids must be a list of devices or None, not bool; async_op does not exist, await the call instead"
         )
     pg = member_of(group, "barrier")
     if pg is None:
-        return absent("BARRIER")
+        return finish_outside("BARRIER")
     pending = pg.pending()
     work = pg.barrier()
     earlier = [each for each in pending if _precedes(each, work)]
     if not earlier:
         return work
     fence = parts_of(pg).messages.one_of("BARRIER", [work])
-    return changed(all_of(fence, [*earlier, work]), lambda _: None)
+    return map_result(all_of(fence, [*earlier, work]), lambda _: None)
 
 
 def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
-    """Return whether `work` is an unkeyed collective that has started, or starts together with `barrier`."""
+    """Return whether `work` is an unkeyed collective that has started, or will start together with `barrier`."""
     completion = completion_of(work)
     if isinstance(completion, DeferredCompletion) and work.seq is None:
         is_in_block = completion.progress is completion_of(barrier).progress
@@ -148,55 +148,57 @@ def _precedes(work: Work[Any], barrier: Work[Any]) -> bool:
 
 
 def monitored_barrier(group: Group = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
-    """Wait until all ranks have called it; the error names those that have not: `ProcessGroup.monitored_barrier`.
+    """Wait until all ranks have called it; the error names missing ranks. See `ProcessGroup.monitored_barrier`.
 
     Args:
-        group: None is the default group.
-        timeout: seconds; None is the group's.
-        wait_all_ranks: on rank 0: name every rank that is missing, not only the first of them.
+        group: a group; None means the default group.
+        timeout: seconds; None means the timeout of the group.
+        wait_all_ranks: rank 0 names every missing rank, not only the first one.
     """
     pg = member_of(group, "monitored_barrier")
-    return absent("MONITORED_BARRIER") if pg is None else pg.monitored_barrier(timeout, wait_all_ranks)
+    return finish_outside("MONITORED_BARRIER") if pg is None else pg.monitored_barrier(timeout, wait_all_ranks)
 
 
 def all_gather(tensor_list: list[A], tensor: Array, group: Group = None) -> Work[list[A]]:
-    """Gather every rank's tensor, of any count, into a list on every rank: `ProcessGroup.allgather`.
+    """Gather every rank's tensor, of any count, into a list on every rank; see `ProcessGroup.allgather`.
 
     Args:
         tensor_list: an array per rank, with as many elements as that rank's tensor; the result.
         tensor: this rank's array.
-        group: None is the default group.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "all_gather")
-    return absent("ALLGATHER") if pg is None else pg.allgather(_listed(tensor_list, "tensor_list", pg), tensor)
+    return (
+        finish_outside("ALLGATHER") if pg is None else pg.allgather(_check_list(tensor_list, "tensor_list", pg), tensor)
+    )
 
 
 def all_gather_into_tensor(output_tensor: A, input_tensor: Array, group: Group = None) -> Work[A]:
-    """Gather tensors of one count into one tensor, in rank order: `ProcessGroup.allgather_into_tensor`.
+    """Gather tensors of one count into one tensor, in rank order; see `ProcessGroup.allgather_into_tensor`.
 
     Args:
         output_tensor: an array of as many elements as all inputs together; the result.
         input_tensor: this rank's array, of the same count on every rank.
-        group: None is the default group.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "all_gather_into_tensor")
-    return absent("ALLGATHER") if pg is None else pg.allgather_into_tensor(output_tensor, input_tensor)
+    return finish_outside("ALLGATHER") if pg is None else pg.allgather_into_tensor(output_tensor, input_tensor)
 
 
 def all_gather_coalesced(
     output_tensor_lists: list[list[A]], input_tensor_list: list[B], group: Group = None
 ) -> Work[list[list[A]]]:
-    """Gather several tensors of every rank; one `ProcessGroup.allgather` for each, once all of them are checked.
+    """Gather several tensors of every rank, by one `ProcessGroup.allgather` each, after checking all of them.
 
     Args:
-        output_tensor_lists: for every rank a list with room for its tensors; the result.
+        output_tensor_lists: one list per rank, with room for the tensors of that rank; the result.
         input_tensor_list: this rank's tensors, as many on every rank.
-        group: None is the default group.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "all_gather_coalesced")
     if pg is None:
-        return absent("ALLGATHER_COALESCED")
-    lists = _listed(output_tensor_lists, "output_tensor_lists", pg)
+        return finish_outside("ALLGATHER_COALESCED")
+    lists = _check_list(output_tensor_lists, "output_tensor_lists", pg)
     if not isinstance(input_tensor_list, list):
         raise TypeError(f"input_tensor_list must be a list, not {type(input_tensor_list).__name__}")
     count = len(input_tensor_list)
@@ -204,12 +206,12 @@ def all_gather_coalesced(
         if not isinstance(each, list) or len(each) != count:
             given = len(each) if isinstance(each, list) else type(each).__name__
             raise ValueError(
-                f"output_tensor_lists[{rank}] must be a list of {count} tensors, as many as the inputs: {given}"
+                f"output_tensor_lists[{rank}] must be a list of {count} tensors, as many as the inputs, not {given}"
             )
     outputs = [[each[index] for each in lists] for index in range(count)]
     works = parts_of(pg).collectives.allgather_all(outputs, input_tensor_list, "input_tensor_list")
     whole = parts_of(pg).messages.one_of("ALLGATHER_COALESCED", works)
-    return changed(all_of(whole, works), lambda _: output_tensor_lists)
+    return map_result(all_of(whole, works), lambda _: output_tensor_lists)
 
 
 @overload
@@ -235,20 +237,20 @@ def gather(
     group: Group = None,
     group_dst: int | None = None,
 ) -> Work[Any]:
-    """Gather every rank's tensor, of any count, at one rank: `ProcessGroup.gather`.
+    """Gather every rank's tensor, of any count, at one rank; see `ProcessGroup.gather`.
 
     Args:
         tensor: this rank's array.
         gather_list: at `dst` an array per rank, which is the result; elsewhere None or [], and the result is None.
-        dst: global rank that gets them; 0 if `group_dst` is not given either.
-        group: None is the default group.
-        group_dst: its rank in `group`, instead of `dst`.
+        dst: global rank that receives them; 0 if `group_dst` is not given either.
+        group: a group; None means the default group.
+        group_dst: the rank in `group`, instead of `dst`.
     """
     pg = member_of(group, "gather")
     if pg is None:
-        return absent("GATHER")
+        return finish_outside("GATHER")
     root = rank_of(pg, "dst", dst, group_dst, 0)
-    return pg.gather(_at_root(gather_list, "gather_list", "dst", pg, root), tensor, root)
+    return pg.gather(_check_root_list(gather_list, "gather_list", "dst", pg, root), tensor, root)
 
 
 def scatter(
@@ -258,63 +260,63 @@ def scatter(
     group: Group = None,
     group_src: int | None = None,
 ) -> Work[A]:
-    """Send the r-th tensor of one rank's list to rank r: `ProcessGroup.scatter`.
+    """Send the r-th tensor of one rank's list to rank r; see `ProcessGroup.scatter`.
 
     Args:
-        tensor: receives; the result.
+        tensor: the array that receives this rank's part; the result.
         scatter_list: at `src` an array per rank; elsewhere None or [].
-        src: global rank whose list it is; 0 if `group_src` is not given either.
-        group: None is the default group.
-        group_src: its rank in `group`, instead of `src`.
+        src: global rank of the source; 0 if `group_src` is not given either.
+        group: a group; None means the default group.
+        group_src: the rank in `group`, instead of `src`.
     """
     pg = member_of(group, "scatter")
     if pg is None:
-        return absent("SCATTER")
+        return finish_outside("SCATTER")
     root = rank_of(pg, "src", src, group_src, 0)
-    return pg.scatter(tensor, _at_root(scatter_list, "scatter_list", "src", pg, root), root)
+    return pg.scatter(tensor, _check_root_list(scatter_list, "scatter_list", "src", pg, root), root)
 
 
 def reduce_scatter(output: A, input_list: list[B], op: ReduceOp = SUM, group: Group = None) -> Work[A]:
-    """Reduce the r-th tensors of all lists into rank r's output: `ProcessGroup.reduce_scatter`.
+    """Reduce the r-th tensors of all lists into rank r's output; see `ProcessGroup.reduce_scatter`.
 
     Args:
-        output: receives this rank's part; the result.
-        input_list: an array per rank, that for rank r of the count of its output.
-        op: how to reduce.
-        group: None is the default group.
+        output: the array that receives this rank's part; the result.
+        input_list: an array per rank, where array r has the count of rank r's output.
+        op: the reduction operation.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "reduce_scatter")
     if pg is None:
-        return absent("REDUCE_SCATTER")
-    return pg.reduce_scatter(output, _listed(input_list, "input_list", pg), op)
+        return finish_outside("REDUCE_SCATTER")
+    return pg.reduce_scatter(output, _check_list(input_list, "input_list", pg), op)
 
 
 def reduce_scatter_tensor(output: A, input: Array, op: ReduceOp = SUM, group: Group = None) -> Work[A]:
-    """Reduce all inputs, leave the r-th part in rank r's output: `ProcessGroup.reduce_scatter_tensor`.
+    """Reduce all inputs, and store the r-th part in rank r's output; see `ProcessGroup.reduce_scatter_tensor`.
 
     Args:
-        output: receives this rank's part, of the same count on every rank; the result.
+        output: the array that receives this rank's part, of the same count on every rank; the result.
         input: an array of as many elements as all outputs together.
-        op: how to reduce.
-        group: None is the default group.
+        op: the reduction operation.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "reduce_scatter_tensor")
-    return absent("REDUCE_SCATTER") if pg is None else pg.reduce_scatter_tensor(output, input, op)
+    return finish_outside("REDUCE_SCATTER") if pg is None else pg.reduce_scatter_tensor(output, input, op)
 
 
 def all_to_all(output_tensor_list: list[A], input_tensor_list: list[B], group: Group = None) -> Work[list[A]]:
-    """Send the r-th input to rank r, and receive rank r's into the r-th output: `ProcessGroup.alltoall`.
+    """Send the r-th input to rank r, and receive from rank r into the r-th output; see `ProcessGroup.alltoall`.
 
     Args:
-        output_tensor_list: an array per rank, with as many elements as that rank sends here; the result.
+        output_tensor_list: an array per rank, with as many elements as that rank sends to this one; the result.
         input_tensor_list: an array per rank, of any counts.
-        group: None is the default group.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "all_to_all")
     if pg is None:
-        return absent("ALLTOALL")
-    outputs = _listed(output_tensor_list, "output_tensor_list", pg)
-    return pg.alltoall(outputs, _listed(input_tensor_list, "input_tensor_list", pg))
+        return finish_outside("ALLTOALL")
+    outputs = _check_list(output_tensor_list, "output_tensor_list", pg)
+    return pg.alltoall(outputs, _check_list(input_tensor_list, "input_tensor_list", pg))
 
 
 def all_to_all_single(
@@ -324,24 +326,24 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> Work[A]:
-    """Send part r of `input` to rank r, and concatenate the received parts in `output`: `ProcessGroup.alltoall_base`.
+    """Send part r of `input` to rank r, and concatenate received parts in `output`; see `ProcessGroup.alltoall_base`.
 
     Args:
-        output: receives the parts in rank order; the result.
-        input: split along its first dimension.
+        output: the array that receives the parts in rank order; the result.
+        input: an array, split along its first dimension.
         output_split_sizes: rows from each rank; None or [] for equal parts.
         input_split_sizes: rows to each rank; None or [] for equal parts.
-        group: None is the default group.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "all_to_all_single")
     if pg is None:
-        return absent("ALLTOALL")
+        return finish_outside("ALLTOALL")
     sizes = [None if each is not None and len(each) == 0 else each for each in (output_split_sizes, input_split_sizes)]
     return pg.alltoall_base(output, input, *sizes)
 
 
-def _listed(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
-    """Return a list, checked to have one entry per rank."""
+def _check_list(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
+    """Return `tensors`, checked to be a list with one entry per rank."""
     if not isinstance(tensors, list):
         raise TypeError(f"{name} must be a list, not {type(tensors).__name__}")
     if len(tensors) != pg.size():
@@ -349,13 +351,13 @@ def _listed(tensors: Any, name: str, pg: ProcessGroup) -> list[Any]:
     return tensors
 
 
-def _at_root(tensors: Any, name: str, root_name: str, pg: ProcessGroup, root: int) -> list[Any] | None:
+def _check_root_list(tensors: Any, name: str, root_name: str, pg: ProcessGroup, root: int) -> list[Any] | None:
     """Return the list of the root; raise if it is missing there, or given on another rank."""
     here = pg.rank() == root
     if here:
         if tensors is None:
-            raise ValueError(f"{name} is missing: the rank that is {root_name} gives one tensor per rank")
-        return _listed(tensors, name, pg)
+            raise ValueError(f"{name} is missing; the rank that is {root_name} must give one tensor per rank")
+        return _check_list(tensors, name, pg)
     if tensors is not None and not (isinstance(tensors, list) and not tensors):
-        raise ValueError(f"{name} must be None or [] on this rank: only the rank that is {root_name} gives it")
+        raise ValueError(f"{name} must be None or [] on this rank; only the rank that is {root_name} gives it")
     return None

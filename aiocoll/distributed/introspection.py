@@ -1,4 +1,4 @@
-"""Queries: backends, debug levels, and the dtypes of reductions."""
+"""Queries about backends, debug levels and the dtypes of reductions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import Any, NewType
 
 from aiocoll.backends import Backend, BackendConfig
-from aiocoll.distributed.world import Group, found, inside
+from aiocoll.distributed.world import Group, find_default_group, require_member
 from aiocoll.elements.ops import ReduceOp
 from aiocoll.errors import BackendUnavailableError
 from aiocoll.group.parts import parts_of
@@ -34,7 +34,7 @@ GroupName = NewType("GroupName", str)
 
 
 class DebugLevel(IntEnum):
-    """How much ranks compare before data moves. No group has INFO; it exists for comparisons."""
+    """Extent to which ranks compare calls before data moves. No group has INFO; it exists for comparisons."""
 
     OFF = 0
     INFO = 1
@@ -42,19 +42,19 @@ class DebugLevel(IntEnum):
 
 
 def get_debug_level() -> DebugLevel:
-    """Return the level of the default group, or else the level of the environment for new groups."""
-    pg = found()
+    """Return the debug level of the default group, or else the level that the environment sets for new groups."""
+    pg = find_default_group()
     options = GroupOptions.resolve(None, os.environ) if pg is None else parts_of(pg).dispatcher.options
     return DebugLevel[options.debug.upper()]
 
 
 def get_backend(group: Group = None) -> Backend:
-    """Return the backend of a group for arrays on the host, or for CUDA arrays if it has no other.
+    """Return the backend of a group for arrays on the host, or for CUDA arrays if the group serves only these.
 
     Args:
-        group: None is the default group.
+        group: a group; None means the default group.
     """
-    devices = parts_of(inside(group)).devices
+    devices = parts_of(require_member(group)).devices
     return Backend(devices.get("cpu") or next(iter(devices.values())))
 
 
@@ -62,26 +62,26 @@ def get_backend_config(group: Group = None) -> str:
     """Return the backends of a group by device, such as ``"cpu:aio,cuda:nccl"``.
 
     Args:
-        group: None is the default group.
+        group: a group; None means the default group.
     """
-    return ",".join(f"{device}:{backend}" for device, backend in parts_of(inside(group)).devices.items())
+    return ",".join(f"{device}:{backend}" for device, backend in parts_of(require_member(group)).devices.items())
 
 
 def get_default_backend_for_device(device: Any) -> str:
     """Return the default backend of a device.
 
     Args:
-        device: "cpu", "cuda:0", or anything whose `str` is like that.
+        device: "cpu", "cuda:0", or an object whose `str` is such a name.
     """
     kind = str(device).partition(":")[0]
     if kind not in Backend.default_device_backend_map:
         known = ", ".join(Backend.default_device_backend_map)
-        raise ValueError(f"device={device!r} has no backend; there are backends for {known}")
+        raise ValueError(f"device={device!r} has no backend; backends exist for {known}")
     return Backend.default_device_backend_map[kind]
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether a backend, or all that are named, can be used here; "nccl" loads CuPy.
+    """Return whether the named backends can be used here; "nccl" loads CuPy.
 
     Args:
         backend: a name, or pairs of device and name such as ``"cpu:aio"``.
@@ -94,32 +94,32 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Whether CUDA arrays can go by NCCL here; it loads CuPy."""
+    """Return whether NCCL can carry CUDA arrays here; loads CuPy."""
     return is_backend_available(Backend.NCCL)
 
 
 def is_gloo_available() -> bool:
-    """Whether a backend was registered as "gloo": the library has none of that name."""
+    """Return whether a backend was registered as "gloo": aiocoll has none of that name."""
     return is_backend_available("gloo")
 
 
 def is_mpi_available() -> bool:
-    """Whether a backend was registered as "mpi"."""
+    """Return whether a backend was registered as "mpi"."""
     return is_backend_available("mpi")
 
 
 def is_ucc_available() -> bool:
-    """Whether a backend was registered as "ucc"."""
+    """Return whether a backend was registered as "ucc"."""
     return is_backend_available("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Whether a backend was registered as "xccl"."""
+    """Return whether a backend was registered as "xccl"."""
     return is_backend_available("xccl")
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Whether the op is defined on complex numbers: not those that compare, and not those on bits or truth values.
+    """Return whether an op is defined on complex numbers; ops on order, bits or truth values are not.
 
     Args:
         reduceOp: an operation.
@@ -128,13 +128,13 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
 
 
 def get_pg_count() -> int:
-    """Return the number of open groups: the default one, and all that were split off from it."""
-    pg = found()
+    """Return the number of open groups: the default group, and all groups split off from it."""
+    pg = find_default_group()
     return 0 if pg is None else len(parts_of(pg).reconfigurer.open_groups())
 
 
 def _has_nccl() -> bool:
-    from aiocoll.gpu.provider import runtime  # loaded by whom it concerns
+    from aiocoll.gpu.provider import runtime  # not at the top: only users of NCCL need it
 
     try:
         return runtime()[1] is not None

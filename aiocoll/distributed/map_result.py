@@ -1,4 +1,4 @@
-"""A started operation whose result is mapped by a function."""
+"""A work with a mapped result: the same operation, whose result a function converts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from aiocoll.group.parts import parts_of
 from aiocoll.user_code import contain
 from aiocoll.work import Work, completion_of
 
-__all__ = ["changed"]
+__all__ = ["map_result"]
 
 R = TypeVar("R")
 
 
-def changed(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
+def map_result(work: Work[Any], change: Callable[[Any], R]) -> Work[R]:
     """Return a work of the same operation whose result is `change(result)`.
 
     Args:
-        work: the operation; the caller must not use it otherwise.
-        change: called with the result; if it raises, the returned work fails with that.
+        work: the work of the operation; the caller must not use it otherwise.
+        change: called with the result. If it raises, the returned work fails with its exception.
     """
     made: Work[R] = parts_of(work.group).messages.one_of(work.op, [work])
     first, last = completion_of(work), completion_of(made)

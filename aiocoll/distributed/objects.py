@@ -1,6 +1,6 @@
-"""Object collectives: lists are filled in place; see `aiocoll.codec` for the supported types, without pickle.
+"""Object collectives, which fill lists in place. `aiocoll.codec` documents the supported types; pickle is not used.
 
-The arguments `device` and `use_batch` are accepted and not used: objects always go through host memory.
+The arguments `device` and `use_batch` are accepted but not used: objects always go through host memory.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from aiocoll.distributed.map_result import changed
+from aiocoll.distributed.map_result import map_result
 from aiocoll.distributed.ranks import rank_of, sender_of
-from aiocoll.distributed.world import Group, absent, member_of
+from aiocoll.distributed.world import Group, finish_outside, member_of
 from aiocoll.work import Work
 
 __all__ = [
@@ -48,36 +48,36 @@ def broadcast_object_list(
     device: object = None,
     group_src: int | None = None,
 ) -> Work[list[Any]]:
-    """Copy one rank's list of objects into the lists of all: `ProcessGroup.broadcast_object`.
+    """Copy one rank's list of objects into the lists of all ranks; see `ProcessGroup.broadcast_object`.
 
     Args:
-        object_list: of the same length on every rank; the result.
-        src: global rank whose list it is; 0 if `group_src` is not given either.
-        group: None is the default group.
+        object_list: a list of the same length on every rank; the result.
+        src: global rank of the source; 0 if `group_src` is not given either.
+        group: a group; None means the default group.
         device: not used.
-        group_src: its rank in `group`, instead of `src`.
+        group_src: the rank in `group`, instead of `src`.
     """
     pg = member_of(group, "broadcast_object_list")
     if pg is None:
-        return absent("BROADCAST_OBJECT")
+        return finish_outside("BROADCAST_OBJECT")
     _check_list(object_list, "object_list")
     root = rank_of(pg, "src", src, group_src, 0)
-    return changed(pg.broadcast_object(object_list, root), _filling(object_list, f"rank {root}"))
+    return map_result(pg.broadcast_object(object_list, root), _make_filler(object_list, f"rank {root}"))
 
 
 def all_gather_object(object_list: list[Any], obj: T, group: Group = None) -> Work[list[T]]:
-    """Gather every rank's object in a list of as many entries, the result: `ProcessGroup.allgather_object`.
+    """Gather every rank's object in a list with one entry per rank; see `ProcessGroup.allgather_object`.
 
     Args:
-        object_list: a list of as many entries as there are ranks; it is filled.
+        object_list: a list with one entry per rank, which is filled; the result.
         obj: this rank's object.
-        group: None is the default group.
+        group: a group; None means the default group.
     """
     pg = member_of(group, "all_gather_object")
     if pg is None:
-        return absent("ALLGATHER_OBJECT")
+        return finish_outside("ALLGATHER_OBJECT")
     _check_list(object_list, "object_list", pg.size())
-    return changed(pg.allgather_object(obj), _filling(object_list, "the group"))
+    return map_result(pg.allgather_object(obj), _make_filler(object_list, "the group"))
 
 
 def gather_object(
@@ -87,25 +87,25 @@ def gather_object(
     group: Group = None,
     group_dst: int | None = None,
 ) -> Work[list[T] | None]:
-    """Gather every rank's object at one rank: `ProcessGroup.gather_object`.
+    """Gather every rank's object at one rank; see `ProcessGroup.gather_object`.
 
     Args:
         obj: this rank's object.
         object_gather_list: at `dst` a list with an entry per rank, which is the result; elsewhere None or [].
-        dst: global rank that gets them; 0 if `group_dst` is not given either.
-        group: None is the default group.
-        group_dst: its rank in `group`, instead of `dst`.
+        dst: global rank that receives them; 0 if `group_dst` is not given either.
+        group: a group; None means the default group.
+        group_dst: the rank in `group`, instead of `dst`.
     """
     pg = member_of(group, "gather_object")
     if pg is None:
-        return absent("GATHER_OBJECT")
+        return finish_outside("GATHER_OBJECT")
     root = rank_of(pg, "dst", dst, group_dst, 0)
     if pg.rank() == root:
         _check_list(object_gather_list, "object_gather_list", pg.size())
         assert object_gather_list is not None
-        return changed(pg.gather_object(obj, root), _filling(object_gather_list, "the group"))
+        return map_result(pg.gather_object(obj, root), _make_filler(object_gather_list, "the group"))
     if object_gather_list:
-        raise ValueError("object_gather_list must be None or [] on this rank: only rank dst gives it")
+        raise ValueError("object_gather_list must be None or [] on this rank; only rank dst gives it")
     return pg.gather_object(obj, root)
 
 
@@ -132,21 +132,21 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> Work[list[Any]]:
-    """Store object r of one rank's list in the first entry of rank r's list: `ProcessGroup.scatter_object`.
+    """Store object r of one rank's list in the first entry of rank r's list; see `ProcessGroup.scatter_object`.
 
     Args:
         scatter_object_output_list: a list of at least one entry; the result.
         scatter_object_input_list: at `src` an object per rank; not used elsewhere.
-        src: global rank whose objects they are; 0 if `group_src` is not given either.
-        group: None is the default group.
-        group_src: its rank in `group`, instead of `src`.
+        src: global rank of the source; 0 if `group_src` is not given either.
+        group: a group; None means the default group.
+        group_src: the rank in `group`, instead of `src`.
     """
     pg = member_of(group, "scatter_object_list")
     if pg is None:
-        return absent("SCATTER_OBJECT")
+        return finish_outside("SCATTER_OBJECT")
     _check_list(scatter_object_output_list, "scatter_object_output_list")
     if not scatter_object_output_list:
-        raise ValueError("scatter_object_output_list is empty: its first entry receives the object")
+        raise ValueError("scatter_object_output_list is empty; its first entry receives the object")
     root = rank_of(pg, "src", src, group_src, 0)
     if pg.rank() == root:
         _check_list(scatter_object_input_list, "scatter_object_input_list", pg.size())
@@ -155,7 +155,7 @@ def scatter_object_list(
         scatter_object_output_list[0] = obj
         return scatter_object_output_list
 
-    return changed(pg.scatter_object(scatter_object_input_list, root), put)
+    return map_result(pg.scatter_object(scatter_object_input_list, root), put)
 
 
 def send_object_list(
@@ -166,19 +166,19 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> Work[None]:
-    """Send a list of objects to another rank, in one message with tag 0: `ProcessGroup.send_object`.
+    """Send a list of objects to another rank, in one message with tag 0; see `ProcessGroup.send_object`.
 
     Args:
-        object_list: as long as that of the receiver.
+        object_list: a list of the same length as the list of the receiver.
         dst: global rank of the receiver.
-        group: None is the default group.
+        group: a group; None means the default group.
         device: not used.
-        group_dst: its rank in `group`, instead of `dst`.
+        group_dst: the rank in `group`, instead of `dst`.
         use_batch: not used.
     """
     pg = member_of(group, "send_object_list")
     if pg is None:
-        return absent("SEND_OBJECT")
+        return finish_outside("SEND_OBJECT")
     _check_list(object_list, "object_list")
     return pg.send_object(object_list, rank_of(pg, "dst", dst, group_dst))
 
@@ -191,32 +191,32 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> Work[int]:
-    """Receive a list of objects into one of the same length: `ProcessGroup.recv_object`.
+    """Receive a list of objects into one of the same length; see `ProcessGroup.recv_object`.
 
     Args:
-        object_list: is filled.
-        src: global rank whose list it is; None takes one of any rank.
-        group: None is the default group.
+        object_list: the list to fill.
+        src: global rank of the sender; None receives from any rank.
+        group: a group; None means the default group.
         device: not used.
-        group_src: its rank in `group`, instead of `src`.
+        group_src: the rank in `group`, instead of `src`.
         use_batch: not used.
 
     Returns:
-        The work; its result is the global rank of the sender, or -1 outside of the group.
+        The work. Its result is the global rank of the sender, or -1 outside the group.
     """
     pg = member_of(group, "recv_object_list")
     if pg is None:
-        return absent("RECV_OBJECT", -1)
+        return finish_outside("RECV_OBJECT", -1)
     _check_list(object_list, "object_list")
     anybody = src is None and group_src is None
     work = pg.recv_object(None if anybody else rank_of(pg, "src", src, group_src))
 
     def put(objects: Any) -> int:
         sender = sender_of(pg, work)
-        _filling(object_list, f"rank {sender}")(objects)
+        _make_filler(object_list, f"rank {sender}")(objects)
         return sender
 
-    return changed(work, put)
+    return map_result(work, put)
 
 
 def _check_list(given: Any, name: str, length: int | None = None) -> None:
@@ -226,14 +226,14 @@ def _check_list(given: Any, name: str, length: int | None = None) -> None:
         raise ValueError(f"{name} needs exactly one entry per rank: {length}, not {len(given)}")
 
 
-def _filling(into: list[Any], whose: str) -> Callable[[Any], list[Any]]:
+def _make_filler(into: list[Any], whose: str) -> Callable[[Any], list[Any]]:
     """Return a function that stores received objects in the list `into`; in a dry run it leaves the list unchanged."""
 
     def fill(objects: Any) -> list[Any]:
         if objects is not None and objects is not into:
             if not isinstance(objects, list) or len(objects) != len(into):
                 what = f"a list of {len(objects)}" if isinstance(objects, list) else type(objects).__name__
-                raise ValueError(f"{whose} gave {what}, but the list here has {len(into)} entries: give equal lists")
+                raise ValueError(f"{whose} gave {what}, but the list here has {len(into)} entries; use equal lengths")
             into[:] = objects
         return into
 

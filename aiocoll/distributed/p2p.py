@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
-from aiocoll.distributed.map_result import changed
+from aiocoll.distributed.map_result import map_result
 from aiocoll.distributed.ranks import global_rank_of, rank_of, sender_of
-from aiocoll.distributed.world import Group, absent, inside, member_of
+from aiocoll.distributed.world import Group, finish_outside, member_of, require_member
 from aiocoll.group.messages import Recv, Send, all_of
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
@@ -24,17 +24,17 @@ A_co = TypeVar("A_co", bound=Array, covariant=True)
 def isend(
     tensor: M, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> Work[M]:
-    """Send `tensor` to another rank; done when its memory may be reused: `ProcessGroup.send`.
+    """Send `tensor` to another rank; done when its memory may be reused; see `ProcessGroup.send`.
 
     Args:
         tensor: an array, dense or sparse; the result.
         dst: global rank that receives it.
-        group: None is the default group.
-        tag: a number from 0 to 2**30 - 1; the receive must have the same.
-        group_dst: its rank in `group`, instead of `dst`.
+        group: a group; None means the default group.
+        tag: a number from 0 to 2**30 - 1, the same as in the receive.
+        group_dst: the rank in `group`, instead of `dst`.
     """
     pg = member_of(group, "isend")
-    return absent("SEND") if pg is None else pg.send(tensor, rank_of(pg, "dst", dst, group_dst), tag)
+    return finish_outside("SEND") if pg is None else pg.send(tensor, rank_of(pg, "dst", dst, group_dst), tag)
 
 
 send = isend
@@ -43,36 +43,36 @@ send = isend
 def irecv(
     tensor: M, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work[M]:
-    """Receive into `tensor`: `ProcessGroup.recv`, or `recv_anysource` if no source is given.
+    """Receive into `tensor`; see `ProcessGroup.recv`, or `recv_anysource` if no source is given.
 
     Args:
         tensor: an array of the length and dtype of the message, or a sparse one of its shape; the result.
         src: global rank of the sender; None receives from any rank.
-        group: None is the default group.
-        tag: that of the send.
-        group_src: its rank in `group`, instead of `src`.
+        group: a group; None means the default group.
+        tag: the tag of the send.
+        group_src: the rank in `group`, instead of `src`.
     """
     pg = member_of(group, "irecv")
-    return absent("RECV") if pg is None else _receive(pg, tensor, src, tag, group_src)
+    return finish_outside("RECV") if pg is None else _receive(pg, tensor, src, tag, group_src)
 
 
 def recv(
     tensor: Array | Sparse, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work[int]:
-    """Receive into `tensor`, as `irecv` does; the result is the sender's global rank, or -1 outside of the group.
+    """Receive into `tensor`, as `irecv` does; the result is the sender's global rank, or -1 outside the group.
 
     Args:
         tensor: an array of the length and dtype of the message, or a sparse one of its shape.
         src: global rank of the sender; None receives from any rank.
-        group: None is the default group.
-        tag: that of the send.
-        group_src: its rank in `group`, instead of `src`.
+        group: a group; None means the default group.
+        tag: the tag of the send.
+        group_src: the rank in `group`, instead of `src`.
     """
     pg = member_of(group, "recv")
     if pg is None:
-        return absent("RECV", -1)
+        return finish_outside("RECV", -1)
     work = _receive(pg, tensor, src, tag, group_src)
-    return changed(work, lambda _: sender_of(pg, work))
+    return map_result(work, lambda _: sender_of(pg, work))
 
 
 def _receive(pg: ProcessGroup, tensor: M, src: int | None, tag: int, group_src: int | None) -> Work[M]:
@@ -88,9 +88,9 @@ class P2POp(Generic[A_co]):
         op: `isend` or `irecv`.
         tensor: the array to send or to receive into.
         peer: global rank of the other side.
-        group: None is the default group.
-        tag: that of both sides.
-        group_peer: the other side's rank in `group`, instead of `peer`.
+        group: a group; None means the default group.
+        tag: the tag on both sides.
+        group_peer: rank of the other side in `group`, instead of `peer`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class P2POp(Generic[A_co]):
     ) -> None:
         if op not in (isend, irecv):
             raise ValueError(f"op={op!r} must be aiocoll.distributed.isend or irecv")
-        pg = inside(group)
+        pg = require_member(group)
         self.op = op
         self.tensor = tensor
         self.group = pg
@@ -123,29 +123,29 @@ class P2POp(Generic[A_co]):
 
 
 class Requests(list[Work[A]]):
-    """The works of a batch; awaiting the list awaits them all and gives their tensors."""
+    """Works of a batch; awaiting the list awaits all of them and returns their tensors."""
 
     def __await__(self) -> Generator[Any, None, list[A]]:
-        """Wait for all, also if one fails, as for the work of `ProcessGroup.batch`."""
+        """Wait for all works, even after one has failed, as the work of `ProcessGroup.batch` does."""
         return all_of(parts_of(self[0].group).messages.one_of("BATCH", self), self).__await__()
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp[A]]) -> Requests[A]:
-    """Start several sends and receives of one group together, once all of them are checked: `ProcessGroup.batch`.
+    """Check several sends and receives of one group, then start them together; see `ProcessGroup.batch`.
 
     Args:
-        p2p_op_list: at least one, all of one group.
+        p2p_op_list: at least one operation; all of the same group.
 
     Returns:
-        A list of their works, in the order given. Await each of them, or the list.
+        A list of their works, in the given order. Await each of them, or the list.
     """
     if not isinstance(p2p_op_list, list) or not all(isinstance(each, P2POp) for each in p2p_op_list):
         raise ValueError("p2p_op_list must be a list of P2POp")
     if not p2p_op_list:
-        raise ValueError("p2p_op_list is empty: give at least one P2POp")
+        raise ValueError("p2p_op_list is empty; give at least one P2POp")
     pg = p2p_op_list[0].group
     if any(each.group is not pg for each in p2p_op_list):
-        raise ValueError("p2p_op_list: all operations of a batch must be of one group")
+        raise ValueError("p2p_op_list: all operations of a batch must belong to the same group")
     operations = [
         Send(each.tensor, each.group_peer, each.tag)
         if each.op is isend

@@ -1,4 +1,4 @@
-"""Groups of some of the ranks."""
+"""Subgroups: groups of some ranks of another group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from weakref import WeakKeyDictionary
 
 from aiocoll.backends import BackendConfig, kind_of
 from aiocoll.distributed.introspection import get_backend, get_backend_config
-from aiocoll.distributed.map_result import changed
-from aiocoll.distributed.world import Group, GroupMember, default_group, device_name, found, inside, replace
+from aiocoll.distributed.map_result import map_result
+from aiocoll.distributed.world import (
+    Group,
+    GroupMember,
+    default_group,
+    device_name,
+    find_default_group,
+    replace_default_group,
+    require_member,
+)
 from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
@@ -30,12 +38,12 @@ __all__ = [
     "split_group",
 ]
 
-#: For `shrink_group`: wait for what is pending in the group, or let it fail.
+#: Flags of `shrink_group`: wait for pending calls in the group, or let them fail.
 SHRINK_DEFAULT = 0
 SHRINK_ABORT = 1
 
-#: How often this rank has made a group of the same ranks without the other ranks of the parent.
-_local: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+#: Number of groups that this rank has made of the same ranks without the other ranks of the parent.
+_local_counts: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def new_group(
@@ -47,36 +55,36 @@ def new_group(
     group_desc: str | None = None,
     device_id: object = None,
 ) -> Work[ProcessGroup | int]:
-    """Make a group of some ranks of the default group: `ProcessGroup.split_group`, which is local and sends nothing.
+    """Make a group of some ranks of the default group; see `ProcessGroup.split_group`. It is local and sends nothing.
 
     All ranks of the default group call it, in the same order.
 
     Args:
-        ranks: global ranks; None is all of them. The new group numbers them in ascending order.
-        timeout: seconds an operation of the new group may take by default; None is that of the default group.
-        backend: None, or that of the default group.
-        pg_options: None: a group has the options of the one it is split off from.
-        use_local_synchronization: only the ranks that are in `ranks` call it.
-        group_desc: for people.
+        ranks: global ranks; None means all of them. The new group numbers them in ascending order.
+        timeout: default seconds for an operation of the new group; None means those of the default group.
+        backend: None, or the backend of the default group.
+        pg_options: must be None: a group has the options of the group that it is split off from.
+        use_local_synchronization: only the ranks in `ranks` call it.
+        group_desc: a description for people.
         device_id: None, or the device of the default group.
 
     Returns:
-        The work, which is done: of the group, or of `GroupMember.NON_GROUP_MEMBER` on other ranks.
+        A finished work. Its result is the group, or `GroupMember.NON_GROUP_MEMBER` on other ranks.
 
     Raises:
         ValueError: `ranks` is empty, names a rank twice or a rank that does not exist, or an argument differs from that
             of the default group.
     """
     world = default_group()
-    _same_kind(world, backend, pg_options, device_id)
-    chosen = list(range(world.size())) if ranks is None else _ranks(ranks, "ranks", world)
+    _check_same_options(world, backend, pg_options, device_id)
+    chosen = list(range(world.size())) if ranks is None else _check_ranks(ranks, "ranks", world)
     if use_local_synchronization:
         if world.rank() not in chosen:
-            return _done(world, GroupMember.NON_GROUP_MEMBER)
+            return _make_finished(world, GroupMember.NON_GROUP_MEMBER)
         split = _split_locally(world, chosen, timeout)
     else:
         split = world.split_group(chosen, timeout)
-    return changed(split, lambda pg: _described(pg, group_desc, GroupMember.NON_GROUP_MEMBER))
+    return map_result(split, lambda pg: _set_description(pg, group_desc, GroupMember.NON_GROUP_MEMBER))
 
 
 def split_group(
@@ -86,24 +94,24 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[ProcessGroup | None]:
-    """Split a group: `ProcessGroup.split_group`.
+    """Split a group; see `ProcessGroup.split_group`.
 
     Args:
-        parent_pg: None is the default group.
-        split_ranks: lists of ranks of `parent_pg`, the same on all of its ranks, which have none in common.
-        timeout: seconds an operation of the new group may take by default; None is that of `parent_pg`.
-        pg_options: None: a group has the options of the one it is split off from.
-        group_desc: for people.
+        parent_pg: a group; None means the default group.
+        split_ranks: lists of ranks of `parent_pg`, the same on all of its ranks, without common ranks.
+        timeout: default seconds for an operation of the new group; None means those of `parent_pg`.
+        pg_options: must be None: a group has the options of the group that it is split off from.
+        group_desc: a description for people.
 
     Returns:
-        The work, which is done: of the group this rank is in, or of None if it is in no list.
+        A finished work. Its result is the new group of this rank, or None if the rank is in no list.
     """
-    parent = inside(parent_pg)
-    _same_kind(parent, None, pg_options, None)
+    parent = require_member(parent_pg)
+    _check_same_options(parent, None, pg_options, None)
     if not split_ranks:
-        raise ValueError("split_ranks is empty: give at least one list of ranks")
-    lists = [_ranks(each, f"split_ranks[{index}]", parent) for index, each in enumerate(split_ranks)]
-    return changed(parent.split_group(lists, timeout), lambda pg: _described(pg, group_desc, None))
+        raise ValueError("split_ranks is empty; give at least one list of ranks")
+    lists = [_check_ranks(each, f"split_ranks[{index}]", parent) for index, each in enumerate(split_ranks)]
+    return map_result(parent.split_group(lists, timeout), lambda pg: _set_description(pg, group_desc, None))
 
 
 def new_subgroups(
@@ -114,11 +122,12 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> Work[tuple[Group, list[Group]]]:
-    """Make groups of equal size, of ranks of a group that follow each other, by `new_group`; all its ranks call it.
+    """Make groups of equal size from consecutive ranks of a group, by `new_group`; all ranks of the group call it.
 
     Args:
-        group_size: ranks in each; None is as many as the launcher has started on this host (``LOCAL_WORLD_SIZE``).
-        group: whose ranks; None is the default group.
+        group_size: ranks per group; None means the number of ranks that the launcher has started on this host
+            (``LOCAL_WORLD_SIZE``).
+        group: the group to divide; None means the default group.
         timeout: seconds; see `new_group`.
         backend: see `new_group`.
         pg_options: see `new_group`.
@@ -128,14 +137,14 @@ def new_subgroups(
         See `new_subgroups_by_enumeration`.
 
     Raises:
-        ValueError: the ranks cannot be divided into such groups.
+        ValueError: the ranks cannot be divided into groups of that size.
     """
-    parent = inside(group)
+    parent = require_member(group)
     size = parent.size()
     if group_size is None:
         _, group_size = local_numbers(os.environ)
         if group_size is None:
-            raise ValueError("group_size is missing, and LOCAL_WORLD_SIZE is not in the environment: give group_size=")
+            raise ValueError("group_size is missing, and LOCAL_WORLD_SIZE is not in the environment; give group_size=")
     group_size = to_int(group_size, "group_size")
     if group_size <= 0:
         raise ValueError(f"group_size={group_size} must be positive")
@@ -157,30 +166,32 @@ def new_subgroups_by_enumeration(
     """Make several groups of ranks of the default group, by `new_group`; all of its ranks call it.
 
     Args:
-        ranks_per_subgroup_list: lists of global ranks that have none in common.
+        ranks_per_subgroup_list: lists of global ranks, without common ranks.
         timeout: seconds; see `new_group`.
         backend: see `new_group`.
         pg_options: see `new_group`.
         group_desc: see `new_group`.
 
     Returns:
-        The work, which is done: of the group this rank is in, or None; and the list of all groups, with
-        `GroupMember.NON_GROUP_MEMBER` for those it is not in.
+        A finished work. Its result is the group of this rank, or None, and the list of all groups, with
+        `GroupMember.NON_GROUP_MEMBER` for those that this rank is not in.
 
     Raises:
-        ValueError: a list or all of them are empty, or a rank is in two lists, twice in one, or none of the group's.
+        ValueError: a list or all of them are empty, or a rank is in two lists, twice in one, or not in the group.
     """
     world = default_group()
     if not ranks_per_subgroup_list:
-        raise ValueError("ranks_per_subgroup_list is empty: give at least one list of ranks")
-    lists = [_ranks(each, f"ranks_per_subgroup_list[{n}]", world) for n, each in enumerate(ranks_per_subgroup_list)]
+        raise ValueError("ranks_per_subgroup_list is empty; give at least one list of ranks")
+    lists = [
+        _check_ranks(each, f"ranks_per_subgroup_list[{n}]", world) for n, each in enumerate(ranks_per_subgroup_list)
+    ]
     owner: dict[int, int] = {}
     for index, each in enumerate(lists):
         for rank in each:
             if rank in owner:
                 raise ValueError(
-                    f"rank {rank} has appeared in both subgroup {lists[owner[rank]]} and {each}: subgroups have no "
-                    "rank in common"
+                    f"rank {rank} has appeared in both subgroup {lists[owner[rank]]} and {each}; subgroups must not "
+                    "share a rank"
                 )
             owner[rank] = index
     return _split_into(world, lists, timeout, backend, pg_options, group_desc)
@@ -192,78 +203,78 @@ async def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any = None,
 ) -> ProcessGroup:
-    """Make a group without some ranks: `ProcessGroup.shrink`. Only the remaining ranks call it.
+    """Make a group without some ranks; see `ProcessGroup.shrink`. Only the remaining ranks call it.
 
     The old group is closed, with all groups split off from it. If it was the default group, the new one replaces it.
 
     Args:
-        ranks_to_exclude: ranks of the group, at least one; ranks that have died are left out as well.
-        group: None is the default group.
-        shrink_flags: `SHRINK_DEFAULT` waits for what is pending in the group; `SHRINK_ABORT` lets it fail.
-        pg_options: None: the new group has the options of the old one.
+        ranks_to_exclude: ranks of the group, at least one; lost ranks are excluded, too.
+        group: a group; None means the default group.
+        shrink_flags: `SHRINK_DEFAULT` waits for pending calls in the group; `SHRINK_ABORT` lets them fail.
+        pg_options: must be None: the new group has the options of the old one.
 
     Raises:
-        TypeError, ValueError: `ranks_to_exclude` is empty, names a rank twice, one that is none, or all; or the group
-            has one rank only.
-        RuntimeError: this rank is to be excluded.
+        TypeError, ValueError: `ranks_to_exclude` is empty, names a rank twice, a rank that does not exist, or all
+            ranks; or the group has only one rank.
+        RuntimeError: `ranks_to_exclude` names this rank.
         Exception: see `ProcessGroup.shrink`.
     """
     if not isinstance(ranks_to_exclude, list):
         raise TypeError(f"ranks_to_exclude must be a list, not {type(ranks_to_exclude).__name__}")
     if not ranks_to_exclude:
-        raise ValueError("ranks_to_exclude is empty: name at least one rank")
+        raise ValueError("ranks_to_exclude is empty; name at least one rank")
     if isinstance(shrink_flags, bool) or shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise ValueError(f"shrink_flags={shrink_flags!r} must be SHRINK_DEFAULT or SHRINK_ABORT")
-    old = inside(group)
-    _same_kind(old, None, pg_options, None)
+    old = require_member(group)
+    _check_same_options(old, None, pg_options, None)
     if old.size() < 2:
-        raise ValueError(f"group {old.group_name!r} has one rank only: there is none to exclude")
-    excluded = _ranks(ranks_to_exclude, "ranks_to_exclude", old)
+        raise ValueError(f"group {old.group_name!r} has only one rank, so none can be excluded")
+    excluded = _check_ranks(ranks_to_exclude, "ranks_to_exclude", old)
     if len(excluded) == old.size():
-        raise ValueError(f"ranks_to_exclude names all {old.size()} ranks of the group: at least one must remain")
+        raise ValueError(f"ranks_to_exclude names all {old.size()} ranks of the group; at least one must remain")
     if old.rank() in excluded:
-        raise RuntimeError(f"ranks_to_exclude names rank {old.rank()}, this one: only the remaining ranks call it")
+        raise RuntimeError(f"ranks_to_exclude names rank {old.rank()}, this one; only the remaining ranks call it")
     if shrink_flags == SHRINK_DEFAULT:
         await parts_of(old).lifetime.settle()
     new = await old.shrink(excluded)
-    was_default = found() is old
+    was_default = find_default_group() is old
     await old.shutdown()
     if was_default:
-        replace(old, new)
+        replace_default_group(old, new)
     return new
 
 
 def _split_into(
     parent: ProcessGroup, lists: list[list[int]], timeout: Timeout, backend: str | None, options: Any, desc: str | None
 ) -> Work[tuple[Group, list[Group]]]:
-    """Split `parent`; return this rank's group, and all groups as this rank sees them."""
-    _same_kind(parent, backend, options, None)
+    """Split `parent`; return the group of this rank, and the list of all groups as this rank sees it."""
+    _check_same_options(parent, backend, options, None)
 
     def all_parts(pg: ProcessGroup | None) -> tuple[Group, list[Group]]:
-        mine = _described(pg, desc, None)
+        mine = _set_description(pg, desc, None)
         return mine, [mine if parent.rank() in each else GroupMember.NON_GROUP_MEMBER for each in lists]
 
-    return changed(parent.split_group(lists, timeout), all_parts)
+    return map_result(parent.split_group(lists, timeout), all_parts)
 
 
 def _split_locally(pg: ProcessGroup, ranks: Sequence[int], timeout: Timeout) -> Work[ProcessGroup | None]:
-    """Make a group of `ranks` of `pg` without the others: these ranks count such calls separately.
+    """Make a group of `ranks` of `pg` without the other ranks. These ranks count such calls separately.
 
-    `ProcessGroup.split_group` is called by all ranks of a group, and would count such a call as one of theirs.
+    All ranks of a group call `ProcessGroup.split_group`, and count its calls together.
     """
     parts_of(pg).dispatcher.check()
     limit = pg.timeout if timeout is None else seconds(timeout, "timeout")
     members = tuple(pg.global_ranks[rank] for rank in ranks)
-    counts = _local.setdefault(pg, Counter())
+    counts = _local_counts.setdefault(pg, Counter())
     number = counts[members]
     identity = parts_of(pg).comm.endpoint.group_id(f"{parts_of(pg).comm.id}\0local\0{members}\0{number}")
     counts[members] += 1
     group = parts_of(pg).reconfigurer.derive(identity, members, f"{pg.group_name}/{identity:x}", limit)
-    return _done(pg, group)
+    return _make_finished(pg, group)
 
 
-def _ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
-    """Return ranks of `pg` in ascending order, checked."""
+def _check_ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
+    """Return `ranks`, checked to be ranks of `pg`, in ascending order."""
     if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
         raise TypeError(f"{name} must be a list of ranks, not {type(ranks).__name__}")
     numbers = []
@@ -277,14 +288,14 @@ def _ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:
             raise ValueError(f"{name} names rank {number} twice")
         numbers.append(number)
     if not numbers:
-        raise ValueError(f"{name} is empty: name at least one rank")
+        raise ValueError(f"{name} is empty; name at least one rank")
     return sorted(numbers)
 
 
-def _same_kind(pg: ProcessGroup, backend: str | None, options: Any, device: Any) -> None:
-    """Raise if an argument differs from that of `pg`, from which the group is split off."""
+def _check_same_options(pg: ProcessGroup, backend: str | None, options: Any, device: Any) -> None:
+    """Raise if an argument differs from the backend, options or device of `pg`, from which the group is split off."""
     if options is not None:
-        raise ValueError("pg_options must be None: a group has the options of the one it comes from")
+        raise ValueError("pg_options must be None; a group has the options of the group that it is split off from")
     if backend is not None and not _has_backend(pg, backend):
         own, served = get_backend(pg), get_backend_config(pg)
         raise ValueError(f"backend={backend!r} must be None or {own!r}; group {pg.group_name!r} has {served}")
@@ -297,15 +308,15 @@ def _has_backend(pg: ProcessGroup, backend: str) -> bool:
     """Return whether `pg` has a backend, or all pairs of device and backend."""
     try:
         wanted = BackendConfig(backend).device_backend_map
-    except ValueError:  # unknown here, so no group has it
+    except ValueError:  # not a known backend, so no group has it
         return False
     if ":" in backend:
         return wanted.items() <= parts_of(pg).devices.items()
     return set(wanted.values()) <= set(parts_of(pg).devices.values())
 
 
-def _described(pg: Any, desc: str | None, outside: Any) -> Any:
-    """Describe a group that was split off, if this rank is in it."""
+def _set_description(pg: Any, desc: str | None, outside: Any) -> Any:
+    """Set the description of a group that was split off; return `outside` if this rank is not in it."""
     if pg is None:
         return outside
     if desc is not None:
@@ -313,6 +324,6 @@ def _described(pg: Any, desc: str | None, outside: Any) -> Any:
     return pg
 
 
-def _done(pg: ProcessGroup, result: Any) -> Work[Any]:
+def _make_finished(pg: ProcessGroup, result: Any) -> Work[Any]:
     parts = parts_of(pg)
     return finished_work(parts.comm.endpoint, "SPLIT_GROUP", parts.dispatcher, result)

@@ -1,4 +1,4 @@
-"""The default group: that of the context, else that of the event loop, or of the process in a thread without one."""
+"""Default group: that of the context, of the event loop, or of the process in a thread without a loop."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from aiocoll.work import Work, finished_work
 __all__ = [
     "Group",
     "GroupMember",
-    "a_group",
-    "absent",
+    "check_group",
     "default_group",
     "default_pg_timeout",
     "destroy_process_group",
     "device_name",
-    "found",
+    "find_default_group",
+    "finish_outside",
     "group",
     "init_process_group",
-    "inside",
     "is_available",
     "is_initialized",
     "is_outside",
     "is_torchelastic_launched",
     "member_of",
-    "replace",
+    "replace_default_group",
+    "require_member",
 ]
 
-#: What a `group` argument may be: a group, None for the default one, or `GroupMember.NON_GROUP_MEMBER`.
+#: Type of `group` arguments: a group, None for the default one, or `GroupMember.NON_GROUP_MEMBER`.
 Group = ProcessGroup | int | None
 
 default_pg_timeout = timedelta(seconds=300)
 
 _NON_GROUP_MEMBER: Final = -100
-#: The first group that `init_process_group` has made on each loop. Closed loops are removed with the next entry.
-_first: dict[asyncio.AbstractEventLoop, ProcessGroup] = {}
-#: All groups that `init_process_group` has made: one for each rank of this process.
-_all: WeakSet[ProcessGroup] = WeakSet()
-#: Groups that `shrink_group` has closed, and the groups that replace them.
-_heirs: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+#: The first group that `init_process_group` has made on each loop. The next new entry removes those of closed loops.
+_first_groups: dict[asyncio.AbstractEventLoop, ProcessGroup] = {}
+#: All groups that `init_process_group` has made, one per rank of this process.
+_groups: WeakSet[ProcessGroup] = WeakSet()
+#: Groups that `shrink_group` has closed, with the groups that replace them.
+_successors: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 class _World(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
-        """The default group, or None; setting it sets that of this context."""
-        return found()
+        """Return the default group, or None; an assignment sets the default group of this context."""
+        return find_default_group()
 
     @WORLD.setter
     def WORLD(cls, pg: ProcessGroup | None) -> None:
@@ -66,21 +66,21 @@ class _World(type):
 
 
 class group(metaclass=_World):
-    """Has the default group: ``group.WORLD``."""
+    """Holder of the default group: ``group.WORLD``."""
 
 
 class GroupMember(metaclass=_World):
-    """The marker of ranks that are not in a group.
+    """Marker for ranks that are not in a group.
 
     Attributes:
-        NON_GROUP_MEMBER: returned instead of a group that this rank is not in.
+        NON_GROUP_MEMBER: returned instead of a group to ranks that are not in it.
     """
 
     NON_GROUP_MEMBER: Final = _NON_GROUP_MEMBER
 
 
-def found() -> ProcessGroup | None:
-    """Return the default group; None if there is none, or it is closed.
+def find_default_group() -> ProcessGroup | None:
+    """Return the default group; None if there is none, or if it is closed.
 
     Raises:
         RuntimeError: this thread runs no event loop, and the process has several ranks.
@@ -88,13 +88,13 @@ def found() -> ProcessGroup | None:
     pg = CURRENT.get()
     if pg is None:
         loop = asyncio._get_running_loop()
-        pg = _of_process() if loop is None else _first.get(loop)
-    return _open_heir(pg)
+        pg = _find_in_process() if loop is None else _first_groups.get(loop)
+    return _find_open_successor(pg)
 
 
-def _of_process() -> ProcessGroup | None:
+def _find_in_process() -> ProcessGroup | None:
     """Return the default group of the only rank of this process; None if there is no rank."""
-    ranks = {pg for made in list(_all) if (pg := _open_heir(made)) is not None}
+    ranks = {pg for made in list(_groups) if (pg := _find_open_successor(made)) is not None}
     if len(ranks) > 1:
         raise RuntimeError(
             f"{len(ranks)} ranks in this process have a default group, and this thread runs none of their event loops: "
@@ -103,15 +103,15 @@ def _of_process() -> ProcessGroup | None:
     return next(iter(ranks), None)
 
 
-def _open_heir(pg: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group, or if it is closed the open one that has replaced it; else None."""
+def _find_open_successor(pg: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group, or if it is closed, the open group that replaces it; None if there is none."""
     while pg is not None and _is_closed(pg, otherwise=False):
-        pg = _heirs.get(pg)
+        pg = _successors.get(pg)
     return pg
 
 
 def _is_closed(pg: ProcessGroup | None, *, otherwise: bool) -> bool:
-    """Whether this rank has closed a group; `otherwise` if it does not say, as one of another backend may not."""
+    """Return whether this rank has closed a group; `otherwise` for a group of a backend that does not report it."""
     return parts_of(pg).dispatcher.closed if isinstance(pg, ProcessGroup) else otherwise
 
 
@@ -119,36 +119,36 @@ def default_group() -> ProcessGroup:
     """Return the default group.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no default group.
     """
-    pg = found()
+    pg = find_default_group()
     if pg is None:
         raise ValueError(
-            "there is no default group here: call `await init_process_group()` first, or use "
-            "`with aiocoll.process_group(pg):`; a closed group does not count"
+            "there is no default group here; call `await init_process_group()` first, or use "
+            "`with aiocoll.process_group(pg):`; a closed group is not a default group"
         )
     return pg
 
 
 def is_outside(group: Group) -> bool:
-    """Whether `group` is the marker of a group that this rank is not in."""
+    """Return whether `group` is the marker of a group that this rank is not in."""
     return isinstance(group, int) and group == _NON_GROUP_MEMBER
 
 
 def member_of(group: Group, op: str) -> ProcessGroup | None:
-    """Return the group of a call; None, with a warning, if this rank is not in it."""
+    """Return the group of a call; warn and return None if this rank is not in it."""
     if group is None:
         return default_group()
     if is_outside(group):
-        pg = found()
+        pg = find_default_group()
         who = "this process" if pg is None else f"rank {pg.rank()}"
         warnings.warn(f"{op} was called by {who}, which is not in the given group: nothing is done", stacklevel=3)
         return None
-    return a_group(group)
+    return check_group(group)
 
 
-def a_group(group: Any) -> ProcessGroup:
-    """Return `group` if it is a group of any backend."""
+def check_group(group: Any) -> ProcessGroup:
+    """Return `group`, checked to be a group of any backend."""
     if not hasattr(group, "allreduce"):
         hint = "; await the call that makes the group" if hasattr(group, "__await__") else ""
         raise TypeError(f"group must be a ProcessGroup or None, not {type(group).__name__}{hint}")
@@ -156,25 +156,25 @@ def a_group(group: Any) -> ProcessGroup:
     return pg
 
 
-def inside(group: Group) -> ProcessGroup:
+def require_member(group: Group) -> ProcessGroup:
     """Return the group of a call; raise if this rank is not in it."""
     if is_outside(group):
-        raise ValueError("group: this rank is not in it")
-    return default_group() if group is None else a_group(group)
+        raise ValueError("group: this rank is not in the given group")
+    return default_group() if group is None else check_group(group)
 
 
-def absent(op: str, result: Any = None) -> Work[Any]:
-    """Return the work of a call by a rank that is not in the group: done, with `result`."""
+def finish_outside(op: str, result: Any = None) -> Work[Any]:
+    """Return the finished work of a call by a rank that is not in the group, with `result`."""
     pg = default_group()
     parts = parts_of(pg)
     return finished_work(parts.comm.endpoint, op, parts.dispatcher, result)
 
 
-def replace(old: ProcessGroup, new: ProcessGroup) -> None:
-    """Make `new` the default group wherever `old`, which is closed, is."""
-    _heirs[old] = new
-    if old in _all:
-        _all.add(new)
+def replace_default_group(old: ProcessGroup, new: ProcessGroup) -> None:
+    """Make `new` the default group wherever the closed group `old` is."""
+    _successors[old] = new
+    if old in _groups:
+        _groups.add(new)
 
 
 async def init_process_group(
@@ -188,7 +188,7 @@ async def init_process_group(
     pg_options: GroupOptions | None = None,
     device_id: Any = None,
 ) -> None:
-    """Meet the other ranks, and make the group of all of them the default one.
+    """Meet the other ranks, and make the group of all ranks the default group.
 
     It becomes the default group of this context: of this task and of tasks that it starts. The first group made on an
     event loop is also the default of all other tasks of the loop. So two tasks may be two ranks. Threads without an
@@ -198,26 +198,26 @@ async def init_process_group(
     Args:
         backend: see `aiocoll.new_group`.
         init_method: ``env://`` (the default), ``tcp://host:port`` or ``file:///path``; not together with `store`.
-        timeout: seconds the ranks have to meet, and that an operation may take by default; None is 300.
+        timeout: seconds for the ranks to meet, and the default seconds for an operation; None means 300.
         world_size: number of ranks; -1 takes it from the environment.
-        rank: this rank; -1 takes it from the environment, which a `store` leaves out.
+        rank: this rank; -1 takes it from the environment. Required with `store`.
         store: a store that all ranks share.
         group_name: the same on all ranks; "" is numbered in the order of the calls.
         pg_options: see `aiocoll.GroupOptions`.
-        device_id: "cpu", "cuda:0" and the like, the number of a CUDA device, or None.
+        device_id: a name such as "cpu" or "cuda:0", the number of a CUDA device, or None.
 
     Raises:
         ValueError: this context has a default group already, or there is a `store` and no `rank`.
         Exception: see `aiocoll.new_group`.
     """
     here = CURRENT.get()
-    if here is not None and found() is not None:
+    if here is not None and find_default_group() is not None:
         raise ValueError(
-            f"there is a default group here already, {here.group_name!r}: call destroy_process_group() before "
-            "init_process_group() is called again"
+            f"a default group exists here already, {here.group_name!r}; call destroy_process_group() before "
+            "another init_process_group()"
         )
     if store is not None and init_method is None and rank == -1:
-        raise ValueError("rank is missing: give rank= with store=, as torch.distributed needs it")
+        raise ValueError("rank is missing; give rank= with store=, as torch.distributed requires it")
     pg = await meet(
         backend,
         init_method=init_method,
@@ -230,47 +230,47 @@ async def init_process_group(
         options=pg_options,
     )
     CURRENT.set(pg)
-    _all.add(pg)
-    for loop in [loop for loop in _first if loop.is_closed()]:
-        del _first[loop]
+    _groups.add(pg)
+    for loop in [loop for loop in _first_groups if loop.is_closed()]:
+        del _first_groups[loop]
     loop = asyncio.get_running_loop()
-    if _is_closed(_first.get(loop), otherwise=True):
-        _first[loop] = pg
+    if _is_closed(_first_groups.get(loop), otherwise=True):
+        _first_groups[loop] = pg
 
 
 async def destroy_process_group(group: Group = None) -> None:
-    """Close a group; by default the default group, and with it all that were split off from it.
+    """Close a group, by default the default group, and all groups split off from it.
 
     Waits for started works, as `ProcessGroup.shutdown` does.
 
     Args:
-        group: None is the default group.
+        group: a group; None means the default group.
     """
     if is_outside(group):
         return
-    pg = inside(group)
+    pg = require_member(group)
     await pg.shutdown()
-    for loop in [loop for loop, first in _first.items() if first is pg]:
-        del _first[loop]
+    for loop in [loop for loop, first in _first_groups.items() if first is pg]:
+        del _first_groups[loop]
 
 
 def device_name(device_id: Any) -> str | None:
-    """Return the name of a device that is given as its name, its number, a `torch.device` or None."""
+    """Return the name of a device, given by its name, its number, a `torch.device` or None."""
     if hasattr(device_id, "__index__"):
         return f"cuda:{to_int(device_id, 'device_id', 'a device, its number or None')}"
     return None if device_id is None else str(device_id)
 
 
 def is_available() -> bool:
-    """Whether the package can be used: yes."""
+    """Return whether the package can be used: always True."""
     return True
 
 
 def is_initialized() -> bool:
-    """Whether there is a default group here."""
-    return found() is not None
+    """Return whether there is a default group here."""
+    return find_default_group() is not None
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether torchrun has started this process."""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

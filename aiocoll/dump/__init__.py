@@ -1,1 +1,1 @@
-"""Dumps of flight recorders: the files, the signal that requests them, and their form as a timeline."""
+"""Dumps of flight recorders: the files, the signal that requests dumps, and their conversion to a timeline."""

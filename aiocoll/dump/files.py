@@ -1,4 +1,4 @@
-"""Files of flight recorders: their names, and writing one atomically."""
+"""Dump files of flight recorders: their names, and atomic writes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["FORMAT", "KEYS", "VERSION", "file_name", "write_json"]
 
 #: Identifies a dump.
 FORMAT, VERSION = "aiocoll flight recorder", 1
-#: Number of keys, the newest ones, whose counts are in a dump: some 300 KB.
+#: Number of keys in a dump whose counts are recorded, newest first: about 300 KB.
 KEYS = 10_000
-#: Characters of a group's name in the name of a file; file systems take 255 bytes in all.
+#: Largest number of characters of a group name in a file name. File systems limit the whole name to 255 bytes.
 _LONGEST = 160
-#: Characters of it that stay as they are.
+#: Characters of a group name that are not escaped in file names.
 _PLAIN = frozenset(string.ascii_letters + string.digits + "_.-~")
 
 
 def file_name(group: str, rank: int) -> str:
-    """Return the file name of one rank's dump, for any group name; names of two groups differ."""
-    # As `urllib.parse.quote`, which takes milliseconds to load, and which a process without rights may not read.
+    """Return the file name of one rank's dump; the names of any two groups differ."""
+    # Escapes as `urllib.parse.quote` does, whose import takes milliseconds and fails without the rights to read it.
     octets = group.encode(errors="surrogatepass")
     safe = "".join(chr(each) if chr(each) in _PLAIN else f"%{each:02X}" for each in octets)
     if len(safe) > _LONGEST:
@@ -33,10 +33,10 @@ def file_name(group: str, rank: int) -> str:
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write `content` to `path` atomically, for this user alone; OSError if that fails."""
-    import json  # many programs never need it
+    """Write `content` to `path` atomically, readable by this user only; raise OSError on failure."""
+    import json  # not at the top: many programs never write a dump
 
-    with _beginning(*os.path.split(path)) as file:
+    with _create_temporary(*os.path.split(path)) as file:
         try:
             json.dump(content, file, separators=(",", ":"))
             file.close()
@@ -47,10 +47,10 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
             raise
 
 
-def _beginning(folder: str, name: str) -> TextIO:
-    """Make a file beside that of this name; processes that were killed, on any host, may have left some there."""
+def _create_temporary(folder: str, name: str) -> TextIO:
+    """Create a temporary file in `folder`. Processes that were killed, on any host, may have left such files there."""
     numbers = itertools.count()
     while True:
-        beginning = os.path.join(folder, f".{name[:200]}.{next(numbers)}")
+        temporary = os.path.join(folder, f".{name[:200]}.{next(numbers)}")
         with suppress(FileExistsError):
-            return open(beginning, "x", encoding="ascii", opener=lambda path, flags: os.open(path, flags, 0o600))
+            return open(temporary, "x", encoding="ascii", opener=lambda path, flags: os.open(path, flags, 0o600))

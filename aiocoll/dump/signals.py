@@ -1,11 +1,11 @@
-"""SIGUSR2: calls all listeners, then the handler that was installed before.
+"""Handler of SIGUSR2: it calls all listeners, then the handler that was installed before.
 
-It is a handler of the interpreter, not of an event loop: it runs between two instructions of the main thread, also
-while that thread blocks its loop, which is what the sender may want to find out. Only the main thread may install it;
-in others, and where the signal does not exist, nothing happens. It is removed with the last listener.
+The handler belongs to the interpreter, not to an event loop. It runs between two instructions of the main thread, also
+while that thread blocks its loop, which the user may want to diagnose. Only the main thread may install it. In other
+threads, and on systems without the signal, nothing is installed. The last listener removes it.
 
-The first listener installs it if the signal would end the process. If the program has set a handler, or ignores the
-signal, it is only installed for a listener that the user asked for: then the program's handler is called after ours.
+The first listener installs the handler if the signal would otherwise end the process. If the program has set a handler,
+or ignores the signal, only a listener that the user requested installs it. The program's handler is called afterwards.
 """
 
 from __future__ import annotations
@@ -20,72 +20,72 @@ from weakref import WeakSet
 
 __all__ = ["STAND_IN", "Listener", "listen", "listening", "unlisten"]
 
-#: Attribute of a handler that only replaces ours while there is no listener.
+#: Attribute of a placeholder handler, which aiocoll's handler may replace.
 STAND_IN = "stands_in_for_aiocoll"
 
-#: None on Windows.
+#: The signal; None on Windows, which does not have it.
 NUMBER: signal.Signals | None = getattr(signal, "SIGUSR2", None)
-#: Lists the signals of this process that have a handler, also handlers that Python does not know.
+#: File that lists the signals of this process that have a handler, including handlers in C.
 _STATUS = "/proc/self/status"
 
 
 class Listener(Protocol):
-    """Is called at the signal."""
+    """An object that is called at the signal."""
 
     def signalled(self) -> str:
-        """Write a file, or return lines for standard error; runs in the main thread, at any point of the program."""
+        """Write a file, or return lines for standard error. Runs in the main thread, between any two instructions."""
 
 
 _listeners: WeakSet[Listener] = WeakSet()
-#: The handler that was installed before.
+#: The handler that was installed before this one.
 _before: Any = None
 _installed = False
-#: How many dumps there are to write, this one included; 0 outside the handler.
+#: Number of dumps still to write, including the current one; 0 outside the handler.
 _due = 0
 
 
 def listen(listener: Listener, *, asked: bool) -> None:
-    """Call `listener` at the signal from now on, if the handler can be installed here.
+    """Call `listener` at each signal from now on, if the handler can be installed here.
 
     Args:
         listener: the listener.
-        asked: whether the user has asked for it: then it is installed in spite of a handler of the program.
+        asked: whether the user requested it. The handler then also replaces a handler of the program.
     """
     global _before, _installed
     if NUMBER is None:
         return
     before = signal.getsignal(NUMBER)
-    if not _listeners:  # the last one may have been garbage-collected without `unlisten`
+    if not _listeners:  # the last listener may have been garbage-collected without `unlisten`
         _installed = before is _handle
     _listeners.add(listener)
-    # Only once: a handler that was installed since then may call this one.
-    if _installed and not _would_end_us(before):
+    # Install only once: a handler that the program has installed since may call this one.
+    if _installed and not _would_end_process(before):
         return
-    # None: one that is not Python's, which could neither be called nor put back.
-    if before is None or not (asked or _would_end_us(before)):
+    # None is a handler that Python did not install. It could be neither called nor restored.
+    if before is None or not (asked or _would_end_process(before)):
         return
-    with suppress(ValueError):  # not the main thread
+    with suppress(ValueError):  # not in the main thread
         signal.signal(NUMBER, _handle)
         _before, _installed = before, True
 
 
 def unlisten(listener: Listener) -> None:
-    """Remove a listener; after the last one, restore the previous handler, unless another was installed since."""
+    """Remove a listener; after the last one, restore the previous handler, unless the program has replaced ours."""
     global _installed
     _listeners.discard(listener)
     if NUMBER is not None and _installed and not _listeners and signal.getsignal(NUMBER) is _handle:
-        with suppress(ValueError):  # not the main thread, which does it after a later group
+        with suppress(ValueError):  # not in the main thread: a later group restores it
             signal.signal(NUMBER, _before)
             _installed = False
 
 
 def listening() -> bool:
-    """Whether there is a listener."""
+    """Return whether there is a listener."""
     return len(_listeners) > 0
 
 
-def _would_end_us(handler: Any) -> bool:
-    """Whether the signal would end the process, or has only the launcher's placeholder as handler."""
+def _would_end_process(handler: Any) -> bool:
+    """Return whether the signal would end the process, or `handler` is only the launcher's placeholder."""
     if handler is not signal.SIG_DFL:
         return getattr(handler, STAND_IN, False)
     assert NUMBER is not None
@@ -94,13 +94,13 @@ def _would_end_us(handler: Any) -> bool:
             status = file.read()
     except OSError:
         return True
-    # Python reports a handler in C, such as that of `faulthandler.register`, as the default one.
+    # Python reports a handler in C, such as that of `faulthandler.register`, as the default handler.
     caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
     return not caught >> (NUMBER - 1) & 1
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Dump, and once more if the signal came again meanwhile: a storm of signals neither nests nor blocks."""
+    """Write a dump, and one more if the signal came again meanwhile. Many signals neither nest dumps nor block."""
     global _due
     if _due:
         _due = 2
@@ -114,20 +114,20 @@ def _handle(number: int, frame: FrameType | None) -> None:
             raise
         if _due == 1:
             break
-    _due = 0  # no signal is handled between the comparison and this, so none is lost
+    _due = 0  # no signal is handled between the comparison and this line, so none is lost
 
 
 def _dump(number: int, frame: FrameType | None) -> None:
-    told = "".join(listener.signalled() for listener in list(_listeners))
-    if told:
+    lines = "".join(listener.signalled() for listener in list(_listeners))
+    if lines:
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        _write(f"SIGUSR2:\n{told}main thread, innermost call last:\n{stack}")
+        _write(f"SIGUSR2:\n{lines}main thread, innermost call last:\n{stack}")
     if callable(_before):
         _before(number, frame)
 
 
 def _write(text: str) -> None:
-    """Write unbuffered: the signal may have interrupted a write to the buffer of `sys.stderr`."""
+    """Write to standard error unbuffered: the signal may have interrupted a write to the buffer of `sys.stderr`."""
     data = memoryview(text.encode(errors="replace"))
     with suppress(OSError):
         while data:

@@ -1,7 +1,7 @@
-"""What ranks recorded, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Timelines from dumps, as traces for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The format is Chrome's "Trace Event Format": a JSON object with a list of events. A rank is a process, and operations
-that overlap are on different threads, since a viewer nests events that overlap on one thread.
+The format is Chrome's "Trace Event Format": a JSON object with a list of events. Each rank is a process. Overlapping
+operations are on different threads, because viewers nest events that overlap on one thread.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ __all__ = ["chrome_trace", "lanes", "named", "offsets"]
 Dump = Mapping[str, Any]
 Entry = Mapping[str, Any]
 
-#: Microseconds of a second: the unit of the format.
+#: Microseconds per second; the format's unit is the microsecond.
 _US = 1e6
-#: Fields of an entry that describe the call; the others are its times.
+#: Fields of an entry that describe the call. The other fields are its times.
 _ARGUMENTS = ("seq", "key", "shape", "dtype", "bytes", "counts", "root", "reduce", "peer", "tag", "state", "error",
               "site", "function")  # fmt: skip
 
 
 def named(entry: Entry) -> str:
-    """Name an operation in a word or two."""
+    """Return a short name for an operation: kind, key and sequence number."""
     name = entry["op"] if entry["key"] is None else f"{entry['op']} {entry['key']!r}"
     return name if entry["seq"] is None else f"{name} {entry['seq']}"
 
 
 def offsets(dumps: Sequence[Dump]) -> list[float]:
-    """Return the offsets that bring the times of all dumps to the clock of the first one's host.
+    """Return one offset per dump that converts its times to the clock of the first dump's host.
 
-    Ranks of one host share a monotonic clock, so they get the same offset; between hosts the precision is that of their
-    wall clocks.
+    Ranks on one host share a monotonic clock, so they have the same offset. Between hosts the precision is the
+    precision of their wall clocks.
     """
     ahead: dict[str, list[float]] = {}
     for dump in dumps:
         clock = dump["clock"]
         ahead.setdefault(clock["host"], []).append(clock["wall"] - clock["monotonic"])
-    # The median: a wall clock may have been set between two dumps.
+    # The median: a wall clock may have been adjusted between two dumps.
     middle = {host: sorted(found)[len(found) // 2] for host, found in ahead.items()}
     return [middle[dump["clock"]["host"]] - middle[dumps[0]["clock"]["host"]] for dump in dumps]
 
 
 def lanes(entries: Sequence[Entry], until: float) -> list[int]:
-    """Return for each entry, sorted by entry, the lowest lane that is free then; what is pending lasts to `until`."""
+    """Return the lowest free lane for each entry, in order of entry; pending operations last to `until`."""
     free: list[float] = []
     found = []
     for entry in entries:
@@ -55,7 +55,7 @@ def lanes(entries: Sequence[Entry], until: float) -> list[int]:
 
 
 def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
-    """Return dumps, of one group or of several, as the JSON object of a trace; its times begin at 0."""
+    """Return the dumps of one or several groups as a trace in JSON form; its times start at 0."""
     shifts = offsets(dumps)
     times = [entry["entered"] + shift for dump, shift in zip(dumps, shifts, strict=True) for entry in dump["entries"]]
     start = min(times, default=0.0)
@@ -82,7 +82,7 @@ def chrome_trace(dumps: Sequence[Dump]) -> dict[str, Any]:
 
 
 def _lane_events(dump: Dump, kind: str, process: int, above: int, shift: float) -> Iterator[dict[str, Any]]:
-    """Yield the operations of one kind, on threads numbered from `above` + 1 on, and the threads' names."""
+    """Yield the operations of one kind, on threads numbered from `above` + 1, and the names of the threads."""
     entries = [entry for entry in dump["entries"] if entry["kind"] == kind]
     until = dump["clock"]["monotonic"]
     named_threads: set[int] = set()

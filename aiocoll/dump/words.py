@@ -1,4 +1,4 @@
-"""A dump as a few lines of text: pending operations, and the last ones before."""
+"""A dump as a few lines of text: the pending operations, and the last ones that ended."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 __all__ = ["in_words"]
 
-#: Number of ended operations that are shown, the last ones.
+#: Number of ended operations to show, newest last.
 _ENDED = 3
-#: Pending operations that are named; the rest are counted.
+#: Largest number of pending operations to list; the others are counted.
 _PENDING = 20
 
 
 def in_words(dump: Mapping[str, Any]) -> str:
-    """Return the text of a dump of `FlightRecorder.dump`."""
+    """Return a dump of `FlightRecorder.dump` as text."""
     return "".join(f"{line}\n" for line in _lines(dump))
 
 
@@ -26,17 +26,17 @@ def _lines(dump: Mapping[str, Any]) -> Iterator[str]:
     for entry in pending[:_PENDING]:
         missing = entry["missing"]
         waits = f", waits for rank {', '.join(map(str, missing))}" if missing else ""
-        yield f"  pending: {_named(entry)}, for {now - entry['entered']:.1f} s{waits}"
+        yield f"  pending: {_describe(entry)}, for {now - entry['entered']:.1f} s{waits}"
     if len(pending) > _PENDING:
-        yield f"  and {len(pending) - _PENDING} more that are pending"
+        yield f"  and {len(pending) - _PENDING} more pending operations"
     ended = [entry for entry in dump["entries"] if entry["state"] != "pending"]
     for entry in ended[-_ENDED:]:
-        yield f"  {entry['state']}: {_named(entry)}, {now - entry['finished']:.1f} s ago"
+        yield f"  {entry['state']}: {_describe(entry)}, {now - entry['finished']:.1f} s ago"
     if not dump["entries"]:
         yield "  no operation yet"
 
 
-def _named(entry: Mapping[str, Any]) -> str:
+def _describe(entry: Mapping[str, Any]) -> str:
     if entry["kind"] == "message":
         number = f"{'any rank' if entry['peer'] is None else 'rank ' + str(entry['peer'])}, tag {entry['tag']}"
     elif entry["key"] is not None:

@@ -1,1 +1,1 @@
-"""The numbers of `ProcessGroup.stats` for others to read: Prometheus and OpenTelemetry."""
+"""Exporters of `ProcessGroup.stats`: Prometheus and OpenTelemetry."""

@@ -1,7 +1,8 @@
-"""Samples in the files of prometheus_client's multiprocess mode, from which its `MultiProcessCollector` reads.
+"""Sample files for prometheus_client's multiprocess mode, which its `MultiProcessCollector` reads.
 
-That collector reads the files of all processes in PROMETHEUS_MULTIPROC_DIR, and asks no collector of this process. So
-the samples are written there, about once a second, in a thread: a process whose event loop is blocked writes, too.
+That collector reads the files of all processes in PROMETHEUS_MULTIPROC_DIR. It does not call the collectors of this
+process. So a thread writes the samples to a file about once a second, also while the event loop of the process is
+blocked.
 """
 
 from __future__ import annotations
@@ -25,47 +26,47 @@ PERIOD: Final = 1.0
 
 
 class SampleFiles:
-    """The files of this process, and a thread that writes samples to them.
+    """Sample files of this process, and the thread that writes them.
 
-    Counters of ended processes stay. Gauges have the mode "livesum": `mark_process_dead` removes those of one process,
-    and the thread calls it for every process that has ended.
+    Counters of ended processes remain. Gauges have the mode "livesum": `mark_process_dead` removes the gauges of one
+    process. The thread calls it for each ended process.
 
     Args:
-        directory: of the files.
-        collect: returns the metric families; their counters only grow.
+        directory: directory of the files.
+        collect: returns the metric families, whose counters must not decrease.
     """
 
     def __init__(self, directory: Path, collect: Callable[[], Iterable[Any]]) -> None:
         self._directory = directory
         self._collect = collect
         self._lock = threading.Lock()
-        #: By the name and labels of a sample: the value in the file, and what was last collected.
+        #: By sample name and labels: the value in the file, and the value that was last collected.
         self._written: dict[tuple[str, ...], tuple[Any, float]] = {}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_warned = False
 
     def start(self) -> None:
-        """Write from now on, if the thread does not already."""
+        """Start the thread if it does not run."""
         if self._thread is None or not self._thread.is_alive():  # a forked child has no threads of its parent
             self._thread = threading.Thread(target=self._run, name="aiocoll metrics", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError as error:  # there are too many threads
+            except RuntimeError as error:  # too many threads
                 self._thread = None
                 self._warn(error)
 
     def write(self) -> None:
-        """Write the samples as they are now."""
+        """Write the current samples."""
         try:
             with self._lock:
                 for family in self._collect():
                     self._write_family(family)
-        except Exception as error:  # the disk is full, or the directory was removed: no failure of a group
+        except Exception as error:  # a full disk or a removed directory must not fail a group
             self._warn(error)
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -80,9 +81,9 @@ class SampleFiles:
         below = 0.0
         for sample in family.samples:
             value = sample.value
-            if sample.name.endswith("_bucket"):  # a file has the calls of each bucket alone
+            if sample.name.endswith("_bucket"):  # files have the calls of each bucket separately
                 value, below = value - below, value
-            elif sample.name.endswith("_count"):  # the sum of the buckets, which the reader adds up
+            elif sample.name.endswith("_count"):  # the reader computes it as the sum of the buckets
                 below = 0.0
                 continue
             self._write(family, sample, value)
@@ -103,16 +104,16 @@ class SampleFiles:
             if value != before:
                 entry.set(value)
         elif value > before:
-            entry.inc(value - before)  # the file may be that of an ended process with the same number
+            entry.inc(value - before)  # the file may be that of an ended process with the same process id
         else:
             value = before
         self._written[key] = entry, value
 
     def _mark_dead_processes(self) -> None:
-        """Remove the gauges of processes that have ended."""
+        """Remove the gauges of ended processes."""
         found = {path.stem.rpartition("_")[2] for path in self._directory.glob("gauge_live*_*.db")}
         if str(os.getpid()) not in found:
-            return  # the program names files by something else than process ids
+            return  # the program does not name files by process id
         for name in found:
             if name.isdecimal() and _has_ended(int(name)):
                 with suppress(OSError):  # another process has removed the file, or it belongs to another user
@@ -126,18 +127,18 @@ class SampleFiles:
 
 def _has_ended(pid: int) -> bool:
     if os.name != "posix":
-        return False  # there, signal 0 is Ctrl-C
+        return False  # on Windows, signal 0 is Ctrl-C
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # it belongs to another user
+        return False  # the process belongs to another user
     return False
 
 
 def open_sample_files(collect: Callable[[], Iterable[Any]]) -> SampleFiles | None:
-    """Open the files of this process; return None outside of multiprocess mode.
+    """Open the sample files of this process; return None outside multiprocess mode.
 
     Raises:
         ValueError: the directory does not exist.
@@ -148,11 +149,11 @@ def open_sample_files(collect: Callable[[], Iterable[Any]]) -> SampleFiles | Non
     if not getattr(values.ValueClass, "_multiprocess", False):
         logger.warning(
             "PROMETHEUS_MULTIPROC_DIR=%s was set after prometheus_client was imported, so this process writes no "
-            "metrics there: set it in the environment that starts the program",
+            "metrics there; set it in the environment that starts the program",
             path,
         )
         return None
     directory = Path(path)
     if not directory.is_dir():
-        raise ValueError(f"PROMETHEUS_MULTIPROC_DIR={path!r} is not a directory: create it before the program starts")
+        raise ValueError(f"PROMETHEUS_MULTIPROC_DIR={path!r} is not a directory; create it before the program starts")
     return SampleFiles(directory, collect)

@@ -1,11 +1,11 @@
-"""OpenTelemetry: the numbers of groups as instruments that are observed, and a span per operation on request.
+"""Export to OpenTelemetry: observable instruments for the statistics of groups, and optionally a span per operation.
 
     meter = aiocoll.metrics.opentelemetry.GroupMeter()  # the global meter provider; all groups of this process
 
-Attributes of metrics: ``aiocoll.group`` and ``aiocoll.rank``; ``aiocoll.op``, ``aiocoll.algorithm``,
-``aiocoll.transport`` and ``aiocoll.outcome`` of operations, of which there are few; ``aiocoll.peer`` is the number of a
-rank. None has a key, a sequence number or an address; spans have the first two. There are at most 100 names of groups:
-a program that makes groups forever lets them share names, ``add(pg, name="workers")``.
+Metrics have the attributes ``aiocoll.group`` and ``aiocoll.rank``. Metrics of operations also have ``aiocoll.op``,
+``aiocoll.algorithm``, ``aiocoll.transport`` and ``aiocoll.outcome``, each with few values. ``aiocoll.peer`` is the
+number of a rank. Metrics have no keys, sequence numbers or addresses; spans have keys and sequence numbers. At most 100
+group names are exported. A program that keeps making groups lets them share a name: ``add(pg, name="workers")``.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ except ImportError as error:
 
 __all__ = ["GroupMeter"]
 
-#: What an instrument observes of one group: values with their attributes.
+#: Function that yields the values of one instrument for one group, with their attributes.
 _Values = Callable[[GroupStats], Iterator[tuple[float, Mapping[str, Any]]]]
 
 
 class GroupMeter:
-    """Instruments for the numbers of all groups of this process, or of those that are added.
+    """OpenTelemetry instruments for all groups of this process, or only for groups passed to `add`.
 
-    One is enough: a provider keeps its instruments forever. A group that `shrink`, `grow` or `elastic` makes of another
-    one is exported under the same name, without the ``~1`` at its end. Groups that have one name on one rank are
-    exported as one, whose counters only grow.
+    One meter is enough: a provider keeps its instruments forever. A group that `shrink`, `grow` or `elastic` makes from
+    another one keeps the exported name, without the ``~1`` at its end. Groups with the same name on the same rank are
+    exported as one, whose counters never decrease.
 
     Args:
-        meter_provider: of OpenTelemetry; None: the global one.
-        tracer_provider: likewise, for spans.
-        spans: make a span of each operation when it has ended, with its bytes, key, number and error. They are children
-            of the span that is current where `add` is called, or else where the meter is made. That takes some ten
+        meter_provider: an OpenTelemetry meter provider; None: the global one.
+        tracer_provider: an OpenTelemetry tracer provider, for spans; None: the global one.
+        spans: make a span of each ended operation, with its bytes, key, sequence number and error. The parent is the
+            span that is current at the call of `add`, or else where the meter is made. That takes about ten
             microseconds per operation.
     """
 
     def __init__(self, meter_provider: Any = None, tracer_provider: Any = None, *, spans: bool = False) -> None:
-        self._watched = WatchedGroups(self._began, self._ended)
+        self._watched = WatchedGroups(self._on_start, self._on_stop)
         self._hooks: WeakKeyDictionary[ProcessGroup, HookHandle] = WeakKeyDictionary()
-        #: Where spans are made: by the exported name of an added group and its successors, and for all others.
+        #: Contexts of spans, by the exported name of an added group and its successors; `_context` for all others.
         self._contexts: dict[str, context.Context] = {}
         self._context = context.get_current()
         self._adding: context.Context | None = None
@@ -61,26 +61,26 @@ class GroupMeter:
         counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
         counter("aiocoll.operations", [self._observe(_operations)], "{operation}", "Operations that have ended.")
         counter("aiocoll.operation.io", [self._observe(_nbytes)], "By", "Bytes of the main arrays of operations.")
-        counter("aiocoll.operation.time", [self._observe(_seconds)], "s", "Seconds that operations took together.")
+        counter("aiocoll.operation.time", [self._observe(_seconds)], "s", "Total duration of operations, in seconds.")
         counter("aiocoll.waits", [self._observe(_waits)], "{collective}", "Collectives that a peer's data completed.")
-        counter("aiocoll.wait.time", [self._observe(_waited)], "s", "Seconds from the start of these to that arrival.")
+        counter("aiocoll.wait.time", [self._observe(_waited)], "s", "Seconds from their start to the data's arrival.")
         gauge("aiocoll.operations.pending", [self._observe(_pending)], "{operation}", "Operations in flight.")
-        gauge("aiocoll.operations.oldest", [self._observe(_oldest)], "s", "Seconds for which the oldest has been.")
+        gauge("aiocoll.operations.oldest", [self._observe(_oldest)], "s", "Age of the oldest operation in flight.")
         gauge("aiocoll.missing", [self._observe(_missing)], "{collective}", "Collectives in which a peer is missing.")
         self._watched.start()
 
     def add(self, pg: ProcessGroup, *, name: str | None = None) -> None:
-        """Export a group until this rank closes it, and its successors; from now on no others but those added.
+        """Export a group until this rank closes it, and its successors; from now on, export only added groups.
 
         Args:
             pg: the group.
-            name: the name to export it under, in place of its own. Groups may share one: they are added up.
+            name: the exported name, instead of the group's own. Groups that share a name are added up.
 
         Raises:
-            TypeError: `pg` is no group, or `name` no text.
-            RuntimeError: it was made with ``GroupOptions(stats=False)``.
-            GroupClosedError: this rank has closed it.
-            ValueError: there have been 100 names.
+            TypeError: `pg` is not a group, or `name` is not a string.
+            RuntimeError: the group was made with ``GroupOptions(stats=False)``.
+            GroupClosedError: this rank has closed the group.
+            ValueError: 100 names have been exported already.
         """
         self._adding = context.get_current()
         try:
@@ -89,18 +89,18 @@ class GroupMeter:
             self._adding = None
 
     def remove(self, pg: ProcessGroup) -> None:
-        """Export a group and its successors no more.
+        """Stop exporting a group and its successors.
 
         Args:
-            pg: the group; it need not be exported.
+            pg: the group. Nothing happens if it is not exported.
         """
         self._watched.remove(pg)
 
     def close(self) -> None:
-        """Export nothing any more."""
+        """Stop exporting all groups."""
         self._watched.close()
 
-    def _began(self, pg: ProcessGroup, name: str) -> None:
+    def _on_start(self, pg: ProcessGroup, name: str) -> None:
         if self._tracer is None:
             return
         if self._adding is not None:
@@ -108,7 +108,7 @@ class GroupMeter:
         parent = self._contexts.get(name, self._context)
         self._hooks[pg] = pg.add_hook(_Spans(self._tracer, parts_of(pg).comm.runtime.wall, parent))
 
-    def _ended(self, pg: ProcessGroup, name: str) -> None:
+    def _on_stop(self, pg: ProcessGroup, name: str) -> None:
         if (hook := self._hooks.pop(pg, None)) is not None:
             hook.remove()
 
@@ -127,9 +127,9 @@ class _Spans:
     """A hook that makes a span of each operation.
 
     Args:
-        tracer: makes them.
-        wall: returns the time.
-        parent: the context in which they are made.
+        tracer: makes the spans.
+        wall: returns the wall-clock time.
+        parent: the context of the spans.
     """
 
     def __init__(self, tracer: Any, wall: Callable[[], float], parent: context.Context) -> None:
@@ -138,17 +138,17 @@ class _Spans:
         self._context = parent
 
     def on_end(self, info: OperationInfo) -> None:
-        """Make the span of an operation that has ended."""
+        """Make the span of an ended operation."""
         assert info.seconds is not None
         end = self._wall()
-        told = {"key": info.key, "seq": info.seq, "nbytes": info.nbytes, "dtype": info.dtype}
+        details = {"key": info.key, "seq": info.seq, "nbytes": info.nbytes, "dtype": info.dtype}
         attributes = {
             "aiocoll.group": info.group,
             "aiocoll.rank": info.rank,
             "aiocoll.op": info.op,
             "aiocoll.algorithm": info.algorithm or "",
             "aiocoll.transport": info.transport,
-            **{f"aiocoll.{name}": value for name, value in told.items() if value is not None},
+            **{f"aiocoll.{name}": value for name, value in details.items() if value is not None},
         }
         start = int((end - info.seconds) * 1e9)
         span = self._tracer.start_span(info.op, self._context, attributes=attributes, start_time=start)

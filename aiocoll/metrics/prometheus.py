@@ -1,13 +1,14 @@
-"""Prometheus: the numbers of groups in a registry of `prometheus_client`, read at each scrape.
+"""Export to Prometheus: the statistics of groups in a registry of `prometheus_client`, read at each scrape.
 
     collector = aiocoll.metrics.prometheus.GroupCollector()  # in prometheus_client.REGISTRY; all groups of this process
 
-The program serves the registry. A scrape may come in any thread. In the multiprocess mode of `prometheus_client` the
-numbers are also written to the files of this process, once a second, for its `MultiProcessCollector`.
+The program serves the registry. Any thread may scrape it. In the multiprocess mode of `prometheus_client` the values
+are also written once a second to the files of this process, for its `MultiProcessCollector`.
 
-Labels: `group` and `rank`; `op`, `algorithm`, `transport` and `outcome` of operations, of which there are few; `peer`
-is the number of a rank. No label has a key, a sequence number or an address. There are at most 100 names of groups: a
-program that makes groups forever lets them share names, ``add(pg, name="workers")``.
+Metrics have the labels `group` and `rank`. Metrics of operations also have `op`, `algorithm`, `transport` and
+`outcome`, each with few values. `peer` is the number of a rank. Labels contain no keys, sequence numbers or addresses.
+At most 100 group names are exported. A program that keeps making groups lets them share a name:
+``add(pg, name="workers")``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ except ImportError as error:
 
 __all__ = ["GroupCollector"]
 
-#: Bounds of the buckets of a histogram, in seconds: each fourth of those that are counted, from 4 µs to 64 s.
+#: Bounds of the histogram's buckets in seconds, from 4 µs to 64 s: every fourth bound of the recorded one.
 _BOUNDS: Final = [2.0**exponent for exponent in range(-18, 7, 2)]
 _GROUP: Final = ("group", "rank")
 _KIND: Final = (*_GROUP, "op", "algorithm", "transport")
@@ -40,10 +41,10 @@ _PEER: Final = (*_GROUP, "peer")
 
 
 class GroupCollector:
-    """A collector of the numbers of all groups of this process, or of those that are added.
+    """A Prometheus collector for all groups of this process, or only for groups passed to `add`.
 
-    A group that `shrink`, `grow` or `elastic` makes of another one is exported under the same name, without the
-    ``~1`` at its end. Groups that have one name on one rank are exported as one, whose counters only grow.
+    A group that `shrink`, `grow` or `elastic` makes from another one keeps the exported name, without the ``~1`` at its
+    end. Groups with the same name on the same rank are exported as one, whose counters never decrease.
 
     Args:
         registry: a `prometheus_client.CollectorRegistry`; None: the one of the process.
@@ -54,55 +55,55 @@ class GroupCollector:
     """
 
     def __init__(self, registry: Any = None) -> None:
-        self._watched = WatchedGroups(self._began, self._ended)
+        self._watched = WatchedGroups(self._on_start, self._on_stop)
         self._files = open_sample_files(lambda: _families(self._watched.stats(closed=True)))
         self._registry: Any = REGISTRY if registry is None else registry
         self._registry.register(self)
         self._watched.start()
 
     def add(self, pg: ProcessGroup, *, name: str | None = None) -> None:
-        """Export a group until this rank closes it, and its successors; from now on no others but those added.
+        """Export a group until this rank closes it, and its successors; from now on, export only added groups.
 
         Args:
             pg: the group.
-            name: the name to export it under, in place of its own. Groups may share one: they are added up.
+            name: the exported name, instead of the group's own. Groups that share a name are added up.
 
         Raises:
-            TypeError: `pg` is no group, or `name` no text.
-            RuntimeError: it was made with ``GroupOptions(stats=False)``.
-            GroupClosedError: this rank has closed it.
-            ValueError: there have been 100 names.
+            TypeError: `pg` is not a group, or `name` is not a string.
+            RuntimeError: the group was made with ``GroupOptions(stats=False)``.
+            GroupClosedError: this rank has closed the group.
+            ValueError: 100 names have been exported already.
         """
         self._watched.add(pg, name)
 
     def remove(self, pg: ProcessGroup) -> None:
-        """Export a group and its successors no more.
+        """Stop exporting a group and its successors.
 
         Args:
-            pg: the group; it need not be exported.
+            pg: the group. Nothing happens if it is not exported.
         """
         self._watched.remove(pg)
 
     def close(self) -> None:
-        """Export nothing any more, and leave the registry."""
+        """Stop exporting all groups, and leave the registry."""
         self._watched.close()
         if self._files is not None:
             self._files.close()
         self._registry.unregister(self)
 
     def describe(self) -> Iterable[Any]:
-        """Return what it exports without its numbers, as `prometheus_client` asks for."""
+        """Return the metric families without values; `prometheus_client` calls this."""
         return _families([])
 
     def collect(self) -> Iterable[Any]:
-        """Return what it exports now, as `prometheus_client` asks for."""
+        """Return the metric families with current values; `prometheus_client` calls this."""
         return _families(self._watched.stats())
 
-    def _began(self, pg: ProcessGroup, name: str) -> None:
+    def _on_start(self, pg: ProcessGroup, name: str) -> None:
         if self._files is not None:
             self._files.start()
 
-    def _ended(self, pg: ProcessGroup, name: str) -> None:
+    def _on_stop(self, pg: ProcessGroup, name: str) -> None:
         if self._files is not None:
             self._files.write()
 
@@ -118,14 +119,14 @@ def _families(groups: list[GroupStats]) -> Iterator[Any]:
         "aiocoll_operation_seconds", "Seconds from the start of an operation to its completion.", labels=_KIND
     )
     waits = CounterMetricFamily(
-        "aiocoll_waits", "Collectives that the arrival of the peer's data has completed here.", labels=_PEER
+        "aiocoll_waits", "Collectives that this rank completed when the peer's data arrived.", labels=_PEER
     )
     waited = CounterMetricFamily(
-        "aiocoll_wait_seconds", "Seconds from the start of these collectives to that arrival.", labels=_PEER
+        "aiocoll_wait_seconds", "Seconds from the start of those collectives to the arrival.", labels=_PEER
     )
     pending = GaugeMetricFamily("aiocoll_pending_operations", "Operations in flight.", labels=_GROUP)
     oldest = GaugeMetricFamily(
-        "aiocoll_oldest_pending_seconds", "Seconds for which the oldest of these has been.", labels=_GROUP
+        "aiocoll_oldest_pending_seconds", "Seconds since the start of the oldest operation in flight.", labels=_GROUP
     )
     missing = GaugeMetricFamily(
         "aiocoll_missing", "Pending collectives in which the peer is known to be missing.", labels=_PEER
@@ -149,7 +150,7 @@ def _families(groups: list[GroupStats]) -> Iterator[Any]:
 
 
 def _buckets(each: OperationStats) -> list[tuple[str, float]]:
-    """Return the histogram as Prometheus has it: each bucket counts those before it, too."""
+    """Return the cumulative histogram that Prometheus expects: each bucket includes the smaller ones."""
     found: list[tuple[str, float]] = [
         (repr(limit), sum(calls for bound, calls in each.histogram if bound <= limit)) for limit in _BOUNDS
     ]

@@ -1,4 +1,4 @@
-"""The groups whose numbers are exported, under names that stay the same when a group takes the place of another."""
+"""Exported groups of a process, and their names: a group that replaces another one keeps its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocoll.log import logger
 
 __all__ = ["MOST", "WatchedGroups"]
 
-#: Names that groups may be exported under: each makes series that a metrics server stores forever.
+#: Largest number of exported names: each makes series that a metrics server stores forever.
 MOST = 100
 
 
@@ -25,14 +25,15 @@ def _ignore(pg: ProcessGroup, name: str) -> None:
 
 
 class WatchedGroups(open_groups.Observer):
-    """The exported groups of this process: all that are open, or those that were added and their successors.
+    """Exported groups of this process: all open groups, or the added ones and their successors.
 
-    A successor is a group that `shrink`, `grow` or `elastic` makes of another one. Groups that have one name on one
-    rank are exported as one, whose counters only grow: those of closed groups are part of them. Any thread may ask.
+    A successor is a group that `shrink`, `grow` or `elastic` makes from another one. Groups with the same name on the
+    same rank are exported as one. Its counters include those of closed groups, so they never decrease. Any thread may
+    call `stats`.
 
     Args:
-        began: called with each group that is exported from now on, and its name.
-        ended: called with each group that is exported no more, and its name.
+        began: called with each group whose export starts, and its name.
+        ended: called with each group whose export stops, and its name.
     """
 
     def __init__(
@@ -40,12 +41,12 @@ class WatchedGroups(open_groups.Observer):
         began: Callable[[ProcessGroup, str], None] = _ignore,
         ended: Callable[[ProcessGroup, str], None] = _ignore,
     ) -> None:
-        self._began = began
-        self._ended = ended
+        self._on_start = began
+        self._on_stop = ended
         self._lock = threading.RLock()
-        #: Open groups with the names that they are exported under; None for those that are not.
+        #: Open groups with their exported names; None for groups that are not exported.
         self._open: WeakKeyDictionary[ProcessGroup, str | None] = WeakKeyDictionary()
-        #: Numbers of closed groups, by name and rank.
+        #: Statistics of closed groups, by name and rank.
         self._closed: dict[tuple[str, int], GroupStats] = {}
         self._names: set[str] = set()
         self._exports_all = True
@@ -56,23 +57,23 @@ class WatchedGroups(open_groups.Observer):
         open_groups.observe(self)
 
     def close(self) -> None:
-        """Watch no group any more."""
+        """Stop watching all groups."""
         open_groups.unobserve(self)
         for pg in list(self._open):
             self.closed(pg)
 
     def add(self, pg: ProcessGroup, name: str | None) -> None:
-        """Export a group and its successors, under `name` or their own; from now on no others but those added.
+        """Export a group and its successors, under `name` or their own; from now on, export only added groups.
 
         Raises:
-            TypeError: `pg` is no group, or `name` no text.
-            RuntimeError: it does not count.
-            GroupClosedError: this rank has closed it.
-            ValueError: there have been `MOST` names.
+            TypeError: `pg` is not a group, or `name` is not a string.
+            RuntimeError: the group has no statistics.
+            GroupClosedError: this rank has closed the group.
+            ValueError: `MOST` names have been exported already.
         """
         if not isinstance(pg, ProcessGroup):
             raise TypeError(f"pg must be a ProcessGroup, not {type(pg).__name__}")
-        pg.stats()  # raises if it does not count
+        pg.stats()  # raises if the group has no statistics
         if parts_of(pg).dispatcher.closed:
             raise parts_of(pg).dispatcher.closed_error()
         if not isinstance(name, str | None):
@@ -87,37 +88,37 @@ class WatchedGroups(open_groups.Observer):
         name = strip_generation(pg.group_name) if name is None else name
         if not self._has_room(name):
             raise ValueError(
-                f"pg: groups of {MOST} names have been exported here, and {name!r} is one more: give groups that come "
-                "and go a name that they share: add(pg, name='workers')"
+                f"pg: {MOST} group names have been exported already, so {name!r} cannot be; let short-lived groups "
+                "share a name: add(pg, name='workers')"
             )
         self._begin(pg, name)
 
     def remove(self, pg: ProcessGroup) -> None:
-        """Export a group and its successors no more; it need not be exported."""
+        """Stop exporting a group and its successors; do nothing if it is not exported."""
         with self._lock:
             name = self._open.get(pg)
             if name is None:
                 return
             self._open[pg] = None
-        self._ended(pg, name)
+        self._on_stop(pg, name)
 
     def stats(self, *, closed: bool = False) -> list[GroupStats]:
-        """Return the stats of the exported groups, by name and rank; with `closed`, those of closed groups, too."""
+        """Return the statistics of the exported groups, by name and rank; `closed` adds those of closed groups."""
         found: dict[tuple[str, int], GroupStats] = {}
         with self._lock:
             for pg, name in list(self._open.items()):
                 if name is None or parts_of(pg).comm.runtime.thread == 0:
-                    continue  # a forked child has the groups of its parent, and does nothing in them
+                    continue  # a forked child inherits the groups of its parent, and does nothing in them
                 key = name, pg.rank()
                 before = found.get(key, self._closed.get(key))
                 stats = replace(stats_of(parts_of(pg).comm), group=name)
                 found[key] = stats if before is None else add_stats(before, stats)
             return list(({**self._closed, **found} if closed else found).values())
 
-    # -- notifications of `open_groups`
+    # -- callbacks of `open_groups`
 
     def opened(self, pg: ProcessGroup) -> None:
-        """Export the group if all groups are, or if it is the successor of one that is."""
+        """Export a new group if all groups are exported, or if it is the successor of an exported group."""
         first = strip_generation(pg.group_name)
         name = first if self._exports_all else None
         if first != pg.group_name:
@@ -133,8 +134,8 @@ class WatchedGroups(open_groups.Observer):
         elif not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "group %r, rank %d: not exported, as groups of %d names have been: give groups that come and go a name "
-                "that they share, by add(pg, name='workers')",
+                "group %r, rank %d: not exported, because %d group names have been exported already; let short-lived "
+                "groups share a name: add(pg, name='workers')",
                 pg.group_name,
                 pg.rank(),
                 MOST,
@@ -142,13 +143,13 @@ class WatchedGroups(open_groups.Observer):
             )
 
     def closed(self, pg: ProcessGroup) -> None:
-        """Export the group no more, but count its numbers in those of groups with its name and rank."""
+        """Stop exporting a closed group; keep its statistics for groups with the same name and rank."""
         with self._lock:
             name = self._open.pop(pg, None)
             if name is None:
                 return
             self._keep(pg, name)
-        self._ended(pg, name)
+        self._on_stop(pg, name)
 
     def _has_room(self, name: str) -> bool:
         return name in self._names or len(self._names) < MOST
@@ -157,7 +158,7 @@ class WatchedGroups(open_groups.Observer):
         with self._lock:
             self._names.add(name)
             self._open[pg] = name
-        self._began(pg, name)
+        self._on_start(pg, name)
 
     def _keep(self, pg: ProcessGroup, name: str) -> None:
         key = name, pg.rank()

@@ -1,4 +1,4 @@
-"""Run ranks in tests: as tasks, as processes, on a virtual clock. The pytest plugin is `aiocoll.testing.plugin`."""
+"""Ranks in tests: as tasks, as processes, on a virtual clock. The pytest plugin is `aiocoll.testing.plugin`."""
 
 from aiocoll.testing.cases import InProcessTestCase, MultiProcessTestCase
 from aiocoll.testing.processes import run_processes

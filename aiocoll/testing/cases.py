@@ -1,4 +1,4 @@
-"""Test cases for unittest, and for pytest, which runs them too: every test runs on all ranks.
+"""Test cases for unittest, which pytest runs, too: every test runs on all ranks.
 
     class TestSums(InProcessTestCase):
         world_size = 3
@@ -6,7 +6,7 @@
         async def test_sum(self):
             self.assertEqual(await self.pg.allreduce(self.rank), 3)
 
-The instance that unittest makes only drives the ranks. Each rank has its own instance, which runs `setUp`,
+The instance that unittest makes only controls the ranks. Each rank has its own instance, which runs `setUp`,
 `asyncSetUp`, the test, `asyncTearDown`, `tearDown` and the cleanups.
 """
 
@@ -27,7 +27,7 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing.comparison import find_difference, has_arrays
 from aiocoll.testing.deaths import Death
-from aiocoll.testing.frames import trimmed
+from aiocoll.testing.frames import trim
 from aiocoll.testing.loops import loop_factory, portable_loop
 from aiocoll.testing.processes import run_team
 from aiocoll.testing.ranks import run_ranks, time_limit
@@ -37,21 +37,21 @@ from aiocoll.testing.team import Team, pickled
 
 __all__ = ["InProcessTestCase", "MultiProcessTestCase", "RanksTestCase"]
 
-__unittest = True  # its reports leave out the frames of this module
+__unittest = True  # makes unittest omit the frames of this module from its reports
 
 
 class RanksTestCase(unittest.TestCase):
-    """Base of both kinds of test case.
+    """Base class of both kinds of test case.
 
     Attributes:
         world_size: number of ranks.
-        timeout: seconds for a test with all its ranks; None waits for ever.
-        options: of the groups.
+        timeout: seconds for a test with all its ranks; None waits forever.
+        options: options of the groups.
         loop: the event loop of the ranks.
         allow_unretrieved: a rank may return without having retrieved the failure of a call, as for `run_ranks`.
-        rank: of this instance; -1 in the one that drives the ranks.
+        rank: rank of this instance; -1 in the instance that controls the ranks.
         pg: the group of this rank.
-        file_name: path of a file that the ranks may make and share; it is removed after the test.
+        file_name: path of a file that the ranks may create and share; it is removed after the test.
     """
 
     world_size: ClassVar[int] = 4
@@ -68,7 +68,7 @@ class RanksTestCase(unittest.TestCase):
 
     @property
     def is_master(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def run(self, result: unittest.TestResult | None = None) -> unittest.TestResult | None:
@@ -77,31 +77,31 @@ class RanksTestCase(unittest.TestCase):
             return super().run(result)
 
     def debug(self) -> None:
-        """Run the test on all ranks, and let its error out."""
+        """Run the test on all ranks, and let its exception propagate."""
         with self._driving():
             super().debug()
 
     async def asyncSetUp(self) -> None:
-        """Prepare the test, on each rank; the group is there."""
+        """Prepare the test on each rank, where `pg` is ready; override as needed."""
 
     async def asyncTearDown(self) -> None:
-        """Clean up after the test, on each rank."""
+        """Clean up after the test on each rank; override as needed."""
 
     def addCleanup(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        """Call a function after the test, on this rank; the last one added is called first."""
+        """Register a function to call after the test on this rank; the last one registered is called first."""
         self._exits.callback(function, *args, **kwargs)
 
     def addAsyncCleanup(self, function: Callable[..., Awaitable[Any]], /, *args: Any, **kwargs: Any) -> None:
-        """Await a function after the test, on this rank; in one order with those of `addCleanup`."""
+        """Register an async function to await after the test on this rank, in one order with `addCleanup`."""
         self._exits.push_async_callback(function, *args, **kwargs)
 
     async def enterAsyncContext(self, manager: Any) -> Any:
-        """Enter an asynchronous context that lasts to the end of the test, on this rank."""
+        """Enter an asynchronous context on this rank until the end of the test."""
         return await self._exits.enter_async_context(manager)
 
     @contextmanager
     def subTest(self, msg: object = None, **params: Any) -> Iterator[None]:
-        """Name a part of the test in the report, should it fail; it ends the test, since other ranks wait."""
+        """Name a part of the test, for the report of a failure. A failed part ends the test, since other ranks wait."""
         try:
             yield
         except Exception as error:
@@ -121,15 +121,15 @@ class RanksTestCase(unittest.TestCase):
     ) -> None:
         """Check that two values are equal: arrays of any library, lists, tuples and dicts of them, or other objects.
 
-        Arrays are compared exactly, NaNs as equal; torch's assertion has tolerances that depend on the dtype.
+        Arrays are compared exactly, and NaNs are equal. The assertion of torch has tolerances that depend on the dtype.
 
         Args:
             first: a value; an array equals a list of its elements.
-            second: likewise.
-            msg: added to the failure.
+            second: a value, as `first`.
+            msg: text added to the failure.
             atol: absolute tolerance for arrays.
             rtol: tolerance relative to `second`.
-            exact_dtype: arrays of different dtypes differ.
+            exact_dtype: whether arrays of different dtypes differ.
         """
         if has_arrays(first) or has_arrays(second):
             difference = find_difference(first, second, rtol=rtol or 0.0, atol=atol or 0.0, exact_dtype=exact_dtype)
@@ -139,7 +139,7 @@ class RanksTestCase(unittest.TestCase):
             super().assertEqual(first, second, msg)  # noqa: PT009
 
     def assertNotEqual(self, first: Any, second: Any, msg: Any = None) -> None:
-        """Check that two values differ, which may be what `assertEqual` takes."""
+        """Check that two values differ; they may be of any kind that `assertEqual` accepts."""
         if has_arrays(first) or has_arrays(second):
             if find_difference(first, second) is None:
                 self.fail(self._formatMessage(msg, f"both are {first!r}"))
@@ -158,7 +158,7 @@ class RanksTestCase(unittest.TestCase):
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
-        """Replace the test, its set-up and its cleanups by the function that drives the ranks."""
+        """Replace the test, its set-up and its cleanups by a function that controls the ranks."""
         name = self._testMethodName
         test = getattr(self, name)
 
@@ -171,7 +171,7 @@ class RanksTestCase(unittest.TestCase):
                     self.file_name = os.path.join(folder, "shared")
                     self._run_on_all_ranks()
             except BaseException as error:
-                raise trimmed(error)  # noqa: B904 - it is the same exception
+                raise trim(error)  # noqa: B904 - it is the same exception
 
         mine = {name: on_all_ranks, "setUp": _nothing, "tearDown": _nothing}
         before = {name: self.__dict__[name] for name in mine if name in self.__dict__}
@@ -187,12 +187,12 @@ class RanksTestCase(unittest.TestCase):
         raise NotImplementedError("derive from InProcessTestCase or MultiProcessTestCase")
 
     def _spawn_processes(self) -> None:
-        """Do nothing: torch's test cases call this in `setUp`, and here the ranks run already."""
+        """Do nothing: the test cases of torch call this in `setUp`, and here the ranks run already."""
 
     _spawn_threads = _spawn_processes
 
     async def _run_here(self, pg: ProcessGroup, file_name: str) -> None:
-        """Run the test as a rank."""
+        """Run the test as one rank."""
         self.rank, self.pg, self.file_name = pg.rank(), pg, file_name
         async with AsyncExitStack() as self._exits, self._set_up():
             await _finished(getattr(self, self._testMethodName)())
@@ -211,7 +211,7 @@ class RanksTestCase(unittest.TestCase):
 
 
 class InProcessTestCase(RanksTestCase):
-    """Every test runs on ranks that are tasks of one event loop, as with `run_ranks`; they start in a millisecond."""
+    """A test case whose ranks are tasks of one event loop, as in `run_ranks`; they start in a millisecond."""
 
     def _run_on_all_ranks(self) -> None:
         with asyncio.Runner(loop_factory=loop_factory(self.loop)) as runner:
@@ -230,12 +230,12 @@ class InProcessTestCase(RanksTestCase):
 
 
 class MultiProcessTestCase(RanksTestCase):
-    """Every test runs on ranks that are processes, as with `run_processes`; the class must be importable.
+    """A test case whose ranks are processes, as in `run_processes`; the class must be importable.
 
     Attributes:
-        continuous: start the processes once, in `setUpClass`, and run all tests of the class in them. The group of a
-            test is that of the test before, unless that failed, or left something pending: then it is a new one. Ranks
-            that hang or die are replaced before the next test.
+        continuous: start the processes once, in `setUpClass`, and run all tests of the class in them. A test uses the
+            group of the test before it, or a new one if that test failed or left a call pending. Ranks that hang or die
+            are replaced before the next test.
         expect_death: ranks that must die in each test, and how, as for `run_processes`; not with `continuous`.
     """
 
@@ -248,7 +248,7 @@ class MultiProcessTestCase(RanksTestCase):
         """Start the processes of continuous ranks."""
         super().setUpClass()
         if cls.continuous:
-            world_size = cls().world_size  # torch's test cases have a property
+            world_size = cls().world_size  # a property in the test cases of torch
             skip_early(world_size, cls)
             cls._standing = Standing(
                 cls,
@@ -267,14 +267,14 @@ class MultiProcessTestCase(RanksTestCase):
             with asyncio.Runner() as runner:
                 runner.run(self._run_once(*args))
         elif self.expect_death is not None:
-            raise ValueError("expect_death needs processes of its own for each test: set continuous = False")
+            raise ValueError("expect_death needs new processes for each test; set continuous = False")
         elif self._standing is None:
             raise RuntimeError(f"{cls.__name__}.setUpClass must call super().setUpClass(), which starts the ranks")
         else:
             self._standing.call(pickled(_on_rank, args), time_limit(self.timeout))
 
     async def _run_once(self, *args: Any) -> None:
-        """Run the test on processes of its own."""
+        """Run the test in new processes."""
         team = Team(
             self.world_size,
             type(self),
@@ -291,7 +291,7 @@ async def _on_rank(pg: ProcessGroup, cls: type[RanksTestCase], name: str, file_n
         await cls(name)._run_here(pg, file_name)
     except SystemExit as error:
         if error.code not in (None, 0):
-            error.add_note("an exit code fails the test, whatever it is; to skip it call self.skipTest(reason)")
+            error.add_note("every exit code but 0 fails the test; to skip it, call self.skipTest(reason)")
             raise
 
 

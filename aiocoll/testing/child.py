@@ -1,4 +1,4 @@
-"""The other side of a `Team`: what the process of one rank does."""
+"""Process of one rank, as a `Team` starts it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
-from aiocoll.testing.frames import keep_all_frames, keeps_all_frames, raised
+from aiocoll.testing.frames import format_error, keep_all_frames, keeps_all_frames
 from aiocoll.testing.loops import loop_factory
 from aiocoll.testing.report import blocked, pending, stack
 from aiocoll.unretrieved import Collector, collecting
@@ -33,16 +33,16 @@ from aiocoll.user_code import describe
 
 __all__ = ["HEADER", "MAIN", "ChildJob", "RemoteCall", "main"]
 
-#: Before every message: its length in bytes.
+#: Header of every message: its length in bytes.
 HEADER = struct.Struct("<Q")
-#: The name under which a child has its parent's `__main__`, so that it does not run as a program; multiprocessing's.
+#: Name of the parent's `__main__` in a child, so that it does not run as a program; multiprocessing uses the same name.
 MAIN = "__mp_main__"
 
 
 class ChildJob(NamedTuple):
-    """The job of a child: import `module`, or load it from `file`; then unpickle `call` and run it.
+    """Job of a child: import `module`, or load it from `file`; then unpickle `call` and run it.
 
-    If `call` is None, it waits for `RemoteCall`s and makes each of them.
+    With None as `call`, the child waits for `RemoteCall`s and makes each of them.
     """
 
     module: str
@@ -54,15 +54,15 @@ class ChildJob(NamedTuple):
 
     @classmethod
     def of(cls, source: Any, options: GroupOptions, loop: str | bytes) -> ChildJob:
-        """Return the job of waiting for calls of functions in the module of `source`."""
+        """Return the job of a child that waits for calls of functions in the module of `source`."""
         module = str(getattr(source, "__module__", "__main__"))
         return cls(module, getattr(sys.modules.get(module), "__file__", None), None, options, loop, keeps_all_frames())
 
 
 class RemoteCall(NamedTuple):
-    """A call that all standing ranks make, in the group with the number `group`: a higher number is a new group.
+    """A call that all standing ranks make, in the group with the number `group`; a higher number means a new group.
 
-    If `call` is None, they close the group.
+    With None as `call`, the ranks close the group.
     """
 
     call: bytes | None
@@ -70,17 +70,17 @@ class RemoteCall(NamedTuple):
 
 
 def main(channel_fd: int, trace_fd: int) -> None:
-    """Run as a rank.
+    """Run this process as a rank.
 
     Args:
         channel_fd: a connected socket; the first message on it is the `ChildJob`.
-        trace_fd: a file for the interpreter's traceback if it is killed by a fault.
+        trace_fd: a file for the interpreter's traceback if a fault kills it.
     """
     os.set_inheritable(channel_fd, False)
     os.set_inheritable(trace_fd, False)
-    import resource  # not on Windows, where `run_ranks` shall still be importable
+    import resource  # not at the top: Windows lacks it, and `run_ranks` must be importable there
 
-    # The parent aborts a process that does not answer; its stack is what is wanted, not a core file.
+    # The parent aborts a process that does not answer, to get its stack, not a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with open(trace_fd, "wb") as trace, _Channel(socket.socket(fileno=channel_fd)) as channel:
         faulthandler.enable(trace)
@@ -88,7 +88,7 @@ def main(channel_fd: int, trace_fd: int) -> None:
         try:
             channel.send(("returned", *rank.run(channel.receive())))
         except BaseException as error:
-            channel.send(_failure(error, rank.failed or time.monotonic()))
+            channel.send(_make_failure(error, rank.failed or time.monotonic()))
             if isinstance(error, SystemExit):
                 raise
         finally:
@@ -104,7 +104,7 @@ class _Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Not closed: the end of the process closes it and tells the parent that there are no more messages.
+        # Not closed: the socket closes with the process, which notifies the parent that no more messages follow.
         self._sock.detach()
 
     def send(self, message: Any) -> None:
@@ -113,10 +113,10 @@ class _Channel:
             self._sock.sendall(HEADER.pack(len(data)) + data)
 
     def receive(self) -> Any:
-        (length,) = HEADER.unpack(self._exactly(HEADER.size))
-        return pickle.loads(self._exactly(length))
+        (length,) = HEADER.unpack(self._receive_exactly(HEADER.size))
+        return pickle.loads(self._receive_exactly(length))
 
-    def _exactly(self, nbytes: int) -> bytes:
+    def _receive_exactly(self, nbytes: int) -> bytes:
         data = bytearray()
         while len(data) < nbytes:
             piece = self._sock.recv(nbytes - len(data))
@@ -134,15 +134,15 @@ class _Rank:
         self._calls: asyncio.Queue[RemoteCall | None] = asyncio.Queue()
         self._calling: asyncio.Task[tuple[Any, ...]] | None = None
         self._collector = Collector()
-        #: When the function failed, on the clock that all processes of a machine share.
+        #: Time at which the function failed, on the clock that all processes of a machine share.
         self.failed: float | None = None
 
     def run(self, job: ChildJob) -> tuple[Any, bool, list[str]]:
         """Carry out `job`; return the result, whether the group is clean, and the unretrieved failures."""
         if isinstance(job.loop, bytes):
-            _load(job)  # it may have the class of the loop
+            _load(job)  # the module may define the class of the loop
         with (
-            collecting() as self._collector,  # before the runner, which runs all in a copy of this context
+            collecting() as self._collector,  # before the runner, which runs everything in a copy of this context
             asyncio.Runner(loop_factory=loop_factory(job.loop)) as runner,
         ):
             loop = runner.get_loop()
@@ -152,7 +152,7 @@ class _Rank:
             _load(job)
             self._loop = loop
             if job.call is None:
-                result = runner.run(self._stand(job.options))
+                result = runner.run(self._serve_calls(job.options))
             else:
                 fn, args = pickle.loads(job.call)
                 result = runner.run(self._call(fn, args, job.options))
@@ -165,18 +165,18 @@ class _Rank:
                 try:
                     return await fn(pg, *args)
                 except BaseException:
-                    self.failed = time.monotonic()  # before leaving the group, during which other ranks may fail
+                    self.failed = time.monotonic()  # before this rank leaves the group, which may make others fail
                     raise
 
-    async def _stand(self, options: GroupOptions) -> None:
-        """Make calls until there are no more; the next call uses the same group unless a call failed."""
+    async def _serve_calls(self, options: GroupOptions) -> None:
+        """Make calls until the parent stops; the next call uses the same group unless a call failed."""
         number = 0
         while (call := await self._calls.get()) is not None:
             if call.group != number:
                 number, last, self._pg = call.group, self._pg, None
             else:
                 last = None
-            # A task of its own can be cancelled, and what the test raises does not end the loop.
+            # A separate task can be cancelled, and the exceptions of a test do not end the loop.
             self._calling = asyncio.create_task(self._answer(call, last, options), name="test")
             await asyncio.wait([self._calling])
             await _end_tasks()
@@ -192,9 +192,9 @@ class _Rank:
                 return "returned", None, False, self._collector.finish()
             if self._pg is None:
                 if last is not None:
-                    last.abort("its test is over")
+                    last.abort("the test of this group has ended")
                     await last.shutdown()
-                self._collector.finish()  # of a test that failed
+                self._collector.finish()  # failures of the test that failed
                 self._pg = await new_group(options=options, name=f"test group {call.group}")
             fn, args = pickle.loads(call.call)
             with process_group(self._pg):
@@ -203,12 +203,12 @@ class _Rank:
             failed = time.monotonic()
             if self._pg is not None:
                 self._pg.abort(describe(error))
-            return _failure(error, failed)
+            return _make_failure(error, failed)
         clean = parts_of(self._pg).comm.cause is None and not self._pg.pending()
         return "returned", result, clean, self._collector.finish()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Answer the parent; when it is gone, end this process and its children."""
+        """Answer the parent's messages; when the parent has ended, kill this process and its children."""
         with suppress(EOFError, OSError):
             while True:
                 message = self._channel.receive()
@@ -249,7 +249,7 @@ def _threads() -> Iterator[str]:
 
 
 def _load(job: ChildJob) -> None:
-    """Make the module of the function importable by its name, the way pytest or a shell has loaded it."""
+    """Make the module of the function importable by its name, as pytest or a shell has loaded it."""
     if job.module != "__main__":
         with suppress(ModuleNotFoundError):
             importlib.import_module(job.module)
@@ -266,7 +266,7 @@ def _load(job: ChildJob) -> None:
 
 
 async def _end_tasks() -> None:
-    """Cancel the tasks that a test has left, as the end of its loop would."""
+    """Cancel the tasks that a test has left running, as the end of its loop would do."""
     here = asyncio.current_task()
     left = [task for task in asyncio.all_tasks() if task is not here and not task.get_name().startswith("aiocoll")]
     for task in left:
@@ -275,12 +275,12 @@ async def _end_tasks() -> None:
         await asyncio.wait(left)
 
 
-def _failure(error: BaseException, when: float) -> tuple[Any, ...]:
-    return "raised", when, _pickled(error), _in_words(error), raised(error)
+def _make_failure(error: BaseException, when: float) -> tuple[Any, ...]:
+    return "raised", when, _pickled(error), _format_text(error), format_error(error)
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Return `error` pickled, if it can be unpickled and is not one that ends the process; else None."""
+    """Return `error` as a pickle; None if it cannot be unpickled, or is an exception that ends the process."""
     if isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit | asyncio.CancelledError):
         return None
     try:
@@ -291,5 +291,5 @@ def _pickled(error: BaseException) -> bytes | None:
     return data
 
 
-def _in_words(error: BaseException) -> str:
+def _format_text(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()

@@ -1,9 +1,9 @@
-"""The parent's side of a rank's process.
+"""Process of one rank, as its parent sees it.
 
-Parent and child communicate by a socket pair: pickled messages with their length in front. The parent sends the job,
-and asks for a report at the timeout; a child answers from a thread, so it can report where a blocked event loop is. The
-traceback of an interpreter that is killed by a fault (or by the parent's SIGABRT, for a child that does not answer)
-goes to a file that both have open. A child whose parent is gone ends itself and its children.
+Parent and child communicate over a socket pair, by pickled messages with a length in front. The parent sends the job,
+and requests a report at the timeout. A thread of the child answers, so a report shows where a blocked event loop is. If
+a fault kills the interpreter, or the parent's SIGABRT for a child that does not answer, its traceback goes to a file
+that both have open. A child whose parent has ended kills itself and its children.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from aiocoll.testing.child import HEADER, MAIN, ChildJob, RemoteCall
-from aiocoll.testing.deaths import Death, ending, is_death, wanted
+from aiocoll.testing.deaths import Death, describe_end, describe_expected, is_death
 
 __all__ = ["GRACE", "Child"]
 
-#: Seconds that ranks get to end once they have been told to, or have closed their channel.
+#: Seconds in which ranks have to end after a request to end, or after they closed their channel.
 GRACE = 2.0
-#: Seconds a child has to answer, and then to write its traceback.
+#: Seconds in which a child has to answer, and then to write its traceback.
 ANSWER = 2.0
 #: Seconds between two checks whether a process that has closed its channel has ended.
 LOOK = 0.002
-#: What a child runs. It must find this package where its parent has it, so `sys.path` is set before.
+#: Program of a child. It must find this package where its parent found it, so `sys.path` is set before.
 START = "from aiocoll.testing.child import main; main"
 
 
 class Child:
-    """One rank's process and the parent's end of its channel.
+    """Process of one rank, and the parent's end of its channel.
 
     Args:
-        rank: its rank.
+        rank: rank of the child.
         world_size: number of ranks.
-        environment: of the process.
-        death: the death that it is expected to die, if any.
+        environment: environment variables of the process.
+        death: the death that the test expects of it, if any.
     """
 
     def __init__(self, rank: int, world_size: int, environment: dict[str, str], death: Death | None = None) -> None:
         self.rank = rank
         self._death = death
-        #: When its function failed, on the monotonic clock that all processes of a machine share; 0 if it died.
+        #: Time of its failure, on the monotonic clock that all processes of a machine share; 0 if the process died.
         self.failed = 0.0
-        #: Whether its group can be used again: the last call succeeded and left nothing pending.
+        #: Whether its group can be used again: the last call succeeded and left no operation pending.
         self.clean = False
-        #: The unretrieved failures of its last call, if that returned.
+        #: The unretrieved failures of its last call, if that call returned.
         self.unretrieved: list[str] = []
         self._name = f"rank {rank} of {world_size}"
         self._answer: asyncio.Future[str] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         with ExitStack() as stack:
-            self._ours, theirs = map(stack.enter_context, socket.socketpair())
+            self._socket, remote = map(stack.enter_context, socket.socketpair())
             self._trace = stack.enter_context(tempfile.TemporaryFile())
-            fds = theirs.fileno(), self._trace.fileno()
+            fds = remote.fileno(), self._trace.fileno()
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"import sys; sys.path = {sys.path!r}; {START}({fds[0]}, {fds[1]})"],
                 env=environment,
@@ -70,51 +70,51 @@ class Child:
                 process_group=0,
             )
             stack.pop_all()
-            theirs.close()
+            remote.close()
 
     async def carry_out(self, job: ChildJob) -> Any:
-        """Let the child carry out `job` and end; return its result, or the expected death, or raise its exception."""
-        await self.give(job)
-        outcome = await self._next()
+        """Run `job` in the child until it ends; return its result or the expected death, or raise its exception."""
+        await self.send_job(job)
+        outcome = await self._next_outcome()
         if outcome is not None:
-            await self._next()  # no more messages
+            await self._next_outcome()  # wait for the end of the channel
         code = await self._reap()
         if self._death is not None:
-            return self._expected(self._death, outcome, code)
+            return self._check_death(self._death, outcome, code)
         if outcome is None or (code and outcome[0] == "returned"):
-            raise self._died(code)
-        return self._unwrapped(outcome)
+            raise self._make_death_error(code)
+        return self._unwrap(outcome)
 
-    def _expected(self, death: Death, outcome: tuple[Any, ...] | None, code: int) -> Death:
-        """Return the death of a process that was expected to die; raise what has come instead."""
-        # What raises SystemExit has an outcome, too.
+    def _check_death(self, death: Death, outcome: tuple[Any, ...] | None, code: int) -> Death:
+        """Return the death of a process that was expected to die, or raise the outcome that occurred instead."""
+        # A function that raises SystemExit has an outcome, too.
         if is_death(code, death) and (outcome is None or code):
             return death
         if outcome is None or outcome[0] == "returned":
-            error: BaseException = self._died(code, returned=outcome is not None)
+            error: BaseException = self._make_death_error(code, returned=outcome is not None)
         else:
-            error = self._raised(*outcome[1:])
-        error.add_note(f"{self._name} was expected to {wanted(death)}")
+            error = self._make_error(*outcome[1:])
+        error.add_note(f"{self._name} was expected to {describe_expected(death)}")
         raise error
 
-    async def give(self, job: ChildJob) -> None:
+    async def send_job(self, job: ChildJob) -> None:
         """Send the child its job."""
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._ours)
-        self.tell(job)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        self.send(job)
 
     async def call(self, call: RemoteCall) -> Any:
-        """Let a standing child make `call`; return its result or raise its exception."""
+        """Make `call` in a standing child; return its result or raise its exception."""
         self.unretrieved = []
-        self.tell(call)
-        outcome = await self._next()
+        self.send(call)
+        outcome = await self._next_outcome()
         if outcome is None:
-            raise self._died(await self._reap())
-        return self._unwrapped(outcome)
+            raise self._make_death_error(await self._reap())
+        return self._unwrap(outcome)
 
     async def report(self) -> str:
-        """Return where the rank is; one that does not answer is aborted."""
+        """Return the report of the rank; abort a rank that does not answer."""
         self._answer = asyncio.get_running_loop().create_future()
-        self.tell("report")
+        self.send("report")
         await asyncio.wait([self._answer], timeout=ANSWER)
         if self._answer.done():
             return self._answer.result()
@@ -132,22 +132,22 @@ class Child:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def aclose(self) -> None:
-        """Release the parent's descriptors, after the end of the process."""
+        """Close the parent's descriptors after the end of the process."""
         self._trace.close()
         if self._writer is not None:
             self._writer.close()
             with suppress(ConnectionError):
                 await self._writer.wait_closed()
-        self._ours.close()
+        self._socket.close()
 
-    def tell(self, message: Any) -> None:
-        """Send something to the child."""
+    def send(self, message: Any) -> None:
+        """Send a message to the child."""
         assert self._writer is not None
         data = pickle.dumps(message)
         self._writer.write(HEADER.pack(len(data)) + data)
 
-    async def _next(self) -> tuple[Any, ...] | None:
-        """Return the outcome of the function, or None if the child has closed its channel; deliver reports."""
+    async def _next_outcome(self) -> tuple[Any, ...] | None:
+        """Return the next outcome, or None if the child has closed its channel; deliver reports on the way."""
         assert self._reader is not None
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -159,23 +159,23 @@ class Child:
                     self._answer.set_result(message[1])
         return None
 
-    def _unwrapped(self, outcome: tuple[Any, ...]) -> Any:
+    def _unwrap(self, outcome: tuple[Any, ...]) -> Any:
         if outcome[0] == "returned":
             _, result, self.clean, self.unretrieved = outcome
             return result
-        raise self._raised(*outcome[1:])
+        raise self._make_error(*outcome[1:])
 
-    def _raised(self, when: float, *what: Any) -> BaseException:
+    def _make_error(self, when: float, *what: Any) -> BaseException:
         self.failed = when
         self.clean = False
-        return _rebuilt(self._name, *what)
+        return _rebuild_error(self._name, *what)
 
-    def _died(self, code: int, *, returned: bool = False) -> ChildProcessError:
+    def _make_death_error(self, code: int, *, returned: bool = False) -> ChildProcessError:
         self.failed = 0.0
-        return ChildProcessError(f"{self._name} {ending(code, returned=returned)}\n{self._last_words()}".rstrip())
+        return ChildProcessError(f"{self._name} {describe_end(code, returned=returned)}\n{self._last_words()}".rstrip())
 
     async def ended(self) -> int:
-        """Wait for the end of the process; return its exit code, or minus its signal."""
+        """Wait for the end of the process; return its exit code, or the negative number of its signal."""
         while (code := self.process.poll()) is None:  # noqa: ASYNC110 - there is nothing else to wait for
             await asyncio.sleep(LOOK)
         return code
@@ -184,7 +184,7 @@ class Child:
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE):
                 return await self.ended()
-        self.kill()  # it has closed its channel, and still runs
+        self.kill()  # the process has closed its channel but still runs
         return await self.ended()
 
     def _last_words(self) -> str:
@@ -201,8 +201,8 @@ def _loads(data: bytes) -> Any:
     return _Unpickler(io.BytesIO(data)).load()
 
 
-def _rebuilt(name: str, data: bytes | None, text: str, trace: str) -> BaseException:
-    """Return the exception of a rank; its text as a `RuntimeError` if it cannot be unpickled."""
+def _rebuild_error(name: str, data: bytes | None, text: str, trace: str) -> BaseException:
+    """Rebuild the exception of a rank, or a `RuntimeError` with its text if it cannot be unpickled."""
     error: BaseException = RuntimeError(f"{name} raised {text}")
     if data is not None:
         with suppress(Exception):

@@ -1,4 +1,4 @@
-"""Comparison of arrays of any library, and of nested containers of them, for the assertions of test cases."""
+"""Comparison of arrays of any library, and of nested containers of them, for assertions in test cases."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["find_difference", "has_arrays"]
 def find_difference(
     first: Any, second: Any, *, rtol: float = 0.0, atol: float = 0.0, exact_dtype: bool = True, where: str = ""
 ) -> str | None:
-    """Describe the first difference of two values; None if they are equal. NaNs are equal.
+    """Describe the first difference between two values; return None if they are equal. NaNs are equal.
 
     Args:
-        first: a value: an array of any kind that `aiocoll.typing.Array` names, a list, tuple or dict of values, or any
-            other object.
-        second: likewise. A list of numbers equals an array of them.
+        first: a value: an array of a kind in `aiocoll.typing.Array`, a list, tuple or dict of values, or any other
+            object.
+        second: a value, as `first`. A list of numbers equals an array of them.
         rtol: tolerance relative to `second`, for arrays of numbers.
         atol: absolute tolerance.
-        exact_dtype: arrays of different dtypes differ.
-        where: path of the values in what is compared, such as ``"[0]['weight']"``.
+        exact_dtype: whether arrays of different dtypes differ.
+        where: path of the values in the compared containers, such as ``"[0]['weight']"``.
     """
     if _is_array(first) or _is_array(second):
         return _between_arrays(first, second, rtol, atol, exact_dtype, where)
@@ -43,7 +43,7 @@ def find_difference(
 
 
 def has_arrays(value: Any) -> bool:
-    """Return whether a value is an array of any library, or a container with one in it."""
+    """Return whether a value is an array of any library, or a container with such an array."""
     if isinstance(value, Mapping):
         return any(map(has_arrays, value.values()))
     if isinstance(value, (list, tuple)):
@@ -80,11 +80,11 @@ def _on_host(value: Any) -> tuple[npt.NDArray[Any], str]:
     if hasattr(value, "detach") and hasattr(value, "cpu"):  # a torch tensor
         tensor = value.detach().cpu()
         tensor = tensor.to_dense() if "sparse" in str(tensor.layout) else tensor.resolve_conj().resolve_neg()
-        # NumPy lacks some floats, and float64 has all their values.
+        # NumPy lacks some float types; float64 can represent all of their values.
         return (tensor.double() if tensor.is_floating_point() else tensor).numpy(), str(tensor.dtype)
-    if hasattr(value, "__cuda_array_interface__") and hasattr(value, "get"):  # CuPy's
+    if hasattr(value, "__cuda_array_interface__") and hasattr(value, "get"):  # a CuPy array
         value = value.get()
-    if hasattr(value, "toarray"):  # SciPy's sparse arrays
+    if hasattr(value, "toarray"):  # a sparse array of SciPy
         value = value.toarray()
     array = np.asarray(value)
     if array.dtype == object:

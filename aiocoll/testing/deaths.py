@@ -1,22 +1,22 @@
-"""How the processes of ranks end, in words, and which deaths a test expects."""
+"""Ends of rank processes: their description, and the deaths that a test expects."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
 
-__all__ = ["Death", "check_deaths", "ending", "is_death", "wanted"]
+__all__ = ["Death", "check_deaths", "describe_end", "describe_expected", "is_death"]
 
-#: A signal that kills a process, or the exit code of one that ends before its function returns.
+#: A signal that kills a process, or the exit code of a process that ends before its function returns.
 Death = signal.Signals | int
 
 
 def check_deaths(expected: Mapping[int, Death] | None, world_size: int) -> dict[int, Death]:
-    """Return the deaths that are expected, by rank.
+    """Return the expected deaths by rank.
 
     Raises:
-        TypeError: it is no mapping of ranks to signals or exit codes.
-        ValueError: there is no such rank, or no process can end like that.
+        TypeError: `expected` is not a mapping from ranks to signals or exit codes.
+        ValueError: there is no such rank, or a process cannot end like that.
     """
     if expected is None:
         return {}
@@ -29,17 +29,17 @@ def check_deaths(expected: Mapping[int, Death] | None, world_size: int) -> dict[
         if isinstance(death, bool) or not isinstance(death, int):
             raise TypeError(f"{given}: give a signal, like signal.SIGKILL, or an exit code, for rank {rank}")
         if not isinstance(death, signal.Signals) and not 0 <= death <= 255:
-            raise ValueError(f"{given}: {death} is no exit code; give a signal as signal.SIGKILL")
+            raise ValueError(f"{given}: {death} is not an exit code; give a signal as signal.SIGKILL")
     return dict(expected)
 
 
 def is_death(code: int, death: Death) -> bool:
-    """Whether a process that has ended with `code`, or minus its signal, has died like that."""
+    """Return whether an exit code, or the negative number of a signal, is the death `death`."""
     return code == (-death if isinstance(death, signal.Signals) else death)
 
 
-def ending(code: int, *, returned: bool = False) -> str:
-    """Return how a process has ended; `returned` says that its function had."""
+def describe_end(code: int, *, returned: bool = False) -> str:
+    """Describe the end of a process; `returned` means that its function had returned before."""
     if code == 0:
         return "returned" if returned else "exited with code 0 before its function had returned"
     if code > 0:
@@ -50,6 +50,6 @@ def ending(code: int, *, returned: bool = False) -> str:
         return f"was killed by signal {-code}"
 
 
-def wanted(death: Death) -> str:
-    """Return the death that was expected, as the end of a sentence."""
+def describe_expected(death: Death) -> str:
+    """Return the expected death as the end of a sentence."""
     return f"be killed by {death.name}" if isinstance(death, signal.Signals) else f"exit with code {death}"

@@ -1,6 +1,6 @@
 """Tests with hypothesis' ``@given``: each example runs on all ranks, with the same drawn values.
 
-As in pytest-asyncio, the inner function is replaced, which hypothesis calls once for each example.
+As pytest-asyncio does, this module replaces the inner function, which hypothesis calls once per example.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
-from aiocoll.testing.frames import trimmed
+from aiocoll.testing.frames import trim
 from aiocoll.testing.loops import loop_of_fixtures
 from aiocoll.testing.ranks import run_ranks, time_limit
 from aiocoll.testing.skips import skip_early
@@ -32,7 +32,7 @@ _TIMEOUT = 120.0
 
 
 def inner_test(test: Any) -> Any:
-    """Return the function that ``@given`` has decorated; `test` itself where there is no such decorator."""
+    """Return the function that ``@given`` has decorated, or `test` itself without that decorator."""
     return test.hypothesis.inner_test if getattr(test, "is_hypothesis_test", False) else test
 
 
@@ -40,13 +40,13 @@ def inner_test(test: Any) -> Any:
 def on_all_ranks(
     test: Any, world_size: int, fixtures: Mapping[str, Any], *, processes: bool = False, **how: Any
 ) -> Iterator[None]:
-    """Run every example of `test` on all ranks, until the end of the block.
+    """Run every example of `test` on all ranks until the end of the block.
 
     Args:
         test: the function that ``@given`` has made.
         world_size: number of ranks.
-        fixtures: arguments that are no drawn values.
-        processes: whether ranks are processes; they stand ready from example to example.
+        fixtures: the arguments that are not drawn values.
+        processes: whether ranks are processes, which serve all examples.
         how: the arguments of the mark.
     """
     inner = inner_test(test)
@@ -69,7 +69,7 @@ def on_all_ranks(
             try:
                 await run(values, {name: values.pop(name) for name in values.keys() - shared})
             except BaseException as error:
-                raise trimmed(error)  # noqa: B904 - it is the same exception
+                raise trim(error)  # noqa: B904 - it is the same exception
 
         test.hypothesis.inner_test = run_example
         try:
@@ -78,7 +78,7 @@ def on_all_ranks(
             test.hypothesis.inner_test = inner
 
 
-#: Runs an example: with the values that ranks share, and those that each may change.
+#: Function that runs an example: with the values that ranks share, and those that each rank may change.
 _Run = Callable[[dict[str, Any], dict[str, Any]], Awaitable[object]]
 
 
@@ -105,7 +105,7 @@ def _processes(
     standing = Standing(test, world_size, options=options, loop=loop, allow_unretrieved=allow_unretrieved)
     try:
         standing.start()
-        # The processes start before the first example, whose time hypothesis limits.
+        # The processes start before the first example, because hypothesis limits the time of examples.
         standing.call(pickled(_meet, ()), limit)
 
         async def run(shared: dict[str, Any], drawn: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def _processes(
 async def _on_task(
     group: ProcessGroup, test: Callable[..., Any], shared: dict[str, Any], drawn: dict[str, Any]
 ) -> None:
-    # A rank may change what it was given, as an allreduce does; the other ranks, and hypothesis, keep theirs.
+    # A rank may change its values, as an allreduce does. The other ranks and hypothesis keep theirs.
     await test(pg=group, **shared, **copy.deepcopy(drawn))
 
 
@@ -129,16 +129,16 @@ async def _meet(group: ProcessGroup) -> None:
 
 
 async def _in_process(group: ProcessGroup, owner: type | None, module: str, name: str, values: dict[str, Any]) -> None:
-    # By name: a function that ``@given`` has made cannot be pickled.
+    # By name: functions made by ``@given`` cannot be pickled.
     test = getattr(sys.modules[module] if owner is None else owner, name)
     await inner_test(test)(pg=group, **values)
 
 
 def _refuse_interactive(values: dict[str, Any]) -> None:
-    """Refuse `st.data()`: ranks would draw from it in turns, each a value of its own."""
+    """Refuse `st.data()`: the ranks would draw from it in turns, and get different values."""
     strategies = sys.modules["hypothesis.strategies"]
     for name, value in values.items():
         if isinstance(value, strategies.DataObject):
             pytest.fail(
-                f"{name}: on ranks, st.data() would draw another value for each rank; draw by @given", pytrace=False
+                f"{name}: st.data() would draw a different value on each rank; draw by @given instead", pytrace=False
             )

@@ -1,4 +1,4 @@
-"""The event loops of ranks that are processes: named, or like the loop of the test."""
+"""Event loops of ranks that are processes: chosen by name, or of the same class as the loop of the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def loop_factory(loop: str | bytes) -> Callable[[], asyncio.AbstractEventLoop]:
     """Return the factory of an event loop.
 
     Args:
-        loop: "asyncio" or "uvloop", or the pickled class of the loop, see `portable_loop`.
+        loop: "asyncio" or "uvloop", or the pickled class of a loop; see `portable_loop`.
     """
     if loop == "asyncio":
         return asyncio.new_event_loop
@@ -48,10 +48,10 @@ def loop_factory(loop: str | bytes) -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def portable_loop(name: str | None) -> str | bytes:
-    """Return what `loop_factory` takes in another process.
+    """Return a description of an event loop, for `loop_factory` in another process.
 
     Args:
-        name: "asyncio" or "uvloop"; None is a loop of the class of the running one, with its default arguments.
+        name: "asyncio" or "uvloop"; None means the class of the running loop, made without arguments.
 
     Raises:
         ValueError: there is no loop of this name.
@@ -65,10 +65,10 @@ def portable_loop(name: str | None) -> str | bytes:
 
 
 def loop_of_fixtures(fixtures: Mapping[str, Any]) -> str | bytes:
-    """Return what `loop_factory` takes, before the loop of a test runs: it is that of a fixture's runner, or anyio's.
+    """Return a description of the event loop that a test will use: that of a fixture's runner, or of anyio.
 
     Args:
-        fixtures: of the test.
+        fixtures: values of the test's fixtures.
     """
     for value in fixtures.values():
         if isinstance(value, asyncio.Runner):

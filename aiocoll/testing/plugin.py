@@ -1,14 +1,14 @@
-"""The pytest plugin: ``@pytest.mark.ranks(1, 2, 7)`` runs an async test on all ranks of each world size.
+"""Pytest plugin: ``@pytest.mark.ranks(1, 2, 7)`` runs an async test on all ranks of each world size.
 
     @pytest.mark.ranks(4)
     async def test_sum(pg):
         assert await pg.allreduce(pg.rank()) == 6
 
-The test is pytest-asyncio's, in both of its modes. Every rank gets its own group as `pg`, and the same values of other
-fixtures. With ``processes=True`` every rank is a process, and what other fixtures give must be picklable. Further
-arguments are those of `run_ranks` and `run_processes`: ``timeout=``, ``options=``, ``expect_death=``,
-``allow_unretrieved=``. With hypothesis' ``@given``, each example runs on all ranks. With the mark ``anyio``, the test
-is anyio's, on its backend asyncio.
+pytest-asyncio runs the test, in either of its modes. Every rank gets its own group as `pg`, and the same values of
+other fixtures. With ``processes=True`` every rank is a process, and the values of other fixtures must be picklable.
+Further arguments are those of `run_ranks` and `run_processes`: ``timeout=``, ``options=``, ``expect_death=``,
+``allow_unretrieved=``. With hypothesis' ``@given``, each example runs on all ranks. With the mark ``anyio``, anyio runs
+the test, on its asyncio backend.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ import pytest
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.testing import examples
 from aiocoll.testing.deaths import check_deaths
-from aiocoll.testing.frames import begins_nowhere, has_ours, keep_all_frames, keeps_all_frames, readable, trimmed
+from aiocoll.testing.frames import (
+    clean_up,
+    has_package_frames,
+    is_without_frames,
+    keep_all_frames,
+    keeps_all_frames,
+    trim,
+)
 from aiocoll.testing.loops import portable_loop
 from aiocoll.testing.processes import run_team
 from aiocoll.testing.ranks import run_ranks
@@ -44,7 +51,7 @@ _ARGUMENTS = {"allow_unretrieved", "expect_death", "options", "processes", "time
 
 
 class _OnEachRank:
-    """The value of `pg` where there is no rank: in other fixtures."""
+    """Value of `pg` outside ranks: in other fixtures."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -58,15 +65,15 @@ class _OnEachRank:
 
 @pytest.fixture(scope="session")  # hypothesis refuses fixtures that may need a new value for each example
 def pg(request: pytest.FixtureRequest) -> Any:
-    """The `ProcessGroup` of each rank, in a test marked with ``@pytest.mark.ranks``."""
+    """Return the `ProcessGroup` of each rank, in a test marked with ``@pytest.mark.ranks``."""
     if not hasattr(request, "param"):
         pytest.fail("the fixture pg needs @pytest.mark.ranks(WORLD_SIZE, ...) on its test", pytrace=False)
     return _OnEachRank(request.param)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and hear whether reports shall show all frames."""
-    if config.getoption("fulltrace", False):  # not there without the plugin that reports
+    """Register the marker, and read from the options whether reports show all frames."""
+    if config.getoption("fulltrace", False):  # the option is missing without the plugin that reports
         keep_all_frames()
     config.addinivalue_line(
         "markers",
@@ -77,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-    """Make a marked test one of pytest-asyncio's strict mode, unless it is anyio's; choose world sizes by parameters.
+    """Mark a test for pytest-asyncio's strict mode, unless anyio runs it; select its world sizes.
 
     pytest-asyncio looks for its mark in the rest of this hook.
     """
@@ -95,18 +102,18 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generat
 
 
 def _is_wanted(item: Any) -> bool:
-    """Whether a test has one of the world sizes that its mark names; parameters may have marks of their own."""
+    """Return whether a test has one of the world sizes in its mark; parameters may have marks of their own."""
     mark, case = _mark_of(item), getattr(item, "callspec", None)
     if case is None or "pg" not in case.params:
         return True
     if mark is None:
         where = f"{item.nodeid}: has no @pytest.mark.ranks"
-        pytest.fail(f"{where}, and other parameters of it do: mark each pytest.param, or the test", pytrace=False)
+        pytest.fail(f"{where}, but other parameters of it do; mark each pytest.param, or the test", pytrace=False)
     return case.params["pg"] in mark.args
 
 
 def _mark_of(item: Any) -> pytest.Mark | None:
-    """Return the mark `ranks` of a test: that of its parameters, else the closest one."""
+    """Return the mark `ranks` of a test: the mark of its parameters, else the closest one."""
     case = getattr(item, "callspec", None)
     marks = () if case is None else (mark for mark in case.marks if mark.name == "ranks")
     mark: pytest.Mark | None = next(iter(marks), None) or item.get_closest_marker("ranks")
@@ -114,7 +121,7 @@ def _mark_of(item: Any) -> pytest.Mark | None:
 
 
 def _marks_of_parameters(marks: Iterable[pytest.Mark]) -> Iterator[pytest.Mark]:
-    """Yield the marks that are in ``pytest.param(..., marks=...)`` of the marks of a test."""
+    """Yield the marks in ``pytest.param(..., marks=...)`` among the marks of a test."""
     for mark in marks:
         given = mark.args[1:2] or [mark.kwargs.get("argvalues")]
         values = given[0] if mark.name == "parametrize" else None
@@ -124,7 +131,7 @@ def _marks_of_parameters(marks: Iterable[pytest.Mark]) -> Iterator[pytest.Mark]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each world size."""
+    """Make one test per world size."""
     closest = metafunc.definition.get_closest_marker("ranks")
     marks = [mark for mark in _marks_of_parameters(metafunc.definition.iter_markers()) if mark.name == "ranks"]
     if closest is not None:
@@ -185,21 +192,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Show the frames of the test, and no traceback of an error that has none: its text is in the error."""
+    """Show only the frames of the test, and no traceback for an error without such frames: its text has the facts."""
     report = yield
     if call.excinfo is None or not report.failed or keeps_all_frames():
         return report
     error = call.excinfo.value
-    if begins_nowhere(error):
-        readable(error, None)
+    if is_without_frames(error):
+        clean_up(error, None)
         report.longrepr = _error_alone(call.excinfo)
-    elif has_ours(call.excinfo.tb) and (trace := readable(error, call.excinfo.tb)) is not None:
+    elif has_package_frames(call.excinfo.tb) and (trace := clean_up(error, call.excinfo.tb)) is not None:
         report.longrepr = item.repr_failure(pytest.ExceptionInfo.from_exc_info((type(error), error, trace)))
     return report
 
 
 def _error_alone(excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
-    """Return pytest's text of an exception without its frames."""
+    """Return pytest's text of an exception, without its frames."""
     shown = excinfo.getrepr(style="long")
     traceback = shown.reprtraceback
     last: Any = traceback.reprentries[-1]
@@ -220,7 +227,7 @@ def _on_all_ranks(test: Callable[..., Any], *, processes: bool = False, **how: A
         try:
             await run(everywhere.world_size, _call, test, fixtures, **how)
         except BaseException as error:
-            raise trimmed(error)  # noqa: B904 - it is the same exception
+            raise trim(error)  # noqa: B904 - it is the same exception
 
     return run_test
 

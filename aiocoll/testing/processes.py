@@ -1,4 +1,4 @@
-"""`run_processes`: every rank in a process of its own."""
+"""`run_processes`: every rank in its own process."""
 
 from __future__ import annotations
 
@@ -58,31 +58,32 @@ async def run_processes(
 ) -> list[Any]:
     """Run ``await fn(pg, *args)`` on `world_size` ranks, each in a new process of this machine. Not on Windows.
 
-    In each, `current_process_group()` is its group, and the environment is as under ``aiocoll run``. Their output is
-    this process's. No process is left when this returns or raises.
+    In each process, `current_process_group()` is its group, and the environment is as under ``aiocoll run``. Output
+    goes to the output of this process. No process is left when this returns or raises.
 
     Args:
         world_size: number of ranks.
-        fn: what every rank runs; like `args` and the results it must be picklable, so it cannot be a lambda or local.
+        fn: function that every rank runs. It must be picklable, so it cannot be a lambda or local function. The same
+            holds for `args` and the results.
         args: further arguments.
-        options: of the groups.
-        timeout: seconds for everything, the start of the processes included, times `AIOCOLL_TEST_TIMEOUT_SCALE`; None
-            waits for ever.
-        loop: the event loop of the ranks; None is one of the class of the loop that runs here.
-        expect_death: ranks that must die, and how: ``{2: signal.SIGKILL}``, or an exit code, ``{2: 7}``. That is then
-            no failure, but to end in any other way is one.
+        options: options of the groups.
+        timeout: seconds for everything, including the start of the processes, times `AIOCOLL_TEST_TIMEOUT_SCALE`; None
+            waits forever.
+        loop: the event loop of the ranks; None means the class of the loop that runs here.
+        expect_death: ranks that must die, and how: ``{2: signal.SIGKILL}``, or an exit code, ``{2: 7}``. Such a death
+            is not a failure. Any other end of that rank is one.
         allow_unretrieved: a rank may return without having retrieved the failure of a call, as for `run_ranks`.
 
     Returns:
-        What `fn` returned, in rank order; of a rank that was expected to die, how it did.
+        The results of `fn` in rank order; for a rank that was expected to die, its death.
 
     Raises:
         TimeoutError: some ranks did not end; the message has the stacks of their tasks and their pending operations.
-        ChildProcessError: a process ended before its time, or not in the way that was expected; the message has its
-            rank and its exit code or signal.
+        ChildProcessError: a process ended too early, or not in the expected way; the message has its rank and its exit
+            code or signal.
         AssertionError: a failure was never retrieved, as for `run_ranks`.
-        BaseException: what `fn` raised on the first rank that failed. Its notes have that rank, its traceback there
-            and the failures of others. An exception that cannot be pickled is a `RuntimeError` with its text.
+        BaseException: the exception of the first rank that failed. Its notes have that rank, the traceback there and
+            the failures of others. An exception that cannot be pickled becomes a `RuntimeError` with its text.
     """
     running_loop()
     check_call(world_size, fn)
@@ -100,7 +101,7 @@ async def run_processes(
 async def run_team(
     team: Team, timeout: float | timedelta | None, fn: Callable[..., Awaitable[R]], *args: Any
 ) -> list[Any]:
-    """Do what `run_processes` does, on the ranks of `team`."""
+    """Run a call as `run_processes` does, on the ranks of `team`."""
     limit, call = time_limit(timeout), pickled(fn, args)
     async with team:
         return await team.carry_out(call, limit)

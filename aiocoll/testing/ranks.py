@@ -26,8 +26,8 @@ __all__ = ["check_call", "check_world_size", "run_ranks", "run_within", "time_li
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-#: Seconds that ranks get to end by themselves when another has failed: its abort releases the ranks that wait for it,
-#: and their errors belong in the report. Ranks that wait for something else are cancelled afterwards.
+#: Seconds in which ranks may end by themselves after another one has failed. The failed rank's abort releases ranks
+#: that wait for it, and their errors belong in the report. Ranks that wait for other things are cancelled afterwards.
 GRACE = 1.0
 
 
@@ -42,29 +42,29 @@ async def run_ranks(
 ) -> list[R]:
     """Run ``await fn(pg, *args)`` on `world_size` ranks in this process, one task each.
 
-    Each task has a context of its own in which `current_process_group()` is its group. The ranks share this event
-    loop: a call that blocks it blocks them all.
+    Each task has its own context, in which `current_process_group()` is its group. The ranks share this event loop. A
+    call that blocks the loop blocks all of them.
 
     Args:
         world_size: number of ranks.
-        fn: what every rank runs.
+        fn: async function that every rank runs.
         args: further arguments, the same objects for every rank.
-        options: of the groups; ``transport="unix"`` or ``"tcp"`` puts sockets between the ranks.
-        timeout: seconds for everything, times `AIOCOLL_TEST_TIMEOUT_SCALE`; None waits for ever.
-        store: where the ranks meet; a new `HashStore` by default.
-        allow_unretrieved: a rank may return without having retrieved the failure of a call, such as one that it forgot
-            to await.
+        options: options of the groups; ``transport="unix"`` or ``"tcp"`` puts sockets between the ranks.
+        timeout: seconds for everything, times `AIOCOLL_TEST_TIMEOUT_SCALE`; None waits forever.
+        store: the store through which the ranks meet; a new `HashStore` by default.
+        allow_unretrieved: a rank may return without having retrieved the failure of a call, for example of a call that
+            it forgot to await.
 
     Returns:
-        What `fn` returned, in rank order.
+        The results of `fn` in rank order.
 
     Raises:
         TimeoutError: some ranks did not end; the message has their stacks and pending operations.
-        BaseException: what `fn` raised on the first rank that failed; its notes name that rank and the failures of
-            others, unless these are only `GroupError`. The other ranks were released: the group is aborted with the
-            failure as its cause, then they are cancelled.
-        AssertionError: `fn` returned on all ranks, and calls failed whose failure was never retrieved; the message has
-            the ranks, the calls and their lines.
+        BaseException: the exception of the first rank that failed. Its notes name that rank and the failures of others,
+            except mere `GroupError`s. The other ranks are released: the group is aborted with the failure as its cause,
+            then they are cancelled.
+        AssertionError: `fn` returned on all ranks, but some failures of calls were never retrieved; the message has the
+            ranks, the calls and their lines.
     """
     return await run_within(time_limit(timeout), world_size, fn, args, options, store, allow_unretrieved)
 
@@ -78,7 +78,7 @@ async def run_within(
     store: Store | None,
     allow_unretrieved: bool,
 ) -> list[R]:
-    """Do what `run_ranks` does, within `limit` seconds of the loop's clock."""
+    """Run ranks as `run_ranks` does, within `limit` seconds of the loop's clock."""
     running_loop()
     check_call(world_size, fn)
     own = HashStore() if store is None else None
@@ -93,7 +93,7 @@ def time_limit(timeout: float | timedelta | None) -> float:
     """Return the seconds that a run on real time may take.
 
     Raises:
-        ValueError: AIOCOLL_TEST_TIMEOUT_SCALE is no positive number.
+        ValueError: AIOCOLL_TEST_TIMEOUT_SCALE is not a positive number.
     """
     limit = seconds(timeout, "timeout")
     text = os.environ.get("AIOCOLL_TEST_TIMEOUT_SCALE", "1")
@@ -107,7 +107,7 @@ def time_limit(timeout: float | timedelta | None) -> float:
 
 
 def check_world_size(world_size: int) -> None:
-    """Check a number of ranks."""
+    """Check that `world_size` is a positive int."""
     if isinstance(world_size, bool) or not isinstance(world_size, int):
         raise TypeError(f"world_size must be an int, not {type(world_size).__name__}")
     if world_size < 1:
@@ -144,7 +144,7 @@ class _Run:
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def results(self, limit: float) -> list[Any]:
-        cut_off: list[int] = []
+        stopped: list[int] = []
         self.tasks = [asyncio.create_task(self._rank(rank), name=f"rank {rank}") for rank in range(self.world_size)]
         try:
             await asyncio.wait(
@@ -152,37 +152,37 @@ class _Run:
             )
             if self.failures:
                 await asyncio.wait(self.tasks, timeout=GRACE)
-                cut_off = self._late()
+                stopped = self._find_late()
             elif not all(task.done() for task in self.tasks):
                 raise TimeoutError(self._report(limit))
         finally:
             await self._stop()
         found = {} if self.allow_unretrieved else self._unretrieved()
         if self.failures:
-            raise verdict(self.failures, self.world_size, cut_off, found)
+            raise verdict(self.failures, self.world_size, stopped, found)
         if found:
             raise unretrieved(found, self.world_size)
         return [task.result() for task in self.tasks]
 
     def _unretrieved(self) -> dict[int, list[str]]:
-        """Return the unretrieved failures of ranks that have returned."""
+        """Return the unretrieved failures of the ranks that have returned."""
         returned = [rank for rank in self.collectors if rank not in self.failures and not self.tasks[rank].cancelled()]
         return {rank: texts for rank in returned if (texts := self.collectors[rank].finish())}
 
     async def _rank(self, rank: int) -> Any:
-        with self._watched(rank), collecting() as self.collectors[rank]:
+        with self._recording_failure(rank), collecting() as self.collectors[rank]:
             group = new_group(store=self.store, rank=rank, world_size=self.world_size, options=self.options)
             async with group as pg:
                 self.groups[rank] = pg
-                # Watched inside the group too: a failure is recorded before its abort makes others fail.
-                with process_group(pg), self._watched(rank):
+                # Watched inside the group, too: a failure is recorded before its abort makes other ranks fail.
+                with process_group(pg), self._recording_failure(rank):
                     made = self.fn(pg, *self.args)
                     if not inspect.isawaitable(made):
                         raise TypeError(f"fn must be an async function: it returned {type(made).__name__}")
                     return await made
 
     @contextmanager
-    def _watched(self, rank: int) -> Iterator[None]:
+    def _recording_failure(self, rank: int) -> Iterator[None]:
         try:
             yield
         except asyncio.CancelledError as error:
@@ -203,13 +203,13 @@ class _Run:
         await asyncio.wait(self.tasks)
         for task in self.tasks:
             if not task.cancelled():
-                task.exception()  # retrieved, so that it is not logged
+                task.exception()  # retrieved, so that asyncio does not log it
 
-    def _late(self) -> list[int]:
+    def _find_late(self) -> list[int]:
         return [rank for rank, task in enumerate(self.tasks) if not task.done()]
 
     def _report(self, limit: float) -> str:
-        late = self._late()
+        late = self._find_late()
         lines = [f"{listed(late)} of {self.world_size} did not end within {limit:g} s\n"]
         for rank in late:
             lines += [f"rank {rank}\n", pending(self.groups.get(rank)), stack(self.tasks[rank])]

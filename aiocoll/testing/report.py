@@ -1,4 +1,4 @@
-"""The report of a failed run: which rank failed first, where each rank is."""
+"""Report of a failed run: the rank that failed first, and the position of each rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _HERE = str(Path(__file__).parent)
 
 
 def stack(task: asyncio.Task[Any]) -> str:
-    """Return where `task` waits: the lines of its coroutine and of those it awaits, outermost first.
+    """Return the position of a waiting task: the lines of its coroutine and of those it awaits, outermost first.
 
-    `Task.get_stack` knows the outermost coroutine only. Frames of this package are left out.
+    `Task.get_stack` returns only the outermost coroutine. Frames of this package are left out.
     """
     frames = ((frame, line) for frame, line in _frames(task) if not frame.f_code.co_filename.startswith(_HERE))
     return "".join(traceback.StackSummary.extract(frames).format()) or "  (not inside the function)\n"
@@ -31,7 +31,7 @@ def stack(task: asyncio.Task[Any]) -> str:
 def _frames(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
     awaited: Any = task.get_coro()
     while awaited is not None:
-        # Coroutines, generators and asynchronous generators name the same two things differently.
+        # Coroutines, generators and asynchronous generators have different names for the same two attributes.
         frame = next((f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(awaited, name, None))), None)
         if frame is not None:
             yield frame, frame.f_lineno
@@ -51,7 +51,7 @@ def blocked(frame: FrameType) -> str:
 
 
 def pending(pg: ProcessGroup | None) -> str:
-    """Return the operations that `pg` has in flight, as one line."""
+    """Return the operations in flight of `pg`, as one line."""
     if pg is None:
         return "  the group is not formed\n"
     works = ", ".join(map(repr, pg.pending()))
@@ -63,27 +63,27 @@ def verdict(
 ) -> BaseException:
     """Return the first failure, with notes that name its rank, the failures of others and the ranks that did not end.
 
-    A skip is only returned if no rank failed otherwise: it must not hide a failure.
+    A skip is returned only if no rank failed otherwise, because a skip must not hide a failure.
 
     Args:
-        failures: by rank, the first one first.
+        failures: failures by rank, the first one first.
         world_size: number of ranks.
-        cut_off: ranks that continued after they had been released, and were stopped, so their outcome is unknown.
-        found: by rank that returned, its unretrieved failures. They may explain a `GroupError`, and nothing else.
+        cut_off: ranks that continued after their release and were stopped, so that their outcome is unknown.
+        found: unretrieved failures, by rank that returned. They may explain a `GroupError`, but no other failure.
     """
     first, error = next(iter(failures.items()))
     if _is_skip(error):
-        others = [(rank, other) for rank, other in failures.items() if not (_follows(other) or _is_skip(other))]
+        others = [(rank, other) for rank, other in failures.items() if not (_is_consequence(other) or _is_skip(other))]
         if not others:
             return error
         first, error = others[0]
     error.add_note(f"rank {first} of {world_size} failed first")
     for rank, other in failures.items():
-        if rank != first and not _follows(other):
+        if rank != first and not _is_consequence(other):
             what = "skipped the test" if _is_skip(other) else "failed too"
             error.add_note(f"rank {rank} of {world_size} {what}: {type(other).__name__}: {other}")
-    if _follows(error):
-        for line in _each_found(found, world_size):
+    if _is_consequence(error):
+        for line in _describe_unretrieved(found, world_size):
             error.add_note(line)
     if cut_off:
         error.add_note(f"{listed(cut_off)} of {world_size} continued, and had to be stopped")
@@ -91,24 +91,24 @@ def verdict(
 
 
 def unretrieved(found: Mapping[int, list[str]], world_size: int) -> AssertionError:
-    """Return the failure of a test in which all ranks returned, some with failures that they never retrieved."""
+    """Return the error of a test whose ranks all returned, some with failures that they never retrieved."""
     advice = "await these calls, or pass allow_unretrieved=True"
-    return AssertionError("\n".join([*_each_found(found, world_size), advice]))
+    return AssertionError("\n".join([*_describe_unretrieved(found, world_size), advice]))
 
 
-def _each_found(found: Mapping[int, list[str]], world_size: int) -> Iterator[str]:
+def _describe_unretrieved(found: Mapping[int, list[str]], world_size: int) -> Iterator[str]:
     for rank, texts in sorted(found.items()):
         for text in texts:
             yield f"rank {rank} of {world_size}, {text}"
 
 
-def _follows(error: BaseException) -> bool:
-    """Whether `error` only says that another rank has failed."""
+def _is_consequence(error: BaseException) -> bool:
+    """Return whether `error` is only a consequence of another rank's failure."""
     return isinstance(error, GroupError | asyncio.CancelledError)
 
 
 def _is_skip(error: BaseException) -> bool:
-    pytest = sys.modules.get("pytest")  # a skip of pytest can only be raised if it is imported
+    pytest = sys.modules.get("pytest")  # without an import of pytest, its skip cannot have been raised
     return isinstance(error, unittest.SkipTest) or (pytest is not None and isinstance(error, pytest.skip.Exception))
 
 

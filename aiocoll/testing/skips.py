@@ -1,11 +1,11 @@
-"""Decorators that skip a test, with the reason, where it cannot run.
+"""Decorators that skip a test, with a reason, where it cannot run.
 
     @pytest.mark.ranks(1, 2, 7)
     @skip_if_world_smaller_than(2)
     async def test_ring(pg): ...
 
-They belong directly on the ``async def`` test, below the decorator that makes the ranks, or on a test case class. That
-decorator checks them first; a test that runs without it checks them on each rank.
+Put them directly on the ``async def`` test, below the decorator that makes the ranks, or on a test case class. The
+decorator above checks them before it starts ranks. A test without such a decorator checks them on each rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 T = TypeVar("T", bound=Callable[..., Any])
-#: From a world size to the reason why the test cannot run, or None.
+#: Function from a world size to the reason why the test cannot run, or None.
 Check = Callable[[int], str | None]
 
 _CHECKS = "__aiocoll_checks__"
@@ -40,21 +40,21 @@ def skip_if_world_smaller_than(n: int) -> Callable[[T], T]:
     Args:
         n: number of ranks.
     """
-    return _requirement(lambda size: f"needs at least {n} ranks, the world has {size}" if size < n else None)
+    return _make_decorator(lambda size: f"needs at least {n} ranks, the world has {size}" if size < n else None)
 
 
 def skip_if_world_is_odd() -> Callable[[T], T]:
     """Skip the test on an odd number of ranks."""
-    return _requirement(lambda size: f"needs an even number of ranks, the world has {size}" if size % 2 else None)
+    return _make_decorator(lambda size: f"needs an even number of ranks, the world has {size}" if size % 2 else None)
 
 
 def requires_gpu(n: int | None = None) -> Callable[[T], T]:
-    """Skip the test on a machine with fewer CUDA devices that this process may use.
+    """Skip the test on a machine with too few CUDA devices that this process may use.
 
-    The driver is asked, so no package has to be installed.
+    The number comes from the driver, so no package has to be installed.
 
     Args:
-        n: number of devices; None is one for each rank.
+        n: number of devices; None means one per rank.
     """
 
     def check(world_size: int) -> str | None:
@@ -62,14 +62,14 @@ def requires_gpu(n: int | None = None) -> Callable[[T], T]:
         found = _gpus()
         return f"needs {needed} CUDA devices, there are {found}" if found < needed else None
 
-    return _requirement(check)
+    return _make_decorator(check)
 
 
 def requires_module(*names: str) -> Callable[[T], T]:
     """Skip the test if one of these modules cannot be imported.
 
     Args:
-        *names: of modules, such as "torch".
+        *names: names of modules, such as "torch".
     """
 
     def check(world_size: int) -> str | None:
@@ -80,46 +80,46 @@ def requires_module(*names: str) -> Callable[[T], T]:
                 return f"needs {name}: {error}"
         return None
 
-    return _requirement(check)
+    return _make_decorator(check)
 
 
 def skip_early(world_size: int, *holders: object) -> None:
-    """Raise `unittest.SkipTest` if a decorator on one of `holders` says that the test cannot run."""
+    """Raise `unittest.SkipTest` if a skip decorator on one of `holders` applies."""
     for holder in holders:
         for check in getattr(holder, _CHECKS, ()):
             if reason := check(world_size):
                 raise unittest.SkipTest(reason)
 
 
-def _requirement(check: Check) -> Callable[[T], T]:
+def _make_decorator(check: Check) -> Callable[[T], T]:
     def decorate(test: Any) -> Any:
         if not isinstance(test, type):
             if not inspect.iscoroutinefunction(test):
                 raise TypeError(
                     f"{test!r} must be an `async def` test or a class of them: put this decorator next to it"
                 )
-            test = _checked(test)
+            test = _wrap_test(test)
         setattr(test, _CHECKS, (check, *getattr(test, _CHECKS, ())))
         return test
 
     return decorate
 
 
-def _checked(test: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_test(test: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(test, _CHECKS, None):
-        return test  # it checks them all already
+        return test  # the existing wrapper checks all of them
 
     @functools.wraps(test)
-    async def ask_first(*args: Any, **kwargs: Any) -> Any:
+    async def check_first(*args: Any, **kwargs: Any) -> Any:
         group = current_process_group()
         if group is None:
             raise RuntimeError(
-                f"{test.__qualname__} was not called on a rank: put its skips below the decorator that makes the ranks"
+                f"{test.__qualname__} was not called on a rank; put its skips below the decorator that makes the ranks"
             )
-        skip_early(group.size(), ask_first)
+        skip_early(group.size(), check_first)
         return await test(*args, **kwargs)
 
-    return ask_first
+    return check_first
 
 
 @functools.cache

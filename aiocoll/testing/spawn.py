@@ -1,4 +1,4 @@
-"""`spawn_ranks`: a decorator that makes one test of many ranks."""
+"""`spawn_ranks`: a decorator that runs a test on many ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.testing.deaths import Death, check_deaths
-from aiocoll.testing.frames import trimmed
+from aiocoll.testing.frames import trim
 from aiocoll.testing.loops import portable_loop
 from aiocoll.testing.processes import run_team
 from aiocoll.testing.ranks import check_call, run_ranks
@@ -22,7 +22,7 @@ from aiocoll.testing.team import Team
 
 __all__ = ["spawn_ranks"]
 
-#: Marks the function that `spawn_ranks` returns; the decorated one is its `__wrapped__`.
+#: Attribute of the function that `spawn_ranks` returns; the decorated function is its `__wrapped__`.
 _SPAWNS = "__aiocoll_spawns__"
 
 
@@ -37,21 +37,21 @@ def spawn_ranks(
 ) -> Callable[[Callable[..., Awaitable[object]]], Callable[..., Coroutine[Any, Any, None]]]:
     """Run the decorated ``async def test(pg, ...)``, or method, on `world_size` ranks each time it is awaited.
 
-    Callers leave out `pg`: every rank gets its own, and is `current_process_group()` too, so a test may also do without
-    the argument. The other arguments are the same on every rank. Works with whatever awaits tests: pytest-asyncio,
-    `unittest.IsolatedAsyncioTestCase`, another test. The skips of this package go below it.
+    Callers omit `pg`: every rank gets its own group, which is also its `current_process_group()`. So a test may do
+    without the argument. The other arguments are the same on every rank. Any code that awaits tests may call it:
+    pytest-asyncio, `unittest.IsolatedAsyncioTestCase`, another test. Put the skips of this package below it.
 
     Args:
         world_size: number of ranks.
-        processes: make every rank a process. The test must then be importable: a method or at the top of a module; its
-            arguments must be picklable, but a `unittest.TestCase` is made anew on each rank.
-        timeout: seconds for everything; None waits for ever.
-        options: of the groups.
-        expect_death: of ranks that are processes, which ones must die, and how; as for `run_processes`.
+        processes: make every rank a process. The test must then be importable: a method, or at the top of a module. Its
+            arguments must be picklable, except a `unittest.TestCase`, which each rank makes again.
+        timeout: seconds for everything; None waits forever.
+        options: options of the groups.
+        expect_death: ranks that must die, and how, as for `run_processes`; needs ``processes=True``.
         allow_unretrieved: as for `run_ranks`.
 
     Raises:
-        As `run_ranks` and `run_processes` do.
+        The exceptions of `run_ranks` and `run_processes`.
     """
     if callable(world_size):
         raise TypeError("spawn_ranks needs the number of ranks: write @spawn_ranks(4)")
@@ -95,7 +95,7 @@ def spawn_ranks(
                         allow_unretrieved=allow_unretrieved,
                     )
             except BaseException as error:
-                raise trimmed(error)  # noqa: B904 - it is the same exception
+                raise trim(error)  # noqa: B904 - it is the same exception
 
         on_all_ranks.__signature__ = visible  # type: ignore[attr-defined]
         setattr(on_all_ranks, _SPAWNS, test)
@@ -117,11 +117,11 @@ async def _in_process(pg: ProcessGroup, where: tuple[str, str], arguments: dict[
     for name in where[1].split("."):
         found = getattr(found, name)
     while not hasattr(found, "__dict__") or _SPAWNS not in vars(found):
-        found = found.__wrapped__  # another decorator is around it
+        found = found.__wrapped__  # another decorator wraps the test
     arguments = {name: value() if isinstance(value, functools.partial) else value for name, value in arguments.items()}
     await _call(pg, vars(found)[_SPAWNS], arguments)
 
 
 def _portable(value: Any) -> Any:
-    """Return a picklable recipe of a test case, which itself refers to its runner."""
+    """Return a picklable factory for a test case, which cannot be pickled because it refers to its runner."""
     return functools.partial(type(value), value._testMethodName) if isinstance(value, unittest.TestCase) else value

@@ -1,4 +1,4 @@
-"""Ranks that are kept from call to call, with their own loop for callers without one."""
+"""Standing ranks: processes that serve many calls, with a loop for callers without one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Standing"]
 
 
 class Standing:
-    """The processes of all ranks, and the loop that calls them.
+    """Standing processes of all ranks, and the loop that calls them.
 
     Args:
         source: a function or class of the module that each rank must be able to import by its name.
         world_size: number of ranks.
-        options: of the groups.
+        options: options of the groups.
         loop: see `aiocoll.testing.loops.loop_factory`.
         allow_unretrieved: as for `run_processes`.
     """
@@ -40,15 +40,15 @@ class Standing:
         self._team: Team | None = None
 
     def start(self) -> None:
-        """Start the processes; do not wait for them."""
+        """Start the processes without waiting for them."""
         self._runner.run(self._start())
 
     def call(self, call: bytes, limit: float) -> None:
-        """Make a call on all ranks; ranks that were lost in the last call are replaced."""
+        """Make a call on all ranks, after replacing ranks that were lost in the last call."""
         self._runner.run(self._call(call, limit))
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes and the loop."""
         with self._runner:
             self._runner.run(self._close())
 
@@ -61,7 +61,7 @@ class Standing:
             allow_unretrieved=self._allow_unretrieved,
         )
         self._team = await team.__aenter__()
-        await team.stand()
+        await team.start_standing()
 
     async def _call(self, call: bytes, limit: float) -> None:
         if self._team is None or not self._team.intact:
@@ -75,6 +75,6 @@ class Standing:
         if team is not None:
             try:
                 if team.intact:
-                    await team.leave()
+                    await team.stop()
             finally:
                 await team.__aexit__()

@@ -1,7 +1,7 @@
-"""The processes of all ranks, and which fails first: shared by `run_processes` and continuous test cases.
+"""Processes of all ranks, and the choice of the first failure, for `run_processes` and continuous test cases.
 
-The ranks of a `run_processes` carry out one job and end. Standing ranks are asked again and again: they keep their
-group from call to call, and make a new one after a call that failed or left something pending.
+The ranks of a `run_processes` carry out one job and end. Standing ranks serve many calls. They keep their group from
+call to call, and make a new one after a call that failed or left an operation pending.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
 from aiocoll.testing.child import ChildJob, RemoteCall
 from aiocoll.testing.children import GRACE, Child
-from aiocoll.testing.deaths import Death, check_deaths, wanted
+from aiocoll.testing.deaths import Death, check_deaths, describe_expected
 from aiocoll.testing.ranks import check_world_size
 from aiocoll.testing.report import listed, unretrieved, verdict
 
 __all__ = ["Team", "pickled"]
 
-#: Seconds that ranks get to end by themselves when another has failed. That it cannot be reached is known after 6 s.
+#: Seconds in which ranks may end by themselves after another one has failed; an unreachable rank is detected after 6 s.
 RELEASE = 6.0
 
 
 class Team:
-    """One process for each rank, in ``async with``; none is left behind it.
+    """One process per rank, for ``async with``; no process is left after the block.
 
     Args:
         world_size: number of ranks.
@@ -62,7 +62,7 @@ class Team:
 
     @property
     def intact(self) -> bool:
-        """Whether all ranks live."""
+        """Return whether all processes run."""
         return all(child.process.poll() is None for child in self._children)
 
     async def __aenter__(self) -> Self:
@@ -84,52 +84,52 @@ class Team:
             await child.aclose()
         await self._server.aclose()
 
-    async def stand(self) -> None:
-        """Have the ranks wait for calls."""
+    async def start_standing(self) -> None:
+        """Make the ranks wait for calls."""
         for child in self._children:
-            await child.give(self._job)
+            await child.send_job(self._job)
 
-    async def leave(self) -> None:
-        """Let standing ranks say goodbye to each other, and end."""
+    async def stop(self) -> None:
+        """Make standing ranks leave their group and end."""
         for child in self._children:
-            child.tell("stop")
+            child.send("stop")
         await asyncio.wait([asyncio.create_task(child.ended()) for child in self._children], timeout=GRACE)
 
     async def call(self, call: bytes, limit: float) -> list[Any]:
-        """Have standing ranks make a call; results and errors are those of `run_processes`."""
+        """Make a call on all standing ranks; return or raise as `run_processes` does."""
         fresh = not all(child.clean for child in self._children)
         self._calls += fresh
         results = await self._results(lambda child: child.call(RemoteCall(call, self._calls)), limit)
         found = self._unretrieved()
         if not all(child.clean for child in self._children):
-            # What the call has left pending may still fail: all ranks leave the group, as at the end of other runs.
+            # Operations that the call has left pending may still fail. So all ranks leave the group, as other runs do.
             await self._results(lambda child: child.call(RemoteCall(None, self._calls)), limit)
             for rank, texts in self._unretrieved().items():
                 found[rank] = found.get(rank, []) + texts
-        return self._checked(results, found)
+        return self._check_results(results, found)
 
     async def carry_out(self, call: bytes, limit: float) -> list[Any]:
-        """Have the ranks make a call and end."""
+        """Make a call on all ranks, which then end."""
         job = self._job._replace(call=call)
         results = await self._results(lambda child: child.carry_out(job), limit)
-        return self._checked(results, self._unretrieved())
+        return self._check_results(results, self._unretrieved())
 
-    def _checked(self, results: list[Any], found: dict[int, list[str]]) -> list[Any]:
+    def _check_results(self, results: list[Any], found: dict[int, list[str]]) -> list[Any]:
         if found:
             raise unretrieved(found, self._world_size)
         return results
 
     def _unretrieved(self) -> dict[int, list[str]]:
-        """Return the unretrieved failures of ranks that have returned."""
+        """Return the unretrieved failures of the ranks that have returned."""
         if self._allow_unretrieved:
             return {}
         return {child.rank: child.unretrieved for child in self._children if child.unretrieved}
 
-    async def _results(self, ask: Callable[[Child], Coroutine[Any, Any, Any]], limit: float) -> list[Any]:
+    async def _results(self, make_call: Callable[[Child], Coroutine[Any, Any, Any]], limit: float) -> list[Any]:
         failures: dict[int, BaseException] = {}
         cut_off: list[int] = []
         tasks = [
-            asyncio.create_task(_noted(child.rank, ask(child), failures), name=f"rank {child.rank}")
+            asyncio.create_task(_record_failure(child.rank, make_call(child), failures), name=f"rank {child.rank}")
             for child in self._children
         ]
         try:
@@ -138,38 +138,38 @@ class Team:
             )
             if failures:
                 await asyncio.wait(tasks, timeout=RELEASE)
-                failures = dict(sorted(failures.items(), key=self._time))
-                cut_off = [child.rank for child in self._late(tasks)]
+                failures = dict(sorted(failures.items(), key=self._failure_time))
+                cut_off = [child.rank for child in self._find_late(tasks)]
             elif not all(task.done() for task in tasks):
                 raise TimeoutError(await self._report(tasks, limit))
         finally:
-            await self._end(tasks)
+            await self._end_calls(tasks)
         if failures:
             raise verdict(failures, self._world_size, cut_off, self._unretrieved())
         return [task.result() for task in tasks]
 
-    def _time(self, failure: tuple[int, BaseException]) -> float:
-        """When a rank failed: news of it may overtake each other. One that died may have been missed by others."""
+    def _failure_time(self, failure: tuple[int, BaseException]) -> float:
+        """Return when a rank failed, because reports may overtake each other; 0 for a rank that died."""
         return self._children[failure[0]].failed
 
-    def _late(self, tasks: list[asyncio.Task[Any]]) -> list[Child]:
+    def _find_late(self, tasks: list[asyncio.Task[Any]]) -> list[Child]:
         return [child for child, task in zip(self._children, tasks, strict=True) if not task.done()]
 
     async def _report(self, tasks: list[asyncio.Task[Any]], limit: float) -> str:
-        late = self._late(tasks)
+        late = self._find_late(tasks)
         lines = [f"{listed([child.rank for child in late])} of {self._world_size} did not end within {limit:g} s\n"]
         for child, words in zip(late, await asyncio.gather(*(child.report() for child in late)), strict=True):
             death = self._deaths.get(child.rank)
-            expected = "" if death is None else f", which was expected to {wanted(death)}"
+            expected = "" if death is None else f", which was expected to {describe_expected(death)}"
             lines.append(f"rank {child.rank} (process {child.process.pid}){expected}\n{words}")
         return "".join(lines)
 
-    async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """End what is not over yet: standing ranks may give up the call, others are killed."""
-        late = self._late(tasks)
+    async def _end_calls(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """End the calls that still run: standing ranks may cancel the call, other ranks are killed."""
+        late = self._find_late(tasks)
         if late and self._calls:
             for child in late:
-                child.tell("cancel")
+                child.send("cancel")
             await asyncio.wait(tasks, timeout=GRACE)
         if not all(task.done() for task in tasks):
             for child in self._children:
@@ -177,30 +177,30 @@ class Team:
             await asyncio.wait(tasks)
         for task in tasks:
             if not task.cancelled():
-                task.exception()  # retrieved, so that it is not logged
+                task.exception()  # retrieved, so that asyncio does not log it
 
 
-async def _noted(rank: int, asked: Coroutine[Any, Any, Any], failures: dict[int, BaseException]) -> Any:
+async def _record_failure(rank: int, call: Coroutine[Any, Any, Any], failures: dict[int, BaseException]) -> Any:
     try:
-        return await asked
+        return await call
     except BaseException as error:
         failures.setdefault(rank, error)
         raise
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return a call for another process."""
+    """Return a call as a pickle for another process."""
     try:
         return pickle.dumps((fn, args))
     except Exception as error:
         raise TypeError(
-            f"fn and its arguments travel to other processes as a pickle, and these cannot: {error}; fn must be "
+            f"fn and its arguments are pickled for other processes, but they cannot be: {error}; fn must be "
             "importable, a function at the top of a module"
         ) from error
 
 
 def _environment(rank: int, world_size: int, host: str, port: int, job: str) -> dict[str, str]:
-    """Return the variables of a rank, those of `aiocoll run`; a key of this process's job is not the children's."""
+    """Return the environment of a rank, as `aiocoll run` sets it, without the keys of this process's own job."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AIOCOLL_JOB_KEY")}
     return kept | {
         "RANK": str(rank),

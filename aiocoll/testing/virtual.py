@@ -1,9 +1,9 @@
-"""A virtual clock: an event loop on which time passes only when nothing else can happen.
+"""A virtual clock: an event loop on which time passes only when no task can run.
 
-Timeouts of minutes pass in milliseconds, and a run is a function of its seed: the same seed gives the same order of
-events, down to each frame. Another seed gives other latencies, another order of tasks that are ready at the same time,
-and another order of timers that are due at the same time. Only what lives in the loop can be simulated: ranks are tasks
-with links in memory; threads are refused, since the clock would run away from them.
+Timeouts of minutes pass in milliseconds. A run is a function of its seed: the same seed gives the same order of events,
+down to each frame. Another seed gives other latencies, another order of tasks that are ready at the same time, and
+another order of timers with the same deadline. Only ranks that are tasks with links in memory can be simulated. Threads
+are refused, since the clock would not wait for them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["VirtualLoop", "VirtualRuntime", "run_virtual"]
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-#: Seconds that one reading of `Runtime.ticks` takes: work is bounded by counting, in some dozens of readings per
-#: callback, so pauses and yields are part of what is tested.
+#: Seconds that pass at each reading of `Runtime.ticks`. A callback is bounded to some dozens of readings, so the
+#: simulation includes the pauses and yields of long work.
 TICK = 10e-6
 
 
@@ -42,19 +42,19 @@ def run_virtual(
     timeout: float | timedelta | None = 3600.0,
     allow_unretrieved: bool = False,
 ) -> list[R]:
-    """Run ``await fn(pg, *args)`` on `world_size` ranks on a fresh virtual loop, to its end; see `run_ranks`.
+    """Run ``await fn(pg, *args)`` on `world_size` ranks on a new virtual loop, until all have ended; see `run_ranks`.
 
     Args:
         world_size: number of ranks.
-        fn: what every rank runs.
+        fn: async function that every rank runs.
         args: further arguments, the same objects for every rank.
-        seed: of all randomness: of the latencies, of the order of tasks (the ranks, and yours) that are ready in the
-            same turn of the loop, and of the order of timers that are due at the same time. Callbacks of ``call_soon``
-            run in the order in which they were scheduled, as on any loop.
-        latency: shortest and longest time in seconds a frame may take; its links are still first in, first out. None:
-            frames arrive in the next turn of the loop, and the ranks see each other's memory.
-        options: of the groups.
-        timeout: virtual seconds for everything. When all ranks wait for each other, it is over at once.
+        seed: seed of all randomness: the latencies, the order of tasks that are ready in the same turn of the loop
+            (ranks and yours), and the order of timers with the same deadline. Callbacks of ``call_soon`` run in the
+            order in which they were scheduled, as on any loop.
+        latency: shortest and longest time in seconds that a frame may take; its links are still first in, first out.
+            None: frames arrive in the next turn of the loop, and the ranks see each other's memory.
+        options: options of the groups.
+        timeout: virtual seconds for everything. If all ranks wait for each other, it expires at once.
         allow_unretrieved: as for `run_ranks`.
     """
     if latency is not None and not 0 <= latency[0] <= latency[1]:
@@ -65,7 +65,7 @@ def run_virtual(
 
 
 class VirtualRuntime(Runtime):
-    """The seeded randomness and the clock of a `VirtualLoop`; shared by its ranks."""
+    """Seeded randomness and clock of a `VirtualLoop`, which its ranks share."""
 
     may_spin = False
     may_listen = False
@@ -76,7 +76,7 @@ class VirtualRuntime(Runtime):
         self._random = loop.random
 
     def random_bytes(self, n: int) -> bytes:
-        """Return `n` bytes that depend on the seed: fit for nothing but a simulation."""
+        """Return `n` bytes that depend on the seed: for simulations only."""
         return self._random.randbytes(n)
 
 
@@ -84,58 +84,58 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop on a virtual clock that starts at 0.
 
     Args:
-        seed: of `random`.
+        seed: seed of `random`.
         latency: shortest and longest time of a frame in seconds, or None.
 
     Attributes:
-        random: the randomness of everything on this loop.
+        random: the source of randomness for everything on this loop.
     """
 
     aiocoll_runtime = VirtualRuntime
 
     def __init__(self, seed: int = 0, latency: tuple[float, float] | None = None) -> None:
         self.random = random.Random(seed)
-        #: Of its own, so that drawing from `random` does not change the order of tasks.
+        #: Separate, so that a draw from `random` does not change the order of tasks.
         self._order = random.Random(f"order {seed}")
         self._now = 0.0
         self._ticks = 0
         self._range = latency
-        super().__init__(_Jumping(self))
+        super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
         """Return the virtual time in seconds."""
         return self._now
 
     def tick(self) -> float:
-        """Return a time that passes with each reading."""
+        """Return a time that advances with each reading."""
         self._ticks += 1
         return self._ticks * TICK
 
     @property
     def latency(self) -> Callable[[int, int], float] | None:
-        """How long the next frame from one rank to another takes."""
+        """Return a function for the latency in seconds of the next frame between two ranks, or None."""
         if self._range is None:
             return None
         shortest, longest = self._range
         return lambda source, target: self.random.uniform(shortest, longest)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
-        """Refuse: a virtual clock does not wait for threads."""
-        raise RuntimeError(f"{func!r} cannot run in a thread on a virtual clock: use run_ranks for that")
+        """Raise an error: a virtual clock does not wait for threads."""
+        raise RuntimeError(f"{func!r} cannot run in a thread on a virtual clock; use run_ranks instead")
 
     def jump(self, seconds: float | None) -> None:
-        """Let the time pass until the next timer."""
+        """Advance the time to the next timer."""
         if seconds is None:
             raise RuntimeError("deadlock: every task on the virtual clock waits, and no timer is set")
         self._now += seconds
 
     def _shuffle(self) -> None:
-        """Shuffle what asyncio leaves unordered in the turn that begins.
+        """Shuffle the callbacks of a turn as far as asyncio leaves their order open.
 
-        Timers that are due at the same time change places, and so do task steps with nothing between them. A callback
-        of `call_soon` keeps its place among all others, which asyncio promises.
+        Timers with the same deadline change places, and so do adjacent steps of tasks. A callback of `call_soon` keeps
+        its place among all others, as asyncio promises.
         """
-        loop: Any = self  # asyncio's own: the handles of this turn, and the timers as a heap
+        loop: Any = self  # private parts of asyncio: the handles of this turn, and the timers as a heap
         ready, scheduled, due = loop._ready, loop._scheduled, []
         while scheduled and scheduled[0]._when <= self._now:
             due.append(handle := heapq.heappop(scheduled))
@@ -153,7 +153,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return handles
 
 
-#: The callbacks that are a step of a task: of asyncio's C code, and of its Python code.
+#: Names of the callbacks that are a step of a task, in asyncio's C code and in its Python code.
 _STEPS = {"TaskStepMethWrapper", "task_wakeup", "__step", "__wakeup"}
 
 
@@ -165,8 +165,8 @@ def _is_step(handle: Any) -> bool:
     )
 
 
-class _Jumping(selectors.BaseSelector):
-    """A selector that never waits: the clock of `loop` jumps instead."""
+class _JumpingSelector(selectors.BaseSelector):
+    """A selector that never waits: it makes the clock of `loop` jump instead."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

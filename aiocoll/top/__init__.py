@@ -1,1 +1,1 @@
-"""Telling `aiocoll top` what this process does: a socket in a folder, and the two ends of what is said there."""
+"""Service behind `aiocoll top`: processes report their groups over unix sockets in one folder per job."""

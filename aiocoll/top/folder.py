@@ -1,4 +1,4 @@
-"""The folder of a job: each of its processes listens on a unix socket in it, which only its user may enter."""
+"""Folder of a job: each process of the job listens on a unix socket there. Only the owner may enter the folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from aiocoll.users import owner_trouble
 __all__ = ["connect", "listen", "open_folder", "processes", "remove"]
 
 _SUFFIX = ".sock"
-#: Connections that wait to be accepted; more viewers are rare, and come again a second later.
+#: Length of the queue of new connections. More viewers at once are rare, and retry a second later.
 _BACKLOG = 8
 
 
 def open_folder(path: str) -> int:
-    """Return a descriptor of a folder that only this user may enter.
+    """Open a folder that only this user may enter, and return its descriptor.
 
     Raises:
-        OSError: it is none, or others may enter it; the text says what to do.
+        OSError: the path is not a folder, or other users may enter it; the text contains the remedy.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     foreign = owner_trouble(fd)
@@ -28,17 +28,18 @@ def open_folder(path: str) -> int:
         return fd
     os.close(fd)
     if foreign is not None:
-        raise PermissionError(f"it {foreign}")
-    raise PermissionError("other users may enter it; chmod 700 it")
+        raise PermissionError(f"the folder {foreign}")
+    raise PermissionError("other users may enter the folder; run `chmod 700` on it")
 
 
 def listen(folder: int) -> socket.socket:
     """Return a socket that listens in a folder under the number of this process.
 
-    It gets its name when it listens: whoever finds the name and is refused knows that the process is gone.
+    The socket gets its final name only once it listens. So a viewer whose connection is refused knows that the process
+    has ended.
 
     Raises:
-        OSError: it cannot.
+        OSError: the socket cannot be made or bound.
     """
     name, beginning = _name(os.getpid()), f".{os.getpid()}"
     remove(folder, beginning)
@@ -56,13 +57,13 @@ def listen(folder: int) -> socket.socket:
 
 
 def remove(folder: int, name: str | None = None) -> None:
-    """Remove the name of this process's socket, or another one; it need not be there."""
+    """Remove the socket of this process, or another name in the folder; do nothing if it does not exist."""
     with suppress(OSError):
         os.unlink(_name(os.getpid()) if name is None else name, dir_fd=folder)
 
 
 def processes(folder: int) -> list[int]:
-    """Return the numbers of the processes that have listened in a folder and not said that they end."""
+    """Return the numbers of the processes with a socket in the folder; a process removes its socket when it closes."""
     found = []
     for name in os.listdir(folder):
         if name.endswith(_SUFFIX):
@@ -72,12 +73,12 @@ def processes(folder: int) -> list[int]:
 
 
 def connect(folder: int, process: int) -> socket.socket:
-    """Return a connection to a process, which does not block.
+    """Return a non-blocking connection to a process.
 
     Raises:
-        FileNotFoundError: it listens no more.
-        ConnectionRefusedError: it is gone.
-        BlockingIOError: too many others want to connect.
+        FileNotFoundError: the process no longer listens.
+        ConnectionRefusedError: the process has ended.
+        BlockingIOError: too many other viewers are connecting.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -94,5 +95,5 @@ def _name(process: int) -> str:
 
 
 def _path(folder: int, name: str) -> str:
-    """Return a path that is short enough for the address of a socket, whatever that of the folder is."""
+    """Return a path short enough for a socket address, whatever the length of the folder's path."""
     return f"/proc/self/fd/{folder}/{name}"

@@ -1,8 +1,9 @@
-"""A thread that answers `aiocoll top`, for all groups of a process. It sleeps until somebody asks.
+"""Thread that answers `aiocoll top` for all groups of a process. It sleeps until a viewer sends a request.
 
-It is a thread, not a part of the loop, since a rank whose loop is blocked is what somebody looks for. It never waits
-for a viewer: what does not fit into the connection is sent when there is room, and until then that viewer is not heard,
-so updates are dropped, not queued. A viewer is heard four times a second at most, whatever it asks for.
+It is a thread, not a task, because users run `aiocoll top` to find ranks whose event loop is blocked. The thread never
+waits for a viewer. If an answer does not fit into the connection, the rest is sent once there is room. Until then the
+thread reads no request from that viewer, so updates are dropped instead of queued. It answers each viewer at most four
+times per second.
 """
 
 from __future__ import annotations
@@ -18,61 +19,61 @@ from weakref import ref
 
 from aiocoll.log import logger
 from aiocoll.top import folder as folders
-from aiocoll.top import words
+from aiocoll.top import messages
 from aiocoll.users import peer_trouble
 
 __all__ = ["Source", "join", "leave"]
 
-#: Viewers that are connected; if there is one more, that goes which has not asked for longest.
+#: Largest number of viewers. A further one replaces the viewer whose last request is oldest.
 MOST: Final = 8
-#: Seconds after an answer in which a viewer is not heard.
+#: Seconds after an answer in which no request of that viewer is read.
 REST: Final = 0.25
-#: Seconds for which an answer serves other viewers, too.
+#: Seconds for which one answer also serves other viewers.
 FRESH: Final = 0.1
-#: Seconds to wait for the end of the thread: an answer takes a thousandth of it.
+#: Seconds to wait for the end of the thread; an answer takes about a thousandth of that.
 FAREWELL: Final = 1.0
 
 
 class Source(Protocol):
-    """A group that is shown."""
+    """A group that `aiocoll top` shows."""
 
     def shown(self) -> dict[str, Any]:
-        """Return its state as plain data; called in the thread."""
+        """Return the state of the group as plain data; runs in the listener's thread."""
 
 
 class _Viewer:
-    """A connection of a viewer.
+    """Connection of a viewer.
 
     Attributes:
-        connection: does not block.
-        left: what is to be sent.
-        until: when it is heard again.
-        asked: when it has asked last.
+        connection: the non-blocking socket.
+        unsent: the part of the answer that is not sent yet.
+        until: time at which its next request is read.
+        last_request: time of its last request.
     """
 
-    __slots__ = ("asked", "connection", "left", "until")
+    __slots__ = ("connection", "last_request", "unsent", "until")
 
     def __init__(self, connection: socket.socket, now: float) -> None:
         self.connection = connection
-        self.left = memoryview(b"")
-        self.until = self.asked = now
+        self.unsent = memoryview(b"")
+        self.until = self.last_request = now
 
 
 class _Listener:
-    """The thread of one folder.
+    """Thread for one folder.
 
     Args:
-        path: of the folder.
-        clock: seconds, for any thread.
+        path: path of the folder.
+        clock: returns seconds; may be called in any thread.
 
     Raises:
-        OSError: nobody can listen there.
+        OSError: this process cannot listen there.
     """
 
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
         self.pid = os.getpid()
         self._clock = clock
-        #: Replaced, never changed: the thread may be reading it.
+        #: Replaced, never modified: the thread may be reading it.
         self._sources: tuple[ref[Source], ...] = ()
         self._folder = folders.open_folder(path)
         try:
@@ -98,37 +99,37 @@ class _Listener:
         return [source for each in self._sources if (source := each()) is not None]
 
     def show(self, sources: list[Source]) -> None:
-        """Show these groups from now on."""
+        """Replace the groups that are shown."""
         self._sources = tuple(map(ref, sources))
 
     def close(self) -> None:
-        """End the thread, and remove the socket."""
+        """Stop the thread and remove the socket."""
         folders.remove(self._folder)
         self._ending.set()
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(FAREWELL)
 
     def abandon(self) -> None:
-        """Close what a forked child has inherited, and leave the rest to its parent."""
+        """Close the descriptors that a forked child has inherited; its parent keeps the thread."""
         self._socket.close()
         os.close(self._folder)
         for viewer in self._viewers.values():
             viewer.connection.close()
 
-    # -- in the thread
+    # -- the thread
 
     def _run(self) -> None:
         while not self._ending.is_set():
             try:
-                self._turn()
+                self._handle_events()
             except Exception as error:  # no file descriptor is left, for example
                 logger.debug("aiocoll top: %s: %s", type(error).__name__, error)
                 self._ending.wait(REST)
         self.abandon()
 
-    def _turn(self) -> None:
+    def _handle_events(self) -> None:
         now = self._clock()
-        resting = [each for each in self._viewers.values() if each.until > now and not each.left]
+        resting = [each for each in self._viewers.values() if each.until > now and not each.unsent]
         due = min((each.until for each in resting), default=None)
         for fd, _ in self._poll.poll(None if due is None else (due - now) * 1000 + 1):
             if fd == self._socket.fileno():
@@ -136,7 +137,7 @@ class _Listener:
                 continue
             viewer = self._viewers.get(fd)
             if viewer is None:
-                continue  # it has just made room for another
+                continue  # dropped in this turn to make room for another viewer
             try:
                 self._serve(viewer)
             except OSError:
@@ -150,7 +151,7 @@ class _Listener:
         try:
             connection, _ = self._socket.accept()
         except BlockingIOError:
-            return  # it has gone again
+            return  # the viewer has closed the connection again
         except OSError:
             if self._ending.is_set():
                 return
@@ -160,30 +161,30 @@ class _Listener:
             return
         connection.setblocking(False)
         if len(self._viewers) == MOST:
-            self._drop(min(self._viewers.values(), key=lambda each: each.asked))
+            self._drop(min(self._viewers.values(), key=lambda each: each.last_request))
         self._viewers[connection.fileno()] = _Viewer(connection, self._clock())
         self._poll.register(connection, select.POLLIN)
 
     def _serve(self, viewer: _Viewer) -> None:
-        """Hear a viewer, or go on sending; OSError if its connection has ended."""
+        """Read a request or continue an answer; raise OSError if the connection has ended."""
         connection = viewer.connection
-        if not viewer.left:
-            if not connection.recv(len(words.ASK) * 64):
+        if not viewer.unsent:
+            if not connection.recv(len(messages.ASK) * 64):
                 raise ConnectionResetError
-            viewer.asked = self._clock()
-            viewer.left = memoryview(self._newest())
+            viewer.last_request = self._clock()
+            viewer.unsent = memoryview(self._get_answer())
         with suppress(BlockingIOError):
-            viewer.left = viewer.left[connection.send(viewer.left) :]
-        if viewer.left:
+            viewer.unsent = viewer.unsent[connection.send(viewer.unsent) :]
+        if viewer.unsent:
             self._poll.modify(connection, select.POLLOUT)
         else:
             self._poll.unregister(connection)
             viewer.until = self._clock() + REST
 
-    def _newest(self) -> bytes:
+    def _get_answer(self) -> bytes:
         now = self._clock()
         if now - self._made >= FRESH:
-            self._answer = words.answer(self.pid, map(_shown, self.sources()))
+            self._answer = messages.answer(self.pid, map(_get_state, self.sources()))
             self._made = self._clock()
         return self._answer
 
@@ -194,26 +195,26 @@ class _Listener:
         viewer.connection.close()
 
 
-#: By the path of the folder: usually one.
+#: Listeners by path of the folder: usually one.
 _listeners: dict[str, _Listener] = {}
 _lock = threading.Lock()
 
 
 def join(source: Source, path: str, clock: Callable[[], float]) -> None:
-    """Show a group in a folder, which is made if it is not there.
+    """Show a group in a folder, which is created if it does not exist.
 
     Args:
-        source: the group; it is kept by who shows it.
-        path: of the folder.
-        clock: seconds, for any thread.
+        source: the group; the listener holds only a weak reference.
+        path: path of the folder.
+        clock: returns seconds; may be called in any thread.
 
     Raises:
-        OSError: it cannot be shown there.
+        OSError: the group cannot be shown there.
         RuntimeError: no thread can be started.
     """
     with _lock:
         listener = _listeners.get(path)
-        if listener is not None and listener.pid != os.getpid():  # this process is a fork of another
+        if listener is not None and listener.pid != os.getpid():  # inherited from the parent of a fork
             listener.abandon()
             listener = None
         if listener is None:
@@ -223,20 +224,20 @@ def join(source: Source, path: str, clock: Callable[[], float]) -> None:
 
 
 def leave(source: Source, path: str) -> None:
-    """Show a group no more; it need not be shown."""
+    """Stop showing a group; do nothing if it is not shown."""
     with _lock:
         listener = _listeners.get(path)
         if listener is None or listener.pid != os.getpid():
             return
-        left = [each for each in listener.sources() if each is not source]
-        listener.show(left)
-        if not left:
+        remaining = [each for each in listener.sources() if each is not source]
+        listener.show(remaining)
+        if not remaining:
             del _listeners[path]
             listener.close()
 
 
-def _shown(source: Source) -> dict[str, Any]:
+def _get_state(source: Source) -> dict[str, Any]:
     try:
         return source.shown()
-    except Exception as error:  # of a group that is ending, for example
+    except Exception as error:  # for example of a group that is closing
         return {"error": f"{type(error).__name__}: {error}"}

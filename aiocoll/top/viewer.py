@@ -1,4 +1,4 @@
-"""The other end: asks all processes that listen in a folder, and knows what becomes of those that do not answer."""
+"""Client side of `aiocoll top`: requests to all processes of a folder, and the state of each process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 from aiocoll import process
 from aiocoll.errors import ProtocolError
 from aiocoll.top import folder as folders
-from aiocoll.top.words import ASK, Reader
+from aiocoll.top.messages import ASK, Reader
 
 __all__ = ["Process", "State", "Viewer"]
 
@@ -20,28 +20,28 @@ _CHUNK: Final = 1 << 16
 
 
 class State(StrEnum):
-    """What is known of a process."""
+    """State of a process, as far as the viewer knows."""
 
     ANSWERS = "answers"
-    #: It is connected, and does not answer: it holds the GIL, or has no CPU.
+    #: Connected without an answer: the process holds the GIL, or gets no CPU time.
     SILENT = "silent"
-    #: It is stopped by a signal or a debugger.
+    #: Stopped by a signal or a debugger.
     STOPPED = "stopped"
-    #: It has ended without closing its groups.
+    #: Ended without closing its groups.
     GONE = "gone"
-    #: It has closed all of its groups.
+    #: Has closed all of its groups.
     CLOSED = "closed"
 
 
 class Process:
-    """A process that listens, or has listened.
+    """A process that listens, or once listened, in the folder.
 
     Attributes:
-        number: of the process, as it has said itself.
-        state: what is known of it.
-        answered: when it has answered last; -inf if never.
-        groups: what it has answered then.
-        left_out: how many groups did not fit into that.
+        number: process id, as reported by the process itself.
+        state: its state.
+        answered: time of its last answer; -inf if there was none.
+        groups: the groups in that answer.
+        left_out: number of groups that did not fit into that answer.
     """
 
     def __init__(self, number: int) -> None:
@@ -54,16 +54,16 @@ class Process:
         self._pidfd: process.PidFd | None = None
         self._connection: socket.socket | None = None
         self._reader = Reader()
-        self._asked = False
+        self._has_asked = False
 
     @property
-    def waits(self) -> socket.socket | None:
-        """The connection on which an answer is due."""
-        return self._connection if self._asked else None
+    def due_connection(self) -> socket.socket | None:
+        """Return the connection on which an answer is due, or None."""
+        return self._connection if self._has_asked else None
 
-    def ask(self, folder: int) -> None:
-        """Ask it, if it does not owe an answer."""
-        if self.state in (State.GONE, State.CLOSED) or self._asked:
+    def request(self, folder: int) -> None:
+        """Send a request, unless an answer is still due."""
+        if self.state in (State.GONE, State.CLOSED) or self._has_asked:
             return
         try:
             if self._connection is None:
@@ -71,8 +71,8 @@ class Process:
                 self._identity = process.peer_id(self._connection)
                 self._pidfd = process.peer_process(self._connection)
             self._connection.send(ASK)
-            self._asked = True
-        except FileNotFoundError:  # it takes its name away before it hangs up
+            self._has_asked = True
+        except FileNotFoundError:  # a closing process removes its socket's name before it closes connections
             self._end(State.CLOSED)
         except ConnectionRefusedError:
             self._end(State.GONE)
@@ -82,7 +82,7 @@ class Process:
             self.close()
 
     def receive(self, now: float) -> None:
-        """Take what it has sent."""
+        """Receive the bytes that the process has sent."""
         assert self._connection is not None
         try:
             data = self._connection.recv(_CHUNK)
@@ -92,15 +92,15 @@ class Process:
         except BlockingIOError:
             return
         except (OSError, ProtocolError):
-            self.close()  # the next question shows what has become of it
+            self.close()  # the next request finds out the state of the process
             return
         for answer in answers:
-            self._asked = False
+            self._has_asked = False
             self.state, self.answered = State.ANSWERS, now
             self.groups, self.left_out = answer["groups"], answer["left_out"]
 
-    def overdue(self) -> None:
-        """It has not answered in time."""
+    def on_timeout(self) -> None:
+        """Find out the state of a process that has not answered in time."""
         found = process.state(self._identity, self._pidfd)
         if found == process.GONE:
             self._end(State.GONE)
@@ -108,12 +108,12 @@ class Process:
             self.state = State.STOPPED if found == process.STOPPED else State.SILENT
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
         if self._pidfd is not None:
             self._pidfd.close()
-        self._connection, self._pidfd, self._asked, self._reader = None, None, False, Reader()
+        self._connection, self._pidfd, self._has_asked, self._reader = None, None, False, Reader()
 
     def _end(self, state: State) -> None:
         self.close()
@@ -121,17 +121,17 @@ class Process:
 
 
 class Viewer:
-    """Asks all processes of a folder, again and again.
+    """A viewer of all processes in a folder; each `ask` updates it.
 
     Args:
-        path: of the folder.
-        clock: seconds.
+        path: path of the folder.
+        clock: returns seconds.
 
     Attributes:
-        processes: those that have been seen so far, by number.
+        processes: all processes seen so far, by number.
 
     Raises:
-        OSError: it is no folder of this user alone.
+        OSError: the path is not a folder, or other users may enter it.
     """
 
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
@@ -140,15 +140,17 @@ class Viewer:
         self.processes: dict[int, Process] = {}
 
     def ask(self, patience: float) -> None:
-        """Ask all of them, and wait for their answers for `patience` seconds at most."""
+        """Send a request to all processes, and wait at most `patience` seconds for their answers."""
         for number in folders.processes(self._folder):
             known = self.processes.get(number)
-            if known is None or known.state == State.CLOSED:  # it has made another group
+            if known is None or known.state == State.CLOSED:  # the process has made another group
                 self.processes[number] = Process(number)
         for each in self.processes.values():
-            each.ask(self._folder)
+            each.request(self._folder)
         end = self._clock() + patience
-        while waiting := {each.waits.fileno(): each for each in self.processes.values() if each.waits is not None}:
+        while waiting := {
+            each.due_connection.fileno(): each for each in self.processes.values() if each.due_connection is not None
+        }:
             poll = select.poll()
             for fd in waiting:
                 poll.register(fd, select.POLLIN)
@@ -157,16 +159,16 @@ class Viewer:
                 waiting[fd].receive(self._clock())
             if not ready:
                 for each in waiting.values():
-                    each.overdue()
+                    each.on_timeout()
                 break
 
     @property
     def over(self) -> bool:
-        """Whether the folder has been removed: the job has ended."""
+        """Return whether the folder has been removed, which marks the end of the job."""
         return os.fstat(self._folder).st_nlink == 0
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for each in self.processes.values():
             each.close()
         os.close(self._folder)

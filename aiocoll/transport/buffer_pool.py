@@ -1,7 +1,8 @@
 """Receive buffers that the links of one transport share.
 
-A link needs its buffer while it reads and while a part of a frame is in it: hardly ever, and seldom two links at once.
-So an idle link costs no buffer, whatever it has carried, and all read into memory that is in the cache.
+A link needs a buffer only while it reads, and while a part of a frame is in it. That is rare, and rarely true of two
+links at once. So an idle link holds no buffer, whatever it has carried, and all links read into memory that is in the
+cache.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from aiocoll.transport.frame import HEADER_SIZE, SEGMENT
 
 __all__ = ["BufferPool"]
 
-#: A frame of the largest size between two headers: its own, and the next one's, which is read together with it.
+#: One buffer holds the largest frame and the header of the next frame, which one read may return together.
 NBYTES = 2 * HEADER_SIZE + SEGMENT
-#: Unused buffers kept, 2 MiB: more are in use at once only while large frames of as many peers arrive in small parts.
+#: Unused buffers kept, 2 MiB. More are in use at once only while that many peers send large frames in small parts.
 MOST = 8
 
 
 class BufferPool:
-    """Buffers of `NBYTES` bytes that no link uses."""
+    """A pool of unused buffers of `NBYTES` bytes."""
 
     __slots__ = ("_free",)
 
@@ -25,10 +26,10 @@ class BufferPool:
         self._free: list[memoryview] = []
 
     def take(self) -> memoryview:
-        """Return a buffer with any content."""
+        """Return a buffer with arbitrary content."""
         return self._free.pop() if self._free else memoryview(bytearray(NBYTES))
 
     def give(self, buffer: memoryview) -> None:
-        """Take back a buffer of which there are no views."""
+        """Put a buffer back; no view of it may exist."""
         if len(self._free) < MOST:
             self._free.append(buffer)

@@ -1,4 +1,4 @@
-"""The byte stream under a link: a plain socket, or one with encryption on it."""
+"""Byte stream of a link: a plain socket, or an encrypted one."""
 
 from __future__ import annotations
 
@@ -13,75 +13,75 @@ Bytes = bytes | bytearray | memoryview
 
 
 class ByteStream(Protocol):
-    """A connection that carries bytes, in order, in both directions; no call waits.
+    """A connection that carries ordered bytes in both directions. No method waits.
 
-    What moves bytes raises `BlockingIOError` if nothing can be moved now, and another `OSError` if the connection is
-    broken. As long as neither `start_reading` nor `start_writing` is in effect, a stream may be used in any thread.
+    A method that moves bytes raises `BlockingIOError` if it cannot move any now. It raises another `OSError` if the
+    connection is broken. While neither `start_reading` nor `start_writing` is in effect, any thread may use the stream.
     """
 
     @property
     def sock(self) -> socket.socket:
-        """The underlying socket, for its options and for what the kernel knows of the other end; not for bytes."""
+        """Return the underlying socket, for its options and for the kernel's knowledge of the peer; not for bytes."""
 
     @property
     def bound(self) -> bytes:
-        """What a handshake must bind of this connection: which certificate secures it; nothing without encryption."""
+        """Return the part of the connection that a handshake must bind: its certificate. Empty without encryption."""
 
     def check_rank(self, rank: int) -> None:
-        """Compare the certificate that the other end has shown with the rank it has to be; nothing without one.
+        """Check that the peer's certificate names `rank`; do nothing without a certificate.
 
         Raises:
-            WrongCertificateError: it does not name that rank.
+            WrongCertificateError: the certificate does not name that rank.
         """
 
     @property
     def send(self) -> Callable[[Bytes], int]:
-        """Send some bytes; return how many were taken. After `BlockingIOError` the same bytes are offered again."""
+        """Send some bytes and return their number. After `BlockingIOError` the caller offers the same bytes again."""
 
     @property
     def send_parts(self) -> Callable[[Iterable[Bytes]], int]:
-        """As `send`, for several buffers in order."""
+        """Send bytes as `send` does, from several buffers in order."""
 
     @property
     def receive_into(self) -> Callable[[memoryview], int]:
-        """Receive some bytes; return how many, 0 if the other end sends no more.
+        """Receive some bytes and return their number, or 0 if the peer sends no more.
 
-        If there are fewer than there is room for, the rest has not come, or `readable` will be called for it.
+        A short result means that the rest has not arrived, or that `readable` will be called for it.
         """
 
     def start_reading(self, readable: Callable[[], object]) -> None:
-        """Have `readable` called in the loop, again and again while there may be something to receive.
+        """Call `readable` in the loop, again and again, while there may be bytes to receive.
 
-        Bytes that have left the socket and wait in the stream count, and so does what the stream has to send, or to
-        await, before it can go on: whatever it is, nobody else has to think of it.
+        This includes bytes that have left the socket and wait in the stream. The stream also handles all that it has to
+        send or await itself before it can continue, so the caller need not.
         """
 
     def stop_reading(self) -> None:
-        """Call `readable` no more."""
+        """Stop calling `readable`."""
 
     def start_writing(self, writable: Callable[[], object]) -> None:
-        """Have `writable` called in the loop, again and again while bytes would be taken."""
+        """Call `writable` in the loop, again and again, while the stream can take bytes."""
 
     def stop_writing(self) -> None:
-        """Call `writable` no more."""
+        """Stop calling `writable`."""
 
     def shutdown(self) -> None:
-        """Let the other end receive what was sent, and then the end; receiving goes on."""
+        """End the sending side: the peer receives the bytes sent so far, then the end. Receiving continues."""
 
     def close(self) -> None:
-        """Close the connection, and stop reading and writing. Idempotent."""
+        """Close the connection; stop reading and writing. Idempotent."""
 
 
 class OpenStream(Protocol):
-    """Makes a stream of a socket."""
+    """A factory that makes a stream from a socket."""
 
     async def __call__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, *, dialled: bool) -> ByteStream:
-        """Return the stream through which the ends of a connected socket will speak; if that fails, close `sock`.
+        """Return the stream for a connected socket; close `sock` on failure.
 
         Args:
-            loop: of the caller.
-            sock: non-blocking.
-            dialled: this end has opened the connection.
+            loop: the caller's loop.
+            sock: a non-blocking socket.
+            dialled: whether this end opened the connection.
         """
 
 
@@ -89,7 +89,7 @@ async def receive_message(stream: ByteStream, nbytes: int) -> bytes:
     """Receive a handshake message of `nbytes` bytes.
 
     Raises:
-        OSError: the other end has closed the connection, or it broke.
+        OSError: the peer has closed the connection, or the connection broke.
     """
     message = bytearray()
     while len(message) < nbytes:
@@ -100,15 +100,15 @@ async def receive_message(stream: ByteStream, nbytes: int) -> bytes:
             await _readable(stream)
             continue
         if not received:
-            raise ConnectionResetError("it closed the connection during the handshake")
+            raise ConnectionResetError("the peer closed the connection during the handshake")
         message += space[:received]
     return bytes(message)
 
 
 def send_message(stream: ByteStream, message: bytes) -> None:
-    """Send a handshake message, for which a connection that has just been made always has room."""
+    """Send a handshake message. A new connection always has room for it."""
     if stream.send(message) != len(message):
-        raise ConnectionResetError("it takes no bytes")
+        raise ConnectionResetError("the new connection has no room for a handshake message")
 
 
 async def _readable(stream: ByteStream) -> None:
@@ -121,6 +121,6 @@ async def _readable(stream: ByteStream) -> None:
 
 
 def resolve(future: asyncio.Future[None]) -> None:
-    """End the wait for a future; a poller may do so again and again."""
+    """Resolve a future that another call may already have resolved."""
     if not future.done():
         future.set_result(None)

@@ -1,18 +1,18 @@
-"""The frame: 40 bytes of header, then the payload.
+"""Frame of a link: a header of 40 bytes, then the payload.
 
      0  u8   kind         FrameKind
-     1  u8   flags        bit 0 EAGER: counts against the link's window of unasked-for bytes
+     1  u8   flags        bit 0 EAGER: counts against the link's window of eager bytes
      2  u16  step         number of the message between this pair within the operation
      4  u32  unused       0; aligns what follows
      8  u64  group        group id, 62 bits: `aiocoll.engine.job.ids.group_id`
     16  u64  op           operation id: 0|seq, 1|hash of key and count, 2|tag and message number (top two bits first)
     24  u32  fingerprint  hash of what every rank must agree on; point-to-point: the dtype code
-    28  u32  offset       of this payload within the message, in bytes, modulo 2**32
-    32  u32  length       of this payload in bytes
-    36  u32  total        of the whole message in bytes, modulo 2**32
+    28  u32  offset       start of this payload within the message, in bytes, modulo 2**32
+    32  u32  length       size of this payload in bytes
+    36  u32  total        size of the whole message in bytes, modulo 2**32
 
-All fields are little-endian. A message longer than `SEGMENT` travels as several frames, in order, between which frames
-of other messages may pass. Frames with `length` 0 are complete after the header.
+All fields are little-endian. A message longer than `SEGMENT` travels as several frames in order. Frames of other
+messages may travel between them. A frame with `length` 0 is complete after its header.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ __all__ = ["EAGER", "HEADER", "HEADER_SIZE", "SEGMENT", "FrameKind", "Header", "
 HEADER = struct.Struct("<BBH4xQQIIII")
 HEADER_SIZE = HEADER.size
 
-#: Largest payload of a frame: small enough to be reduced while it is still in the cache (half of a 1 MiB L2 holds it
-#: and what it is added to) and to pass in a third of a callback's time; large, since TCP on loopback moves 256 MiB a
-#: fifth to a quarter faster in calls of 256 KiB than in calls of 128 KiB.
+#: Largest payload of a frame. Small enough to reduce it while it is in the cache (half of a 1 MiB L2 holds the payload
+#: and the array it is added to), and to move it in a third of a callback's time. Large because TCP on loopback moves
+#: 256 MiB 20 to 25 % faster in calls of 256 KiB than in calls of 128 KiB.
 SEGMENT = 256 * 1024
 
 EAGER = 1
 
-#: kind, flags, step, group, op, fingerprint, offset, length, total
+#: Fields: kind, flags, step, group, op, fingerprint, offset, length, total.
 Header = tuple[int, int, int, int, int, int, int, int, int]
 
 
 class FrameKind(IntEnum):
-    """What a frame is for."""
+    """Purpose of a frame."""
 
     DATA = 1
-    """A segment of a message of an operation."""
+    """A segment of a message that belongs to an operation."""
     READY = 2
-    """No payload: the message is ready, but its bytes wait for a GRANT. With a `step`, a point-to-point message could
-    also go from device to device: it is one of `step` such messages of batch number `offset` of its sender."""
+    """No payload: the message is ready, and its bytes wait for a GRANT. With a `step`, a point-to-point message could
+    also go from device to device: it is one of `step` such messages in batch number `offset` of its sender."""
     GRANT = 3
-    """No payload: the receiver has entered the operation; send without regard to windows."""
+    """No payload: the receiver has entered the operation. The sender may ignore its windows."""
     WINDOW = 4
-    """No payload: `offset` bytes of eager data have been consumed."""
+    """No payload: the receiver has consumed `offset` bytes of eager data."""
     CONTROL = 5
-    """A msgpack map for the engine: reports, disagreement, revocation, goodbye."""
+    """A msgpack map for the engine: reports, mismatches, revocation, goodbye."""
 
 
 def describe(header: Header) -> str:
-    """Say what frame it is, for error messages."""
+    """Describe a frame for error messages."""
     kind, _, step, group, op, _, offset, length, total = header
     return (
         f"{FrameKind(kind).name} frame of operation {op:#x} of group {group:#x}, step {step}, "

@@ -1,7 +1,7 @@
-"""Ranks as tasks of one event loop: links that hand frames over in memory.
+"""Links in memory between ranks that are tasks of one event loop.
 
-A `Hub` is the network between them. Frames of a link arrive in order, in a later turn of the loop; with a `latency`
-they take that many seconds of the runtime's clock, which may be virtual.
+A `Hub` is the network between the ranks. The frames of a link arrive in order, in a later turn of the loop. With a
+`latency` they take that many seconds of the runtime's clock, which may be virtual.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ __all__ = ["Hub", "MemoryLink", "MemoryTransport"]
 
 
 class Hub:
-    """The network in memory: its ranks, the latency of frames, and links that are cut.
+    """Network in memory: its ranks, the latency of frames, and blocked connections.
 
     Args:
         runtime: clock and loop of all ranks.
-        latency: seconds a frame from one rank to another takes, asked per frame; None for the next turn of the loop.
+        latency: returns the seconds that a frame takes between two ranks, called per frame; None for the next turn of
+            the loop.
     """
 
     def __init__(self, runtime: Runtime, latency: Callable[[int, int], float] | None = None) -> None:
@@ -34,36 +35,36 @@ class Hub:
         self.awaited: dict[int, list[asyncio.Future[None]]] = {}
         self.connected: set[tuple[int, int, ConnKind]] = set()
         self.links: dict[MemoryLink, None] = {}
-        #: Sources and targets between which nothing gets through now.
+        #: Pairs (source, target) between which no frame passes now.
         self.blocked: set[tuple[int, int]] = set()
         self._opened: asyncio.Event = asyncio.Event()
 
     def cut(self, a: int, b: int) -> None:
-        """Break every link between ranks `a` and `b`, as when a cable is pulled and noticed at once."""
+        """Break every link between ranks `a` and `b`, as if a cable had been pulled and the loss noticed at once."""
         for link in [link for link in self.links if link.ends == (min(a, b), max(a, b))]:
             link.break_off(ConnectionResetError(f"the link between rank {a} and rank {b} was cut"))
 
     def block(self, source: int, target: int) -> None:
-        """Hold back what `source` sends to `target`; a link that is to be opened waits. Needs a latency."""
+        """Hold back frames from `source` to `target`; new links wait, too. Needs a latency."""
         self.blocked.add((source, target))
 
     def unblock(self, source: int, target: int) -> None:
-        """Let through what was held back, in order."""
+        """Deliver the frames that were held back, in order."""
         self.blocked.discard((source, target))
         self.look_again()
 
     def is_blocked(self, source: int, target: int) -> bool:
-        """Whether nothing gets through from one rank to another now."""
+        """Return whether frames from `source` to `target` are held back."""
         return (source, target) in self.blocked
 
     def look_again(self) -> None:
-        """Deliver what can be delivered now."""
+        """Deliver the frames that are no longer blocked."""
         self._opened.set()
         for link in list(self.links):
             link.release()
 
-    async def way(self, a: int, b: int) -> None:
-        """Wait until frames get through between ranks `a` and `b`, in both directions."""
+    async def wait_unblocked(self, a: int, b: int) -> None:
+        """Wait until frames pass between ranks `a` and `b`, in both directions."""
         while self.is_blocked(a, b) or self.is_blocked(b, a):
             self._opened.clear()
             await self._opened.wait()
@@ -86,35 +87,35 @@ class MemoryLink:
         self._inbox: deque[tuple[Header, bytes]] = deque()
         self._started = False
         self._closed = False
-        # What has come could not be taken: nothing more is.
+        # Set once the sink has refused a frame: no more frames are delivered.
         self._refusing = False
         self._due = 0.0
-        self._held = 0
-        self._flying: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
+        self._held_count = 0
+        self._in_transit: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
         hub.links[self] = None
 
     @property
     def writable(self) -> bool:
-        """Always: frames are copied."""
+        """Return whether the link takes a frame now: always, because frames are copied."""
         return True
 
     def peer_process(self) -> None:
-        """Both ends are in one process."""
+        """Return None: both ends are in one process."""
 
     def start(self) -> None:
-        """Begin to hand out frames."""
+        """Start delivering frames."""
         self._started = True
         if self._inbox:
             self._hub.runtime.call_soon(self.poll)
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
-        """Copy the frame into the other end's inbox."""
+        """Copy the frame into the inbox of the other end."""
         if not self._closed:
             self._after_latency(self.other._arrive, HEADER.unpack(header), b"" if payload is None else bytes(payload))
         return True
 
     def poll(self) -> bool:
-        """Hand out what has arrived."""
+        """Deliver all frames that have arrived; return whether there were any."""
         moved = False
         while self._inbox and self._started and not self._closed:
             header, payload = self._inbox.popleft()
@@ -128,22 +129,22 @@ class MemoryLink:
         return moved
 
     def divert(self) -> None:
-        """Nothing to do: payloads arrive whole."""
+        """Do nothing: payloads arrive whole."""
 
     def finish(self) -> None:
-        """End this side after what was written."""
+        """End this side after the frames written so far."""
         if not self._closed:
-            self._after_latency(self.other._ended)
+            self._after_latency(self.other._on_peer_ended)
 
     def close(self) -> None:
-        """End the link on this side; the other end sees it broken unless it had ended too."""
+        """Close this side; the other end sees a broken link unless it has ended, too."""
         if not self._closed:
             self._detach()
             if not self._hub.runtime.loop.is_closed():
                 self._after_latency(self.other.break_off, ConnectionResetError(f"rank {self._rank} closed the link"))
 
     def break_off(self, error: Exception | None) -> None:
-        """Lose the link on both sides, unless it is closed."""
+        """Break the link on both sides, unless it is closed."""
         if not self._closed:
             self._detach()
             if not self._refusing:
@@ -155,36 +156,36 @@ class MemoryLink:
         if latency is None:
             runtime.call_soon(call, *args)
             return
-        # Links are first in, first out whatever each frame's own latency; timers of the same time are in no order.
+        # A link keeps the order of frames whatever their latencies, but timers with equal deadlines fire in any order.
         now = runtime.time()
         self._due = max(self._due, now + latency(self._rank, self.peer))
-        self._flying.append((call, args))
-        runtime.call_later(self._due - now, self._land)
+        self._in_transit.append((call, args))
+        runtime.call_later(self._due - now, self._on_due)
 
-    def _land(self) -> None:
+    def _on_due(self) -> None:
         if self._hub.is_blocked(self._rank, self.peer):
-            self._held += 1
+            self._held_count += 1
             return
-        call, args = self._flying.popleft()
+        call, args = self._in_transit.popleft()
         call(*args)
 
     def release(self) -> None:
-        """Deliver what was held back, unless the peer is still blocked."""
-        held, self._held = self._held, 0
+        """Deliver the frames that were held back, unless the peer is still blocked."""
+        held, self._held_count = self._held_count, 0
         for _ in range(held):
-            self._hub.runtime.call_soon(self._land)
+            self._hub.runtime.call_soon(self._on_due)
 
     def _arrive(self, header: Header, payload: bytes) -> None:
         if not self._closed and not self._refusing:
             self._inbox.append((header, payload))
             self.poll()
 
-    def _ended(self) -> None:
+    def _on_peer_ended(self) -> None:
         if not self._closed:
             self._detach()
             if not self._refusing:
                 self.sink.lost(self, None)
-            self._after_latency(self.other._ended)
+            self._after_latency(self.other._on_peer_ended)
 
     def _detach(self) -> None:
         self._closed = True
@@ -193,7 +194,7 @@ class MemoryLink:
 
 
 class MemoryTransport:
-    """One rank's access to a `Hub`; see `aiocoll.transport.base.Transport`."""
+    """Access of one rank to a `Hub`; see `aiocoll.transport.base.Transport`."""
 
     name = "memory"
     registered_memory = None
@@ -215,7 +216,7 @@ class MemoryTransport:
         return {}
 
     async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
-        """Make both ends of a link at once, so that two ranks never cross; wait for a peer that has not come yet."""
+        """Make both ends of a link at once, so that dials never cross; wait for a peer that has not joined yet."""
         hub = self._hub
         await self.reachable(peer)
         if (self._rank, peer, kind) in hub.connected:
@@ -229,20 +230,20 @@ class MemoryTransport:
         return near
 
     async def connect_heartbeat(self, peer: int, card: Card) -> None:
-        """All ranks are in one process: there are no heartbeats."""
+        """Do nothing: ranks of one process exchange no heartbeats."""
 
     async def reachable(self, peer: int) -> None:
-        """Wait until a peer has come, and frames get through to it."""
+        """Wait until a peer has joined and frames reach it."""
         hub = self._hub
         while peer not in hub.ranks or hub.is_blocked(self._rank, peer) or hub.is_blocked(peer, self._rank):
             if peer not in hub.ranks:
-                came = hub.runtime.loop.create_future()
-                hub.awaited.setdefault(peer, []).append(came)
-                await came
-            await hub.way(self._rank, peer)
+                arrival = hub.runtime.loop.create_future()
+                hub.awaited.setdefault(peer, []).append(arrival)
+                await arrival
+            await hub.wait_unblocked(self._rank, peer)
 
     def catch_up(self) -> None:
-        """Nothing to do: what is written first arrives first, also on different links."""
+        """Do nothing: frames arrive in the order in which they were written, also across links."""
 
     async def aclose(self) -> None:
         """Leave the hub."""

@@ -1,9 +1,9 @@
-"""Links through memory that both ends map, and memory that peers read in place: words, sizes, and what they share.
+"""Interfaces and sizes of shared memory: the part of a link in shared memory that the engine uses.
 
-A rank has an **outbox**, whose **slots** get its contributions to small operations: in the **common lane** what several
-peers read, in the **lane** of a peer what only that one reads. A link has in each direction a **chunk queue**, which
-carries the chunks of one large operation at a time. Of an array in **registered memory** the chunk queue carries no
-bytes, but the place of each chunk in a segment that the peer has mapped, too.
+A rank has an **outbox**. Its **slots** hold the rank's contributions to small operations: the **common lane** those for
+several peers, the **lane** of a peer those for that peer alone. In each direction a link has a **chunk queue**, which
+carries the chunks of one large operation at a time. For an array in **registered memory** the queue carries only the
+place of each chunk in a segment, which the peer has mapped.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ __all__ = [
     "Segment",
 ]
 
-#: So many small slots, or middle ones, hold what one chunk holds.
+#: Number of small slots, and of middle slots, that together have the size of one chunk.
 SMALL_PER_CHUNK = 32
 MIDDLE_PER_CHUNK = 2
 
-#: Bytes of a payload from which it is faster to read it where it lies.
+#: Smallest payload, in bytes, that is read in place faster than through the ring.
 LEAST_BY_REFERENCE = 64 * 1024
-#: Most bytes of such a payload: enough that frames cost little, few enough that what comes behind need not wait long.
+#: Largest payload of a frame by reference: frames cost little at this size, and later frames do not wait long.
 MOST_BY_REFERENCE = 16 * SEGMENT
 
 
 class PeerOutbox(Protocol):
-    """What a peer posts for this rank."""
+    """Posts of a peer for this rank."""
 
     def has_news(self) -> bool:
-        """Whether anything was posted, or all chunks of an operation were put, since the last time this was asked."""
+        """Return whether the peer has posted anything, or put all chunks of an operation, since the last call."""
 
     def unread(self) -> list[tuple[int, int, int]]:
-        """Return operation, group and fingerprint of all posts for groups that are not over that were not read yet."""
+        """Return operation, group and fingerprint of each unread post for a group that is still open."""
 
 
 class Segment:
     """Memory of this rank that peers can map.
 
     Attributes:
-        number: its name at the peers, from 1.
-        start: its address here.
-        nbytes: its size.
-        fd: its descriptor; -1 after its end.
-        readers: called with its number at its end, one for each link whose peer it was offered to.
+        number: number of the segment in messages to peers, from 1.
+        start: its address in this process.
+        nbytes: its size in bytes.
+        fd: its descriptor; -1 once it is closed.
+        readers: callbacks for the end of the segment, one per link on which it was offered; called with its number.
     """
 
     __slots__ = ("fd", "nbytes", "number", "readers", "start")

@@ -392,7 +392,7 @@ async def test_a_request_is_tested_once_per_loop_iteration_after_spinning(
     counting = asyncio.create_task(count())
     await asyncio.sleep(0)  # it has begun
     request = Request(tests)
-    await bench.libraries._tested(request, spin)
+    await bench.libraries._poll_request(request, spin)
     counting.cancel()
     assert (request.left, passed) == (0, iterations)
 

@@ -114,7 +114,7 @@ def test_one_way_is_enough() -> None:
         ("Network is unreachable", "no route", True),
         ("the other end did not prove that it holds this job's key", "wrong key", False),
         ("TLS: WRONG_VERSION_NUMBER", "no TLS", False),
-        ("it closed the connection during the handshake", "failed", False),
+        ("the peer closed the connection during the handshake", "failed", False),
     ],
 )
 def test_reasons(reason: str, short: str, unanswered: bool) -> None:

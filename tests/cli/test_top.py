@@ -299,7 +299,7 @@ def test_launcher_that_cannot_be_observed_keeps_its_folder(
         (["--once", "--web"], "argument --once: not allowed with argument --web"),
         (["--json", "--web"], "argument --web: not allowed with argument --json"),
         (["./nowhere"], "aiocoll top: ./nowhere: No such file or directory\n"),
-        (["/"], "aiocoll top: /: other users may enter it; chmod 700 it"),
+        (["/"], "aiocoll top: /: other users may enter the folder; run `chmod 700` on it"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, env: Mapping[str, str], args: list[str], error: str) -> None:

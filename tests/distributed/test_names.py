@@ -337,7 +337,7 @@ def refusals(pg: ProcessGroup) -> dict[str, tuple[type[Exception], str, Callable
         "op of a batch": (ValueError, "op=", lambda: dist.P2POp(dist.all_reduce, t, other)),
         "peer of a batch": (ValueError, "peer=7", lambda: dist.P2POp(dist.isend, t, 7)),
         "peers of a batch": (ValueError, "exclude", lambda: dist.P2POp(dist.isend, t, other, group_peer=other)),
-        "group of a batch": (ValueError, "not in it", lambda: dist.P2POp(dist.isend, t, 1, OUTSIDE)),
+        "group of a batch": (ValueError, "not in the given group", lambda: dist.P2POp(dist.isend, t, 1, OUTSIDE)),
         "empty batch": (ValueError, "is empty", lambda: dist.batch_isend_irecv([])),
         "no batch": (ValueError, "list of P2POp", lambda: dist.batch_isend_irecv([dist.isend])),
         "objects": (TypeError, "object_list must be a list", lambda: dist.broadcast_object_list("foo", 0)),
@@ -512,7 +512,7 @@ async def test_a_rank_that_is_not_in_the_group_does_nothing(pg: ProcessGroup) ->
         assert await work == (-1 if name in ("recv", "recv_object_list") else None)
     assert dist.get_rank(OUTSIDE) == dist.get_world_size(OUTSIDE) == -1
     for about in (dist.get_backend, dist.get_backend_config):
-        with pytest.raises(ValueError, match="not in it"):
+        with pytest.raises(ValueError, match="not in the given group"):
             about(OUTSIDE)
     await dist.destroy_process_group(OUTSIDE)
     assert dist.is_initialized()

@@ -16,7 +16,7 @@ import pytest
 import aiocoll
 import aiocoll.distributed as dist
 from aiocoll import HashStore, ProcessGroup
-from aiocoll.distributed.world import _first
+from aiocoll.distributed.world import _first_groups
 from aiocoll.gpu.provider import provide
 from aiocoll.testing import run_processes
 
@@ -64,7 +64,7 @@ async def test_init_and_destroy() -> None:
         assert (pg.group_name, pg.timeout) == ("job", 30.0)
         assert aiocoll.current_process_group() is pg
         assert await dist.all_reduce(rank + 1) == 3
-        with pytest.raises(ValueError, match="there is a default group here already"):
+        with pytest.raises(ValueError, match="a default group exists here already"):
             await dist.init_process_group(store=store, rank=rank, world_size=2)
         await dist.destroy_process_group()
         assert not dist.is_initialized()
@@ -118,14 +118,14 @@ def test_a_loop_that_is_gone_keeps_no_group() -> None:
         await dist.init_process_group(store=store, rank=0, world_size=1)
         pg = dist.group.WORLD
         assert pg is not None
-        assert list(_first.values()) == [pg]
+        assert list(_first_groups.values()) == [pg]
         await pg.shutdown()
         await store.aclose()
 
     for _ in range(2):
         asyncio.run(main())
-    assert len(_first) == 1
-    _first.clear()
+    assert len(_first_groups) == 1
+    _first_groups.clear()
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
@@ -241,7 +241,7 @@ async def test_the_block_of_a_group_makes_it_the_default(pg: ProcessGroup) -> No
 
 @pytest.mark.ranks(2)
 async def test_the_ranks_of_a_test_have_it_already(pg: ProcessGroup) -> None:
-    with pytest.raises(ValueError, match="there is a default group here already"):
+    with pytest.raises(ValueError, match="a default group exists here already"):
         await dist.init_process_group()
     await dist.destroy_process_group()
     assert not dist.is_initialized()

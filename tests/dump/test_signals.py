@@ -117,7 +117,7 @@ async def test_the_words_of_many_operations_are_few(default: None, capfd: pytest
         said = capfd.readouterr().err
         pg.abort()
     assert (said.count("pending: RECV"), said.count("finished: BARRIER")) == (20, 3)
-    assert "  and 10 more that are pending\n" in said
+    assert "  and 10 more pending operations\n" in said
 
 
 def test_a_listener_that_was_collected_is_not_waited_for(default: None) -> None:

@@ -189,7 +189,7 @@ async def test_a_group_is_made_where_no_thread_can_be_started(
 def test_the_directory_has_to_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"none' is not a directory: create it before the program starts"):
+    with pytest.raises(ValueError, match=r"none' is not a directory; create it before the program starts"):
         GroupCollector(registry)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     GroupCollector(registry).close()

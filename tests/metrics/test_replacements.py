@@ -219,8 +219,8 @@ async def test_names_beyond_the_limit_are_not_exported(limits: Limits, caplog: p
         await run_ranks(1, rank)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "group 'world:0/1.0', rank 0: not exported, as groups of 2 names have been: give groups that come and go a "
-        "name that they share, by add(pg, name='workers')"
+        "group 'world:0/1.0', rank 0: not exported, because 2 group names have been exported already; let short-lived "
+        "groups share a name: add(pg, name='workers')"
     )
     collector.close()
 

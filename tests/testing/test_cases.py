@@ -99,7 +99,7 @@ def test_exit_code_0_passes_in_tasks_and_any_other_fails() -> None:
     ((case, text),) = result.errors
     assert case.id().endswith("test_exit_86")
     assert "SystemExit: 86" in text
-    assert "to skip it call self.skipTest(reason)" in text
+    assert "to skip it, call self.skipTest(reason)" in text
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_exit_code_0_passes_in_processes_and_any_other_fails() -> None:
     ((case, text),) = result.errors
     assert case.id().endswith("test_exit_86")
     assert "rank 0 of 2 raised SystemExit: 86" in text
-    assert "to skip it call self.skipTest(reason)" in text
+    assert "to skip it, call self.skipTest(reason)" in text
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_expected_deaths_of_a_class() -> None:
 
 def test_continuous_ranks_are_not_expected_to_die() -> None:
     ((_, text),) = run_all(samples.ContinuousDying).errors
-    assert "ValueError: expect_death needs processes of its own for each test: set continuous = False" in text
+    assert "ValueError: expect_death needs new processes for each test; set continuous = False" in text
 
 
 def test_a_hanging_test_is_reported_and_over() -> None:

@@ -118,8 +118,8 @@ async def test_a_failure_of_another_rank_is_one() -> None:
         ({-1: signal.SIGKILL}, ValueError, "-1 is not one of 3 ranks"),
         ({2: "SIGKILL"}, TypeError, "give a signal, like signal.SIGKILL, or an exit code, for rank 2"),
         ({2: True}, TypeError, "give a signal"),
-        ({2: -9}, ValueError, "-9 is no exit code; give a signal as signal.SIGKILL"),
-        ({2: 256}, ValueError, "256 is no exit code"),
+        ({2: -9}, ValueError, "-9 is not an exit code; give a signal as signal.SIGKILL"),
+        ({2: 256}, ValueError, "256 is not an exit code"),
     ],
 )
 async def test_what_cannot_be_expected_is_refused(deaths: Any, error: type[Exception], message: str) -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from aiocoll.testing.frames import readable
+from aiocoll.testing.frames import clean_up
 
 from .conftest import Project
 
@@ -124,6 +124,6 @@ def test_all_are_shown_if_asked_for(project: Project) -> None:
 def test_a_cause_that_says_something_else_is_kept() -> None:
     first, second, third = OSError("disk full"), ValueError("the same"), ValueError("the same")
     third.__cause__, second.__cause__, first.__cause__ = second, first, third
-    assert readable(third, None) is None
+    assert clean_up(third, None) is None
     assert third.__cause__ is first
     assert first.__cause__ is third

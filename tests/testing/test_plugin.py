@@ -215,7 +215,7 @@ async def test_size(pg, size):
 """
     result = project.run(source)
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*test_size*: has no @pytest.mark.ranks, and other parameters of it do: mark each*"])
+    result.stdout.fnmatch_lines(["*test_size*: has no @pytest.mark.ranks, but other parameters of it do; mark each*"])
 
 
 WRONG = {
@@ -310,7 +310,7 @@ def test_every_example_of_hypothesis_runs_on_all_ranks(project: Project, mode: s
             "E*test_wrong(",
             "E*pg=<the group of each of 2 ranks>,",
             "E*number=100,",
-            "data: on ranks, st.data() would draw another value for each rank; draw by @given",
+            "data: st.data() would draw a different value on each rank; draw by @given instead",
         ]
     )
     result.stdout.no_fnmatch_line("*Interrupted*")

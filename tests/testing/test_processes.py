@@ -227,7 +227,7 @@ def test_processes_do_not_outlive_their_parent(tmp_path: Path, number: signal.Si
 async def test_what_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(TypeError, match="fn must be importable, a function at the top of a module"):
         await run_processes(2, lambda pg: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(TypeError, match=r"fn and its arguments travel .* these cannot: cannot pickle 'generator'"):
+    with pytest.raises(TypeError, match=r"fn and its arguments are pickled .* cannot be: cannot pickle 'generator'"):
         await run_processes(2, jobs.its_place, (i for i in range(3)))
 
 

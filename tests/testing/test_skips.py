@@ -97,5 +97,5 @@ async def test_a_wrong_place_is_explained() -> None:
     @skip_if_world_is_odd()
     async def test() -> None: ...
 
-    with pytest.raises(RuntimeError, match="was not called on a rank: put its skips below the decorator"):
+    with pytest.raises(RuntimeError, match="was not called on a rank; put its skips below the decorator"):
         await test()

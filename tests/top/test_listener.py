@@ -21,7 +21,7 @@ import pytest
 from aiocoll import GroupOptions, ProcessGroup
 from aiocoll.testing import run_ranks, run_virtual
 from aiocoll.top import folder as folders
-from aiocoll.top import listener, words
+from aiocoll.top import listener, messages
 from aiocoll.top.viewer import State, Viewer
 
 from ..internals import comm_of
@@ -79,8 +79,8 @@ def connected(path: Path) -> socket.socket:
     return connection
 
 
-def answer(connection: socket.socket, reader: words.Reader | None = None) -> dict[str, Any]:
-    reader = reader or words.Reader()
+def answer(connection: socket.socket, reader: messages.Reader | None = None) -> dict[str, Any]:
+    reader = reader or messages.Reader()
     while True:
         data = connection.recv(1 << 16)
         assert data, "the connection has ended"
@@ -166,7 +166,10 @@ async def test_a_folder_that_others_may_enter_is_refused_and_the_group_goes_on(
 
     with caplog.at_level(logging.WARNING):
         assert await run_ranks(2, rank, options=options(str(tmp_path))) == [2.0, 2.0]
-    assert f"aiocoll top cannot show it: top_dir='{tmp_path}': other users may enter it; chmod 700 it" in caplog.text
+    assert (
+        f"aiocoll top cannot show it: top_dir='{tmp_path}': other users may enter the folder; run `chmod 700` on it"
+        in caplog.text
+    )
     assert os.listdir(tmp_path) == []
     with pytest.raises(PermissionError, match="chmod 700"):
         Viewer(str(tmp_path), time.monotonic)
@@ -224,14 +227,14 @@ def test_a_viewer_that_does_not_read_is_not_waited_for(source: Any, tmp_path: Pa
     with connected(tmp_path) as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for _ in range(20):
-            stuck.send(words.ASK)
+            stuck.send(messages.ASK)
         for _ in range(3):
             with connected(tmp_path) as other:
-                other.send(words.ASK)
+                other.send(messages.ASK)
                 assert len(answer(other)["groups"][0]["name"]) == 200_000
         before = source.asked
         assert before <= 4
-        reader = words.Reader()
+        reader = messages.Reader()
         assert len(answer(stuck, reader)["groups"][0]["name"]) == 200_000
 
 
@@ -239,7 +242,7 @@ def test_a_viewer_is_heard_four_times_a_second(source: Any, tmp_path: Path) -> N
     with connected(tmp_path) as connection:
         began, answers = time.monotonic(), 0
         while answers < 4:
-            connection.send(words.ASK * 10)
+            connection.send(messages.ASK * 10)
             answer(connection)
             answers += 1
         assert time.monotonic() - began >= 3 * listener.REST
@@ -250,13 +253,13 @@ def test_of_many_viewers_that_goes_which_has_been_quiet(source: Any, tmp_path: P
     viewers = [connected(tmp_path) for _ in range(listener.MOST)]
     try:
         for each in viewers:
-            each.send(words.ASK)
+            each.send(messages.ASK)
             answer(each)
         with connected(tmp_path) as another:
-            another.send(words.ASK)
+            another.send(messages.ASK)
             answer(another)
             assert viewers[0].recv(1) == b""
-            viewers[1].send(words.ASK)
+            viewers[1].send(messages.ASK)
             answer(viewers[1])
     finally:
         for each in viewers:
@@ -265,9 +268,9 @@ def test_of_many_viewers_that_goes_which_has_been_quiet(source: Any, tmp_path: P
 
 def test_what_does_not_fit_is_counted() -> None:
     groups = [{"name": str(number), "text": "x" * 50_000} for number in range(9)]
-    data = words.answer(7, [*groups, {"name": "small"}])
-    assert len(data) <= words.MOST + 4
-    reader = words.Reader()
+    data = messages.answer(7, [*groups, {"name": "small"}])
+    assert len(data) <= messages.MOST + 4
+    reader = messages.Reader()
     assert reader.feed(data[:1000]) == []
     (said,) = reader.feed(data[1000:])
     assert (said["process"], said["left_out"]) == (7, 4)
@@ -276,8 +279,8 @@ def test_what_does_not_fit_is_counted() -> None:
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x01\0\0\0\xc1", b"\x01\0\0\0\x01", b"\x01\0\0\0\x80"])
 def test_what_is_no_answer_is_refused(data: bytes) -> None:
-    with pytest.raises(words.ProtocolError):
-        words.Reader().feed(data)
+    with pytest.raises(messages.ProtocolError):
+        messages.Reader().feed(data)
 
 
 def test_a_source_that_fails_does_not_stop_the_others(source: Any, tmp_path: Path) -> None:
@@ -288,7 +291,7 @@ def test_a_source_that_fails_does_not_stop_the_others(source: Any, tmp_path: Pat
     broken = Broken()
     listener.join(broken, str(tmp_path), time.perf_counter)
     with connected(tmp_path) as connection:
-        connection.send(words.ASK)
+        connection.send(messages.ASK)
         assert answer(connection)["groups"] == [{"name": "a"}, {"error": "KeyError: 'gone'"}]
     listener.leave(broken, str(tmp_path))
 
@@ -312,7 +315,7 @@ def test_a_forked_child_has_a_listener_of_its_own(source: Any, tmp_path: Path) -
     os.close(writing)
     assert [path.name for path in tmp_path.glob("*.sock")] == [f"{os.getpid()}.sock"]
     with connected(tmp_path) as connection:
-        connection.send(words.ASK)
+        connection.send(messages.ASK)
         assert answer(connection)["process"] == os.getpid()
 
 

@@ -134,7 +134,7 @@ def call(local: Local, step: str, then: str) -> list[str]:
 
 
 def wake(rank: Rank) -> list[str]:
-    """`Doorbell._rung`."""
+    """`Doorbell._on_ring`."""
     rank.drain()
     rank.memory[EVENTFD + rank.me] = 0
     rank.local["then"] = "turn of the loop"

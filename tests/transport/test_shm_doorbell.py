@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiocoll.runtime import Runtime
-from aiocoll.transport.shm.core import _ask, core
+from aiocoll.transport.shm.core import _load_sched_getcpu, core
 from aiocoll.transport.shm.doorbell import Doorbell, PeerDoorbell
 from aiocoll.transport.shm.fence import Fences
 from aiocoll.transport.shm.layout import STATUS, OutboxLayout
@@ -178,7 +178,7 @@ async def test_a_call_that_a_peer_has_taken_back_is_heard(pair: Pair) -> None:
     pair.doorbell.add(pair.link)
     await turns()
     before = pair.link.polls
-    pair.doorbell._rung()
+    pair.doorbell._on_ring()
     await turns()
     assert pair.link.polls > before
     assert told == []
@@ -241,10 +241,10 @@ def test_the_core_is_the_one_that_runs_this_thread() -> None:
 
 
 def test_where_the_c_library_does_not_tell_the_core_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    _ask.cache_clear()
+    _load_sched_getcpu.cache_clear()
     monkeypatch.setattr("ctypes.PyDLL", lambda name: object())
     assert core() == 0
-    _ask.cache_clear()
+    _load_sched_getcpu.cache_clear()
 
 
 async def test_a_closed_bell_is_silent(pair: Pair) -> None:

@@ -25,7 +25,7 @@ from aiocoll.transport.shm.descriptors import recv_fds
 from aiocoll.transport.shm.doorbell import Doorbell
 from aiocoll.transport.shm.fence import fences
 from aiocoll.transport.shm.layout import LinkLayout, OutboxLayout
-from aiocoll.transport.shm.link import Pair
+from aiocoll.transport.shm.link import LinkParts
 from aiocoll.transport.shm.outbox import Outbox
 from aiocoll.transport.shm.region import PAGE, OwnRegion
 from aiocoll.transport.shm.sharing import Sharing
@@ -71,13 +71,13 @@ class Ends:
             for rank, each in enumerate(wanted or (True, True))
         ]
 
-    def propose(self) -> Awaitable[Pair | None]:
+    def propose(self) -> Awaitable[LinkParts | None]:
         return self._closing(0, self.ranks[0].propose(self.socks[0], 1))
 
-    def accept(self) -> Awaitable[Pair | None]:
+    def accept(self) -> Awaitable[LinkParts | None]:
         return self._closing(1, self.ranks[1].accept(self.socks[1], 0))
 
-    async def _closing(self, rank: int, sharing: Awaitable[Pair | None]) -> Pair | None:
+    async def _closing(self, rank: int, sharing: Awaitable[LinkParts | None]) -> LinkParts | None:
         """As the transport does: whoever fails closes."""
         try:
             return await sharing
@@ -91,7 +91,7 @@ class Ends:
 
     def end(self, results: list[Any]) -> None:
         for rank, result in zip(self.ranks, results, strict=True):
-            if isinstance(result, Pair):
+            if isinstance(result, LinkParts):
                 rank.give_up(result)
         for sock in self.socks:
             sock.close()
@@ -195,7 +195,7 @@ async def test_what_the_kernel_refuses(
             patch.setattr(module, name, failing)
             async with meeting() as (ends, results):
                 if failing.calls <= first:
-                    assert all(isinstance(result, Pair) for result in results)
+                    assert all(isinstance(result, LinkParts) for result in results)
                     break
                 assert results == [None, None]
                 assert_the_socket_is_fresh(ends)
@@ -224,7 +224,7 @@ async def test_descriptors_run_out_at_every_point(caplog: pytest.LogCaptureFixtu
         caplog.clear()
         with limited(more):
             results = await ends.meet()
-        ends_well = all(isinstance(result, Pair) for result in results)
+        ends_well = all(isinstance(result, LinkParts) for result in results)
         outcomes.append(ends_well)
         assert agree(results), (more, results)
         assert not any(isinstance(result, Exception) for result in results), (more, results)
@@ -248,7 +248,7 @@ async def test_the_dialler_gives_up_at_every_step() -> None:
             await asyncio.sleep(0)
         tasks[0].cancel()
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
-        completed.append(isinstance(results[0], Pair))
+        completed.append(isinstance(results[0], LinkParts))
         assert agree(results), (turns, results)
         if not completed[-1]:
             assert isinstance(results[1], ConnectionError), (turns, results)
@@ -310,10 +310,10 @@ async def test_the_acceptor_gives_up_at_every_step() -> None:
             await asyncio.sleep(0)
         tasks[1].cancel()
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
-        completed.append(isinstance(results[1], Pair))
+        completed.append(isinstance(results[1], LinkParts))
         if not completed[-1]:
             assert isinstance(results[1], asyncio.CancelledError)
-            if isinstance(results[0], Pair):
+            if isinstance(results[0], LinkParts):
                 assert is_over(ends.socks[0])
             else:
                 assert isinstance(results[0], ConnectionError)
@@ -338,7 +338,7 @@ async def test_a_busy_pool_of_threads_keeps_nobody_waiting() -> None:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(NoThreads())
     async with meeting() as (_, results):
-        assert all(isinstance(result, Pair) for result in results)
+        assert all(isinstance(result, LinkParts) for result in results)
 
 
 async def test_links_that_are_given_up_return_their_lanes() -> None:
@@ -348,7 +348,7 @@ async def test_links_that_are_given_up_return_their_lanes() -> None:
     for _ in range(OutboxLayout(2).lanes + 1):
         ends.socks = sockets("unix")
         results = await ends.meet()
-        assert all(isinstance(result, Pair) for result in results)
+        assert all(isinstance(result, LinkParts) for result in results)
         for rank, result in zip(ends.ranks, results, strict=True):
             rank.give_up(result)
         for sock in ends.socks:
@@ -512,8 +512,8 @@ async def test_garbage_offers(offer: str) -> None:
     [
         (message(ranks=3), [own, eventfd], ProtocolError),
         (message(lane=OUTBOX.lanes), [own, eventfd], ProtocolError),
-        (message(), [own, eventfd, eventfd], Pair),  # the third finds no room and is dropped
-        (message(), [sealed, eventfd], Pair),  # of a kernel that does not keep others from writing
+        (message(), [own, eventfd, eventfd], LinkParts),  # the third finds no room and is dropped
+        (message(), [sealed, eventfd], LinkParts),  # of a kernel that does not keep others from writing
         (message(), [unsealed, eventfd], ProtocolError),
         (message(), [plain, eventfd], ProtocolError),
         *((message(), [each, eventfd], ProtocolError) for each in OUTBOXES),
@@ -548,7 +548,7 @@ async def test_a_bell_that_is_full_holds_nobody_up() -> None:
     socket.send_fds(ends.socks[1], [message()], fds)
     passing._close(fds)
     pair = await task
-    assert isinstance(pair, Pair)
+    assert isinstance(pair, LinkParts)
     pair.peer.doorbell.ring()
     await asyncio.sleep(0)
     outbox.close()

@@ -26,7 +26,7 @@ class Ring:
     def __init__(self, ranks: int, number: int = 0) -> None:
         layout = LinkLayout(ranks)
         self.direction = layout.directions[number]
-        region = SharedRegion(mmap.mmap(-1, layout.nbytes), [], whole=True)
+        region = SharedRegion(mmap.mmap(-1, layout.nbytes), [], reserved=True)
         self.memory = memoryview(region.memory)
         self.words = self.memory.cast("Q")
         self.out = RingWriter(region, self.direction, Fences(None, lambda: None))

@@ -139,7 +139,7 @@ def make_host() -> Iterator[Callable[..., Host]]:
 
 def both(fences: Fences = STRONG, ranks: int = 2) -> tuple[ChunkQueueWriter, ChunkQueueReader]:
     layout = LinkLayout(ranks)
-    region, direction = SharedRegion(mmap.mmap(-1, layout.nbytes), [], whole=True), layout.directions[0]
+    region, direction = SharedRegion(mmap.mmap(-1, layout.nbytes), [], reserved=True), layout.directions[0]
     return ChunkQueueWriter(region, direction, fences), ChunkQueueReader(memoryview(region.memory), direction, fences)
 
 
@@ -348,7 +348,7 @@ def test_post_for_a_group_that_is_over_is_not_unread(box: Box) -> None:
     assert box.outbox.unread() == [(6, NEW, PRINT)]
     assert box.post(5, 69, NEW, block_of(3)), "it was given back"
     box.outbox.release(OLD)
-    assert not box.reader._over
+    assert not box.reader._closed_groups
 
 
 def test_slot_that_was_read_is_not_given_back_once_its_group_is_over(box: Box) -> None:
@@ -685,9 +685,9 @@ def test_chunk_of_a_released_group_behind_another_is_freed_when_its_turn_comes()
     assert reader.reclaim()[0]
     assert put(writer, 3, OLD)
     assert got(reader, OLD) == 3
-    assert not reader._over
+    assert not reader._closed_groups
     reader.reclaim()
-    assert not reader._last
+    assert not reader._last_chunks
 
 
 def test_a_lane_on_which_an_operation_failed_waits_for_its_pieces() -> None:

@@ -1,3 +1,3 @@
-"""Links between processes of one host through memory that both map; `link` has the picture."""
+"""Links in shared memory between processes of one host; see `link` for an overview."""
 
 __all__: list[str] = []

@@ -1,18 +1,20 @@
 """A chunk queue: the chunks of one large operation at a time, in order, in memory that stays in the cache.
 
-While one operation holds the queue, others go through the frame ring; the reader takes chunks only for the operation
-they belong to. A sender may leave the queue before the reader has entered the operation. The next operation gets the
-queue only if the reader needs no call to read the chunks ahead: the queue is empty, the reader has begun to read the
-last operation, or both operations are ordered ones of one group, which the reader enters in this order. So an operation
-that its reader has not entered delays no other one.
+While one operation holds the queue, others use the frame ring. The reader takes chunks only for the operation that they
+belong to. A sender may leave the queue before the reader has entered the operation. The next operation gets the queue
+only if the reader can read the chunks ahead of it without another call. That holds if the queue is empty, if the reader
+has begun to read the last operation, or if both are ordered operations of one group, which the reader enters in this
+order. So an operation that its reader has not entered delays no other operation.
+
+The writer describes each chunk in a line:
 
     word 0  number of the chunk in the queue, counted from 1; written last
     word 1  id of the group
     word 2  id of the operation
-    word 3  where the chunk is: 0 in the queue, else the number of a segment of the writer's (`registered_memory`)
+    word 3  place of the chunk: 0 for the queue, else the number of a segment of the writer's (`registered_memory`)
     word 4  its offset in the segment
     word 5  fingerprint
-    word 6  bytes of the message that it is a part of
+    word 6  bytes of the message that contains the chunk
 """
 
 from __future__ import annotations
@@ -43,18 +45,18 @@ from aiocoll.transport.shm.segment_sharing import SegmentSharing
 
 __all__ = ["ChunkQueueReader", "ChunkQueueWriter", "Chunks"]
 
-#: In word 3: the memory is its owner's again, who may have overwritten the chunk. No segment has this number.
+#: Value of word 3 if the writer may have overwritten the chunk in its segment. No segment has this number.
 _VOID = (1 << 64) - 1
-#: Larger than any operation's id.
+#: A number larger than the id of any operation.
 _NEVER = (1 << 64) - 1
 
 
 class _QueueEnd:
-    """What both ends know: where the chunks are.
+    """Part of a chunk queue that both ends share: the places of the chunks.
 
     Attributes:
-        layout: offsets in bytes of the lines and of the chunks, size and number of the chunks, and two words, of which
-            the first says how many chunks are taken, and the second that the writer waits for room.
+        layout: offsets in bytes of the lines and of the chunks, size and number of the chunks, and the indices of two
+            words: the number of chunks taken, and whether the writer waits for space.
         state: numbers that the accelerator uses, too; see `aiocoll.native.layout`.
     """
 
@@ -87,10 +89,10 @@ class _QueueEnd:
 
 
 class ChunkQueueWriter(_QueueEnd):
-    """The writer's end.
+    """Writer's end of a chunk queue.
 
     Attributes:
-        nbytes: of the largest chunk.
+        nbytes: size of the largest chunk, in bytes.
     """
 
     __slots__ = ("_region", "nbytes")
@@ -102,18 +104,18 @@ class ChunkQueueWriter(_QueueEnd):
 
     @property
     def number(self) -> int:
-        """How many chunks have been put."""
+        """Return the number of chunks written so far."""
         return self.state[CHUNK_NUMBER]
 
     def take(self, identity: int, group: int, *, ordered: bool = False) -> bool:
-        """Reserve the queue for an operation of a group; False if it is not available.
+        """Reserve the queue for an operation of a group; return False if it is not available.
 
-        The first time, its memory is reserved, which takes half a millisecond for a MiB.
+        The first call reserves the memory of the queue, which takes half a millisecond per MiB.
 
         Args:
-            identity: of the operation.
-            group: of the operation.
-            ordered: all ranks enter the operation after those of the group with a smaller id.
+            identity: id of the operation.
+            group: id of the operation's group.
+            ordered: whether all ranks enter the operation after those of the group with a smaller id.
         """
         if not self._is_free(identity, group, ordered) or not self.reserve():
             return False
@@ -122,7 +124,7 @@ class ChunkQueueWriter(_QueueEnd):
         return True
 
     def _is_free(self, identity: int, group: int, ordered: bool) -> bool:
-        """Return whether no operation holds the queue, and the reader will read what is left in it."""
+        """Return whether no operation holds the queue, and the reader will read its remaining chunks."""
         state = self.state
         if state[CHUNK_HOLDER]:
             return False
@@ -132,21 +134,21 @@ class ChunkQueueWriter(_QueueEnd):
         return ordered and state[CHUNK_HOLDER_GROUP] == group and state[CHUNK_LAST] < identity
 
     def reserve(self) -> bool:
-        """Make the memory of the queue; False if the host has none."""
+        """Reserve the memory of the queue; return False if the host has none left."""
         state = self.state
         if not state[CHUNK_READY]:
             state[CHUNK_READY] = self._region.reserve(self._places[0], self._places[-1] + self.nbytes)
         return bool(state[CHUNK_READY])
 
     def leave(self, *, failed: bool) -> None:
-        """Let others use the queue."""
+        """Release the queue for other operations; `failed`: chunks that are never read may remain in it."""
         state = self.state
         state[CHUNK_LAST], state[CHUNK_HOLDER] = state[CHUNK_HOLDER], 0
         if failed:
             state[CHUNK_LAST], state[CHUNK_FIRST] = _NEVER, state[CHUNK_NUMBER]
 
     def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview, length: int = 0) -> bool:
-        """Copy the next chunk into the queue; False if there is no room, and the reader will then wake this rank."""
+        """Copy the next chunk into the queue; return False if it is full. The reader then wakes this rank later."""
         number = self.state[CHUNK_NUMBER]
         if not self.is_taken(number - self._count + 1):
             return False
@@ -156,14 +158,14 @@ class ChunkQueueWriter(_QueueEnd):
         return True
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int = 0) -> bool:
-        """As `put`, of a chunk that is read in place; it has to stay as it is until it is taken, or `void`."""
+        """Write a reference to the next chunk. It must not change until the reader has taken it, or until `void`."""
         if not self.is_taken(self.state[CHUNK_NUMBER] - self._count + 1):
             return False
         self._announce(identity, group, fingerprint, segment, offset, length)
         return True
 
     def is_taken(self, number: int) -> bool:
-        """Whether the reader is done with the first `number` chunks; if not, it will wake this rank."""
+        """Return whether the reader has taken the first `number` chunks; if not, it wakes this rank later."""
         words = self._words
         if words[self._taken] >= number:
             return True
@@ -172,7 +174,7 @@ class ChunkQueueWriter(_QueueEnd):
         return words[self._taken] >= number
 
     def void(self, identity: int, group: int) -> None:
-        """Tell the reader that what a failed operation points to may change from now on."""
+        """Mark the referenced chunks of a failed operation: they may change from now on."""
         words = self._words
         for number in range(words[self._taken], self.state[CHUNK_NUMBER]):
             line = self._lines[number % self._count]
@@ -195,23 +197,23 @@ class ChunkQueueWriter(_QueueEnd):
 
 
 class ChunkQueueReader(_QueueEnd):
-    """The reader's end."""
+    """Reader's end of a chunk queue."""
 
-    __slots__ = ("_last", "_over")
+    __slots__ = ("_closed_groups", "_last_chunks")
 
     def __init__(self, memory: memoryview, direction: Direction, fences: Fences) -> None:
         super().__init__(memory, direction, fences)
         self.state[CHUNK_NUMBER] = 1
-        self._over: set[int] = set()
-        #: By released group, the number of its last chunk, which waits behind chunks that are still to be read.
-        self._last: dict[int, int] = {}
+        self._closed_groups: set[int] = set()
+        #: The last chunk of each released group, by number. Unread chunks precede it.
+        self._last_chunks: dict[int, int] = {}
 
     @property
     def _next(self) -> int:
         return self.state[CHUNK_NUMBER]
 
     def look(self, identity: int, group: int) -> int:
-        """Return the fingerprint of the next chunk, if it is for an operation of a group; -1 if not."""
+        """Return the fingerprint of the next chunk if it is for this operation of this group, else -1."""
         words, number = self._words, self.state[CHUNK_NUMBER]
         line = self._lines[(number - 1) % self._count]
         if words[line] != number:
@@ -231,26 +233,26 @@ class ChunkQueueReader(_QueueEnd):
         return number, (words[line + 2], words[line + 1], words[line + 5])
 
     def length(self) -> int:
-        """Return the bytes of the message that the next chunk is a part of."""
+        """Return the size in bytes of the message that contains the next chunk."""
         return self._words[self._lines[(self._next - 1) % self._count] + 6]
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        """Return the next chunk where it lies, until `free`."""
+        """Return a view of the next chunk in the queue, valid until `free`."""
         return np.frombuffer(self._memory, dtype, count, self._places[(self._next - 1) % self._count])
 
     def place(self) -> tuple[int, int]:
-        """Return the writer's segment in which the next chunk is, and its offset; (0, 0) if `read` has it."""
+        """Return the writer's segment that contains the next chunk, and the offset; (0, 0) if it is in the queue."""
         line = self._lines[(self._next - 1) % self._count]
         return self._words[line + 3], self._words[line + 4]
 
     def is_void(self) -> bool:
-        """Whether the next chunk may have been overwritten, before this call or while it was read."""
+        """Return whether the next chunk may have been overwritten, before this call or during the read."""
         if self._order is not None:
             self._order()
         return self._words[self._lines[(self._next - 1) % self._count] + 3] == _VOID
 
     def free(self) -> bool:
-        """Be done with the next chunk; whether its writer may have to be woken."""
+        """Free the next chunk; return whether its writer waits for a wake-up."""
         if self._order is not None:
             self._order()
         words = self._words
@@ -263,60 +265,60 @@ class ChunkQueueReader(_QueueEnd):
         return False
 
     def end(self, group: int) -> None:
-        """Know that a group is over: what is, or will be, written for it has no reader."""
-        self._over.add(group)
-        self.state[CHUNK_GROUPS_OVER] = len(self._over)
+        """Record that a group is closed: its present and later chunks have no reader."""
+        self._closed_groups.add(group)
+        self.state[CHUNK_GROUPS_OVER] = len(self._closed_groups)
 
     def release(self, group: int) -> None:
-        """Forget that a group is over when its last chunk is freed: nothing more is written for it."""
+        """Forget a closed group, for which the peer writes nothing more, once its last chunk is freed."""
         words, numbers = self._words, range(self._next, self._next + self._count)
         lines = {number: self._lines[(number - 1) % self._count] for number in numbers}
         left = [number for number, line in lines.items() if words[line] == number and words[line + 1] == group]
         if left:
-            self._last[group] = left[-1]
+            self._last_chunks[group] = left[-1]
         else:
             self._forget(group)
 
     def reclaim(self) -> tuple[bool, bool]:
-        """Be done with what comes next for groups that are over.
+        """Free the next chunks as long as they belong to closed groups.
 
         Returns:
-            Whether there was any, and whether its writer may have to be woken.
+            Whether any chunk was freed, and whether the writer waits for a wake-up.
         """
         words = self._words
         freed = wanted = False
         while words[line := self._lines[(self._next - 1) % self._count]] == self._next:
             if self._order is not None:
                 self._order()
-            if words[line + 1] not in self._over:
+            if words[line + 1] not in self._closed_groups:
                 break
             freed = True
             wanted = self.free() or wanted
-        if self._last:
-            for group, last in list(self._last.items()):
+        if self._last_chunks:
+            for group, last in list(self._last_chunks.items()):
                 if last < self._next:
-                    del self._last[group]
+                    del self._last_chunks[group]
                     self._forget(group)
         return freed, wanted
 
     def _forget(self, group: int) -> None:
-        self._over.discard(group)
-        self.state[CHUNK_GROUPS_OVER] = len(self._over)
+        self._closed_groups.discard(group)
+        self.state[CHUNK_GROUPS_OVER] = len(self._closed_groups)
 
 
 class Chunks:
-    """The chunk queues of a link and the segments that they point to: this rank writes one queue, and reads the other.
+    """Two chunk queues of a link and the segments that they refer to: this rank writes one queue, reads the other.
 
-    To the peer go `take`, `put` or `point` for each chunk, and `leave`; from the peer come `look`, `read`, `is_void`
-    and `free` for each.
+    For the peer, this rank calls `take`, then `put` or `point` for each chunk, then `leave`. For each chunk from the
+    peer it calls `look`, `read`, `is_void` and `free`.
 
     Args:
         writer: the queue to the peer.
         reader: the queue from the peer.
-        sharing: of segments.
-        peer: the other rank.
+        sharing: the link's exchange of segments.
+        peer: the rank at the other end.
         wake: wakes the peer.
-        refuse: called with an error if the peer points to memory that it has not shared.
+        refuse: called with an error if the peer refers to memory that it has not shared.
     """
 
     __slots__ = ("_peer", "_refuse", "_sharing", "_wake", "reader", "writer")
@@ -334,75 +336,75 @@ class Chunks:
         self.reader = reader
         self._sharing = sharing
         self._peer = peer
-        # None after `close`.
+        # Both None after `close`.
         self._wake: Callable[[], object] | None = wake
         self._refuse: Callable[[Exception], object] | None = refuse
 
     @property
     def number(self) -> int:
-        """How many chunks have been put."""
+        """Return the number of chunks written so far."""
         return self.writer.number
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the largest chunk."""
+        """Return the size of the largest chunk, in bytes."""
         return self.writer.nbytes
 
     def connect(self, native: Any, memory: memoryview) -> None:
-        """Let the accelerator use the queues, in the memory of the link."""
+        """Attach the accelerator to the queues in `memory`, the link's region."""
         writer, reader = self.writer, self.reader
         native.connect_queues(memory, writer.layout, writer.state, reader.layout, reader.state, writer.reserve)
 
     def take(self, identity: int, group: int, *, ordered: bool) -> bool:
-        """Reserve the queue to the peer for an operation of a group; return whether it is available."""
+        """Reserve the queue to the peer for an operation of a group; return False if it is not available."""
         return self.writer.take(identity, group, ordered=ordered)
 
     def leave(self, *, failed: bool) -> None:
-        """Let others use the queue to the peer; `failed`: chunks may be in it that are never read."""
+        """Release the queue to the peer; `failed`: chunks that are never read may remain in it."""
         self.writer.leave(failed=failed)
 
     def can_map(self, segment: Segment) -> bool:
-        """Return whether the peer has mapped `segment`, which is offered to it if it has not been."""
+        """Return whether the peer has mapped `segment`; offer it to the peer if that has not been done."""
         return self._sharing.can_map(segment)
 
     def put(self, identity: int, group: int, fingerprint: int, chunk: memoryview, length: int) -> bool:
-        """Copy the next chunk, of a message of so many bytes, into the queue to the peer.
+        """Copy the next chunk of a message of `length` bytes into the queue to the peer.
 
         Returns:
-            False if there is no room, and the peer will then wake this rank.
+            False if the queue is full. The peer then wakes this rank later.
         """
         return self.writer.put(identity, group, fingerprint, chunk, length)
 
     def point(self, identity: int, group: int, fingerprint: int, segment: int, offset: int, length: int) -> bool:
-        """As `put`, of a chunk that is read in place: it has to stay as it is until it is taken, or `void`."""
+        """Write a reference to the next chunk. It must not change until the peer has taken it, or until `void`."""
         return self.writer.point(identity, group, fingerprint, segment, offset, length)
 
     def length(self) -> int:
-        """Return the bytes of the message that the peer's next chunk is a part of."""
+        """Return the size in bytes of the message that contains the peer's next chunk."""
         return self.reader.length()
 
     def is_taken(self, number: int) -> bool:
-        """Return whether the peer is done with the first `number` chunks; if not, it will wake this rank."""
+        """Return whether the peer has taken the first `number` chunks; if not, it wakes this rank later."""
         return self.writer.is_taken(number)
 
     def void(self, identity: int, group: int) -> None:
-        """Report to the peer that what a failed operation points to may change from now on."""
+        """Report to the peer that the referenced chunks of a failed operation may change from now on."""
         self.writer.void(identity, group)
 
     def look(self, identity: int, group: int) -> int:
-        """Return the fingerprint of the peer's next chunk, if it is for an operation of a group; -1 if not."""
+        """Return the fingerprint of the peer's next chunk if it is for this operation of this group, else -1."""
         return self.reader.look(identity, group)
 
     def head(self) -> tuple[int, tuple[int, int, int]] | None:
         """Return the number of the peer's next chunk, and its operation, group and fingerprint; None if there is none.
 
-        Chunks of groups that are over do not count.
+        Chunks of closed groups do not count.
         """
         self.reclaim()
         return self.reader.head()
 
     def read(self, dtype: np.dtype[Any], count: int) -> NDArray[Any] | None:
-        """Return the next chunk where it lies, until it is freed; None if it is not to be had any more."""
+        """Return a view of the next chunk, valid until it is freed; None if it is no longer available."""
         segment, offset = self.reader.place()
         if not segment:
             return self.reader.read(dtype, count)
@@ -412,29 +414,29 @@ class Chunks:
         return found
 
     def is_void(self) -> bool:
-        """Return whether the next chunk may have been overwritten, before this call or while it was read."""
+        """Return whether the next chunk may have been overwritten, before this call or during the read."""
         return self.reader.is_void()
 
     def free(self) -> bool:
-        """Be done with the next chunk; return whether its writer may have to be woken."""
+        """Free the next chunk; return whether its writer waits for a wake-up."""
         return self.reader.free()
 
     def reclaim(self) -> bool:
-        """Free the next chunks as long as they are of groups that are over; return whether there were any."""
+        """Free the next chunks as long as they belong to closed groups; return whether any was freed."""
         freed, wanted = self.reader.reclaim()
         if wanted and self._wake is not None:
             self._wake()
         return freed
 
     def purge(self, group: int) -> None:
-        """Free what the peer has put, or will put, for a group that is over."""
+        """Free the peer's present and later chunks for a closed group."""
         self.reader.end(group)
         self.reclaim()
 
     def release(self, group: int) -> None:
-        """Expect nothing more for a group that is over."""
+        """Forget a closed group, for which the peer writes nothing more."""
         self.reader.release(group)
 
     def close(self) -> None:
-        """Wake the peer and refuse chunks no more; chunks can still be read."""
+        """Stop waking the peer and refusing chunks. Chunks can still be read."""
         self._wake = self._refuse = None

@@ -1,4 +1,4 @@
-"""Which core this process runs on."""
+"""CPU core that a thread runs on."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["core"]
 
 
 def core() -> int:
-    """Return the number of the core that runs this thread, from 1; 0 if the system does not tell."""
-    return _ask()() + 1
+    """Return the number of the core that runs this thread, from 1; 0 if the system does not report it."""
+    return _load_sched_getcpu()() + 1
 
 
 @functools.cache
-def _ask() -> Callable[[], int]:
+def _load_sched_getcpu() -> Callable[[], int]:
     try:
-        # The C library answers without a system call; `PyDLL` keeps the GIL, which takes less time than giving it away.
-        ask = ctypes.PyDLL(None).sched_getcpu
+        # `sched_getcpu` needs no system call. `PyDLL` keeps the GIL: to release it would take longer than the call.
+        sched_getcpu = ctypes.PyDLL(None).sched_getcpu
     except (OSError, AttributeError):
         return lambda: -1
-    return ask
+    return sched_getcpu

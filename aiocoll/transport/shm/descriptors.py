@@ -1,4 +1,4 @@
-"""Descriptors that come over a unix socket."""
+"""File descriptors received over a unix socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_eventfd", "recv_fds"]
 
 
 def recv_fds(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int]]:
-    """As `socket.recv_fds`, but no child process inherits the descriptors."""
+    """Receive data and at most `most` descriptors, as `socket.recv_fds` does; child processes do not inherit them."""
     space = socket.CMSG_LEN(most * array.array("i").itemsize) if most else 0
     data, ancillary, _, _ = sock.recvmsg(nbytes, space, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
@@ -23,16 +23,16 @@ def recv_fds(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[i
 
 
 def check_eventfd(fd: int) -> None:
-    """Refuse what could block who writes to it.
+    """Check that a descriptor from a peer is an eventfd on which a write cannot block.
 
-    That it does not block is a property that all who hold it share: the peer alone makes it so, before it passes it.
+    All processes that hold the eventfd share its blocking mode, so the peer has to set it before it passes the eventfd.
 
     Raises:
-        ProtocolError: it is something else, or blocks.
-        OSError: it cannot be known, without /proc.
+        ProtocolError: the descriptor is not an eventfd, or a write to it can block.
+        OSError: /proc cannot be read.
     """
     kind = os.readlink(f"/proc/self/fd/{fd}")
     if kind != "anon_inode:[eventfd]":
-        raise ProtocolError(f"a peer passed {kind} where an eventfd belongs")
+        raise ProtocolError(f"a peer passed {kind} instead of an eventfd")
     if os.get_blocking(fd):
-        raise ProtocolError("a peer passed an eventfd that blocks")
+        raise ProtocolError("a peer passed a blocking eventfd; it must be non-blocking")

@@ -1,18 +1,19 @@
-"""The doorbell: how a rank that sleeps in its event loop is woken. A rank polls first, then parks.
+"""Doorbell of a rank: it wakes the rank's event loop from sleep.
 
-Every rank has an outbox that its peers can read and an eventfd that they can write to. A word there is even while
-the rank will look at all its rings before it sleeps, and odd, another number each time, while it has to be woken:
+Every rank has an outbox that its peers can read, and an eventfd that its peers can write to. A status word in the
+outbox is even while the rank will poll all its links before it sleeps. It is odd, with a new number each time, while
+the rank sleeps and has to be woken:
 
-    rank 0 parks                          rank 1 sends
+    rank 0 goes to sleep                  rank 1 sends
     status = odd                          entry, stamp
     fence                                 fence
-    look at all rings once more           status odd, and eventfd not written for it yet? write to the eventfd
+    polls all links once more             status odd, and eventfd not written for it yet? write to the eventfd
 
-At least one of them sees what the other has done. A rank that is awake need not be woken: a sender that sends again in
-the same turn of the loop, or to a rank that polls, pays one load.
+At least one of the two sees the store of the other. An awake rank needs no wake-up. So a sender that sends twice in one
+turn of the loop, or sends to a polling rank, only pays for one load.
 
-Another word says which core the rank ran on when it last waited for long: two ranks that the kernel has put
-on one core must not poll for each other, but take turns.
+Another word holds the core on which the rank ran when it last waited for long. Two ranks that the kernel has put
+on one core must take turns instead of polling for each other.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ __all__ = ["Doorbell", "PeerDoorbell", "ring_all"]
 
 
 class Doorbell:
-    """This rank's own doorbell, which tells peers whether this rank has to be woken.
+    """Doorbell of this rank. Its status tells peers whether they have to wake this rank.
 
     Args:
-        runtime: of the loop that is woken.
-        fences: of this machine.
-        watcher: the transport whose loop it is.
-        outbox: of this rank; it is closed with the doorbell.
+        runtime: the runtime of the loop that is woken.
+        fences: the memory fences of this machine.
+        watcher: the transport that runs on this loop.
+        outbox: the outbox of this rank. The doorbell closes it.
 
     Raises:
-        OSError: no descriptor left; the outbox is closed, too.
+        OSError: no descriptor is left. The outbox is closed.
     """
 
     def __init__(self, runtime: Runtime, fences: Fences, watcher: Transport, outbox: Outbox) -> None:
@@ -57,7 +58,7 @@ class Doorbell:
             outbox.close()
             raise
         self._status = outbox.status
-        # The status, of which peers have a copy: what stands in the memory decides nothing here.
+        # Copy of the status. Peers map the word read-only, but nothing read from memory decides anything here.
         self._number = 1
         self._status[STATUS] = 1
         self._links: list[Link] = []
@@ -65,11 +66,11 @@ class Doorbell:
         self._holders = 0
 
     def hold(self) -> None:
-        """Keep the descriptors open until as many `drop`s."""
+        """Take a reference: the descriptors stay open until it is dropped."""
         self._holders += 1
 
     def drop(self) -> None:
-        """Close the descriptors after the last."""
+        """Drop a reference; the last one closes the descriptors."""
         self._holders -= 1
         if self._holders:
             return
@@ -80,55 +81,55 @@ class Doorbell:
         self.outbox.close()
 
     def add(self, link: Link) -> None:
-        """Poll `link` when the doorbell is rung; called in the context in which that shall happen."""
+        """Poll `link` whenever the doorbell is rung, in the caller's current context."""
         if self._context is None:
             self._context = contextvars.copy_context()
-            self._runtime.loop.add_reader(self.eventfd, self._rung)
+            self._runtime.loop.add_reader(self.eventfd, self._on_ring)
         self._links.append(link)
-        # What has been sent before is found without a call.
+        # Polls for frames that the peer wrote before: the doorbell was not rung for them.
         self.attend()
 
     def remove(self, link: Link) -> None:
-        """Poll `link` no more."""
+        """Stop polling `link`."""
         if link in self._links:
             self._links.remove(link)
 
     def attend(self) -> None:
-        """Look at all links before this loop sleeps again: nobody has to wake it until then."""
+        """Poll all links in the next turn of the loop; until then no peer has to wake this rank."""
         if not self.awake:
             self.awake = True
             self._status[STATUS] = self._number = self._number + 1
-            self._runtime.loop.call_soon(self._turned, context=self._context)
+            self._runtime.loop.call_soon(self._on_turn, context=self._context)
 
     def core(self) -> int:
-        """Return the core that this rank runs on, as `core.core`, and let its peers know it."""
+        """Return the core that this rank runs on, as `core.core` does, and publish it to its peers."""
         number = core()
         if self._status[CORE] != number:
             self._status[CORE] = number
         return number
 
     def poll(self) -> bool:
-        """Look at all links; whether anything moved."""
+        """Poll all links; return whether anything moved."""
         moved = False
         for link in list(self._links):
             moved = link.poll() or moved
         return self._watcher.look() or moved
 
-    def _rung(self) -> None:
+    def _on_ring(self) -> None:
         try:  # noqa: SIM105 - see `ring`
             os.eventfd_read(self.eventfd)
         except BlockingIOError:
-            pass  # a peer, who can read it too, has done so
+            pass  # a peer has reset the eventfd: peers can read it, too
         self.attend()
 
-    def _turned(self) -> None:
+    def _on_turn(self) -> None:
         again = False
         try:
             again = self._watcher.linger(self.poll()) and not self.closed
         finally:
-            # Whatever was raised, this rank looks again or can be woken.
+            # Also after an exception: this rank either polls again or can be woken.
             if again:
-                self._runtime.loop.call_soon(self._turned, context=self._context)
+                self._runtime.loop.call_soon(self._on_turn, context=self._context)
             else:
                 self._sleep()
 
@@ -138,20 +139,20 @@ class Doorbell:
             self._status[STATUS] = self._number = self._number + 1
             self.fences.full()
             if self.poll():
-                # What has come just now may not be all that there is to do.
+                # There may be more work than this poll has done.
                 self.attend()
 
 
 class PeerDoorbell:
-    """The doorbell of a peer, to be rung by the rank whose own is `doorbell`. Owns `eventfd`.
+    """Doorbell of a peer, as this rank rings it. Owns `eventfd`.
 
     Args:
-        eventfd: of the peer.
-        status: words of its doorbell.
-        own: of this rank.
+        eventfd: the peer's eventfd.
+        status: the status words of the peer's doorbell.
+        own: this rank's doorbell.
 
     Attributes:
-        rung: the status for which it was rung last.
+        rung_status: the status for which this rank last rang the doorbell.
     """
 
     def __init__(self, eventfd: int, status: memoryview, own: Doorbell) -> None:
@@ -159,46 +160,46 @@ class PeerDoorbell:
         self.own = own
         self.status = status
         self._full = own.fences.full
-        self.rung = 0
+        self.rung_status = 0
 
     def ring(self) -> None:
-        """Wake the peer if it sleeps: it then sees what was stored before this call.
+        """Wake the peer if it sleeps; it then sees everything that was stored before this call.
 
-        This rank looks at its links in the next turn, too: the peer need not wake it to answer.
+        This rank also polls its links in the next turn of its loop, so the peer need not wake it to answer.
         """
         if not self.own.awake:
             self.own.attend()
         self._full()
         status = self.status[STATUS]
-        if status & 1 and status != self.rung:
+        if status & 1 and status != self.rung_status:
             self.wake(status)
 
     def wake(self, status: int) -> None:
-        """Wake the peer, which sleeps with this status."""
-        self.rung = status
-        try:  # noqa: SIM105 - `suppress` costs two calls, on the way of every small collective
+        """Write to the eventfd of the peer, which sleeps with this status."""
+        self.rung_status = status
+        try:  # noqa: SIM105 - `suppress` costs two calls per small collective
             os.eventfd_write(self.eventfd, 1)
         except BlockingIOError:
-            pass  # it is full: the peer will hear of that
+            pass  # the eventfd's counter is at its maximum, so the peer wakes up anyway
 
     def is_beside(self) -> bool:
-        """Whether the peer was on the core of this rank when it last waited for long."""
+        """Return whether the peer ran on the core of this rank when the peer last waited for long."""
         number = self.own.core()
         return number != 0 and self.status[CORE] == number
 
     def close(self) -> None:
-        """Close the descriptor and let go of the words."""
+        """Close the eventfd and release the view of the status words."""
         os.close(self.eventfd)
         self.status.release()
 
 
 def ring_all(doorbells: Sequence[PeerDoorbell]) -> None:
-    """Ring the doorbells of several peers, as `PeerDoorbell.ring` does, with one fence for all."""
+    """Ring the doorbells of several peers, as `PeerDoorbell.ring` does, with one fence for all of them."""
     own = doorbells[0].own
     if not own.awake:
         own.attend()
     own.fences.full()
     for doorbell in doorbells:
         status = doorbell.status[STATUS]
-        if status & 1 and status != doorbell.rung:
+        if status & 1 and status != doorbell.rung_status:
             doorbell.wake(status)

@@ -1,9 +1,9 @@
-"""Memory fences: when another core sees what this one has stored, as flags in shared memory need.
+"""Memory fences for flags in shared memory: they order the stores of one core as another core sees them.
 
-- `order` stands between data and the flag that announces it, on both sides. x86-64 keeps stores in order, and loads in
-  order, so nothing is needed there.
-- `full` stands between "I have said X" and "have you said Y?", where both sides ask: the rank that goes to sleep, and
-  the one that would wake it. Every machine may let that load pass that store.
+- `order` separates data from the flag that announces it, in the writer and in the reader. x86-64 keeps stores in order
+  and loads in order, so it needs no instruction there.
+- `full` separates a store of this rank's flag from a load of the peer's flag, where both ranks do the same: a rank that
+  goes to sleep, and a rank that may have to wake it. Every processor may otherwise execute the load before the store.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import NamedTuple
 
 __all__ = ["Fences", "fences", "stores_words"]
 
-#: Processors that load and store an aligned word of 8 bytes in one step. Others may show half of it.
-_WHOLE_WORDS = frozenset(
+#: Processors that load and store an aligned word of 8 bytes in one step. On others a reader may see half of a store.
+_ATOMIC_WORD_MACHINES = frozenset(
     {"x86_64", "amd64", "aarch64", "arm64", "ppc64", "ppc64le", "riscv64", "s390x", "loongarch64", "mips64", "sparc64"}
 )
 
 _SEQ_CST = 5
-"""`memory_order_seq_cst` of C11, as compilers number it."""
+"""`memory_order_seq_cst` in C11, in the numbering of compilers."""
 
 
 class Fences(NamedTuple):
-    """What to call at the two places; `order` is None where the machine keeps that order by itself."""
+    """Two fences, as functions; `order` is None where the processor keeps that order without an instruction."""
 
     order: Callable[[], object] | None
     full: Callable[[], object]
 
 
 def stores_words(machine: str | None = None) -> bool:
-    """Return whether this process stores words of 8 bytes whole, as all flags in shared memory need."""
-    return sys.maxsize > 2**32 and (machine or platform.machine()).lower() in _WHOLE_WORDS
+    """Return whether this processor stores aligned words of 8 bytes in one step, as flags in shared memory require."""
+    return sys.maxsize > 2**32 and (machine or platform.machine()).lower() in _ATOMIC_WORD_MACHINES
 
 
 def fences(machine: str | None = None) -> Fences | None:
-    """Return the fences of this machine; None where there are none, and only the kernel can be asked to pass flags."""
+    """Return the memory fences for this machine; None if there are none, so that ranks must use sockets."""
     if not stores_words(machine):
         return None
     if (machine or platform.machine()) in ("x86_64", "AMD64"):
-        return Fences(None, _locked())
-    import ctypes  # not on x86-64: it takes longer to import than the rest of the transport
+        return Fences(None, _make_lock_fence())
+    import ctypes  # not at the top: x86-64 does not need it, and its import takes longer than the rest of the package
 
     try:
         fence = ctypes.PyDLL("libatomic.so.1").atomic_thread_fence
@@ -54,13 +54,13 @@ def fences(machine: str | None = None) -> Fences | None:
     return Fences(lambda: fence(_SEQ_CST), lambda: fence(_SEQ_CST))
 
 
-def _locked() -> Callable[[], object]:
-    """A free lock is taken with a locked instruction, which is a full fence on x86-64, at a third of a foreign call."""
+def _make_lock_fence() -> Callable[[], object]:
+    """Make a full fence for x86-64 from a free lock: the locked instruction takes a third of a foreign call's time."""
     lock = threading.Lock()
     acquire, release = lock.acquire, lock.release
 
     def full() -> None:
-        # It does not wait: an exception of a signal handler may have come between the two before.
+        # Non-blocking: a signal handler may have raised between the two calls earlier, and left the lock taken.
         acquire(False)
         release()
 

@@ -1,20 +1,20 @@
-"""Where things are in shared memory: the region of a link, and the outbox of a rank.
+"""Layouts of shared memory: the region of a link, and the outbox of a rank.
 
     region of a link    page of words and lines of chunks | direction 0 | direction 1
 
     a direction:        entries of the ring | data of the ring | bytes of chunks
-                        direction 0 is from the rank that dialled
+                        direction 0 starts at the rank that dialled
 
     outbox of a rank    words of its doorbell | lines of the common lane | bytes of its slots | a lane for each rank
 
     a lane              posts | named | consumed | lines | bytes of its slots
 
-Both ends write into the region of a link. Into its outbox only the rank itself writes; its peers map it read-only.
+Both ends write to the region of a link. Only the rank itself writes to its outbox; its peers map the outbox read-only.
 
-Every word that one side writes and the other polls has a cache line of its own, or shares it with words like it.
+Each word that one side writes and the other side polls has a cache line of its own, or shares it with similar words.
 
-Whoever writes somewhere has reserved it before, so what a link costs depends on what it carries; readers look only at
-words and lines, which are there from the beginning, and at what these say has been written.
+A writer reserves memory before it writes there, so the memory of a link depends on its traffic. Readers look only at
+the words and lines, which are reserved from the beginning, and at the places that these words and lines announce.
 """
 
 from __future__ import annotations
@@ -62,32 +62,32 @@ __all__ = [
     "SlotsLayout",
 ]
 
-#: Entries of a ring: a burst of this many small frames needs no turn of the reader's.
+#: Entries in a ring. A burst of this many small frames fits without a turn of the reader's loop.
 ENTRIES = 256
-#: Bytes of a ring's data that are reserved from the beginning: enough for some small frames.
+#: Bytes of ring data reserved from the beginning: enough for some small frames.
 FIRST = 8 * 1024
 _FEW = 8
-"""Ranks of a host up to which links are large: 3 MiB each, if all is used. In larger worlds a rank has many."""
+"""Largest number of ranks per host with large links, of at most 3 MiB each. In larger worlds a rank has many links."""
 
 _MORE_LANES = 8
-"""For links that are opened while another one to the same rank is open, or is being opened: one of them is given up."""
+"""Spare lanes for links opened while another link to the same rank is open or opening. One of the two is given up."""
 
 
 class Direction(NamedTuple):
-    """Of one direction: indices of 8-byte words in the region, offsets in bytes, and sizes in bytes."""
+    """One direction of a link: indices of 8-byte words in the region, offsets in bytes, and sizes in bytes."""
 
     writer_waiting: int
-    """Word: the writer of the ring waits for space."""
+    """Word: set while the ring's writer waits for space."""
     taken: int
-    """Word: entries the reader of the ring is done with."""
+    """Word: number of entries that the ring's reader has taken."""
     chunk_writer_waiting: int
-    """Word: the writer of the chunk queue waits for room."""
+    """Word: set while the writer of the chunk queue waits for space."""
     chunks_taken: int
-    """Word: chunks the reader of the queue is done with."""
+    """Word: number of chunks that the reader of the queue has taken."""
     pieces: int
-    """Word: twice how many pieces its reader has read of what posts point to, and one while it reads another one."""
+    """Word: twice the number of pieces that its reader has read in place, plus one while it reads another piece."""
     lines: int
-    """One line per chunk of the queue."""
+    """Offset of the lines that describe chunks, one line per chunk of the queue."""
     ring: int
     data: int
     data_nbytes: int
@@ -97,30 +97,30 @@ class Direction(NamedTuple):
 
     @property
     def data_end(self) -> int:
-        """End of the ring's data."""
+        """Return the offset of the end of the ring's data."""
         return self.data + self.data_nbytes
 
     @property
     def end(self) -> int:
-        """End of the direction."""
+        """Return the offset of the end of the direction."""
         return self.chunks + self.chunks_count * self.chunk_nbytes
 
     def with_large_chunks(self) -> Direction:
-        """Return the same with fewer and larger chunks in the same memory, as where an end has no accelerator."""
+        """Return this direction with fewer, larger chunks in the same memory, for links with an end in pure Python."""
         nbytes = self.chunks_count * self.chunk_nbytes
         return self._replace(chunk_nbytes=nbytes // LARGE_CHUNKS, chunks_count=LARGE_CHUNKS)
 
     def first(self) -> tuple[tuple[int, int], ...]:
-        """Start and end of what its writer reserves before either side looks, the words of both directions included."""
+        """Return (start, end) of the spans that the writer reserves before use, with the words of both directions."""
         return (0, PAGE), (self.ring, self.data + FIRST)
 
 
 class LinkLayout:
-    """The layout for a host of `ranks` ranks, the same at both ends.
+    """Layout of a link's region on a host of `ranks` ranks. Both ends use the same.
 
     Attributes:
-        nbytes: of the whole region.
-        directions: from the rank that dialled, and to it.
+        nbytes: size of the whole region, in bytes.
+        directions: the direction from the rank that dialled, then the direction to it.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -151,7 +151,7 @@ class LinkLayout:
 
 
 class SlotsLayout(NamedTuple):
-    """Slots of a lane, the same at both ends: offsets and sizes in bytes."""
+    """Layout of the slots of a lane: offsets and sizes in bytes. Both ends use the same."""
 
     lines: int
     small: int
@@ -161,20 +161,20 @@ class SlotsLayout(NamedTuple):
     end: int
 
     def slot(self, number: int) -> tuple[int, int]:
-        """Return where a slot is, and its size."""
+        """Return the offset and the size of a slot."""
         if number < SMALL_SLOTS:
             return self.small + number * self.small_nbytes, self.small_nbytes
         return self.middle + (number - SMALL_SLOTS) * self.middle_nbytes, self.middle_nbytes
 
 
 class OutboxLayout:
-    """The layout of the outbox of a rank that has at most `ranks` ranks on its host.
+    """Layout of the outbox of a rank with at most `ranks` ranks on its host.
 
     Attributes:
         common: the common lane, at the beginning of the outbox.
-        lane: of each other lane; offsets are from its beginning.
-        lanes: how many others there are: one for each rank, and some more.
-        nbytes: of the whole.
+        lane: each other lane; offsets count from the beginning of the lane.
+        lanes: the number of other lanes: one for each rank, and some spare ones.
+        nbytes: size of the whole outbox, in bytes.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -185,7 +185,7 @@ class OutboxLayout:
         self.nbytes = self.common.end + self.lanes * self.lane.end
 
     def lane_span(self, number: int) -> tuple[int, int]:
-        """Return where a lane begins and ends."""
+        """Return the offsets of a lane's start and end."""
         start = self.common.end + number * self.lane.end
         return start, start + self.lane.end
 

@@ -4,8 +4,8 @@
     write -> copy once ->  [entry|entry|...][ data  ]  -> place, reduce: straight from there
     poll  <-               [entry|entry|...][ data  ]  <- write
 
-The unix socket over which the memory was passed stays open: it tells when the other process is gone, that an end is in
-order, and which segments of memory the other end may map (`segment_sharing`). The `doorbell` wakes the loop.
+The unix socket over which the memory was passed stays open. It reports the end of the other process and an orderly end
+of the link, and carries offers of memory segments (`segment_sharing`). The `doorbell` wakes the loop.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from aiocoll.transport.shm.slots import LaneWriter
 if TYPE_CHECKING:
     from aiocoll.native import core
 
-__all__ = ["PIECE_TIME", "Own", "Pair", "Peer", "ShmLink"]
+__all__ = ["PIECE_TIME", "LinkParts", "OwnPart", "PeerPart", "ShmLink"]
 
-#: Seconds for which a peer is taken to read one piece, several times what that takes: it may have been stopped.
+#: Seconds after which a peer that still reads the same piece may be stopped; a read takes a fraction of that.
 PIECE_TIME = 500e-6
 _KINDS = frozenset(FrameKind)
 _NOTHING = memoryview(b"")
-#: What a closed link reads: no stamp ever comes there.
+#: The words that a closed link polls: no stamp ever arrives there.
 _SILENCE = memoryview(bytes(8)).cast("Q")
 _unpack = ENTRY.unpack_from
 
 
-class Own(NamedTuple):
-    """What a rank brings to a link: its doorbell with its outbox, and the lane for the peer.
+class OwnPart(NamedTuple):
+    """This rank's part of a link: its doorbell with its outbox, and its lane for the peer.
 
     Attributes:
-        layout: of the region that the link is to have.
-        doorbell: held until `drop`.
-        lane: open until `drop`.
+        layout: the layout of the link's region.
+        doorbell: this rank's doorbell, referenced until `drop`.
+        lane: this rank's lane for the peer, open until `drop`.
         rank: this rank.
         peer: the rank at the other end.
-        memory: of this process; None if the ends shall not read each other's.
+        memory: the memory of this process; None if the ends must not read each other's memory.
     """
 
     layout: LinkLayout
@@ -67,52 +67,52 @@ class Own(NamedTuple):
     memory: OwnMemory | None
 
     def drop(self) -> None:
-        """Return the references."""
+        """Drop the references."""
         self.doorbell.outbox.close_lane(self.lane)
         self.doorbell.drop()
 
 
-class Peer(NamedTuple):
-    """What the peer brings to a link."""
+class PeerPart(NamedTuple):
+    """Peer's part of a link: its doorbell and its outbox."""
 
     doorbell: PeerDoorbell
     outbox: PeerOutbox
 
-    def native_lanes(self, own: Own) -> core.PeerLanes | None:
-        """Return the accelerator's view of the lanes of both; None without it."""
+    def native_lanes(self, own: OwnPart) -> core.PeerLanes | None:
+        """Return the accelerator's view of the lanes in both directions; None without the accelerator."""
         doorbell = own.doorbell
         return self.outbox.native_lanes(doorbell.outbox, own.lane, self.doorbell.eventfd, doorbell.attend)
 
     def close(self) -> None:
-        """Close and unmap all of it."""
+        """Close the doorbell and the outbox, and unmap their memory."""
         self.doorbell.close()
         self.outbox.close()
 
 
-class Pair(NamedTuple):
-    """What the two ends have agreed on.
+class LinkParts(NamedTuple):
+    """Parts of a link, as agreed by its two ends.
 
     Attributes:
-        region: the memory that both write.
-        direction: of its directions, the one that is this rank's to write.
-        own: what this rank brings.
-        peer: what the peer brings.
-        peer_memory: the memory of the peer's process; None if this one cannot read it.
+        region: the memory that both ends write.
+        direction: index of the region's direction that this rank writes.
+        own: this rank's part.
+        peer: the peer's part.
+        peer_memory: the memory of the peer's process; None if this process cannot read it.
         is_read: whether the peer can read the memory of this process.
         both_native: whether both processes run the accelerator.
     """
 
     region: SharedRegion
     direction: int
-    own: Own
-    peer: Peer
+    own: OwnPart
+    peer: PeerPart
     peer_memory: PeerMemory | None
     is_read: bool
     both_native: bool
 
 
 class ShmLink:
-    """One end of a link; see `aiocoll.transport.base.SharedMemoryLink`.
+    """One end of a link in shared memory; see `aiocoll.transport.base.SharedMemoryLink`.
 
     Owns the stream, the peer's doorbell and a reference to its own.
     """
@@ -124,7 +124,6 @@ class ShmLink:
         "_end",
         "_ending",
         "_failed",
-        "_kept",
         "_memory",
         "_next",
         "_order",
@@ -141,6 +140,7 @@ class ShmLink:
         "_started",
         "_stream",
         "_taken",
+        "_waiting",
         "_words",
         "_writer_waiting",
         "announce",
@@ -163,34 +163,34 @@ class ShmLink:
     carrier = "shm"
 
     def __init__(
-        self, runtime: Runtime, stream: ByteStream, pair: Pair, in_place: InPlace, peer: int, kind: ConnKind
+        self, runtime: Runtime, stream: ByteStream, parts: LinkParts, in_place: InPlace, peer: int, kind: ConnKind
     ) -> None:
         self.peer = peer
         self.kind = kind
         self._runtime = runtime
         self._stream = stream
-        self._own = own = pair.own
+        self._own = own = parts.own
         self._doorbell = own.doorbell
-        self._peer_doorbell = pair.peer.doorbell
-        #: Wakes the peer, if it sleeps; only while the link is open.
-        self.announce = pair.peer.doorbell.ring
+        self._peer_doorbell = parts.peer.doorbell
+        #: Wakes the peer if it sleeps. Valid while the link is open.
+        self.announce = parts.peer.doorbell.ring
         fences = own.doorbell.fences
-        ours, theirs = own.layout.directions[pair.direction], own.layout.directions[1 - pair.direction]
-        if not pair.both_native:
-            ours, theirs = ours.with_large_chunks(), theirs.with_large_chunks()
-        region = pair.region
+        outgoing, incoming = own.layout.directions[parts.direction], own.layout.directions[1 - parts.direction]
+        if not parts.both_native:
+            outgoing, incoming = outgoing.with_large_chunks(), incoming.with_large_chunks()
+        region = parts.region
         memory = self._memory = memoryview(region.memory)
         self._words = memory.cast("Q")
-        self._out = RingWriter(region, ours, fences)
+        self._out = RingWriter(region, outgoing, fences)
         self.common_writer, self.lane_writer = own.doorbell.outbox.common, own.lane
-        outbox = self.peer_outbox = pair.peer.outbox
+        outbox = self.peer_outbox = parts.peer.outbox
         self.common_reader, self.lane_reader = outbox.common, outbox.lane
         self.lane_writer.connect(outbox.words)
-        self.native = self.lane_writer.native = pair.peer.native_lanes(own)
+        self.native = self.lane_writer.native = parts.peer.native_lanes(own)
         self.segment_sharing = SegmentSharing(stream, peer)
         self.chunks = Chunks(
-            ChunkQueueWriter(region, ours, fences),
-            ChunkQueueReader(memory, theirs, fences),
+            ChunkQueueWriter(region, outgoing, fences),
+            ChunkQueueReader(memory, incoming, fences),
             self.segment_sharing,
             peer,
             self.announce,
@@ -199,44 +199,44 @@ class ShmLink:
         if self.native is not None:
             self.chunks.connect(self.native, memory)
         self._order = fences.order
-        self._writer_waiting = theirs.writer_waiting
-        self._taken = theirs.taken
-        self._read_by_peer = ours.pieces
-        self._ring = theirs.ring
-        self._end = theirs.data_end
-        self._kept: deque[tuple[bytes, memoryview | None]] = deque()
+        self._writer_waiting = incoming.writer_waiting
+        self._taken = incoming.taken
+        self._read_by_peer = outgoing.pieces
+        self._ring = incoming.ring
+        self._end = incoming.data_end
+        self._waiting: deque[tuple[bytes, memoryview | None]] = deque()
         self.references = ReferenceWriter(
-            self._out, self._kept, self.segment_sharing, in_place, pair.peer.doorbell, attach=pair.is_read
+            self._out, self._waiting, self.segment_sharing, in_place, parts.peer.doorbell, attach=parts.is_read
         )
         self.reference_reader = ReferenceReader(
-            self.segment_sharing, pair.peer_memory, in_place, memory.cast("Q"), theirs.pieces
+            self.segment_sharing, parts.peer_memory, in_place, memory.cast("Q"), incoming.pieces
         )
-        # What the peer has read where it lies, when that was last looked at, and when it was first seen so.
+        # The peer's count of pieces read in place at the last look, and the time at which that value was first seen.
         self._pieces, self._pieces_since = 0, 0.0
         self._next = 1
-        # Index of the word in which the next stamp will be.
+        # Index of the word that will hold the next stamp.
         self._at = self._ring >> 3
         self._started = False
         self._receiving = False
         self._ending = False
         self._failed = False
         self._closed = False
-        # What has come could not be taken: nothing more is read.
+        # Set after the first invalid frame: this end reads nothing more.
         self._refusing = False
 
     @property
     def writable(self) -> bool:
-        """Whether nothing waits to be handed over."""
-        return not self._kept and not self.references.full
+        """Return whether no frame waits for space."""
+        return not self._waiting and not self.references.full
 
     @property
     def shared(self) -> ShmLink:
-        """This link."""
+        """Return this link."""
         return self
 
     @property
     def closed(self) -> bool:
-        """Whether the link has ended."""
+        """Return whether the link is closed."""
         return self._closed
 
     def peer_process(self) -> PidFd | None:
@@ -244,41 +244,41 @@ class ShmLink:
         return peer_process(self._stream.sock)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start reading."""
         self._started = True
-        self._stream.start_reading(self._hung_up)
+        self._stream.start_reading(self._on_socket_readable)
         self._doorbell.add(self)
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
-        """Send one frame; True if there was space for it."""
+        """Send one frame; return whether there was space for it."""
         if self._closed or self._ending:
             return True
         try:
-            put = not self._kept and self._out.put(header, payload)
+            put = not self._waiting and self._out.put(header, payload)
         except OSError as error:
             put = False
-            self._fail(error)
+            self._on_no_memory(error)
         if put:
             self._peer_doorbell.ring()
             return True
-        self._kept.append((header, payload))
+        self._waiting.append((header, payload))
         self._out.request_wakeup()
-        # Between the look and the word, space may have come; `drained` must not be called from here.
+        # Space may have been freed before the request for a wake-up. `drained` must not be called inside `write`.
         self._runtime.call_soon(self.poll)
         return False
 
     def poll(self) -> bool:
-        """Hand out what has arrived, for at most `BUDGET` seconds, and send what had to wait."""
-        moved = self._flush() if self._kept else False
+        """Deliver received frames for at most `BUDGET` seconds, and send waiting ones; return whether any moved."""
+        moved = self._flush() if self._waiting else False
         if self.references.unread:
-            moved = self._collect() or self.is_being_read() or moved
+            moved = self._report_read() or self.is_being_read() or moved
         if self._words[self._at] != self._next or not self._started or self._receiving:
             return moved
         self._receiving = True
         try:
             self._receive()
         except UnreadableError as error:
-            self._lost(error)
+            self._on_lost(error)
         except Exception as error:
             self._refuse(error)
         finally:
@@ -286,7 +286,7 @@ class ShmLink:
         return True
 
     def is_being_read(self) -> bool:
-        """Whether the peer is in the midst of reading memory of this rank, and will soon be done."""
+        """Return whether the peer is reading memory of this rank, and will finish soon."""
         pieces = 0 if self._closed else self._words[self._read_by_peer]
         if not pieces % 2:
             return False
@@ -296,28 +296,28 @@ class ShmLink:
         return now - self._pieces_since < PIECE_TIME
 
     def announce_to(self, links: Sequence[ShmLink]) -> None:
-        """As `announce`, for several links."""
+        """Wake the peers of several links, with one fence for all of them."""
         ring_all([link._peer_doorbell for link in links])
 
     def is_beside(self) -> bool:
-        """Whether the peer waits on the core of this rank."""
+        """Return whether the peer last waited on the core of this rank."""
         return not self._closed and self._peer_doorbell.is_beside()
 
     def divert(self) -> None:
-        """Nothing to do: payloads arrive whole."""
+        """Do nothing: payloads arrive whole."""
 
     def finish(self) -> None:
-        """Send what is kept, then shut down the sending side of the stream."""
+        """Send the waiting frames, then shut down the sending side of the stream."""
         self._ending = self.references.ended = True
-        if not self._kept and not self._closed:
+        if not self._waiting and not self._closed:
             self._shutdown()
 
     def fail(self, error: Exception) -> None:
-        """Close the link and tell the sink why, as if reading had failed."""
-        self._lost(error)
+        """Close the link and report `error` to the sink, as after a failed read."""
+        self._on_lost(error)
 
     def refuse(self, error: Exception) -> None:
-        """Refuse what has come, but not while an operation is looking at it."""
+        """Stop reading because the peer's data is invalid, but in the next turn: an operation may be using the data."""
         self._runtime.call_soon(self._refuse_once, error)
 
     def close(self) -> None:
@@ -333,15 +333,15 @@ class ShmLink:
         self.peer_outbox.detach()
         self._own.drop()
         self._peer_doorbell.close()
-        self._kept.clear()
+        self._waiting.clear()
         self._stream.close()
-        # The memory goes with the last view of it.
+        # The memory is unmapped with the last view of it.
         self._memory, self._words, self._at = _NOTHING, _SILENCE, 0
         self.references.close()
         del self._out
 
     def purge(self, group: int, has_left: bool) -> None:
-        """Free what the peer has put for a group that is over, and what it will put if it has not left the group."""
+        """Free the peer's posts and chunks for a closed group, and later ones unless the peer has left the group."""
         self.peer_outbox.purge(group)
         self.chunks.purge(group)
         if has_left:
@@ -349,16 +349,16 @@ class ShmLink:
             self.chunks.release(group)
 
     def departed(self, group: int) -> None:
-        """The peer has left a group: what was posted for it there is not read any more."""
+        """Withdraw the unread posts for a group that the peer has left."""
         if not self._closed:
             self.common_writer.withdraw(self.lane_writer, group)
 
     def unmap(self) -> None:
-        """After `close`: unmap the segments of the peer; slots can still be read."""
+        """Unmap the peer's segments after `close`; slots can still be read."""
         self.segment_sharing.forget()
 
     def forget(self) -> None:
-        """After `close`: let go of what can still be read, and so of the memory, whoever keeps this object."""
+        """Release all views of the memory after `close`, so that references to this object do not keep it mapped."""
         self.segment_sharing.forget()
         self.peer_outbox.close()
         del self.common_writer, self.lane_writer, self.common_reader, self.lane_reader, self.peer_outbox
@@ -377,7 +377,7 @@ class ShmLink:
                 if not self._take_reference(place & ~(ELSEWHERE | VOID), entry[1:], deadline):
                     return
             elif length > SEGMENT or entry[1] not in _KINDS or not self._ring <= place <= self._end - length:
-                raise ProtocolError(f"rank {self.peer} wrote a frame of kind {entry[1]} and length {length}")
+                raise ProtocolError(f"rank {self.peer} wrote an invalid frame: kind {entry[1]}, length {length}")
             else:
                 deliver(self, entry[1:], memory[place : place + length] if length else _NOTHING)
             if self._closed:
@@ -397,9 +397,9 @@ class ShmLink:
             self._peer_doorbell.ring()
 
     def _take_reference(self, segment: int, header: Header, deadline: float) -> bool:
-        """Hand out a frame whose payload lies elsewhere; False if there is more to read in the next turn."""
+        """Deliver a frame whose payload is elsewhere; return False if the next turn has to read the rest."""
         if header[0] != FrameKind.DATA or not 0 < header[7] <= MOST_BY_REFERENCE:
-            raise ProtocolError(f"rank {self.peer} wrote a frame of kind {header[0]} and length {header[7]}")
+            raise ProtocolError(f"rank {self.peer} wrote an invalid frame: kind {header[0]}, length {header[7]}")
         ticks = self._runtime.ticks
         entry = self._words[self._at : self._at + LINE // 8]
         taken = self.reference_reader.take(self, segment, entry, header, lambda: ticks() > deadline)
@@ -407,13 +407,13 @@ class ShmLink:
             self._runtime.call_soon(self.poll)
         return taken
 
-    def _collect(self) -> bool:
-        """Say of what the peer has read that it is."""
+    def _report_read(self) -> bool:
+        """Report to owners that the peer has read their payloads; return whether it has read any."""
         references = self.references
         was_full = references.full
         found = references.collect()
         if found and not self._closed:
-            if not references.unread and not self._kept:
+            if not references.unread and not self._waiting:
                 self._out.cancel_wakeup()
             if was_full and self.writable:
                 self.sink.drained(self)
@@ -422,18 +422,18 @@ class ShmLink:
     def _flush(self) -> bool:
         if self._failed:
             return False
-        kept, put = self._kept, self._out.put
+        waiting, put = self._waiting, self._out.put
         moved = False
         try:
-            while kept and put(*kept[0]):
-                kept.popleft()
+            while waiting and put(*waiting[0]):
+                waiting.popleft()
                 moved = True
         except OSError as error:
-            self._fail(error)
+            self._on_no_memory(error)
             return moved
         if moved:
             self._peer_doorbell.ring()
-        if kept:
+        if waiting:
             return moved
         if not self.references.unread:
             self._out.cancel_wakeup()
@@ -442,19 +442,19 @@ class ShmLink:
         self.sink.drained(self)
         return True
 
-    def _fail(self, error: OSError) -> None:
-        """There is no memory for a frame: end, but not while the sink is calling. No later frame may overtake it."""
+    def _on_no_memory(self, error: OSError) -> None:
+        """Close the link outside the sink's call, for lack of memory for a frame. No later frame may overtake it."""
         self._failed = True
-        self._runtime.call_soon(self._lost, error)
+        self._runtime.call_soon(self._on_lost, error)
 
     def _shutdown(self) -> None:
         try:
             self._stream.shutdown()
         except OSError:
-            self._runtime.call_soon(self._lost, None)  # the peer is gone, too
+            self._runtime.call_soon(self._on_lost, None)  # the peer has closed its end, too
 
-    def _hung_up(self) -> None:
-        """A message about segments has come, or the peer is gone; what it wrote before is in memory."""
+    def _on_socket_readable(self) -> None:
+        """Handle a readable stream: a message about segments, or the end of the peer, whose frames are in memory."""
         try:
             if self.segment_sharing.receive():
                 return
@@ -468,9 +468,9 @@ class ShmLink:
             return
         while self.poll():
             pass
-        self._lost(error)
+        self._on_lost(error)
 
-    def _lost(self, error: Exception | None) -> None:
+    def _on_lost(self, error: Exception | None) -> None:
         if not self._closed:
             self.close()
             if not self._refusing:
@@ -481,7 +481,7 @@ class ShmLink:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
-        """Read nothing more, since what has come cannot be taken; at the second such error, close."""
+        """Stop reading after invalid data; close at the second such error."""
         if self._refusing:
             self.close()
         elif not self._closed:

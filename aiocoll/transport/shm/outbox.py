@@ -1,12 +1,13 @@
-"""The outbox of a rank: what it posts for its peers, in memory that only it writes, and that they map read-only.
+"""Outbox of a rank: memory that only this rank writes, and that its peers map read-only.
 
     rank 0's outbox                                            rank 1's outbox
     common lane: slots, posted once for all their readers      common lane
     lane for 1:  posts, named, slots that rank 1 reads         lane for 0
-                 consumed: what rank 0 has read of rank 1's
+                 consumed: numbers of rank 1's posts that rank 0 has read
 
-Its descriptor goes to a peer when the link to it opens (`passing`), so no rank waits for another one's memory. Which of
-the two lanes a contribution takes follows from the schedule, so both ends know (`aiocoll.algorithms.select`).
+A peer receives the outbox's descriptor when the link to it opens (`passing`), so no rank waits for the memory of
+another. The schedule decides which of the two lanes carries a contribution, so both ends know it
+(`aiocoll.algorithms.select`).
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ __all__ = ["Outbox", "PeerOutbox"]
 
 
 class Outbox:
-    """This rank's outbox.
+    """Outbox of this rank.
 
     Args:
-        layout: for the ranks of this job.
-        fences: of this machine.
+        layout: the layout for the ranks of this job.
+        fences: the memory fences of this machine.
 
     Attributes:
-        status: words of the doorbell.
-        common: what several peers read.
+        status: the words of the doorbell.
+        common: the common lane, which several peers read.
 
     Raises:
-        OSError: no memory or descriptor left, or the kernel forbids it.
+        OSError: no memory or descriptor is left, or the kernel forbids shared memory.
     """
 
     __slots__ = ("_fences", "_lanes", "_open", "_region", "common", "layout", "status")
@@ -56,23 +57,23 @@ class Outbox:
         self._region = region = OwnRegion(layout.nbytes, (0, layout.common.small))
         self.status = memoryview(region.memory)[: layout.common.lines].cast("Q")
         self.common = CommonWriter(region, (0, layout.common.end), layout.common, fences)
-        # All that were ever open, by number; and the numbers of those that are.
+        # All lanes that were ever opened, by number; and the numbers of the lanes in use.
         self._lanes: dict[int, LaneWriter] = {}
         self._open: set[int] = set()
 
     @property
     def fd(self) -> int:
-        """Descriptor of the memory."""
+        """Return the descriptor of the memory."""
         return self._region.fd
 
     def open_lane(self, peer: int) -> LaneWriter | None:
-        """Return a lane for a link to a peer; None if too many links are being opened at once. `close_lane` ends that.
+        """Return a lane for a link to a peer, until `close_lane`; None if too many links are being opened at once.
 
         Raises:
             OSError: no memory is left.
         """
         layout = self.layout
-        # Its own lane, unless another link uses that.
+        # The peer's own lane, unless another link uses it.
         number = next((each for each in (peer, *range(layout.ranks, layout.lanes)) if each not in self._open), None)
         if number is None:
             return None
@@ -87,12 +88,12 @@ class Outbox:
         return lane
 
     def close_lane(self, lane: LaneWriter) -> None:
-        """The link of a lane has ended, or was not opened. What was posted there can still be read."""
+        """Release a lane whose link has ended or was never opened. Its posts can still be read."""
         lane.disconnect()
         self._open.discard(lane.number)
 
     def close(self) -> None:
-        """Close the descriptor, and let go of the memory: it goes with the last view of it."""
+        """Close the descriptor and release this rank's views; the memory is unmapped with the last view of it."""
         self.status.release()
         for lane in self._lanes.values():
             lane.forget()
@@ -105,24 +106,24 @@ class Outbox:
 
 
 class PeerOutbox:
-    """The outbox of a peer, mapped read-only.
+    """Outbox of a peer, mapped read-only.
 
     Args:
-        memory: all of it.
-        layout: of it.
-        number: of its lane for this rank.
-        lane: this rank's for the peer.
-        peer: rank of the peer.
-        fences: of this machine.
+        memory: the whole outbox.
+        layout: its layout.
+        number: the number of its lane for this rank.
+        lane: this rank's lane for the peer.
+        peer: the rank of the peer.
+        fences: the memory fences of this machine.
 
     Raises:
-        ProtocolError: it has no lane of this number.
+        ProtocolError: the outbox has no lane of this number.
 
     Attributes:
-        status: words of the peer's doorbell.
-        words: of the peer's lane for this rank.
+        status: the words of the peer's doorbell.
+        words: the words of the peer's lane for this rank.
         common: the slots of the common lane.
-        lane: those of the lane for this rank.
+        lane: the slots of the lane for this rank.
     """
 
     __slots__ = ("_chunked", "_layout", "_memory", "_order", "_seen", "_start", "common", "lane", "status", "words")
@@ -158,54 +159,54 @@ class PeerOutbox:
     def native_lanes(
         self, own: Outbox, lane: LaneWriter, eventfd: int, attend: Callable[[], None]
     ) -> core.PeerLanes | None:
-        """Return the accelerator's view of these lanes and of this rank's for the peer; None without it.
+        """Return the accelerator's view of the lanes in both directions; None without the accelerator.
 
         Args:
             own: this rank's outbox.
-            lane: its lane for the peer.
-            eventfd: of the peer's doorbell.
-            attend: of this rank's doorbell.
+            lane: this rank's lane for the peer.
+            eventfd: the eventfd of the peer's doorbell.
+            attend: the method of this rank's doorbell that makes this rank poll.
         """
         if core is None:
             return None
         layout = self._layout
-        mine = lane.memory, tuple(own.layout.lane), lane.posted, lane.ready
-        theirs = self._memory, self._start, tuple(layout.common), tuple(layout.lane)
-        return core.PeerLanes(*mine, *theirs, own.status, lane.reserve, attend, lane, own.common.native, eventfd)
+        own_side = lane.memory, tuple(own.layout.lane), lane.posted, lane.ready
+        peer_side = self._memory, self._start, tuple(layout.common), tuple(layout.lane)
+        return core.PeerLanes(*own_side, *peer_side, own.status, lane.reserve, attend, lane, own.common.native, eventfd)
 
     def has_news(self) -> bool:
-        """Whether anything was posted, or all chunks of an operation were put, since the last time this was asked."""
+        """Return whether the peer has posted anything, or put all chunks of an operation, since the last call."""
         words = self.words
         posts, chunked = words[POSTS], words[CHUNKED]
         if posts == self._seen and chunked == self._chunked:
             return False
         self._seen, self._chunked = posts, chunked
-        # What was posted is looked for next: no load of it may come before that of the count.
+        # The caller looks for the posts next. Their loads must not be executed before the load of the count.
         if self._order is not None:
             self._order()
         return True
 
     def unread(self) -> list[tuple[int, int, int]]:
-        """Return operation, group and fingerprint of all posts for groups that are not over that were not read yet."""
+        """Return operation, group and fingerprint of each unread post for a group that is still open."""
         return self.common.unread() + self.lane.unread()
 
     def purge(self, group: int) -> None:
-        """Consume all that was posted for a group that is over: nobody will read it."""
+        """Consume all posts for a closed group: no operation will read them."""
         self.common.purge(group)
         self.lane.purge(group)
 
     def release(self, group: int) -> None:
-        """Forget that a group is over: nothing more is posted for it."""
+        """Forget a closed group, for which the peer posts nothing more."""
         self.common.release(group)
         self.lane.release(group)
 
     def detach(self) -> None:
-        """The link has ended: its lane may be used by another one. What the peer has posted can still be read."""
+        """Give up the lane of an ended link, which another link may use. Posts of the peer can still be read."""
         self.common.detach()
         self.lane.detach()
 
     def close(self) -> None:
-        """Let go of the memory: it goes with the last view of it."""
+        """Release all views; the memory is unmapped with the last view of it."""
         self.common.forget()
         self.lane.forget()
         del self.common, self.lane, self.status, self.words, self._memory

@@ -1,4 +1,4 @@
-"""How two processes establish shared memory: the last step of opening a link over a unix socket.
+"""Set-up of shared memory between two processes: the last step of opening a link over a unix socket.
 
     dialler                                          acceptor
     makes the region
@@ -7,11 +7,11 @@
     maps it, reads the word
     agreement                         --->
 
-Offer and answer say where in the process a secret word lies, and which one; answer and agreement, whether the other's
-could be read there (`process_memory`).
+Offer and answer contain the address and the value of a secret word in the sender's process. Answer and agreement report
+whether their sender could read the other's word at that address (`process_memory`).
 
-Each of these may be a refusal, and then the socket itself is the link. The dialler sends the last message, as in the
-handshake: until then it may give up and dial again, and no end has a link that the other has not.
+Each of the three messages may be a refusal. The socket itself is then the link. The dialler sends the last message, as
+in the handshake: until then it may give up and dial again, and neither end has a link that the other end lacks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from aiocoll.errors import ProtocolError
 from aiocoll.native import core
 from aiocoll.transport.shm.descriptors import check_eventfd, recv_fds
 from aiocoll.transport.shm.doorbell import PeerDoorbell
-from aiocoll.transport.shm.link import Own, Pair, Peer
+from aiocoll.transport.shm.link import LinkParts, OwnPart, PeerPart
 from aiocoll.transport.shm.outbox import PeerOutbox
 from aiocoll.transport.shm.process_memory import OwnMemory, PeerMemory, peer_memory
 from aiocoll.transport.shm.region import SharedRegion, open_readable
@@ -42,16 +42,16 @@ _ANSWERED_FDS = 2
 
 
 class _Message(NamedTuple):
-    """What is said.
+    """A message of the exchange.
 
     Attributes:
-        agreed: whether there is something.
-        reads: whether the memory of the other process can be read.
-        native: whether this process runs the accelerator, which decides the size of chunks.
+        agreed: whether the sender agrees to share memory.
+        reads: whether the sender can read the memory of the other process.
+        native: whether the sender runs the accelerator, which decides the size of chunks.
         ranks: number of ranks that the layouts are made for.
-        lane: number of the lane for the peer in the outbox.
-        address: of the secret word; 0 if the memory shall not be read.
-        word: which it is.
+        lane: number of the lane for the receiver in the sender's outbox.
+        address: address of the secret word; 0 if the receiver must not read the memory.
+        word: value of the secret word.
     """
 
     agreed: bool
@@ -64,25 +64,25 @@ class _Message(NamedTuple):
 
 
 class NotSharedError(Exception):
-    """This rank cannot share memory, and has told its peer."""
+    """This rank cannot share memory, and has reported that to its peer."""
 
 
 def decline(sock: socket.socket) -> None:
-    """Refuse."""
+    """Send a refusal."""
     sock.send(_MESSAGE.pack(*_Message(agreed=False)))
 
 
-async def propose(sock: socket.socket, own: Own) -> Pair | None:
-    """Offer shared memory; None if the peer declines.
+async def propose(sock: socket.socket, own: OwnPart) -> LinkParts | None:
+    """Offer shared memory to the peer; return None if the peer declines.
 
     Args:
         sock: connected to the peer.
-        own: what this rank brings.
+        own: this rank's part.
 
     Raises:
-        NotSharedError: there is none to offer, or what the peer passes cannot be taken.
+        NotSharedError: this rank cannot make the memory, or cannot map the peer's.
         OSError: the peer closed the connection.
-        ProtocolError: what it passed is no outbox or no doorbell.
+        ProtocolError: a descriptor from the peer is not an outbox or not an eventfd.
     """
     layout = own.layout
     with _declining(sock):
@@ -94,47 +94,47 @@ async def propose(sock: socket.socket, own: Own) -> Pair | None:
         found = await _agree(sock, own)
     finally:
         if found is None:
-            region.close()  # a traceback may keep the rest
-    return None if found is None else Pair(region, 0, own, *found)
+            region.close()  # a traceback may keep the other objects
+    return None if found is None else LinkParts(region, 0, own, *found)
 
 
-async def _agree(sock: socket.socket, own: Own) -> tuple[Peer, PeerMemory | None, bool, bool] | None:
-    """Take the answer and send the last message; return the last four of a `Pair`."""
+async def _agree(sock: socket.socket, own: OwnPart) -> tuple[PeerPart, PeerMemory | None, bool, bool] | None:
+    """Receive the answer and send the last message; return the last four fields of a `LinkParts`."""
     answer, fds = await _receive(sock, _ANSWERED_FDS)
     if not answer.agreed:
         _close(fds)
         decline(sock)
         return None
     with _declining(sock):
-        peer = _peer(fds, answer, own)
+        peer = _map_peer(fds, answer, own)
     try:
-        memory_there = _prove(sock, own.memory, answer)
-        sock.send(_MESSAGE.pack(*_Message(agreed=True, reads=memory_there is not None)))
+        remote_memory = _read_secret_word(sock, own.memory, answer)
+        sock.send(_MESSAGE.pack(*_Message(agreed=True, reads=remote_memory is not None)))
     except BaseException:
         peer.close()
         raise
-    return peer, memory_there, answer.reads, _are_both_native(answer)
+    return peer, remote_memory, answer.reads, _are_both_native(answer)
 
 
-def _offered(own: Own, *, reads: bool) -> _Message:
-    """Return the message about what this rank brings."""
+def _make_message(own: OwnPart, *, reads: bool) -> _Message:
+    """Return the message about this rank's part."""
     address, word = (0, 0) if own.memory is None else (own.memory.address, own.memory.word)
     return _Message(True, reads, ranks=own.layout.ranks, lane=own.lane.number, address=address, word=word)
 
 
-def _are_both_native(said: _Message) -> bool:
-    return said.native and core is not None
+def _are_both_native(message: _Message) -> bool:
+    return message.native and core is not None
 
 
-def _prove(sock: socket.socket, memory: OwnMemory | None, said: _Message) -> PeerMemory | None:
-    """Read the secret word of the peer; None if it is not there, or not for us."""
-    return peer_memory(sock, said.address, said.word) if memory is not None and said.address else None
+def _read_secret_word(sock: socket.socket, memory: OwnMemory | None, message: _Message) -> PeerMemory | None:
+    """Read the secret word of the peer; return None if it cannot be read, or this rank must not read it."""
+    return peer_memory(sock, message.address, message.word) if memory is not None and message.address else None
 
 
-def _offer(sock: socket.socket, fd: int, own: Own) -> None:
+def _offer(sock: socket.socket, fd: int, own: OwnPart) -> None:
     """Send the offer, and close the region's `fd`."""
     try:
-        offer = _offered(own, reads=False)
+        offer = _make_message(own, reads=False)
         socket.send_fds(sock, [_MESSAGE.pack(*offer)], [fd, own.doorbell.outbox.fd, own.doorbell.eventfd])
     finally:
         os.close(fd)
@@ -142,7 +142,7 @@ def _offer(sock: socket.socket, fd: int, own: Own) -> None:
 
 @contextmanager
 def _declining(sock: socket.socket) -> Iterator[None]:
-    """Refuse, and raise `NotSharedError`, where the kernel refuses; an error of the connection is raised as it is."""
+    """Send a refusal and raise `NotSharedError` where the kernel refuses; re-raise errors of the connection."""
     try:
         yield
     except ConnectionError:
@@ -152,17 +152,17 @@ def _declining(sock: socket.socket) -> Iterator[None]:
         raise NotSharedError(str(error)) from error
 
 
-async def accept(sock: socket.socket, own: Own | None) -> Pair | None:
-    """Take what the peer offers; None if it offers nothing, or (with `own` None) this rank wants nothing.
+async def accept(sock: socket.socket, own: OwnPart | None) -> LinkParts | None:
+    """Accept the peer's offer; return None if there is no offer, or if `own` is None, so that this rank declines.
 
     Args:
         sock: connected to the peer.
-        own: what this rank brings.
+        own: this rank's part.
 
     Raises:
-        NotSharedError: it cannot be taken.
+        NotSharedError: this rank cannot map the peer's memory.
         OSError: the peer closed the connection.
-        ProtocolError: it is not what it should be.
+        ProtocolError: a descriptor from the peer is not the expected memory or eventfd.
     """
     offer, fds = await _receive(sock, _OFFERED_FDS)
     if not offer.agreed:
@@ -174,11 +174,11 @@ async def accept(sock: socket.socket, own: Own | None) -> Pair | None:
         await _receive_last(sock)
         return None
     async with _declining_offer(sock):
-        region, peer = _map(fds, offer, own)
+        region, peer = _map_offer(fds, offer, own)
     last = _Message(agreed=False)
     try:
-        memory_there = _prove(sock, own.memory, offer)
-        answer = _offered(own, reads=memory_there is not None)
+        remote_memory = _read_secret_word(sock, own.memory, offer)
+        answer = _make_message(own, reads=remote_memory is not None)
         async with _declining_offer(sock):
             socket.send_fds(sock, [_MESSAGE.pack(*answer)], [own.doorbell.outbox.fd, own.doorbell.eventfd])
         last = await _receive_last(sock)
@@ -186,12 +186,12 @@ async def accept(sock: socket.socket, own: Own | None) -> Pair | None:
         if not last.agreed:
             peer.close()
             region.close()
-    return Pair(region, 1, own, peer, memory_there, last.reads, _are_both_native(offer)) if last.agreed else None
+    return LinkParts(region, 1, own, peer, remote_memory, last.reads, _are_both_native(offer)) if last.agreed else None
 
 
 @asynccontextmanager
 async def _declining_offer(sock: socket.socket) -> AsyncIterator[None]:
-    """As `_declining`, and wait for what the dialler says to that."""
+    """Act as `_declining`, then wait for the dialler's last message."""
     try:
         with _declining(sock):
             yield
@@ -207,9 +207,9 @@ async def _receive_last(sock: socket.socket) -> _Message:
     return last
 
 
-def _map(fds: list[int], offer: _Message, own: Own) -> tuple[SharedRegion, Peer]:
+def _map_offer(fds: list[int], offer: _Message, own: OwnPart) -> tuple[SharedRegion, PeerPart]:
     if len(fds) != _OFFERED_FDS:
-        raise _lost(fds)
+        raise _make_lost_error(fds)
     layout = own.layout
     fd, *others = fds
     try:
@@ -218,46 +218,46 @@ def _map(fds: list[int], offer: _Message, own: Own) -> tuple[SharedRegion, Peer]
         _close(others)
         raise
     try:
-        return region, _peer(others, offer, own)
+        return region, _map_peer(others, offer, own)
     except BaseException:
-        region.close()  # a traceback may keep the rest
+        region.close()  # a traceback may keep the other objects
         raise
 
 
-def _peer(fds: Sequence[int], said: _Message, own: Own) -> Peer:
+def _map_peer(fds: Sequence[int], message: _Message, own: OwnPart) -> PeerPart:
     if len(fds) != _ANSWERED_FDS:
-        raise _lost(fds)
+        raise _make_lost_error(fds)
     fd, eventfd = fds
     doorbell = own.doorbell
     layout = doorbell.outbox.layout
     try:
-        if said.ranks != layout.ranks:
+        if message.ranks != layout.ranks:
             os.close(fd)
-            raise ProtocolError(f"rank {own.peer} shares memory for {said.ranks} ranks, not for {layout.ranks}")
+            raise ProtocolError(f"rank {own.peer} shares memory for {message.ranks} ranks, not for {layout.ranks}")
         memory = open_readable(fd, layout.nbytes)
         try:
             check_eventfd(eventfd)
-            outbox = PeerOutbox(memory, layout, said.lane, own.lane, own.peer, doorbell.fences)
+            outbox = PeerOutbox(memory, layout, message.lane, own.lane, own.peer, doorbell.fences)
         except BaseException:
             memory.close()
             raise
     except BaseException:
         os.close(eventfd)
         raise
-    return Peer(PeerDoorbell(eventfd, outbox.status, doorbell), outbox)
+    return PeerPart(PeerDoorbell(eventfd, outbox.status, doorbell), outbox)
 
 
-def _lost(fds: Sequence[int]) -> OSError:
-    """The kernel leaves out what a process that has too many open files could not take."""
+def _make_lost_error(fds: Sequence[int]) -> OSError:
+    """Return an error for missing descriptors: the kernel drops them if the process has too many open files."""
     _close(fds)
-    return OSError(errno.EMFILE, "descriptors were lost on the way: too many open files")
+    return OSError(errno.EMFILE, "the kernel dropped descriptors from a peer: too many open files; raise `ulimit -n`")
 
 
 async def _receive(sock: socket.socket, most: int) -> tuple[_Message, list[int]]:
     loop = asyncio.get_running_loop()
     while True:
         readable = loop.create_future()
-        loop.add_reader(sock.fileno(), _set, readable)
+        loop.add_reader(sock.fileno(), _resolve, readable)
         try:
             await readable
         finally:
@@ -269,11 +269,11 @@ async def _receive(sock: socket.socket, most: int) -> tuple[_Message, list[int]]
             continue
     if len(data) != _MESSAGE.size:
         _close(fds)
-        raise ConnectionResetError("it closed the connection before memory was shared")
+        raise ConnectionResetError("the peer closed the connection before memory was shared")
     return _Message(*_MESSAGE.unpack(data)), fds
 
 
-def _set(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 

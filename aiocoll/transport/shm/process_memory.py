@@ -1,9 +1,9 @@
-"""The memory of another process of this host, read where it lies, if the kernel gives leave: one copy instead of two.
+"""Memory of another process on this host, read in place if the kernel permits it: one copy instead of two.
 
-The kernel lets a process read another one as it would let it be debugged (`process_vm_readv`): of the same user, unless
-Yama, a seccomp filter or missing capabilities forbid it. Two ranks prove it when they open their link, each by reading
-the other's secret word. The word is read again with everything else, since the number of a process that has ended may
-be another one's by then.
+The kernel permits these reads (`process_vm_readv`) where it permits debugging: among processes of one user, unless
+Yama, a seccomp filter or missing capabilities forbid it. Two ranks test it when they open their link: each reads a
+secret word of the other. Every later read includes the word, because another process may reuse the number of an ended
+one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class _IoVec(ctypes.Structure):
 
 
 class OwnMemory:
-    """What a peer has to know to read this process: where a secret word lies, and what it is.
+    """Key to reading this process: the address and the value of a secret word. Peers receive it.
 
     Args:
         random_bytes: makes the word.
 
     Attributes:
-        address, word: of the secret word.
+        address, word: address and value of the secret word.
     """
 
     __slots__ = ("_kept", "_self", "address", "word")
@@ -50,7 +50,7 @@ class OwnMemory:
         self._self = PeerMemory(os.getpid(), self.address, self.word)
 
     def can_show(self, address: int) -> bool:
-        """Whether peers that may read this process can read there: not what a device has mapped into it."""
+        """Return whether peers that may read this process can read at `address`; False for mapped device memory."""
         try:
             self._self.read(address, memoryview(bytearray(1)))
         except OSError:
@@ -59,11 +59,11 @@ class OwnMemory:
 
 
 class PeerMemory:
-    """The memory of one process.
+    """Memory of a peer's process.
 
     Args:
-        pid: of the process.
-        address, word: of its secret word.
+        pid: number of the process.
+        address, word: address and value of its secret word.
     """
 
     __slots__ = ("_found", "_local", "_pid", "_readv", "_remote", "_word")
@@ -77,12 +77,12 @@ class PeerMemory:
         self._remote = (_IoVec * 2)(_IoVec(address, _WORD))
 
     def read(self, address: int, into: memoryview) -> None:
-        """Fill `into`, which may be written to, from the address on.
+        """Fill the writable view `into` from the address on.
 
         Raises:
             ProcessLookupError: the process has ended.
-            PermissionError: the kernel gives no leave.
-            OSError: that memory is not there.
+            PermissionError: the kernel does not permit it.
+            OSError: no memory is mapped there.
         """
         local, remote = self._local[1], self._remote[1]
         nbytes = local.nbytes = remote.nbytes = into.nbytes
@@ -94,7 +94,7 @@ class PeerMemory:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         if self._found.value != self._word:
-            raise ProcessLookupError(errno.ESRCH, "another process has its number")
+            raise ProcessLookupError(errno.ESRCH, "the process has ended, and another process has its number")
         if got != nbytes + _WORD:
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
@@ -104,11 +104,11 @@ def peer_memory(sock: socket.socket, address: int, word: int) -> PeerMemory | No
 
     Args:
         sock: connected; the peer is authenticated.
-        address: of the peer's secret word, as it says.
-        word: which that is.
+        address: address of the peer's secret word, as the peer reports it.
+        word: value of that word.
     """
     pid, _, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if pid <= 0:  # in a pid namespace that this one does not see
+    if pid <= 0:  # the peer is in a pid namespace that this process does not see
         return None
     try:
         memory = PeerMemory(pid, address, word)
@@ -119,25 +119,25 @@ def peer_memory(sock: socket.socket, address: int, word: int) -> PeerMemory | No
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of the first byte of a contiguous view that is not empty."""
+    """Return the address of the first byte of a contiguous, non-empty view."""
     if not view.readonly:
         return ctypes.addressof(ctypes.c_char.from_buffer(view))
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 def permit(pid: int) -> None:
-    """Let a process read this one, and all that it has started, where Yama would let only the parents of this one.
+    """Permit a process and its descendants to read this process, where Yama would permit only parents of this one.
 
-    See prctl(2), PR_SET_PTRACER; without Yama nothing changes.
+    See prctl(2), PR_SET_PTRACER. Without Yama the call has no effect.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def yama_scope() -> int:
-    """Return whom Yama lets read a process, besides root.
+    """Return the level at which Yama restricts reading other processes; root is exempt.
 
-    0 (and without Yama): all processes of its user; 1: its parents, and whom it permits; 2 and above: nobody.
+    0, also without Yama: all processes of the same user; 1: parents and permitted processes; 2 and above: none.
     """
     try:
         with open(_YAMA_SCOPE) as file:
@@ -147,7 +147,7 @@ def yama_scope() -> int:
 
 
 def can_read() -> str | None:
-    """Return why this process can read no other one, as far as it can tell alone; None if nothing is against it."""
+    """Return why this process can read no other process, as far as it can tell alone; None if it found no obstacle."""
     try:
         own = OwnMemory(bytes)
     except OSError as error:
@@ -162,5 +162,5 @@ def _process_vm_readv() -> Any:
     except (OSError, AttributeError):
         raise OSError(errno.ENOSYS, "this system has no process_vm_readv") from None
     call.restype = ctypes.c_ssize_t
-    # Not `argtypes`: the arrays are passed as pointers all the same, and faster.
+    # Without `argtypes` ctypes still passes arrays as pointers, and faster.
     return call

@@ -1,12 +1,12 @@
-"""Frames whose payload stays where the writer has it, in a segment or in its process, and is read there: one copy.
+"""Frames by reference: the payload stays in a segment or in the writer's process, and the reader copies it from there.
 
     writer                                          reader
-    entry with an address  ---------------------->  reads a piece, hands it out, reads the next ...
+    entry with an address  ---------------------->  reads a piece, delivers it, reads the next ...
     the payload may be overwritten  <-------------  has taken the entry
 
-A piece is read to where it belongs, if that is known. Else it is read into scratch memory that stays in the cache, and
-reduced from there. A writer that fails before all is read voids the entry: the reader looks after each piece that it
-has read, and drops the rest.
+The reader copies a piece to its destination if that is known. Otherwise it copies the piece to scratch memory that
+stays in the cache, and reduces it from there. A writer that fails during the transfer voids the entry. The reader
+checks for that after each piece, and drops the rest.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 __all__ = ["InPlace", "ReferenceReader", "ReferenceWriter", "Unread", "UnreadableError"]
 
 _BYTE = np.dtype(np.uint8)
-#: Frames that may be unread: one is read while the next is written.
+#: Largest number of unread frames: the peer reads one while this rank writes the next.
 _MOST_UNREAD = 2
-#: Bytes read at once: enough that the calls cost little, few enough that a callback ends in time.
+#: Bytes per read: enough to make the cost of calls small, few enough to end a callback in time.
 _PIECE = 4 * SEGMENT
 
 
 class InPlace:
-    """The memory of a rank that has to do with payloads that are read in place.
+    """Memory of a rank that takes part in reading in place.
 
     Args:
-        registered_memory: its segments.
-        random_bytes: makes the secret word of its process; None if peers shall not read that.
+        registered_memory: the rank's segments.
+        random_bytes: makes the secret word of its process; None if peers must not read the process.
     """
 
     def __init__(self, registered_memory: RegisteredMemory, random_bytes: Callable[[int], bytes] | None) -> None:
@@ -51,19 +51,19 @@ class InPlace:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether peers may, and as far as this process can tell alone, can read its memory."""
+        """Return whether peers may read the memory of this process, and can as far as it can tell alone."""
         return self._random_bytes is not None and can_read() is None
 
     @cached_property
     def memory(self) -> OwnMemory | None:
-        """That of its process; None if peers shall not, or cannot, read it."""
+        """Return the memory of this process; None if peers must not, or cannot, read it."""
         if self._random_bytes is None or not self.is_wanted:
             return None
         return OwnMemory(self._random_bytes)
 
     @cached_property
     def scratch(self) -> memoryview:
-        """Where payloads of others are read that have no other place; made when the first one is."""
+        """Return the buffer for payloads that have to be reduced, made at first use."""
         return np.empty(SEGMENT, np.uint8).data
 
 
@@ -71,9 +71,9 @@ class Unread(NamedTuple):
     """A frame that the reader has not taken.
 
     Attributes:
-        number: of its entry.
-        owner: whose payload it is.
-        read: called once it is read.
+        number: number of its entry.
+        owner: owner of the payload.
+        read: called once the peer has read the frame.
     """
 
     number: int
@@ -82,27 +82,27 @@ class Unread(NamedTuple):
 
 
 class ReferenceWriter:
-    """Frames whose payload stays where this rank has it, and is read there by the peer: the writer's end.
+    """Writer's end: frames whose payload stays in memory of this rank, where the peer reads it.
 
     Args:
-        out: the ring.
-        kept: frames that wait for space in the ring; no frame may overtake them.
-        sharing: of segments.
+        out: the frame ring.
+        waiting: frames that wait for space in the ring; no frame may overtake them.
+        sharing: the link's exchange of segments.
         own: memory of this rank.
         doorbell: wakes the peer.
         attach: whether the peer can read the memory of this process.
 
     Attributes:
         unread: the frames that the peer has not read, in order.
-        ended: this side of the link has ended: no frame is written any more.
+        ended: whether this side of the link has ended, so that no frame is written any more.
     """
 
-    __slots__ = ("_doorbell", "_kept", "_memory", "_out", "_registered_memory", "_sharing", "ended", "unread")
+    __slots__ = ("_doorbell", "_memory", "_out", "_registered_memory", "_sharing", "_waiting", "ended", "unread")
 
     def __init__(
         self,
         out: RingWriter,
-        kept: Collection[object],
+        waiting: Collection[object],
         sharing: SegmentSharing,
         own: InPlace,
         doorbell: PeerDoorbell,
@@ -110,7 +110,7 @@ class ReferenceWriter:
         attach: bool,
     ) -> None:
         self._out = out
-        self._kept = kept
+        self._waiting = waiting
         self._doorbell = doorbell
         self.ended = False
         self._sharing = sharing
@@ -119,15 +119,15 @@ class ReferenceWriter:
 
     @property
     def full(self) -> bool:
-        """Whether one has to be read before the next is written."""
+        """Return whether the peer has to read a frame before the next one is written."""
         return len(self.unread) >= _MOST_UNREAD
 
     def find(self, payload: memoryview, *, attach: bool) -> tuple[int, int] | None:
-        """Return where the peer can read a payload in place: number of the segment and offset; None if it cannot.
+        """Return where the peer can read a payload in place: segment number and offset; None if it cannot.
 
         Args:
-            payload: with at least a byte.
-            attach: it may also read the memory of this process: number 0 and the address.
+            payload: at least one byte.
+            attach: the peer may also read the memory of this process: number 0 and the address.
         """
         segments = self._registered_memory.segments
         found = self._registered_memory.find(np.frombuffer(payload, np.uint8)) if segments else None
@@ -136,20 +136,20 @@ class ReferenceWriter:
         if not attach or self._memory is None:
             return None
         address = address_of(payload)
-        return (0, address) if _is_numpys(payload.obj) or self._memory.can_show(address) else None
+        return (0, address) if _is_numpy_memory(payload.obj) or self._memory.can_show(address) else None
 
     def write(self, header: bytes, place: tuple[int, int], owner: object, read: Callable[[], None]) -> bool:
-        """Send one frame whose payload the peer reads in place; False if there is no space.
+        """Send one frame whose payload the peer reads in place; return False if there is no space.
 
         Args:
-            header: of the frame, with a payload of at most `MOST_BY_REFERENCE` bytes.
-            place: where it lies, see `find`; it has to stay as it is until `read` is called, or `void`.
-            owner: whose payload it is.
+            header: header of a frame with a payload of at most `MOST_BY_REFERENCE` bytes.
+            place: place of the payload, from `find`. The payload must stay unchanged until `read` is called, or `void`.
+            owner: owner of the payload.
             read: called once the peer has read it.
         """
-        if self._kept or self.ended:
+        if self._waiting or self.ended:
             return False
-        # Before the entry: the reader looks whether it is wanted after it has taken that.
+        # Before the entry is written: the reader checks for the request after it has taken the entry.
         self._out.request_wakeup()
         number = self._out.point(header, *place)
         if number:
@@ -158,7 +158,7 @@ class ReferenceWriter:
         return number > 0
 
     def collect(self) -> bool:
-        """Say of what has been read that it is; whether there was any."""
+        """Report to owners that the peer has read their payloads; return whether it has read any."""
         unread, taken, found = self.unread, self._out.taken, False
         while unread and unread[0].number <= taken:
             unread.pop(0).read()
@@ -166,23 +166,23 @@ class ReferenceWriter:
         return found
 
     def close(self) -> None:
-        """The link has ended: nobody reads any more."""
+        """Drop all unread frames: the link is closed."""
         self.unread.clear()
-        del self._out  # the memory goes with the last view of it
+        del self._out  # the memory is unmapped with the last view of it
 
     def void(self, owner: object) -> None:
-        """Report to the peer that what it has not read of `owner` may change from now on: the peer drops it."""
+        """Mark the unread payloads of `owner`: they may change from now on, and the peer drops them."""
         for frame in self.unread:
             if frame.owner is owner:
                 self._out.void(frame.number)
 
 
 class UnreadableError(ConnectionResetError):
-    """The memory that a frame points to cannot be read: its process is gone, or withdrew leave."""
+    """Failed read of memory that a frame refers to: its process has ended, or has withdrawn the permission."""
 
 
-def _is_numpys(memory: object) -> bool:
-    """Whether NumPy has allocated it, so that the kernel can show it."""
+def _is_numpy_memory(memory: object) -> bool:
+    """Return whether NumPy has allocated the memory, so that the kernel can copy it to a peer."""
     while isinstance(memory, np.ndarray):
         if memory.base is None:
             return bool(memory.flags.owndata)
@@ -190,22 +190,23 @@ def _is_numpys(memory: object) -> bool:
     return False
 
 
-def _unreadable(error: OSError) -> UnreadableError:
+def _make_unreadable_error(error: OSError) -> UnreadableError:
     return UnreadableError(error.errno, f"cannot read the memory of its process: {error}")
 
 
 class ReferenceReader:
-    """The reader's end.
+    """Reader's end: reads the payloads that frames of the peer refer to.
 
     Args:
-        sharing: of segments.
-        memory: of the peer's process; None if it cannot be read.
+        sharing: the link's exchange of segments.
+        memory: memory of the peer's process; None if it cannot be read.
         own: memory of this rank.
-        words: of the memory that both ends map.
-        pieces: the word that counts what this end has read: odd while it reads, so that the writer polls on.
+        words: words of the memory that both ends map.
+        pieces: index of the word that counts the pieces this end has read. It is odd during a read, and the writer then
+            keeps polling.
     """
 
-    __slots__ = ("_memory", "_moved", "_own", "_pieces", "_sharing", "_words")
+    __slots__ = ("_delivered", "_memory", "_own", "_pieces", "_sharing", "_words")
 
     def __init__(
         self, sharing: SegmentSharing, memory: PeerMemory | None, own: InPlace, words: memoryview, pieces: int
@@ -215,49 +216,51 @@ class ReferenceReader:
         self._sharing = sharing
         self._memory = memory
         self._own = own
-        # Bytes of the present frame that have been handed out.
-        self._moved = 0
+        # Bytes of the current frame that have been delivered.
+        self._delivered = 0
 
-    def take(self, link: ShmLink, segment: int, entry: memoryview, header: Header, is_over: Callable[[], bool]) -> bool:
-        """Read a frame as `_take` does, and let its writer know meanwhile."""
+    def take(
+        self, link: ShmLink, segment: int, entry: memoryview, header: Header, is_time_up: Callable[[], bool]
+    ) -> bool:
+        """Read a frame as `_take` does, and mark the read for its writer."""
         self.begin_read()
         try:
-            return self._take(link, segment, entry, header, is_over)
+            return self._take(link, segment, entry, header, is_time_up)
         finally:
             self.end_read()
 
     def begin_read(self) -> None:
-        """Report to the writer that its memory is being read."""
+        """Mark for the writer that this end is reading."""
         self._words[self._pieces] |= 1
 
     def end_read(self) -> None:
-        """Report to the writer that this is over for now."""
+        """Mark for the writer that this end has stopped reading."""
         self._words[self._pieces] = (self._words[self._pieces] | 1) + 1
 
     def _take(
-        self, link: ShmLink, segment: int, entry: memoryview, header: Header, is_over: Callable[[], bool]
+        self, link: ShmLink, segment: int, entry: memoryview, header: Header, is_time_up: Callable[[], bool]
     ) -> bool:
-        """Read a frame and hand it out piece by piece; False if time is over before the end, or the link has closed.
+        """Read a frame and deliver it in pieces; return False if time runs out first, or the link has closed.
 
         Args:
-            link: the end of the link that receives.
-            segment: where the payload lies; 0 for the process.
+            link: the receiving end of the link.
+            segment: number of the segment that contains the payload; 0 for the process.
             entry: the words of the entry in the ring.
-            header: of the frame.
-            is_over: whether this has taken long enough.
+            header: the frame's header.
+            is_time_up: returns whether the time has run out.
 
         Raises:
             UnreadableError: the memory is not there any more.
         """
         kind, flags, step, group, op, fingerprint, offset, length, total = header
-        while self._moved < length:
-            moved = self._moved
+        while self._delivered < length:
+            moved = self._delivered
             nbytes = min(length - moved, _PIECE)
             piece = (kind, flags, step, group, op, fingerprint, offset + moved & 0xFFFFFFFF, nbytes, total)
             place = link.sink.route(link, piece)
             into = place
             if into is None:
-                # It has to be worked with: as much of it as stays in the cache.
+                # The payload has to be reduced: read as much of it as stays in the cache.
                 nbytes = min(nbytes, SEGMENT)
                 piece = (*piece[:7], nbytes, total)
                 into = self._own.scratch[:nbytes]
@@ -265,29 +268,29 @@ class ReferenceReader:
                 self._read(segment, entry[ADDRESS] + moved, into)
             except OSError as error:
                 if not entry[PLACE] & VOID:
-                    raise _unreadable(error) from None
+                    raise _make_unreadable_error(error) from None
             if entry[PLACE] & VOID:
                 link.sink.withdrawn(link, header)
                 break
             link.sink.deliver(link, piece, into if place is None else None)
             if link.closed:
                 return False
-            self._moved = moved + nbytes
-            if self._moved < length and is_over():
+            self._delivered = moved + nbytes
+            if self._delivered < length and is_time_up():
                 return False
-        self._moved = 0
+        self._delivered = 0
         return True
 
-    def _in_segment(self, segment: int, address: int, nbytes: int) -> memoryview:
+    def _view_segment(self, segment: int, address: int, nbytes: int) -> memoryview:
         found = self._sharing.read(segment, address, _BYTE, nbytes)
         if found is None:
-            raise OSError(errno.EFAULT, "it is in no segment that its rank has shared")
+            raise OSError(errno.EFAULT, "the address is in no segment that its rank has shared")
         return found.data
 
     def _read(self, segment: int, address: int, into: memoryview) -> None:
         if segment:
-            into[:] = self._in_segment(segment, address, into.nbytes)
+            into[:] = self._view_segment(segment, address, into.nbytes)
         elif self._memory is None:
-            raise OSError(errno.EPERM, "this process has no leave to read it")
+            raise OSError(errno.EPERM, "this process is not permitted to read it")
         else:
             self._memory.read(address, into)

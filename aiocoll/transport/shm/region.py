@@ -1,9 +1,10 @@
-"""Memory without a name: made by one process, passed to others as a descriptor, gone with its last user.
+"""Anonymous shared memory: one process makes it and passes its descriptor; the kernel frees it after its last user.
 
-Memory is reserved before it is touched: a host that has none left says so then, instead of killing whoever touches it.
+Memory is reserved before the first write. On a host without free memory the reservation fails with an error; without a
+reservation, the kernel would kill the process that writes.
 
-What fails closes at once what it has made or mapped: its error's traceback would keep the memory as long as somebody,
-or a cycle, keeps the error.
+A function that fails closes at once everything that it has opened or mapped. The traceback of its error would otherwise
+keep the memory for as long as anything, or a reference cycle, keeps the error.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from aiocoll.errors import ProtocolError
 __all__ = ["PAGE", "OwnRegion", "SharedRegion", "create_mapped", "no_memory", "open_readable", "open_region"]
 
 PAGE = mmap.PAGESIZE
-#: Bytes reserved in one turn of the loop; takes about 60 microseconds.
-_LOT = 256 * 1024
+#: Bytes reserved per turn of the loop; takes about 60 microseconds.
+_BATCH = 256 * 1024
 
-# Linux, <linux/fcntl.h>; `fcntl` has them too, but not where there is no memfd.
+# Linux, <linux/fcntl.h>. `fcntl` defines them, too, but not on systems without memfd.
 _SEALS = 0x0001 | 0x0002 | 0x0004
-"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: nobody can take pages away, which would be SIGBUS to all who map them."""
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: no process can remove pages, which would raise SIGBUS wherever mapped."""
 _FUTURE_WRITE = 0x0010
-"""F_SEAL_FUTURE_WRITE, from Linux 5.1 on: nobody can write but through the mappings that exist."""
+"""F_SEAL_FUTURE_WRITE, since Linux 5.1: only mappings that already exist can write."""
 _WRITE_SEALS = 0x0008 | _FUTURE_WRITE
 """F_SEAL_WRITE, F_SEAL_FUTURE_WRITE."""
 _ADD_SEALS, _GET_SEALS = 1033, 1034
-# Linux, <linux/mman.h>, from 5.14 on.
+# Linux, <linux/mman.h>, since 5.14.
 _POPULATE_WRITE = 23
 
 
 class SharedRegion:
-    """Memory that two processes share, reserved bit by bit; `create` or `open` it.
+    """Memory that two processes share, reserved in parts; `create` or `open` it.
 
-    Whoever writes somewhere for the first time reserves it before. Nobody reads where nothing was written.
+    A writer reserves a part before its first write there. A reader reads only where a writer has written.
 
     Attributes:
-        memory: all of it.
+        memory: the reserved mapping.
     """
 
-    __slots__ = ("_whole", "memory")
+    __slots__ = ("_reserved", "memory")
 
-    def __init__(self, memory: mmap.mmap, first: Iterable[tuple[int, int]], *, whole: bool) -> None:
+    def __init__(self, memory: mmap.mmap, first: Iterable[tuple[int, int]], *, reserved: bool) -> None:
         self.memory = memory
-        self._whole = whole
+        self._reserved = reserved
         for start, end in first:
             if not self.reserve(start, end):
                 raise no_memory()
@@ -59,50 +60,49 @@ class SharedRegion:
     async def create(cls, nbytes: int, first: Iterable[tuple[int, int]]) -> tuple[int, SharedRegion]:
         """Make `nbytes` of zeroed memory; return its descriptor, which the caller closes, and the region.
 
-        On kernels before 5.14 all of it is reserved at once. That takes a quarter of a millisecond per MiB, and many
-        turns of the loop.
+        Kernels before 5.14 reserve all of it at once, in many turns of the loop. That takes 0.25 ms per MiB.
 
         Args:
-            nbytes: of the whole.
-            first: start and end of what is reserved here.
+            nbytes: size of the whole region.
+            first: (start, end) of the parts to reserve now.
 
         Raises:
-            OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
+            OSError: the kernel has no memfd or forbids it, or no memory or descriptor is left.
         """
         with ExitStack() as undo:
-            fd = _open(nbytes, undo)
-            memory = _seal(fd, nbytes, undo)
-            whole = not _can_populate(memory)
-            if whole:
-                for start in range(0, nbytes, _LOT):
-                    os.posix_fallocate(fd, start, min(_LOT, nbytes - start))
+            fd = _create_memfd(nbytes, undo)
+            memory = _seal_and_map(fd, nbytes, undo)
+            reserved = not _can_populate(memory)
+            if reserved:
+                for start in range(0, nbytes, _BATCH):
+                    os.posix_fallocate(fd, start, min(_BATCH, nbytes - start))
                     await asyncio.sleep(0)
-            region = cls(memory, first, whole=whole)
+            region = cls(memory, first, reserved=reserved)
             undo.pop_all()
             return fd, region
 
     @classmethod
     def open(cls, fd: int, nbytes: int, first: Iterable[tuple[int, int]]) -> SharedRegion:
-        """Map what another process has made, and close `fd`; reserve the parts of `first`, as `create` does.
+        """Map the region of another process, close `fd`, and reserve the parts of `first` as `create` does.
 
         Raises:
-            ProtocolError: it has another size, or its size could change under us.
-            OSError: it cannot be mapped, or there is no memory left.
+            ProtocolError: the memory has another size, or the other process could still change its size.
+            OSError: the memory cannot be mapped, or none is left.
         """
-        whole = os.fstat(fd).st_blocks * 512 >= nbytes
+        reserved = os.fstat(fd).st_blocks * 512 >= nbytes
         memory = open_region(fd, nbytes)
         try:
-            return cls(memory, first, whole=whole)
+            return cls(memory, first, reserved=reserved)
         except BaseException:
             memory.close()
             raise
 
     def reserve(self, start: int, end: int) -> bool:
-        """Reserve the pages between two offsets; False if there is no memory left. What is reserved stays so.
+        """Reserve the pages between two offsets for good; return False if no memory is left.
 
-        Takes about half a millisecond per MiB, of which the first write is spared some.
+        Takes about half a millisecond per MiB, part of which the first write saves.
         """
-        if self._whole:
+        if self._reserved:
             return True
         start -= start % PAGE
         try:
@@ -112,32 +112,32 @@ class SharedRegion:
         return True
 
     def close(self) -> None:
-        """Give the memory back, of which nobody has a view."""
+        """Unmap the memory; no view of it may exist."""
         self.memory.close()
 
 
 class OwnRegion:
-    """Memory that only this process writes, reserved bit by bit; others map it by `open_readable`.
+    """Memory that only this process writes, reserved in parts; peers map it with `open_readable`.
 
-    Kernels before 5.1 do not keep others from writing: there, they map it read-only of their own accord.
+    Kernels before 5.1 cannot prevent peers from writing. There, peers map the memory read-only voluntarily.
 
     Args:
-        nbytes: of the whole.
-        first: start and end of what is reserved at once.
+        nbytes: size of the whole region.
+        first: (start, end) of the part to reserve now.
 
     Attributes:
-        fd: its descriptor; -1 once it is closed.
-        memory: all of it.
+        fd: the descriptor; -1 once it is closed.
+        memory: the reserved mapping.
 
     Raises:
-        OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
+        OSError: the kernel has no memfd or forbids it, or no memory or descriptor is left.
     """
 
     __slots__ = ("_is_old", "fd", "memory")
 
     def __init__(self, nbytes: int, first: tuple[int, int]) -> None:
         with ExitStack() as undo:
-            self.fd = fd = _open(nbytes, undo)
+            self.fd = fd = _create_memfd(nbytes, undo)
             self.memory = _map(fd, nbytes)
             undo.callback(self.memory.close)
             try:
@@ -152,7 +152,7 @@ class OwnRegion:
             undo.pop_all()
 
     def reserve(self, start: int, end: int) -> bool:
-        """Reserve the pages between two offsets; False if there is no memory left. What is reserved stays so."""
+        """Reserve the pages between two offsets for good; return False if no memory is left."""
         start -= start % PAGE
         try:
             if self._is_old:
@@ -164,33 +164,33 @@ class OwnRegion:
         return True
 
     def close(self) -> None:
-        """Close the descriptor; the memory goes with the last view of it."""
+        """Close the descriptor; the memory is unmapped with the last view of it."""
         fd, self.fd = self.fd, -1
         os.close(fd)
         del self.memory
 
 
 def no_memory() -> OSError:
-    """Return the error of a region that cannot grow."""
+    """Return the error for a region that cannot grow."""
     return OSError(errno.ENOMEM, "this host has no memory left to share")
 
 
 def open_region(fd: int, nbytes: int) -> mmap.mmap:
-    """Map what another process has made, and close `fd`.
+    """Map the region that another process has made, and close `fd`.
 
     Raises:
-        ProtocolError: it has another size, or its size could change under us.
-        OSError: it cannot be mapped.
+        ProtocolError: the memory has another size, or the other process could still change its size.
+        OSError: the memory cannot be mapped.
     """
     return _open_sealed(fd, nbytes, "shared memory", _is_sealed, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def open_readable(fd: int, nbytes: int) -> mmap.mmap:
-    """Map for reading what another process has made as an `OwnRegion`, and close `fd`.
+    """Map the `OwnRegion` of another process read-only, and close `fd`.
 
     Raises:
-        ProtocolError: it has another size, or its size could change under us.
-        OSError: it cannot be mapped.
+        ProtocolError: the memory has another size, or the other process could still change its size.
+        OSError: the memory cannot be mapped.
     """
     return _open_sealed(fd, nbytes, "an outbox", _is_fixed, mmap.PROT_READ)
 
@@ -204,7 +204,7 @@ def _open_sealed(fd: int, nbytes: int, name: str, is_sealed: Callable[[int], boo
         os.close(fd)
 
 
-def _open(nbytes: int, undo: ExitStack) -> int:
+def _create_memfd(nbytes: int, undo: ExitStack) -> int:
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this Python was built without memfd_create")
     fd = os.memfd_create("aiocoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -213,7 +213,7 @@ def _open(nbytes: int, undo: ExitStack) -> int:
     return fd
 
 
-def _seal(fd: int, nbytes: int, undo: ExitStack) -> mmap.mmap:
+def _seal_and_map(fd: int, nbytes: int, undo: ExitStack) -> mmap.mmap:
     fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
     memory = _map(fd, nbytes)
     undo.callback(memory.close)
@@ -233,7 +233,7 @@ def _populate(memory: mmap.mmap, start: int, nbytes: int) -> None:
 
 
 def _is_sealed(fd: int) -> bool:
-    """Whether nobody can take pages away from memory that all may write."""
+    """Return whether memory that both processes write is sealed: neither can remove its pages."""
     if not _is_fixed(fd):
         return False
     seals = fcntl.fcntl(fd, _GET_SEALS)
@@ -241,41 +241,41 @@ def _is_sealed(fd: int) -> bool:
 
 
 def _is_fixed(fd: int) -> bool:
-    """Whether nobody can take pages away from memory, nor lacks the huge ones it was promised."""
+    """Return whether memory is sealed against the removal of pages, and has no huge pages, which could run out."""
     try:
         seals = fcntl.fcntl(fd, _GET_SEALS)
     except OSError:
-        return False  # no memory at all
+        return False  # not a memfd
     return seals & _SEALS == _SEALS and os.fstatvfs(fd).f_bsize == PAGE
 
 
 def _map(fd: int, nbytes: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    # Until Python 3.13 a mapping keeps a descriptor of its own.
+    # Before Python 3.13 a mapping always keeps a duplicate of the descriptor.
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, nbytes, prot=access, trackfd=False)
     return mmap.mmap(fd, nbytes, prot=access)
 
 
 async def create_mapped(nbytes: int) -> tuple[int, mmap.mmap]:
-    """Make `nbytes` of zeroed memory that this process uses itself, in many turns of the loop.
+    """Make `nbytes` of zeroed memory for this process itself, in many turns of the loop.
 
-    Takes about 0.3 milliseconds per MiB, of which the first use is spared as much: all pages are reserved and mapped.
+    Reserves and maps all pages, in about 0.3 milliseconds per MiB. The first use is faster by the same time.
 
     Returns:
-        Its descriptor, which the caller closes, and the mapping.
+        The descriptor, which the caller closes, and the mapping.
 
     Raises:
-        OSError: the kernel has no memfd or forbids it, or there is no memory or descriptor left.
+        OSError: the kernel has no memfd or forbids it, or no memory or descriptor is left.
     """
     with ExitStack() as undo:
-        fd = _open(nbytes, undo)
-        memory = _seal(fd, nbytes, undo)
-        for start in range(0, nbytes, _LOT):
-            lot = min(_LOT, nbytes - start)
-            os.posix_fallocate(fd, start, lot)
-            # An older kernel maps them when they are touched.
+        fd = _create_memfd(nbytes, undo)
+        memory = _seal_and_map(fd, nbytes, undo)
+        for start in range(0, nbytes, _BATCH):
+            batch = min(_BATCH, nbytes - start)
+            os.posix_fallocate(fd, start, batch)
+            # Older kernels map pages on first access.
             with suppress(OSError):
-                memory.madvise(_POPULATE_WRITE, start, lot)
+                memory.madvise(_POPULATE_WRITE, start, batch)
             await asyncio.sleep(0)
         undo.pop_all()
         return fd, memory

@@ -1,11 +1,11 @@
-"""Registered memory of a rank: its peers read it in place. `ProcessGroup.empty` returns arrays in it.
+"""Registered memory of a rank, which its peers read in place. `ProcessGroup.empty` returns arrays in it.
 
     rank 0                                              rank 1
     array -> base -> segment 7 (memfd)         ......>  maps it once, when rank 0 first reduces the array
     queue: "chunk 12 is in segment 7, at 262144"        reads it there
 
-A segment lives as long as any array with its base does, whatever views of one another they are; then peers unmap it.
-The kernel frees it when the last process that maps it is gone, however it ended.
+A segment lives as long as any array or view on its base. Then peers unmap it. The kernel frees it with the last process
+that maps it, however that process ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["RegisteredMemory"]
 
 
 class _Base:
-    """The base of NumPy's arrays: weak references to it end before its memory is unmapped."""
+    """Base of NumPy arrays. Weak references to it end before its memory is unmapped."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory")
 
@@ -39,10 +39,10 @@ class _Base:
 
 
 class _MappedSegment(Segment):
-    """A segment, and the memory of this rank's arrays in it.
+    """A segment with the base of this rank's arrays in it.
 
     Attributes:
-        base: of the arrays; it ends with the last of them.
+        base: weak reference to the base, which ends with the last array.
     """
 
     __slots__ = ("base",)
@@ -51,87 +51,87 @@ class _MappedSegment(Segment):
 
 
 class RegisteredMemory:
-    """All segments of one rank: memory that its peers read in place.
+    """Segments of one rank: memory that its peers read in place.
 
     Args:
-        loop: in which peers are told that a segment has ended, in whatever thread its last array was dropped.
+        loop: the loop that notifies peers of the end of a segment. Any thread may drop the last array.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        #: By address.
+        #: Sorted by address.
         self.segments: list[_MappedSegment] = []
-        #: Whether it has been logged that there is no memory for one.
+        #: Whether a lack of memory has been logged.
         self.troubled = False
         self._loop = loop
-        self._made = 0
+        self._count = 0
         self._closed = False
 
     async def make(self, nbytes: int) -> NDArray[np.uint8]:
         """Return `nbytes` > 0 of zeroed memory in a segment of its own, in many turns of the loop.
 
         Raises:
-            OSError: there is no memory or descriptor left, or the kernel forbids it.
+            OSError: no memory or descriptor is left, or the kernel forbids it.
         """
         size = nbytes + -nbytes % PAGE
         if size > _available():
-            raise OSError(errno.ENOMEM, f"{nbytes} bytes are more than this host has left")
+            raise OSError(errno.ENOMEM, f"{nbytes} bytes exceed the free memory of this host")
         fd, memory = await create_mapped(size)
         base = _Base(memory)
         array = np.asarray(base)
         if self._closed:
             os.close(fd)
         else:
-            self._made += 1
-            self._add(_MappedSegment(self._made, base.__array_interface__["data"][0], size, fd), base)
+            self._count += 1
+            self._add(_MappedSegment(self._count, base.__array_interface__["data"][0], size, fd), base)
         return array[:nbytes]
 
     def find(self, array: NDArray[Any]) -> tuple[_MappedSegment, int] | None:
-        """Return the segment in which all of a contiguous array lies, and its offset there; None if there is none."""
+        """Return the segment that contains a whole contiguous array, and the array's offset; None if there is none."""
         start: int = array.__array_interface__["data"][0]
-        place = bisect_right(self.segments, start, key=_start) - 1
+        place = bisect_right(self.segments, start, key=_segment_start) - 1
         if place < 0:
             return None
         segment = self.segments[place]
         offset = start - segment.start
-        # A segment may have ended without a sweep since: its addresses may be in other use by now.
+        # A segment may have ended since the last sweep. Other memory may use its addresses now.
         return (segment, offset) if offset + array.nbytes <= segment.nbytes and segment.base() is not None else None
 
     def close(self) -> None:
-        """Have peers unmap everything; the arrays of users stay valid."""
+        """Request that peers unmap all segments; the arrays of users stay valid."""
         self._closed = True
         segments, self.segments = self.segments, []
         for segment in segments:
-            _end(segment)
+            _end_segment(segment)
 
     def _add(self, segment: _MappedSegment, base: _Base) -> None:
         self._sweep()
 
         def ended(_: object) -> None:
-            # In any thread, and in the midst of anything.
+            # A callback of the garbage collector: runs in any thread, between any two instructions.
             segment.close()
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all links with it
                 self._loop.call_soon_threadsafe(self._sweep)
 
         segment.base = weakref.ref(base, ended)
-        self.segments.insert(bisect_right(self.segments, segment.start, key=_start), segment)
+        self.segments.insert(bisect_right(self.segments, segment.start, key=_segment_start), segment)
 
     def _sweep(self) -> None:
         for segment in [segment for segment in self.segments if segment.base() is None]:
             self.segments.remove(segment)
-            _end(segment)
+            _end_segment(segment)
 
 
-def _start(segment: _MappedSegment) -> int:
+def _segment_start(segment: _MappedSegment) -> int:
     return segment.start
 
 
-def _end(segment: _MappedSegment) -> None:
+def _end_segment(segment: _MappedSegment) -> None:
     segment.close()
     for ended in segment.readers:
         ended(segment.number)
 
 
 def _available() -> int:
-    """Bytes that can be had without the kernel having to end a process for them."""
+    """Return the bytes available before the kernel would have to kill a process for them."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,21 +1,21 @@
-"""One direction of a link in shared memory: a ring of entries, and the bytes that they speak of.
+"""A frame ring: one direction of a link in shared memory, as a ring of entries and the payloads that they describe.
 
 An entry is one cache line:
 
      0  u64  stamp    number of the entry, counted from 1; written last
-     8  u64  place    of the payload in the region, in bytes; or, with the top bit, of a payload that lies elsewhere: in
-                      the segment of the writer's that has this number, or with 0 in the memory of its process; the
-                      next bit is set if what is there may have changed
+     8  u64  place    offset of the payload in the region, in bytes. If the top bit is set, the payload is elsewhere:
+                      the value is the number of one of the writer's segments, or 0 for the memory of its process.
+                      The next bit is set if that payload may have changed.
     16       header   of the frame, 40 bytes
     56       payload, if it has at most 8 bytes; or
-    56  u64  address  of the payload, in the segment or in the process
+    56  u64  address  of a payload elsewhere, in the segment or in the process
 
-Larger payloads lie in the data area, each in one piece, in the order of their entries; the reader tells how many
-entries it has taken, which frees them in that order. While the reader keeps up, the writer begins at the front of the
-area again and again, where the cache is warm. What lies beyond is reserved when it is used for the first time.
+Each larger payload is contiguous in the data area, and payloads follow the order of their entries. The reader publishes
+the number of entries that it has taken, which frees their payloads in that order. While the reader keeps up, the writer
+starts at the front of the area again and again, where the cache is warm. The rest of the area is reserved at first use.
 
-The writer writes the entries, the data and the word `writer_waiting`, the reader the word `taken`. Each of the two
-words has a line of its own.
+The writer writes the entries, the data and the word `writer_waiting`. The reader writes the word `taken`. Each of the
+two words has a line of its own.
 """
 
 from __future__ import annotations
@@ -32,27 +32,41 @@ __all__ = ["ADDRESS", "ELSEWHERE", "ENTRY", "PLACE", "VOID", "RingWriter"]
 
 _INLINE = 56
 _INLINE_NBYTES = LINE - _INLINE
-#: Words of an entry, from its begin.
+#: Indices of two words of an entry, counted from its start.
 PLACE, ADDRESS = 1, 7
-#: Bits of a place: it is not in the region; what is there may have changed.
+#: Bits of `place`: the payload is outside the region; that payload may have changed.
 ELSEWHERE, VOID = 1 << 63, 1 << 62
 
-#: place, then the fields of the frame's header.
+#: The place, then the fields of the frame's header.
 ENTRY = struct.Struct("<Q" + HEADER.format.lstrip("<"))
 _pack = struct.Struct("<Q40s").pack_into
 
 
 class RingWriter:
-    """The writer's end of one direction.
+    """Writer's end of a frame ring.
 
     Args:
-        region: of the link.
-        direction: where things are.
-        fences: of this machine.
+        region: the link's region.
+        direction: the layout of this direction.
+        fences: the memory fences of this machine.
     """
 
-    __slots__ = ("_area", "_data", "_full", "_head", "_memory", "_order", "_ready", "_region", "_ring", "_sent",
-                 "_spans", "_taken", "_words", "_writer_waiting")  # fmt: skip
+    __slots__ = (
+        "_area",
+        "_data",
+        "_full",
+        "_head",
+        "_memory",
+        "_order",
+        "_region",
+        "_reserved",
+        "_ring",
+        "_sent",
+        "_spans",
+        "_taken",
+        "_words",
+        "_writer_waiting",
+    )  # fmt: skip
 
     def __init__(self, region: SharedRegion, direction: Direction, fences: Fences) -> None:
         self._region = region
@@ -62,16 +76,16 @@ class RingWriter:
         self._ring = direction.ring
         self._area = direction.data
         self._data = direction.data_nbytes
-        self._ready = FIRST
+        self._reserved = FIRST
         self._writer_waiting = direction.writer_waiting
         self._taken = direction.taken
         self._sent = 0
         self._head = 0
-        # Payloads that may not have been read: number of the entry, start in the area; oldest first.
+        # Payloads that the reader may not have read, oldest first: entry number, start in the data area.
         self._spans: deque[tuple[int, int]] = deque()
 
     def put(self, header: bytes, payload: memoryview | None) -> bool:
-        """Write one frame; False if there is no space.
+        """Write one frame; return False if there is no space.
 
         Raises:
             OSError: the host has no memory left for a frame of this size.
@@ -89,7 +103,7 @@ class RingWriter:
             if nbytes <= _INLINE_NBYTES:
                 place = at + _INLINE
             else:
-                start = self._find(nbytes, taken)
+                start = self._find_space(nbytes, taken)
                 if start < 0:
                     return False
                 self._spans.append((number, start))
@@ -102,12 +116,12 @@ class RingWriter:
         return True
 
     def point(self, header: bytes, segment: int, address: int) -> int:
-        """Write one frame whose payload stays where it is; return the entry's number, 0 if there is no space.
+        """Write one frame whose payload stays in place; return the number of its entry, or 0 if there is no space.
 
         Args:
-            header: of the frame.
-            segment: number of the segment in which it lies; 0 if it is in no segment.
-            address: where it begins there, or in this process.
+            header: the frame's header.
+            segment: number of the segment that contains the payload; 0 if no segment does.
+            address: start of the payload in the segment, or its address in this process.
         """
         words, number = self._words, self._sent
         if number - words[self._taken] >= ENTRIES:
@@ -123,27 +137,27 @@ class RingWriter:
         return number
 
     def void(self, number: int) -> None:
-        """Tell the reader, if it has not taken that entry, that its payload may change from now on."""
+        """Mark the payload of an entry that the reader has not taken: it may change from now on."""
         if self.taken < number:
             self._words[(self._ring + (number - 1) % ENTRIES * LINE >> 3) + PLACE] |= VOID
             self._full()
 
     @property
     def taken(self) -> int:
-        """Entries the reader is done with."""
+        """Return the number of entries that the reader has taken."""
         return self._words[self._taken]
 
     def request_wakeup(self) -> None:
-        """Ask the reader to ring the doorbell once it has freed space."""
+        """Request that the reader rings the doorbell once it has freed space."""
         self._words[self._writer_waiting] = 1
         self._full()
 
     def cancel_wakeup(self) -> None:
-        """This end waits no more."""
+        """Withdraw the request for a wake-up."""
         self._words[self._writer_waiting] = 0
 
-    def _find(self, nbytes: int, taken: int) -> int:
-        """Return where `nbytes` fit in one piece in the area; -1 if nowhere as yet."""
+    def _find_space(self, nbytes: int, taken: int) -> int:
+        """Return the start of `nbytes` contiguous bytes in the data area; -1 if there is no such space now."""
         spans = self._spans
         while spans and spans[0][0] <= taken:
             spans.popleft()
@@ -158,17 +172,17 @@ class RingWriter:
                 start, end = 0, oldest
         if start + nbytes > end:
             return -1
-        if start + nbytes > self._ready and not self._reserve(start + nbytes):
+        if start + nbytes > self._reserved and not self._reserve(start + nbytes):
             if spans:
-                return -1  # once all is read, it may fit in what is there
+                return -1  # the frame may fit into the reserved part once everything is read
             raise no_memory()
         self._head = start + (nbytes + LINE - 1) // LINE * LINE
         return start
 
     def _reserve(self, nbytes: int) -> bool:
-        """Reserve the first `nbytes` of the area, or twice what was reserved, if that is more."""
-        ready = min(self._data, max(nbytes, 2 * self._ready))
-        if not self._region.reserve(self._area + self._ready, self._area + ready):
+        """Reserve the data area up to `nbytes`, or up to twice the reserved size if that is more."""
+        ready = min(self._data, max(nbytes, 2 * self._reserved))
+        if not self._region.reserve(self._area + self._reserved, self._area + ready):
             return False
-        self._ready = ready
+        self._reserved = ready
         return True

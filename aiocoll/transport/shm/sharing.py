@@ -1,4 +1,4 @@
-"""Whether this rank shares memory, with whom, and why not."""
+"""Shared memory of one rank: whether it can be used, and its set-up with each peer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocoll.transport.shm import passing
 from aiocoll.transport.shm.doorbell import Doorbell
 from aiocoll.transport.shm.fence import fences, stores_words
 from aiocoll.transport.shm.layout import LinkLayout, OutboxLayout
-from aiocoll.transport.shm.link import Own, Pair
+from aiocoll.transport.shm.link import LinkParts, OwnPart
 from aiocoll.transport.shm.outbox import Outbox
 from aiocoll.transport.shm.passing import NotSharedError
 from aiocoll.transport.shm.references import InPlace
@@ -24,14 +24,14 @@ __all__ = ["Sharing"]
 
 
 class Sharing:
-    """The shared memory of one rank.
+    """Shared memory of one rank: its doorbell, its outbox, its registered memory, and the set-up of links.
 
     Args:
-        runtime: of its loop.
+        runtime: the runtime of the rank's loop.
         rank: this rank.
-        ranks: how many ranks this host may have at most.
-        watcher: whose loop it is.
-        wanted: whether the options ask for shared memory.
+        ranks: the largest number of ranks on this host.
+        watcher: the transport that runs on the loop.
+        wanted: whether the options request shared memory.
         single_copy: whether ranks may read each other's memory.
     """
 
@@ -53,67 +53,67 @@ class Sharing:
         self._fences = fences() if wanted else None
         self._doorbell: Doorbell | None = None
         self.registered_memory = RegisteredMemory(runtime.loop)
-        #: What peers may read where it lies.
+        #: The memory that peers may read in place.
         self.in_place = InPlace(self.registered_memory, runtime.random_bytes if single_copy else None)
-        #: Why there is none, as far as this rank is concerned; None as long as there is.
+        #: The reason why this rank shares no memory; None as long as it can.
         self.trouble: str | None = None
         if not wanted:
             self.trouble = "the options ask for another transport"
         elif sys.platform != "linux":
             self.trouble = "it needs memfd and eventfd, which only Linux has"
         elif not stores_words():
-            self.trouble = "this process stores words of 8 bytes in two steps, so a peer could read half of one"
+            self.trouble = "this process stores words of 8 bytes in two steps, so a peer could read half a word"
         elif self._fences is None:
-            self.trouble = "this machine orders memory weakly, and libatomic is not installed"
+            self.trouble = "this machine orders memory weakly, and libatomic was not found; install libatomic"
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of the largest chunk; the largest slot holds half of it. 0 if there is no shared memory."""
+        """Return the size of the largest chunk in bytes; the largest slot has half of it. 0 without shared memory."""
         return 0 if self.trouble is not None else self._layout.directions[0].chunk_nbytes
 
     @property
     def reads(self) -> bool:
-        """Whether this rank and its peers may read each other's memory, as far as it can tell before they try."""
+        """Return whether this rank and its peers may read each other's memory, as far as this rank can tell alone."""
         return self.trouble is None and self.in_place.is_wanted
 
-    async def propose(self, sock: socket.socket, peer: int) -> Pair | None:
-        """Offer memory to the rank that has been dialled; None if the socket has to do."""
-        own = self._hold(peer)
+    async def propose(self, sock: socket.socket, peer: int) -> LinkParts | None:
+        """Offer memory to the dialled rank; return None if the link has to use the socket."""
+        own = self._make_own_part(peer)
         if own is None:
             passing.decline(sock)
             return None
         return await self._agree(passing.propose(sock, own), own)
 
-    async def accept(self, sock: socket.socket, peer: int) -> Pair | None:
-        """Take the memory that the dialling rank offers; None if the socket has to do."""
-        own = self._hold(peer)
+    async def accept(self, sock: socket.socket, peer: int) -> LinkParts | None:
+        """Accept the memory that the dialling rank offers; return None if the link has to use the socket."""
+        own = self._make_own_part(peer)
         return await self._agree(passing.accept(sock, own), own)
 
-    async def _agree(self, passed: Coroutine[Any, Any, Pair | None], own: Own | None) -> Pair | None:
-        """Return what the two ends agree on; the references of `own` go with it, or are dropped."""
+    async def _agree(self, passed: Coroutine[Any, Any, LinkParts | None], own: OwnPart | None) -> LinkParts | None:
+        """Return the parts of the link that both ends agree on, with the references of `own`; else drop these."""
         pair = None
         try:
             pair = await passed
         except NotSharedError as error:
-            self._fail(error)
+            self._stop_sharing(error)
         finally:
             if pair is None and own is not None:
                 own.drop()
         return pair
 
-    def give_up(self, pair: Pair) -> None:
-        """Return what would have become a link."""
+    def give_up(self, pair: LinkParts) -> None:
+        """Release the parts of a link that is not made."""
         pair.region.close()
         pair.peer.close()
         pair.own.drop()
 
     def catch_up(self) -> None:
-        """Hand out what peers have written by now."""
+        """Deliver the frames that peers have written so far."""
         if self._doorbell is not None and not self._doorbell.closed:
             self._doorbell.poll()
 
-    def _hold(self, peer: int) -> Own | None:
-        """Return what this rank brings to a link with a peer; None if there is no shared memory."""
+    def _make_own_part(self, peer: int) -> OwnPart | None:
+        """Return this rank's part of a link with a peer; None if there is no shared memory."""
         if self.trouble is not None:
             return None
         doorbell = lane = None
@@ -121,18 +121,18 @@ class Sharing:
             doorbell = self._open_doorbell()
             lane = doorbell.outbox.open_lane(peer)
         except OSError as error:
-            self._fail(error)
+            self._stop_sharing(error)
         if doorbell is not None and lane is not None:
-            return Own(self._layout, doorbell, lane, self._rank, peer, self.in_place.memory)
+            return OwnPart(self._layout, doorbell, lane, self._rank, peer, self.in_place.memory)
         if doorbell is not None:
             doorbell.drop()
         return None
 
     def _open_doorbell(self) -> Doorbell:
-        """Return a reference to the doorbell, with which the outbox is made.
+        """Return a reference to the doorbell; make the doorbell and the outbox if there is none.
 
         Raises:
-            OSError: there is no memory or descriptor left, or the kernel forbids it.
+            OSError: no memory or descriptor is left, or the kernel forbids it.
         """
         if self._doorbell is None or self._doorbell.closed:
             assert self._fences is not None
@@ -141,10 +141,10 @@ class Sharing:
         self._doorbell.hold()
         return self._doorbell
 
-    def _fail(self, error: Exception) -> None:
-        """Try no more, and log that once."""
+    def _stop_sharing(self, error: Exception) -> None:
+        """Stop sharing memory, and log the reason once."""
         if self.trouble is None:
-            # Not the error itself, whose traceback would keep memory alive.
+            # Only the text is kept: the traceback of the error would keep its memory mapped.
             self.trouble = why = str(error)
             logger.warning(
                 "rank %d uses unix sockets instead of shared memory: %s", self._rank, why, extra={"rank": self._rank}

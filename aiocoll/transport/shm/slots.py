@@ -1,21 +1,23 @@
-"""Slots: a rank posts its contribution to a small operation once, and its readers find it by the operation's id.
+"""Slots: a rank posts its contribution to a small operation once, and readers find it by the id of the operation.
 
-Nothing is queued and nothing has to be removed in order: operation i has slot i modulo the number of slots, in each
-lane. A slot is free again once all readers of its last post have read it; as long as one has not, `post` returns False,
-and frames are sent instead. So no operation ever waits for another one's slot. The memory of a slot is reserved by the
-first post that does not fit in its line.
+There is no queue, and slots are freed in any order: operation i uses slot i modulo the number of slots, in each lane. A
+slot is free once all readers of its last post have read it. Until then `post` returns False, and the rank sends frames
+instead. So no operation ever waits for the slot of another one. The first post that does not fit in the line of a slot
+reserves the slot's memory.
+
+The line of a slot:
 
     word 0  id of the operation
     word 1  id of the group
     word 2  length in bytes
     word 3  fingerprint
-    words 4 to 7  the bytes, if they are few
+    words 4 to 7  the contribution, if it is small
 
-The posts of a slot are numbered from 1. For each reader the writer has a word per slot, `named`: number of the last
-post that it is to read. It is written when all of the post is there. A reader answers in its own outbox by `consumed`:
-number of the last post that it is done with. It looks at a line only while `named` is larger, and the writer touches a
-line only when `consumed` of all readers is the number of the last post. A reader to which there is no link any more, or
-that has left the group, does not count: before the line is used again, what it was to read is withdrawn.
+The posts of a slot are numbered from 1. For each reader the writer has one word per slot, `named`: the number of the
+last post that the reader is to read. It is written once the post is complete. A reader answers in its own outbox with
+`consumed`: the number of the last post that it has read. The reader looks at a line only while `named` is larger. The
+writer changes a line only when `consumed` of all readers is the number of the last post. A reader without a link, or
+one that has left the group, does not count: its post is withdrawn before the line is used again.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ __all__ = ["CommonWriter", "LaneWriter", "SlotReader"]
 
 _HEAD: Final = 32
 _INLINE_NBYTES = LINE - _HEAD
-#: Views of slots that are kept: a program has few call sites.
+#: Largest number of cached views of slots: a program has few call sites.
 _VIEWS = 256
 _NO_WORDS: Final = memoryview(bytes(8 * SLOTS)).cast("Q")
 
@@ -66,7 +68,7 @@ class _Slots:
         self._views: dict[tuple[int, np.dtype[Any], int], NDArray[Any]] = {}
 
     def view(self, slot: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        """Return the first `count` elements of a slot, where they lie."""
+        """Return a view of the first `count` elements of a slot."""
         key = slot, dtype, count
         view = self._views.get(key)
         if view is None:
@@ -78,19 +80,19 @@ class _Slots:
         return view
 
     def forget(self) -> None:
-        """Release all views of the memory: cached plans may keep this object after its outbox is closed."""
+        """Release all views of the memory, because cached plans may keep this object after its outbox is closed."""
         self._lines = self.memory = _NO_WORDS
         self._views.clear()
 
 
 class _Writer(_Slots):
-    """Slots of this rank.
+    """Slots of a lane that this rank writes.
 
     Args:
         region: the outbox.
         span: start and end of the lane in it.
-        layout: of the lane.
-        fences: of this machine.
+        layout: layout of the lane.
+        fences: the memory fences of this machine.
     """
 
     __slots__ = ("_region", "_start", "posted", "ready")
@@ -99,19 +101,19 @@ class _Writer(_Slots):
         super().__init__(memoryview(region.memory)[span[0] : span[1]], layout, fences)
         self._region = region
         self._start = span[0]
-        # Number of the last post of each slot, and whether its memory is there.
+        # The number of each slot's last post, and whether its memory is reserved.
         self.posted = array("Q", bytes(8 * SLOTS))
         self.ready = bytearray(SLOTS)
 
     def _put(self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int) -> bool:
-        """Fill a slot that is free; False if there is no memory for it."""
+        """Fill a free slot; return False if no memory is left for it."""
         view = self._views.get((slot, array.dtype, len(array)))
         if view is None:
             if not self.reserve(slot, array.nbytes):
                 return False
             view = self.view(slot, array.dtype, len(array))
         lines, line = self._lines, slot << 3
-        # First: a reader that was given up, and goes on, finds that this is not what it was reading.
+        # Before the rest: a reader that was given up and resumes detects that the slot now has another post.
         lines[line + 1] = group
         if self._order is not None:
             self._order()
@@ -124,7 +126,7 @@ class _Writer(_Slots):
         return True
 
     def reserve(self, slot: int, nbytes: int) -> bool:
-        """Make the memory of a slot for so many bytes; False if the host has none."""
+        """Reserve the memory of a slot for `nbytes` bytes; return False if the host has none left."""
         if nbytes > _INLINE_NBYTES and not self.ready[slot]:
             place, size = self._layout.slot(slot)
             is_there = self._reserve_part(place, place + size)
@@ -137,18 +139,18 @@ class _Writer(_Slots):
 
 
 class LaneWriter(_Writer):
-    """What one peer reads: the slots of its lane, and words that say which posts it is to read.
+    """Lane for one peer: its slots, and the words that select which posts the peer is to read.
 
     Args:
         region, span, layout, fences: as for `_Writer`.
-        number: of the lane in its outbox.
+        number: number of the lane in its outbox.
 
     Attributes:
-        words: of the lane.
+        words: the words of the lane.
         is_linked: whether there is a link to the peer; set by `connect` and `disconnect`.
         common_named, common_consumed: words of this rank and of the peer, one per slot of the common lane.
         consumed: words of the peer, one per slot of the lane.
-        native: the accelerator's view of the lanes of the link; None without it.
+        native: the accelerator's view of the link's lanes; None without the accelerator.
     """
 
     __slots__ = (
@@ -177,7 +179,7 @@ class LaneWriter(_Writer):
 
     @property
     def total(self) -> int:
-        """How many posts the peer was to read, of this lane and of the common one."""
+        """Return the number of posts for the peer so far, in this lane and in the common one."""
         return self.words[POSTS]
 
     def count_chunked(self) -> None:
@@ -185,41 +187,41 @@ class LaneWriter(_Writer):
         self.words[CHUNKED] += 1
 
     def reset(self) -> bool:
-        """Prepare for a new link: nothing is posted or consumed. Return False if there is no memory for it."""
+        """Clear the lane for a new link; return False if no memory is left for it."""
         if not self._reserve_part(0, self._layout.lines):
             return False
         self.words[:] = _zeros(len(self.words))
         self.posted[:] = array("Q", bytes(8 * SLOTS))
         return True
 
-    def connect(self, theirs: memoryview) -> None:
-        """Use the words of the peer's lane for this rank: what it has consumed."""
+    def connect(self, peer_words: memoryview) -> None:
+        """Use the words of the peer's lane for this rank, in which the peer records what it has consumed."""
         self.is_linked = True
-        self.common_consumed = theirs[COMMON_CONSUMED : COMMON_CONSUMED + SLOTS]
-        self.consumed = theirs[LANE_CONSUMED : LANE_CONSUMED + SLOTS]
+        self.common_consumed = peer_words[COMMON_CONSUMED : COMMON_CONSUMED + SLOTS]
+        self.consumed = peer_words[LANE_CONSUMED : LANE_CONSUMED + SLOTS]
 
     def disconnect(self) -> None:
-        """Let go of the peer's memory: the link has ended."""
+        """Release the peer's words after the end of the link."""
         self.is_linked = False
         self.common_consumed = self.consumed = _NO_WORDS
 
     def forget(self) -> None:
-        """Also release the views of the memory of this rank."""
+        """Release the views of this rank's words, too."""
         super().forget()
         self.words = self.common_named = self._named = _NO_WORDS
 
     def post(
         self, slot: int, identity: int, group: int, fingerprint: int, array: NDArray[Any], length: int = 0
     ) -> bool:
-        """Post a flat array that fits in the slot; False if the slot is not free, or the host has no memory for it.
+        """Post a flat array that fits in the slot; return False if the slot is not free, or no memory is left for it.
 
         Args:
-            slot: its number.
-            identity: the operation's.
-            group: of the operation.
-            fingerprint: what the reader compares with its own.
-            array: what is posted.
-            length: its bytes, for a reader that has to compare them, too.
+            slot: number of the slot.
+            identity: id of the operation.
+            group: id of the operation's group.
+            fingerprint: compared with the reader's own.
+            array: the contribution.
+            length: the size in bytes that a reader compares with its own.
         """
         number = self.posted[slot]
         if self.consumed[slot] != number:
@@ -248,7 +250,7 @@ class LaneWriter(_Writer):
         return True
 
     def reserve(self, slot: int, nbytes: int) -> bool:
-        """Make the memory of a slot, and of the lines, for so many bytes; False if the host has none."""
+        """Reserve the memory of the lines and of a slot for `nbytes` bytes; return False if the host has none left."""
         if not self._has_lines:
             lines = self._layout.lines
             self._has_lines = self._reserve_part(lines, lines + SLOTS * LINE)
@@ -256,13 +258,13 @@ class LaneWriter(_Writer):
 
 
 class CommonWriter(_Writer):
-    """The common lane: what several peers read, posted once."""
+    """Common lane: posts that several peers read."""
 
     __slots__ = ("_readers", "native")
 
     def __init__(self, region: OwnRegion, span: tuple[int, int], layout: SlotsLayout, fences: Fences) -> None:
         super().__init__(region, span, layout, fences)
-        # Of the last post of each slot.
+        # The readers of each slot's last post.
         self._readers: list[Sequence[LaneWriter]] = [()] * SLOTS
         self.native = (
             None
@@ -280,7 +282,7 @@ class CommonWriter(_Writer):
         length: int,
         readers: Sequence[LaneWriter],
     ) -> bool:
-        """As `LaneWriter.post`, for all peers whose lanes are `readers`."""
+        """Post as `LaneWriter.post` does, for all peers whose lanes are `readers`."""
         number = self.posted[slot]
         gone = False
         for reader in self._readers[slot]:
@@ -303,14 +305,14 @@ class CommonWriter(_Writer):
         return True
 
     def _withdraw(self, slot: int) -> None:
-        """Withdraw a post from readers to which there is no link any more."""
+        """Withdraw a post from the readers that have no link any more."""
         for reader in self._readers[slot]:
             if not reader.is_linked:
                 reader.common_named[slot] = 0
         self._readers[slot] = ()
 
     def withdraw(self, reader: LaneWriter, group: int | None = None) -> None:
-        """Withdraw what was posted for a group that a reader has left, or (with None) for any group."""
+        """Withdraw the posts for a group that a reader has left, or for every group if `group` is None."""
         for slot, readers in enumerate(self._readers):
             if reader in readers and (group is None or self._lines[(slot << 3) + 1] == group):
                 if reader.common_consumed[slot] != self.posted[slot]:
@@ -319,18 +321,18 @@ class CommonWriter(_Writer):
 
 
 class SlotReader(_Slots):
-    """Slots of a lane of a peer's: what `view` returns may be read after `look` and until `free`.
+    """Slots of a peer's lane. A view of a slot may be read between `look` and `free`.
 
     Args:
         memory: the lane's part of the peer's outbox.
-        layout: of the lane.
+        layout: layout of the lane.
         named: words of the peer, one per slot.
         consumed: words of this rank, one per slot.
-        fences: of this machine.
+        fences: the memory fences of this machine.
         peer: rank of the peer, for errors.
     """
 
-    __slots__ = ("_consumed", "_named", "_over", "_peer", "_rows")
+    __slots__ = ("_arrays", "_closed_groups", "_consumed", "_named", "_peer")
 
     def __init__(
         self,
@@ -344,13 +346,13 @@ class SlotReader(_Slots):
         super().__init__(memory, layout, fences)
         self._named = named
         self._consumed = consumed
-        # Both as arrays, to find what is unread.
-        self._rows = np.frombuffer(named, np.uint64), np.frombuffer(consumed, np.uint64)
+        # The same words as arrays, to find unread posts.
+        self._arrays = np.frombuffer(named, np.uint64), np.frombuffer(consumed, np.uint64)
         self._peer = peer
-        self._over: set[int] = set()
+        self._closed_groups: set[int] = set()
 
     def look(self, slot: int, identity: int, group: int) -> int:
-        """Return the fingerprint of what was posted for an operation of a group in its slot; -1 if nothing was."""
+        """Return the fingerprint of the post in a slot for this operation of this group; -1 if there is none."""
         if self._named[slot] <= self._consumed[slot]:
             return -1
         if self._order is not None:
@@ -361,14 +363,14 @@ class SlotReader(_Slots):
         return lines[line + 3]
 
     def length(self, slot: int) -> int:
-        """Return the bytes that the peer says are there."""
+        """Return the length of the post in a slot, as reported by the peer, in bytes."""
         return self._lines[(slot << 3) + 2]
 
     def free(self, slot: int, group: int) -> None:
-        """Be done with a post of a group.
+        """Free a slot after reading a post of `group`.
 
         Raises:
-            ProtocolError: the peer has given this rank up and reused the slot, so what was read may be anything.
+            ProtocolError: the peer has given this rank up and reused the slot, so the data read is invalid.
         """
         if self._order is not None:
             self._order()
@@ -377,7 +379,7 @@ class SlotReader(_Slots):
         self._consumed[slot] = self._named[slot]
 
     def unread(self) -> list[tuple[int, int, int]]:
-        """Return operation, group and fingerprint of all posts for groups that are not over that were not read yet."""
+        """Return operation, group and fingerprint of each unread post for a group that is still open."""
         found = []
         for slot in self._unread():
             if not self.reclaim(slot):
@@ -386,41 +388,41 @@ class SlotReader(_Slots):
         return found
 
     def purge(self, group: int) -> None:
-        """Consume all that was posted for a group that is over: nobody will read it."""
-        self._over.add(group)
+        """Consume all posts for a closed group: no operation will read them."""
+        self._closed_groups.add(group)
         for slot in self._unread():
             self.reclaim(slot)
 
     def release(self, group: int) -> None:
-        """Forget that a group is over: nothing more is posted for it."""
-        self._over.discard(group)
+        """Forget a closed group, for which the peer posts nothing more."""
+        self._closed_groups.discard(group)
 
     def reclaim(self, slot: int) -> bool:
-        """Consume what is in a slot if it was posted for a group that is over; it may come after `purge`."""
+        """Consume the post in a slot if it is for a closed group, even one after `purge`; return whether it was."""
         number = self._named[slot]
         if number <= self._consumed[slot]:
             return False
         if self._order is not None:
             self._order()
-        if self._lines[(slot << 3) + 1] not in self._over:
+        if self._lines[(slot << 3) + 1] not in self._closed_groups:
             return False
         self._consumed[slot] = number
         return True
 
     def detach(self) -> None:
-        """Keep to itself what is consumed from now on: the words are for another link."""
+        """Record consumed posts privately from now on: another link uses the words."""
         self._consumed = memoryview(bytearray(self._consumed)).cast("Q")
-        self._rows = self._rows[0], np.frombuffer(self._consumed, np.uint64)
+        self._arrays = self._arrays[0], np.frombuffer(self._consumed, np.uint64)
 
     def forget(self) -> None:
-        """Also release the words of both ranks, after which nothing can be read."""
+        """Release the words of both ranks, too; nothing can be read any more."""
         super().forget()
         self._named = self._consumed = _NO_WORDS
-        self._rows = np.frombuffer(_NO_WORDS, np.uint64), np.frombuffer(_NO_WORDS, np.uint64)
+        self._arrays = np.frombuffer(_NO_WORDS, np.uint64), np.frombuffer(_NO_WORDS, np.uint64)
 
     def _unread(self) -> list[int]:
-        """Return the slots in which something is unread."""
-        named, consumed = self._rows
+        """Return the slots with unread posts."""
+        named, consumed = self._arrays
         unread: list[int] = np.flatnonzero(named > consumed).tolist()
         return unread
 

@@ -1,7 +1,8 @@
-"""What is said on a socket of `aiocoll top`: a byte that asks, and an answer with the state of all groups.
+"""Messages of `aiocoll top`: a request of one byte, and an answer with the state of all groups.
 
-An answer is its length in four bytes, and a map in msgpack: `process`, `groups` (each in msgpack again, as bytes), and
-`left_out`, how many groups did not fit. It is made anew each time; nothing is sent that nobody has asked for.
+An answer is a length in four bytes and a msgpack map: `process`, `groups` (each packed with msgpack, as bytes) and
+`left_out`, the number of groups that did not fit. It is made from the current state per request. A process sends
+nothing without a request.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from aiocoll.errors import ProtocolError
 __all__ = ["ASK", "MOST", "Reader", "answer"]
 
 ASK: Final = b"?"
-#: Bytes of an answer: some hundred groups, or ten of a thousand ranks each.
+#: Largest answer in bytes: about a hundred groups, or ten of a thousand ranks each.
 MOST: Final = 256 << 10
 _LENGTH: Final = struct.Struct("<I")
-#: Room for what is around the groups.
-_ROOM: Final = 64
+#: Bytes reserved for the map around the groups.
+_HEADER_ROOM: Final = 64
 
 
 def answer(process: int, groups: Iterable[dict[str, Any]]) -> bytes:
-    """Return the bytes of an answer; groups that do not fit any more are counted."""
+    """Return the bytes of an answer; groups that do not fit are only counted."""
     packed: list[bytes] = []
     size = left_out = 0
     for group in groups:
         data: bytes = msgpack.packb(group)
-        if size + len(data) + 8 > MOST - _ROOM:
+        if size + len(data) + 8 > MOST - _HEADER_ROOM:
             left_out += 1
             continue
         size += len(data) + 8
@@ -40,34 +41,34 @@ def answer(process: int, groups: Iterable[dict[str, Any]]) -> bytes:
 
 
 class Reader:
-    """Finds answers in what a process has sent."""
+    """A parser that finds complete answers in a stream of bytes."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the answers that are complete with `data`.
+        """Add received bytes; return the answers that are complete now.
 
         Raises:
-            ProtocolError: it is no answer.
+            ProtocolError: the bytes are not an answer.
         """
         self._data += data
         found = []
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MOST:
-                raise ProtocolError(f"an answer of {length} bytes: that is not aiocoll")
+                raise ProtocolError(f"received an answer of {length} bytes, more than {MOST}: not from aiocoll")
             if len(self._data) < _LENGTH.size + length:
                 break
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
             del self._data[: _LENGTH.size + length]
-            found.append(_parsed(body))
+            found.append(_parse(body))
         return found
 
 
-def _parsed(body: bytes) -> dict[str, Any]:
+def _parse(body: bytes) -> dict[str, Any]:
     try:
-        said: dict[str, Any] = msgpack.unpackb(body)
-        return {**said, "groups": [msgpack.unpackb(group) for group in said["groups"]]}
+        fields: dict[str, Any] = msgpack.unpackb(body)
+        return {**fields, "groups": [msgpack.unpackb(group) for group in fields["groups"]]}
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"an answer that cannot be read: {type(error).__name__}: {error}") from None
+        raise ProtocolError(f"received an answer that cannot be parsed: {type(error).__name__}: {error}") from None
