@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from aiocoll.backends import serve_device
-from aiocoll.elements.adapters import ADAPTER_VERSION, adapters
-from aiocoll.group.dispatch.devices import DEVICE_VERSION, devices
+from aiocoll.store.registry import STORE_VERSION, stores
 
 __all__: list[str] = []
 
-# In the order in which error messages name them.
-adapters.register_all(
+stores.register_all(
     {
-        "torch": "aiocoll.arrays.torch_tensors:TORCH",
-        "cupy": "aiocoll.arrays.cupy_arrays:CUPY",
-        "__cuda_array_interface__": "aiocoll.arrays.interfaces:INTERFACE",
-        "dlpack:2": "aiocoll.arrays.interfaces:DLPACK",
-        "dlpack:10": "aiocoll.arrays.interfaces:ROCM",
+        "tcp": "aiocoll.store.tcp:TCP_OPENER",
+        "file": "aiocoll.store.file:FILE_OPENER",
+        "redis": "aiocoll.redis.store:REDIS_OPENER",
+        "rediss": "aiocoll.redis.store:REDIS_OPENER",
     },
-    version=ADAPTER_VERSION,
+    version=STORE_VERSION,
 )
-devices.register_all({"cuda": "aiocoll.gpu.backend:CUDA"}, version=DEVICE_VERSION)
-serve_device("cuda", "nccl")

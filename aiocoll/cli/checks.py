@@ -26,7 +26,6 @@ from aiocoll.rendezvous.where import find_where
 from aiocoll.security.names import part_name, shown
 from aiocoll.security.tls_trouble import clock
 from aiocoll.security.user_ca import read
-from aiocoll.store.address import describe
 from aiocoll.transport.shm.process_memory import can_read, yama_scope
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
@@ -154,7 +153,7 @@ def _started_by(env: Mapping[str, str]) -> CheckResult:
     value += f": rank {'that is free' if where.rank is None else where.rank} of {where.world_size}"
     if None not in here:
         value += f", {here[0]} of {here[1]} on this host"
-    place = "where rank 0 tells the launcher" if where.ask else describe(where.host, where.port)
+    place = "where rank 0 tells the launcher" if where.ask else where.url.partition("://")[2]
     value += f"; the store is {'' if where.ask else 'at '}{place}"
     keys = [key for key in ("AIOCOLL_JOB_KEY_FILE", "AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FD") if key in env]
     value += f"; the job key comes from {keys[0] if keys else 'the launcher' if where.ask else 'nowhere'}"
