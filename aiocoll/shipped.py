@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiocoll.store.registry import STORE_VERSION, stores
+from aiocoll.transport.registry import TRANSPORT_VERSION, transports
 
 __all__: list[str] = []
 
@@ -14,4 +15,12 @@ stores.register_all(
         "rediss": "aiocoll.redis.store:REDIS_OPENER",
     },
     version=STORE_VERSION,
+)
+transports.register_all(
+    {
+        "tcp": "aiocoll.transport.registry:TCP",
+        "unix": "aiocoll.transport.registry:UNIX",
+        "shm": "aiocoll.transport.registry:SHM",
+    },
+    version=TRANSPORT_VERSION,
 )

@@ -26,6 +26,7 @@ from aiocoll.native import IMPLEMENTATION
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
+from aiocoll.transport.registry import AUTO, transports
 
 __all__ = ["add_parser", "size"]
 
@@ -62,7 +63,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="RANKS", help="number of ranks (default: 2)")
     parser.add_argument("--min", type=size, default=4, metavar="SIZE", help="the smallest size (default: 4)")
     parser.add_argument("--max", type=size, default=256 << 20, metavar="SIZE", help="the largest size (default: 256M)")
-    parser.add_argument("--transport", choices=("auto", "shm", "unix", "tcp"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--transport",
+        type=_transport,
+        default=AUTO,
+        metavar="NAME",
+        help=f"{AUTO}, {', '.join(transports.names())}, or the name of a plugin (default: {AUTO})",
+    )
     parser.add_argument("--op", choices=OPS, default="sum", help="how it reduces (default: sum)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the elements (default: float32)")
     parser.add_argument("--csv", metavar="FILE", help="write the table there too")
@@ -85,6 +92,13 @@ def size(text: str) -> int:
         if unit in UNITS and (value := parse_int(number)) > 0:
             return value * UNITS[unit]
     raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number of bytes, or such as 64K, 1M, 2G")
+
+
+def _transport(text: str) -> str:
+    try:
+        return GroupOptions(transport=text).transport
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _tune(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -26,6 +26,7 @@ from aiocoll.rendezvous.where import find_where
 from aiocoll.security.names import part_name, shown
 from aiocoll.security.tls_trouble import clock
 from aiocoll.security.user_ca import read
+from aiocoll.transport.registry import AUTO, find_transport, transports
 from aiocoll.transport.shm.process_memory import can_read, yama_scope
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
@@ -246,8 +247,10 @@ def _accelerator(env: Mapping[str, str]) -> CheckResult:
     reason, remedy = "", ""
     if core is None:
         reason, remedy = "the accelerator does not run", "docs/native.md says how to get it"
-    elif (transport := env.get("AIOCOLL_TRANSPORT")) in ("tcp", "unix"):
-        reason, remedy = f"AIOCOLL_TRANSPORT={transport}", "the accelerator needs shared memory"
+    elif (name := env.get("AIOCOLL_TRANSPORT", AUTO).lower()) != AUTO and not (
+        name in transports and find_transport(name).shares_memory
+    ):
+        reason, remedy = f"AIOCOLL_TRANSPORT={name}", "the accelerator needs shared memory"
     elif env.get("AIOCOLL_DEBUG") == "detail":
         reason, remedy = "AIOCOLL_DEBUG=detail", "it compares all calls"
     value = f"in Python: {reason}" if reason else "in C where everything is plain (docs/native.md)"

@@ -23,7 +23,7 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.machine_load import LoadMeter
 from aiocoll.options import GroupOptions
 from aiocoll.testing.processes import run_processes
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.registry import SHM, find_transport
 
 __all__ = ["add_parser"]
 
@@ -121,8 +121,8 @@ def _meeting(ranks: int) -> tuple[list[dict[str, Any]], CheckResult]:
         for rank, found in enumerate(results)
         for peer, transport, why in found
     ]
-    wanted = GroupOptions.resolve(None, os.environ).transport in ("auto", "shm")
-    slow = wanted and any(pair["transport"] != "shm" for pair in pairs)
+    wanted = find_transport(GroupOptions.resolve(None, os.environ).transport)
+    slow = wanted.shares_memory and any(pair["transport"] != wanted.medium for pair in pairs)
     advice = "ranks of this host could share memory, which is faster, but do not: see the reason below" if slow else ""
     return pairs, CheckResult("ranks", "meeting", f"{ranks} met, all pairs exchanged data", advice, fine=not slow)
 
@@ -138,12 +138,11 @@ async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
 def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
     """Return what carries data between this rank and `peer`, and why it is that."""
     endpoint = parts_of(pg).comm.endpoint
-    assert isinstance(endpoint.context.transport, StreamTransport)
     carrier, trouble = endpoint.context.transport.carrier(peer)
     cards = endpoint.cards[pg.rank()], endpoint.cards[peer]
     if cards[0]["host"] != cards[1]["host"]:
         return carrier, next((card["apart"] for card in cards if card.get("apart")), "they are on two hosts")
-    if carrier == "shm":
+    if carrier == SHM.medium:
         return carrier, "both are on this host"
     return carrier, f"both are on this host, but without shared memory: {trouble or f'rank {peer} has none'}"
 

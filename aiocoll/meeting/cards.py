@@ -34,8 +34,8 @@ ENDED = "ended"
 
 #: Types of the fields of a card: host, event loop, unix socket, address of the store, whose ticket it has, process
 #: (namespace, pid, start), host and port of TCP, bytes of a piece in shared memory, whether it reads others' memory,
-#: the fingerprint of its NaNs.
-_CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int]
+#: the fingerprint of its NaNs, the carriers that it asks for and that it offers.
+_CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int, str, str]
 
 
 class MeetingMovedError(RendezvousError):
@@ -84,6 +84,8 @@ def _decoded(rank: int, data: bytes) -> Card:
             card["piece"],
             card.get("reads", False),
             card.get("nans", 0),
+            card.get("carrier", ""),
+            card.get("offers", ""),
         )
         if list(map(type, told)) == _CARD:
             return dict(card)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple, Protocol
 
 from aiocoll.registry import Registry
+from aiocoll.security.tls import TlsOptions
 from aiocoll.store.base import Store
 
 __all__ = ["STORE_VERSION", "StoreOpener", "StoreOptions", "StoreRequest", "stores"]
@@ -13,28 +14,12 @@ __all__ = ["STORE_VERSION", "StoreOpener", "StoreOptions", "StoreRequest", "stor
 STORE_VERSION: Final = 1
 
 
-class StoreOptions(Protocol):
+class StoreOptions(TlsOptions, Protocol):
     """The options of a group that concern its store; see `aiocoll.GroupOptions`."""
 
     @property
     def bind(self) -> str | None:
         """The address on which this rank listens."""
-
-    @property
-    def encryption(self) -> str:
-        """Whether connections are encrypted: "auto", "tls" or "none"."""
-
-    @property
-    def tls_ca(self) -> str | None:
-        """The path of the certificates of a CA."""
-
-    @property
-    def tls_certificate(self) -> str | None:
-        """The path of the certificate of this rank."""
-
-    @property
-    def tls_key(self) -> str | None:
-        """The path of its private key."""
 
 
 class StoreRequest(NamedTuple):

@@ -241,6 +241,10 @@ class MemoryTransport:
                 await came
             await hub.way(self._rank, peer)
 
+    def carrier(self, peer: int) -> tuple[str, str | None]:
+        """Return "memory"."""
+        return "memory", None
+
     def catch_up(self) -> None:
         """Nothing to do: what is written first arrives first, also on different links."""
 

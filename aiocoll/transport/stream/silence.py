@@ -12,7 +12,7 @@ import socket
 
 from aiocoll.runtime import Runtime
 from aiocoll.sockets import UNREACHABLE_AFTER, keep_asking, silence
-from aiocoll.transport.stream.link import StreamLink
+from aiocoll.transport.registry import DataLink
 
 __all__ = ["Silence"]
 
@@ -29,9 +29,9 @@ class Silence:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._watched: dict[socket.socket, StreamLink] = {}
+        self._watched: dict[socket.socket, DataLink] = {}
 
-    def watch(self, link: StreamLink, sock: socket.socket) -> None:
+    def watch(self, link: DataLink, sock: socket.socket) -> None:
         """Watch one of the connections of a link until that is closed."""
         keep_asking(sock)
         if not self._watched:
