@@ -62,8 +62,16 @@ class Registry(Generic[T]):
             )
         self._targets[name] = target
 
-    def register_all(self, targets: Mapping[str, str], *, version: int) -> None:
-        """Register "module:attribute" by name."""
+    def register_all(self, targets: Mapping[str, T | str], *, version: int) -> None:
+        """Register several implementations by name.
+
+        Args:
+            targets: an implementation, or "module:attribute", by name.
+            version: of the interface that they were written for.
+
+        Raises:
+            ValueError: as `register`.
+        """
         for name, target in targets.items():
             self.register(name, target, version=version)
 
@@ -93,6 +101,24 @@ class Registry(Generic[T]):
                 target = cast("T", getattr(import_module(module), attribute))
             self._targets[name] = target
         return target
+
+    def discover(self) -> list[AiocollError]:
+        """Register everything that entry points provide.
+
+        Returns:
+            The errors of those that failed.
+        """
+        from importlib.metadata import entry_points
+
+        errors = []
+        for point in entry_points(group=f"aiocoll.{self.kind}s"):
+            if point.name not in self._targets and point.name not in self._has_read:
+                self._has_read.add(point.name)
+                try:
+                    self._provide(point)
+                except AiocollError as error:
+                    errors.append(error)
+        return errors
 
     def _read_entry_point(self, name: str) -> bool:
         """Let the distribution that provides a name register it; return whether one did."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from aiocoll.store.registry import STORE_VERSION, stores
-from aiocoll.transport.registry import TRANSPORT_VERSION, transports
+from aiocoll.plugins import COMMAND_VERSION, STORE_VERSION, TRANSPORT_VERSION, Command, commands, stores, transports
 
 __all__: list[str] = []
 
@@ -23,4 +22,20 @@ transports.register_all(
         "shm": "aiocoll.transport.registry:SHM",
     },
     version=TRANSPORT_VERSION,
+)
+commands.register_all(
+    {
+        "run": Command("start the ranks of a program", "aiocoll.cli.run:configure"),
+        "bench": Command("measure the collectives on this machine", "aiocoll.cli.bench:configure"),
+        "doctor": Command(
+            "check this host, and the ways to others, for problems and for causes of slowness",
+            "aiocoll.cli.doctor:configure",
+        ),
+        "top": Command("watch the ranks of a running job", "aiocoll.cli.top.command:configure"),
+        "trace": Command(
+            "find in the dumps of ranks which collective diverged first and which ranks are missing",
+            "aiocoll.cli.trace:configure",
+        ),
+    },
+    version=COMMAND_VERSION,
 )

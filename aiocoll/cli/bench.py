@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli import tune
-from aiocoll.cli.arguments import add_command, positive
+from aiocoll.cli.arguments import describe_command, positive
 from aiocoll.cli.bench_files import as_json, load_average, try_csv, write_csv
 from aiocoll.cli.measure import Effort
 from aiocoll.cli.sweep import HEADING, sweep
@@ -28,7 +28,7 @@ from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
 from aiocoll.transport.registry import AUTO, transports
 
-__all__ = ["add_parser", "size"]
+__all__ = ["configure", "size"]
 
 #: From one size to the next: the table of all sizes fits on a screen.
 FACTOR = 4
@@ -39,13 +39,11 @@ EFFORT = Effort(seconds=0.5, least=5, most=2000)
 START, EACH = 60.0, 60.0
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` to the subcommands."""
-    parser = add_command(
-        commands,
-        "bench",
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `bench`; see `aiocoll.plugins.Command`."""
+    describe_command(
+        parser,
         codes={0: "all results were right", 1: "one was wrong, or something could not be measured or written"},
-        help="measure the collectives on this machine",
         usage="aiocoll bench [COLLECTIVE] [options]",
         description="Measure a collective between processes of this machine, for sizes from --min to --max in steps "
         f"of {FACTOR}. Times are those of the slowest rank. Results are checked.",

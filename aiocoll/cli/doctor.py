@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from aiocoll.cli.arguments import add_command, positive
+from aiocoll.cli.arguments import describe_command, positive
 from aiocoll.cli.checks import CheckResult, check_load, look
 from aiocoll.cli.doctor_hosts import meet_hosts
 from aiocoll.cli.hosts import Hosts, add_host_arguments, read_hosts
@@ -25,7 +25,7 @@ from aiocoll.options import GroupOptions
 from aiocoll.testing.processes import run_processes
 from aiocoll.transport.registry import SHM, find_transport
 
-__all__ = ["add_parser"]
+__all__ = ["configure"]
 
 #: Seconds the ranks have to start, meet and end.
 _PATIENCE = 60.0
@@ -33,16 +33,14 @@ _PATIENCE = 60.0
 _NAMED = 16
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `doctor` to the subcommands."""
-    parser = add_command(
-        commands,
-        "doctor",
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `doctor`; see `aiocoll.plugins.Command`."""
+    describe_command(
+        parser,
         codes={
             0: "all is fine: a job would meet and run",
             1: "something fails or is slower than it could be, or output could not be written",
         },
-        help="check this host, and the ways to others, for problems and for causes of slowness",
         description="Check this host as a rank would see it, then let ranks meet. With --nnodes, started on each of so "
         "many hosts, dial each of the others as a rank would, too: all print who reaches whom, and why not. Each "
         "problem is printed with its remedy.",
