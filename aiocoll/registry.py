@@ -75,6 +75,15 @@ class Registry(Generic[T]):
         for name, target in targets.items():
             self.register(name, target, version=version)
 
+    def unregister(self, name: str) -> None:
+        """Forget an implementation; the entry points are read again when its name is next used.
+
+        Args:
+            name: of the implementation; may be unknown.
+        """
+        self._targets.pop(name, None)
+        self._has_read.discard(name)
+
     def names(self) -> list[str]:
         """Return the registered names, in the order of their registration."""
         return list(self._targets)
@@ -112,8 +121,7 @@ class Registry(Generic[T]):
 
         errors = []
         for point in entry_points(group=f"aiocoll.{self.kind}s"):
-            if point.name not in self._targets and point.name not in self._has_read:
-                self._has_read.add(point.name)
+            if point.name not in self._targets:
                 try:
                     self._provide(point)
                 except AiocollError as error:
@@ -124,11 +132,11 @@ class Registry(Generic[T]):
         """Let the distribution that provides a name register it; return whether one did."""
         if name in self._has_read:
             return False
-        self._has_read.add(name)
         from importlib.metadata import entry_points  # takes 20 ms, and most programs need none
 
         for point in entry_points(group=f"aiocoll.{self.kind}s", name=name):
             self._provide(point)
+        self._has_read.add(name)  # at the end: another thread that asks meanwhile must not find the name unknown
         return name in self._targets
 
     def _provide(self, point: EntryPoint) -> None:

@@ -30,8 +30,9 @@ from aiocoll.plugins import (
 _OFFER = struct.Struct("!H16s")
 #: Bytes that are read, and handed out, in one callback.
 _TURN = 1 << 18
-#: The header that ends a direction; no frame has this length.
-_LAST = HEADER.pack(0, 0, 0, 0, 0, 0, 0, (1 << 32) - 1, 0)
+#: The length in the header that ends a direction; no frame has it.
+_NO_LENGTH = (1 << 32) - 1
+_LAST = HEADER.pack(0, 0, 0, 0, 0, 0, 0, _NO_LENGTH, 0)
 
 
 class RailLink:
@@ -49,7 +50,7 @@ class RailLink:
         self._stream = stream
         self._rail = rail
         self._waiting: deque[memoryview] = deque()
-        self._ending = False
+        self._ending = self._peer_has_ended = False
         self._refusing = False
         self._started = False
         # The bytes of a header or a payload, as far as they have come.
@@ -140,44 +141,44 @@ class RailLink:
         if self._send():
             self._loop.remove_writer(self._rail)
             self.sink.drained(self)
+            self._end_both()
 
     def _complete(self) -> None:
         """Take the bytes of a whole header, or of a whole payload."""
-        if self._header is None:
-            header = HEADER.unpack(self._target)
-            if header[7] == (1 << 32) - 1:
-                self._end()
-            elif header[7]:
-                place = None if self._refusing else self.sink.route(self, header)
-                self._placed = place is not None
-                self._expect(header, memoryview(bytearray(header[7])) if place is None else place)
-            else:
-                self._deliver(header, memoryview(b""))
-        else:
-            header, payload = self._header, None if self._placed else self._target
-            self._deliver(header, payload)
-
-    def _deliver(self, header: Header, payload: memoryview | None) -> None:
-        self._expect(None, memoryview(bytearray(HEADER.size)))
-        if self._refusing:
-            return
         try:
-            self.sink.deliver(self, header, payload)
+            if self._header is None:
+                header = HEADER.unpack(self._target)
+                if header[7] == _NO_LENGTH:
+                    self._peer_has_ended = True
+                    self.finish()
+                    self._end_both()
+                elif header[7]:
+                    self._place(header)
+                else:
+                    self._deliver(header, memoryview(b""))
+            else:
+                self._deliver(self._header, None if self._placed else self._target)
         except Exception as error:
             self._refusing = True
             self.sink.lost(self, error)
 
+    def _place(self, header: Header) -> None:
+        place = None if self._refusing else self.sink.route(self, header)
+        self._placed = place is not None
+        self._expect(header, memoryview(bytearray(header[7])) if place is None else place)
+
+    def _deliver(self, header: Header, payload: memoryview | None) -> None:
+        self._expect(None, memoryview(bytearray(HEADER.size)))
+        if not self._refusing:
+            self.sink.deliver(self, header, payload)
+
     def _expect(self, header: Header | None, target: memoryview) -> None:
         self._header, self._target, self._filled = header, target.cast("B"), 0
-        if header is None:
-            self._placed = False
 
-    def _end(self) -> None:
-        """The peer has finished: finish this side, and close once the peer has everything."""
-        self._expect(None, memoryview(bytearray(HEADER.size)))
-        if not self._ending:
-            self.finish()
-        self._loop.call_soon(self._lose, None)
+    def _end_both(self) -> None:
+        """Close in order once both ends have finished, and the peer has everything."""
+        if self._peer_has_ended and not self._waiting:
+            self._lose(None)
 
     def _stream_ended(self) -> None:
         """The peer closes `_stream` only with the link, so what it has sent is on the rail."""
@@ -189,9 +190,6 @@ class RailLink:
 
     def _lose(self, error: Exception | None) -> None:
         if self.closed:
-            return
-        if error is None and self._waiting:
-            self._loop.call_soon(self._lose, None)
             return
         self.close()
         if not self._refusing:

@@ -1,4 +1,4 @@
-"""A store in a folder of files, by the URL ``shelf:///path``, and the command ``aiocoll shelf PATH``, which lists it."""
+"""A store in a folder of files by the URL ``shelf:///path``; ``aiocoll shelf PATH`` lists its keys."""
 
 from __future__ import annotations
 
