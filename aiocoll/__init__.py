@@ -36,7 +36,7 @@
     register_backend      groups of another kind: `Backend`, `BackendConfig`
 
 Modules: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests,
-`aiocoll.typing` has the types of what calls take.
+`aiocoll.typing` has the types of what calls take, `aiocoll.plugins` has the registries for other packages.
 """
 
 # The layers are in docs/architecture.md: a module imports only from layers below its own, or from its own folder.

@@ -45,7 +45,7 @@ def payload(op: int, nbytes: int) -> bytes:
 class Recorder:
     """A sink: keeps frames as `(op, payload)`; `place` may name a place for the payload of a header."""
 
-    def __init__(self, place: Callable[[Header], memoryview | None] = lambda _: None) -> None:
+    def __init__(self, place: Callable[[Header], memoryview | None] | None = None) -> None:
         self.frames: list[tuple[int, bytes]] = []
         self.headers: list[Header] = []
         self.losses: list[Exception | None] = []
@@ -59,7 +59,7 @@ class Recorder:
 
     def route(self, link: Link, header: Header) -> memoryview | None:
         self.routed += 1
-        self._given = self.place(header)
+        self._given = None if self.place is None else self.place(header)
         return self._given
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
