@@ -6,10 +6,7 @@
     commands       ``aiocoll NAME``         `Command`              aiocoll.commands       `COMMAND_VERSION`
 
 A distribution registers from the function that its entry point of the same name refers to. The function is called with
-the registry when the name is first used. A program may also call `Registry.register` itself.
-
-    def register(stores):
-        stores.register("etcd", "etcd_store:OPENER", version=1)
+the registry when the name is first used, and calls its `register`. A program may also call that itself.
 
 `aiocoll.testing.contracts` has the tests that every store and every transport must pass.
 """
