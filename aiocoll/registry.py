@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Implementations of one interface by name, each imported on first use.
 
-    If a name is unknown, the entry points `aiocoll.{kind}s` are read, one of which may provide it. The entry point of a
+    If a name is unknown, the entry points ``aiocoll.KINDs`` are read, one of which may provide it. The entry point of a
     name refers to a function that takes this registry and calls `register`.
 
     Args:

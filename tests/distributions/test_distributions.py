@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -13,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aiocoll import GroupOptions, ProcessGroup, RendezvousError, new_group
+from aiocoll import GroupOptions, PeerLostError, ProcessGroup, RendezvousError, new_group
 from aiocoll.cli.main import main
 from aiocoll.plugins import StoreRequest, commands, stores, transports
 from aiocoll.store import Store
-from aiocoll.testing import run_ranks
+from aiocoll.testing import run_processes, run_ranks
 from aiocoll.testing.contracts import OpenStore, StoreContract, TransportContract
 
 from .installed import NAMES, install
@@ -180,12 +181,31 @@ async def test_dry_run_estimates_by_the_medium_of_a_plugin() -> None:
 
 
 @pytest.mark.usefixtures("site")
-async def test_group_over_a_plugin_shrinks(tmp_path: Path) -> None:
+async def test_group_over_a_plugin_splits(tmp_path: Path) -> None:
     async def main(pg: ProcessGroup) -> int:
         smaller = await pg.split(pg.rank() % 2)
         return int(await smaller.allreduce(1))
 
     assert await run_ranks(4, main, options=GroupOptions(transport="rail")) == [2, 2, 2, 2]
+
+
+async def sum_until_killed(pg: ProcessGroup) -> list[int]:
+    """Sum until rank 1 is killed; return the ranks that the error names."""
+    assert (await pg.allreduce(np.ones(100_000)) == pg.size()).all()
+    if pg.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        await pg.allreduce(np.ones(100_000), timeout=20)
+    except PeerLostError as error:
+        return sorted(error.ranks)
+    raise AssertionError("the allreduce without rank 1 ended")
+
+
+async def test_killed_rank_is_named_to_ranks_that_use_a_plugin(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{ROOT}")
+    options = GroupOptions(transport="rail")
+    found = await run_processes(3, sum_until_killed, options=options, expect_death={1: signal.SIGKILL})
+    assert (found[0], found[2]) == ([1], [1])
 
 
 @pytest.mark.usefixtures("site")
