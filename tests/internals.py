@@ -74,7 +74,7 @@ LIMITS = {
     "connect_again": ("aiocoll.engine.failure.failure_detector.CONNECT_AGAIN",),
     "control_parting": ("aiocoll.engine.control.departure.PARTING",),
     "decoding_budget": ("aiocoll.engine.operations.incremental.BUDGET",),
-    "dial_doubt": ("aiocoll.transport.stream.dialler._DOUBT",),
+    "dial_doubt": ("aiocoll.transport.stream.dial._DOUBT",),
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),
     "packing_budget": ("aiocoll.engine.fusion.packer.BUDGET",),

@@ -30,7 +30,7 @@ from aiocoll.transport.registry import AUTO, find_transport, transports
 from aiocoll.transport.shm.process_memory import can_read, yama_scope
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
-from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
+from aiocoll.transport.stream.link import LOOPBACK_BUFFER
 from aiocoll.users import peer_trouble
 
 __all__ = ["CheckResult", "check_load", "look"]

@@ -10,17 +10,16 @@ from math import inf
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind, Peer
-from aiocoll.sockets import between_hosts, round_trip, send_evenly
+from aiocoll.sockets import UNREACHABLE_AFTER, between_hosts, keep_asking, round_trip, send_evenly, silence
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.registry import DataCarrier, DataLink
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream.link import StreamLink
-from aiocoll.transport.stream.silence import Silence
 from aiocoll.transport.stream.striped_stream import StripedStream
 
-__all__ = ["FAR", "MOST_CONNECTIONS", "CarrierUse", "Key", "LinkTable"]
+__all__ = ["FAR", "MOST_CONNECTIONS", "CarrierUse", "Key", "LinkTable", "Silence"]
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 #: Counts of links travel in the handshake modulo this number.
@@ -32,10 +31,45 @@ MOST_CONNECTIONS = 4
 #: pace it take more than they save.
 FAR = 1e-3
 
+#: Seconds between two looks at silent links. One takes 2 microseconds per link.
+_SILENCE_ROUND = 0.5
+
 _Link = StreamLink | ShmLink | DataLink
 
 Key = tuple[int, ConnKind]
 """The peer, and what the link is for."""
+
+
+class Silence:
+    """Watches the links of one rank to other hosts, and closes those from which nothing comes with a network error.
+
+    Twice a second it asks the kernel, which knows more than any timer of a process: hosts answer each other even while
+    the processes on them are blocked or stopped. So it also detects that two ranks are disconnected from each other
+    while the ranks that monitor both of them can reach both.
+
+    Args:
+        runtime: clock and timers.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._watched: dict[socket.socket, DataLink] = {}
+
+    def watch(self, link: DataLink, sock: socket.socket) -> None:
+        """Watch one of the connections of a link until that is closed."""
+        keep_asking(sock)
+        if not self._watched:
+            self._runtime.call_later(_SILENCE_ROUND, self._look)
+        self._watched[sock] = link
+
+    def _look(self) -> None:
+        for sock, link in list(self._watched.items()):
+            if link.closed:
+                del self._watched[sock]
+            elif (seconds := silence(sock)) >= UNREACHABLE_AFTER:
+                link.fail(OSError(errno.ETIMEDOUT, f"nothing has come from its host for {seconds:.1f} s"))
+        if self._watched:
+            self._runtime.call_later(_SILENCE_ROUND, self._look)
 
 
 class CarrierUse:

@@ -15,8 +15,7 @@ from aiocoll.security.tls import Tls, TlsOptions, binding
 from aiocoll.security.tls_trouble import in_words
 from aiocoll.security.user_ca import prepare
 from aiocoll.transport.byte_stream import Bytes, ByteStream, resolve
-from aiocoll.transport.stream.plain_stream import open_plain
-from aiocoll.transport.stream.socket_stream import SocketStream
+from aiocoll.transport.stream.plain_stream import SocketStream, open_plain
 
 __all__ = ["OpenEncrypted", "TlsStream", "open_tls"]
 

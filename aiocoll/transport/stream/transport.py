@@ -1,6 +1,6 @@
 """Links between processes: dialled as a socket, unix on one host, TCP between hosts, and opened by the handshake.
 
-A rank accepts connections here; `dialler` opens them, and `crossing` says which of several becomes the link. The rule
+A rank accepts connections here; `dial` opens them, and `crossing` says which of several becomes the link. The rule
 for all three: nothing that has not proven the job key has any effect on a rank that has. An unproven connection takes
 one of a few places (`unproven`), for a few seconds, until a newer one needs it; nothing waits for it, and whatever it
 sent changes no answer to a peer.
@@ -24,6 +24,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.security import handshake
 from aiocoll.security.handshake import ConnKind, Identity, Peer, ServerHandshake, Status
 from aiocoll.security.names import WrongCertificateError
+from aiocoll.security.patience import Patience
 from aiocoll.security.unproven import Unproven
 from aiocoll.sockets import between_hosts, is_ready, keep_asking
 from aiocoll.transport.base import Card, Link
@@ -31,10 +32,8 @@ from aiocoll.transport.byte_stream import ByteStream, receive_message, send_mess
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
-from aiocoll.transport.stream.dial_address import DialAddress, DialAddresses
-from aiocoll.transport.stream.dialler import Dialler
+from aiocoll.transport.stream.dial import DialAddress, DialAddresses, Dialler
 from aiocoll.transport.stream.link_table import CarrierUse, Key, LinkTable
-from aiocoll.transport.stream.patience import Patience
 from aiocoll.transport.stream.probe import answer
 from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.users import peer_trouble
