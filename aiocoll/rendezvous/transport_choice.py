@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from aiocoll.errors import RendezvousError
+from aiocoll.errors import BackendUnavailableError, RendezvousError
+from aiocoll.log import logger
 from aiocoll.transport.base import Card
 from aiocoll.transport.registry import AUTO, CarrierRequest, DataCarrier, TransportProvider, find_transport, transports
 
@@ -33,9 +34,26 @@ class TransportChoice:
             )
 
     def make_carrier(self, request: CarrierRequest) -> DataCarrier | None:
-        """Return the carrier that this rank offers, None without one."""
+        """Return the carrier that this rank offers; None without one, or if "auto" finds it unavailable.
+
+        Raises:
+            BackendUnavailableError: the carrier of the transport that the options name is not available.
+        """
         make = self._carrier_provider.make_carrier
-        return None if make is None else make(request)
+        try:
+            return None if make is None else make(request)
+        except (BackendUnavailableError, OSError) as error:
+            if not self.is_auto:
+                raise
+            logger.warning(
+                "rank %d does not use transport %r: %s",
+                request.rank,
+                self._carrier_name,
+                error,
+                extra={"rank": request.rank},
+            )
+            self._carrier_name, self._carrier_provider = "", self.provider
+            return None
 
     @property
     def carries_all(self) -> bool:
