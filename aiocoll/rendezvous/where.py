@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from aiocoll.errors import AuthenticationError
 from aiocoll.numerals import parse_int, to_int
 from aiocoll.options import GroupOptions
-from aiocoll.rendezvous.launchers import EXPLICIT, TORCHRUN, Ask, recognise
+from aiocoll.rendezvous.launchers import COMMANDS, EXPLICIT, Ask, recognise
 from aiocoll.store import HashStore, Store
 from aiocoll.store.registry import StoreOpener, StoreRequest, stores
 from aiocoll.store.tcp import tcp_url
@@ -200,11 +200,12 @@ def _from_environment(method: str, rank: int | None, world_size: int | None, env
     launcher, given = recognise(env), (rank, world_size) != (None, None)
     if launcher is None and not given and _alone(env):
         return Where((method, "alone"), 0, 1, HashStore())
-    if launcher in (None, EXPLICIT, TORCHRUN) or given:
+    if launcher is None or launcher.is_standard or given:
         hosted = env.get("AIOCOLL_STORE") == "launcher"
         try:
             numbers = _numbers(rank, world_size, env, "with init_method='env://'", assigned=hosted)
-            address = (launcher if launcher is TORCHRUN else EXPLICIT).address(env)
+            standard = launcher if launcher is not None and launcher.is_standard else EXPLICIT
+            address = standard.address(env)
         except ValueError as error:
             raise ValueError(f"{error}{_another(env)}") from None
         # A program that sets another MASTER_PORT than its launcher chooses a place of its own.
@@ -227,7 +228,7 @@ def _another(env: Mapping[str, str]) -> str:
     """Say which launcher would be asked if nothing were given."""
     others = {name: text for name, text in env.items() if name not in EXPLICIT.marks}
     launcher = recognise(others)
-    if launcher in (None, TORCHRUN):
+    if launcher is None or launcher.is_standard:
         return ""
     there = [name for name in EXPLICIT.marks if name in env]
     return (
@@ -269,7 +270,7 @@ def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> 
     if variable not in env:
         from_environment = env or when.endswith("'env://'")
         hint = (
-            f", set {variable} in the environment, or start the ranks with `aiocoll run`, torchrun, mpiexec or srun; a "
+            f", set {variable} in the environment, or start the ranks with {COMMANDS}; a "
             "program that nothing has started as a rank is a group of one with AIOCOLL_SINGLETON=1"
             if from_environment
             else ""
