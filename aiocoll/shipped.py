@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from aiocoll.backends import serve_device
+from aiocoll.elements.adapters import ADAPTER_VERSION, adapters
+from aiocoll.group.dispatch.devices import DEVICE_VERSION, devices
 from aiocoll.plugins import COMMAND_VERSION, STORE_VERSION, TRANSPORT_VERSION, Command, commands, stores, transports
 
 __all__: list[str] = []
@@ -39,3 +42,17 @@ commands.register_all(
     },
     version=COMMAND_VERSION,
 )
+
+# In the order in which error messages name them.
+adapters.register_all(
+    {
+        "torch": "aiocoll.arrays.torch_tensors:TORCH",
+        "cupy": "aiocoll.arrays.cupy_arrays:CUPY",
+        "__cuda_array_interface__": "aiocoll.arrays.interfaces:INTERFACE",
+        "dlpack:2": "aiocoll.arrays.interfaces:DLPACK",
+        "dlpack:10": "aiocoll.arrays.interfaces:ROCM",
+    },
+    version=ADAPTER_VERSION,
+)
+devices.register_all({"cuda": "aiocoll.gpu.backend:CUDA"}, version=DEVICE_VERSION)
+serve_device("cuda", "nccl")
