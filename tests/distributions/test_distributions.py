@@ -191,11 +191,11 @@ async def test_group_over_a_plugin_splits(tmp_path: Path) -> None:
 
 async def sum_until_killed(pg: ProcessGroup) -> list[int]:
     """Sum until rank 1 is killed; return the ranks that the error names."""
-    assert (await pg.allreduce(np.ones(100_000)) == pg.size()).all()
-    if pg.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
-        await pg.allreduce(np.ones(100_000), timeout=20)
+        for _ in range(2):  # rank 1 may end before the others have its part of the first sum
+            assert (await pg.allreduce(np.ones(100_000), timeout=20) == pg.size()).all()
+            if pg.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
     except PeerLostError as error:
         return sorted(error.ranks)
     raise AssertionError("the allreduce without rank 1 ended")
