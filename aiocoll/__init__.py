@@ -36,10 +36,12 @@
     register_backend      groups of another kind: `Backend`, `BackendConfig`
 
 Modules: `aiocoll.distributed` has the names of torch.distributed, `aiocoll.testing` runs ranks in tests,
-`aiocoll.typing` has the types of what calls take.
+`aiocoll.typing` has the types of what calls take, `aiocoll.plugins` has the registries for other packages.
 """
 
 # The layers are in docs/architecture.md: a module imports only from layers below its own, or from its own folder.
+
+from typing import TYPE_CHECKING, Any
 
 from aiocoll import errors, hooks, shipped  # noqa: F401 - `shipped` fills the registries
 from aiocoll.backends import Backend, BackendConfig, register_backend
@@ -57,8 +59,11 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.new_group import new_group
 from aiocoll.rendezvous.tickets import Meeting, Ticket
-from aiocoll.store import FileStore, HashStore, PrefixStore, RedisStore, Store, TCPStore
+from aiocoll.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from aiocoll.work import Work
+
+if TYPE_CHECKING:
+    from aiocoll.store import RedisStore
 
 __version__ = "0.1.0"
 
@@ -92,3 +97,13 @@ __all__ = [
     "register_backend",
 ]
 __all__ += errors.__all__
+
+
+def __getattr__(name: str) -> Any:
+    """Load `RedisStore` on first use."""
+    if name == "RedisStore":
+        from aiocoll.store import RedisStore
+
+        globals()[name] = RedisStore
+        return RedisStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

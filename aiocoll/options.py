@@ -42,6 +42,7 @@ from aiocoll.endpoints import check_ports, parse_advertised, parse_ports
 from aiocoll.environment import take
 from aiocoll.log import logger
 from aiocoll.numerals import parse_float, parse_int, to_float, to_int
+from aiocoll.transport.registry import AUTO, transports
 
 __all__ = ["GroupOptions", "job_key", "read_key_file", "seconds"]
 
@@ -69,7 +70,6 @@ class _Unset(Enum):
 _UNSET: Final[Any] = _Unset.UNSET
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "transport": ("auto", "tcp", "unix", "shm"),
     "encryption": ("auto", "none", "tls"),
     "debug": ("off", "detail"),
     "verify": ("behind", "before"),
@@ -112,7 +112,8 @@ class GroupOptions:
     """How a group communicates; options that are not given come from the environment, else from the defaults.
 
     Attributes:
-        transport: `"auto"` (the fastest available), `"tcp"`, `"unix"` (one host only) or `"shm"`.
+        transport: `"auto"` (the fastest available), `"tcp"`, `"unix"` (one host only), `"shm"`, or the name of a
+            transport that another package registers, see `aiocoll.plugins`; every rank must give the same.
         interface: name of the network interface whose address this rank publishes to its peers.
         bind: local address to listen on and to publish, or `"any"` to listen on all.
         port_range: the first and the last TCP port that this rank may listen on, for firewalls that are open there
@@ -153,7 +154,7 @@ class GroupOptions:
         ValueError: a value is not allowed; the message lists the allowed ones.
     """
 
-    transport: Literal["auto", "tcp", "unix", "shm"] = _UNSET
+    transport: Literal["auto", "tcp", "unix", "shm"] | str = _UNSET
     interface: str | None = _UNSET
     bind: str | None = _UNSET
     port_range: tuple[int, int] | None = _UNSET
@@ -245,7 +246,7 @@ def _parse(name: str, variable: str, text: str) -> Any:
             return _TRUTH[text.lower()]
         except KeyError:
             raise ValueError(f"{variable}={text!r}: must be one of {', '.join(_TRUTH)}") from None
-    return text.lower() if name in _CHOICES else text
+    return text.lower() if name in _CHOICES or name == "transport" else text
 
 
 def _check_choice(option: str) -> Callable[[str, Any], None]:
@@ -256,6 +257,15 @@ def _check_choice(option: str) -> Callable[[str, Any], None]:
             raise ValueError(f"{label}={value!r}: must be one of {', '.join(map(repr, allowed))}")
 
     return check
+
+
+def _check_transport(label: str, value: Any) -> None:
+    if value == AUTO or (isinstance(value, str) and value in transports):
+        return
+    package = transports.packages.get(value) if isinstance(value, str) else None
+    hint = "" if package is None else f"; install {package}"
+    names = ", ".join(map(repr, (AUTO, *transports.names())))
+    raise ValueError(f"{label}={value!r}: must be one of {names}, or a transport of an installed package{hint}")
 
 
 def _check_text(label: str, value: Any) -> None:
@@ -332,6 +342,7 @@ _CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
 
 _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     **{option: _check_choice(option) for option in _CHOICES},
+    "transport": _check_transport,
     "interface": _check_text,
     "bind": _check_text,
     "port_range": _check_ports,

@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Implementations of one interface by name, each imported on first use.
 
-    For an unknown name, the entry points `aiocoll.{kind}s` are read, since one of them may provide it. The entry point
-    of a name refers to a function that takes this registry and calls `register`.
+    For an unknown name, the entry points ``aiocoll.KINDs`` are read. The entry point of a name refers to a function
+    that takes this registry and calls `register`.
 
     Args:
         kind: the noun in error messages, such as "store".
@@ -62,10 +62,27 @@ class Registry(Generic[T]):
             )
         self._targets[name] = target
 
-    def register_all(self, targets: Mapping[str, str], *, version: int) -> None:
-        """Register "module:attribute" targets by name."""
+    def register_all(self, targets: Mapping[str, T | str], *, version: int) -> None:
+        """Register several implementations by name.
+
+        Args:
+            targets: an implementation, or "module:attribute", by name.
+            version: of the interface that they were written for.
+
+        Raises:
+            ValueError: as `register`.
+        """
         for name, target in targets.items():
             self.register(name, target, version=version)
+
+    def unregister(self, name: str) -> None:
+        """Forget an implementation; the entry points are read again when its name is next used.
+
+        Args:
+            name: of the implementation; may be unknown.
+        """
+        self._targets.pop(name, None)
+        self._has_read.discard(name)
 
     def names(self) -> list[str]:
         """Return the registered names, in the order of their registration."""
@@ -94,15 +111,32 @@ class Registry(Generic[T]):
             self._targets[name] = target
         return target
 
+    def discover(self) -> list[AiocollError]:
+        """Register everything that entry points provide.
+
+        Returns:
+            The errors of those that failed.
+        """
+        from importlib.metadata import entry_points
+
+        errors = []
+        for point in entry_points(group=f"aiocoll.{self.kind}s"):
+            if point.name not in self._targets:
+                try:
+                    self._provide(point)
+                except AiocollError as error:
+                    errors.append(error)
+        return errors
+
     def _read_entry_point(self, name: str) -> bool:
         """Let the distribution that provides a name register it, and return whether one did."""
         if name in self._has_read:
             return False
-        self._has_read.add(name)
         from importlib.metadata import entry_points  # takes 20 ms, and most programs do not need it
 
         for point in entry_points(group=f"aiocoll.{self.kind}s", name=name):
             self._provide(point)
+        self._has_read.add(name)  # at the end: another thread that asks meanwhile must not find the name unknown
         return name in self._targets
 
     def _provide(self, point: EntryPoint) -> None:

@@ -74,7 +74,7 @@ LIMITS = {
     "connect_again": ("aiocoll.engine.failure.failure_detector.CONNECT_AGAIN",),
     "control_parting": ("aiocoll.engine.control.departure.PARTING",),
     "decoding_budget": ("aiocoll.engine.operations.incremental.BUDGET",),
-    "dial_doubt": ("aiocoll.transport.stream.dialler._DOUBT",),
+    "dial_doubt": ("aiocoll.transport.stream.dial._DOUBT",),
     "linger": ("aiocoll.engine.failure.refusal.LINGER", "aiocoll.engine.endpoint.LINGER"),
     "report_after": ("aiocoll.engine.failure.deadlines.REPORT_AFTER",),
     "packing_budget": ("aiocoll.engine.fusion.packer.BUDGET",),
@@ -84,13 +84,9 @@ LIMITS = {
     "unreachable_after": ("aiocoll.engine.failure.watchdog.UNREACHABLE_AFTER",),
     "watchdog_round": ("aiocoll.engine.failure.watchdog.ROUND", "aiocoll.engine.failure.failure_detector.ROUND"),
     # stores
-    "redis_look_every": ("aiocoll.store.redis._LOOK_EVERY",),
-    "redis_patience": (
-        "aiocoll.store.redis.PATIENCE",
-        "aiocoll.store.redis_changes.PATIENCE",
-        "aiocoll.store.redis_client.PATIENCE",
-    ),
-    "redis_renew_every": ("aiocoll.store.redis_client._RENEW_EVERY",),
+    "redis_look_every": ("aiocoll.redis.store._LOOK_EVERY",),
+    "redis_patience": ("aiocoll.redis.store.PATIENCE", "aiocoll.redis.client.PATIENCE"),
+    "redis_renew_every": ("aiocoll.redis.client._RENEW_EVERY",),
     "store_entries": ("aiocoll.store.core.MAX_ENTRIES",),
     "store_handshake": (
         "aiocoll.store.client.HANDSHAKE_TIMEOUT",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, UnionType
-from typing import Any, NewType
+from typing import Any, NewType, get_origin
 
 import aiocoll
 
@@ -24,8 +24,8 @@ RECORD = Path(__file__).with_suffix(".txt")
 
 #: The modules that programs import. Their `__all__` says what is public.
 MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks",
-           "aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus", "aiocoll.options", "aiocoll.store",
-            "aiocoll.testing", "aiocoll.typing")  # fmt: skip
+           "aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus", "aiocoll.options", "aiocoll.plugins",
+           "aiocoll.store", "aiocoll.testing", "aiocoll.testing.contracts", "aiocoll.typing")  # fmt: skip
 
 #: Classes of which programs get instances from calls, whose constructors are not for them; found by name, wherever
 #: they are defined.
@@ -110,7 +110,9 @@ def _has_constructor(cls: type) -> bool:
 
 def _is_for_checkers(found: Any) -> bool:
     """Whether it is a type that nobody makes objects of: another name of one, a union or a protocol."""
-    return isinstance(found, NewType | UnionType) or getattr(found, "_is_protocol", False)
+    return (
+        isinstance(found, NewType | UnionType) or get_origin(found) is not None or getattr(found, "_is_protocol", False)
+    )
 
 
 def _is_ours(cls: type) -> bool:

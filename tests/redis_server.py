@@ -16,6 +16,7 @@ import pytest
 
 from aiocoll.credentials import TlsFiles
 
+from .certificates import Authority
 from .ports import free_ports
 
 #: Seconds that a server has to answer.
@@ -145,3 +146,12 @@ def redis_server(folder: Path, files: TlsFiles | None = None, *options: str, **h
         yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis server for all tests that leave it as it is."""
+    folder = tmp_path_factory.mktemp("redis")
+    files = Authority(folder).make("DNS:localhost")
+    with redis_server(folder, files) as server:
+        yield server

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     *("aiocoll", "aiocoll.backends", "aiocoll.cli.main", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks"),
     *("aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus"),
-    *("aiocoll.options", "aiocoll.store", "aiocoll.testing", "aiocoll.testing.plugin", "aiocoll.typing"),
+    *("aiocoll.options", "aiocoll.plugins", "aiocoll.store", "aiocoll.testing", "aiocoll.testing.contracts"),
+    *("aiocoll.testing.plugin", "aiocoll.typing"),
 )
 TEST = """
 import pytest

@@ -16,7 +16,7 @@ from .pages import ROOT, Block, blocks, commands, files, shell, write
 PAGE = "CONTRIBUTING.md"
 SECURITY = "SECURITY.md"
 #: The examples, and how many files of the package each takes.
-EXAMPLES = {"A hook": 0, "A store": 1, "A schedule": 3, "A collective": 4, "A transport": 4}
+EXAMPLES = {"A hook": 0, "A store": 1, "A schedule": 3, "A collective": 4, "A transport": 2}
 #: They run as many tests as a newcomer would: of all, `make test` shows that they fit.
 SLOW = ("A schedule", "A collective")
 

@@ -39,7 +39,7 @@ async def test_every_name_is_there_and_takes_these_arguments(pg: ProcessGroup) -
     for command in [text for text in texts if text.startswith("aiocoll run ")]:
         texts.remove(command)
         parser = argparse.ArgumentParser()
-        run.add_parser(parser.add_subparsers())
+        run.configure(parser.add_subparsers().add_parser("run"))
         assert parser.parse_args(command.split()[1:]).nproc > 1
     await (work := pg.barrier())
     names = {name: importlib.import_module(name) for name in ("aiocoll", "asyncio", "socket", "time")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,39 @@ def test_entry_point_is_not_read_for_a_registered_name(registry: Registry[object
 def test_entry_point_that_fails_names_its_distribution(name: str, cause: str, registry: Registry[object]) -> None:
     with pytest.raises(BackendUnavailableError, match=f"of gadgets did not register gadget '{name}': .*{cause}"):
         registry.get(name)
+
+
+@pytest.mark.usefixtures("site")
+def test_failing_entry_point_fails_every_time(registry: Registry[object]) -> None:
+    for _ in range(2):
+        with pytest.raises(BackendUnavailableError, match="did not register gadget 'lost'"):
+            registry.get("lost")
+
+
+@pytest.mark.usefixtures("site")
+def test_two_threads_find_the_same_entry_point(registry: Registry[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = threading.Barrier(2, timeout=10)
+    provide = Registry._provide
+
+    def provide_together(self: Registry[object], point: object) -> None:
+        barrier.wait()
+        provide(self, point)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Registry, "_provide", provide_together)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(registry.get, ["round"] * 2)) == [dict, dict]
+
+
+@pytest.mark.usefixtures("site")
+def test_discovery_registers_all_that_can_be_loaded(registry: Registry[object]) -> None:
+    errors = registry.discover()
+    assert registry.names() == ["decimal", "absent", "round"]
+    assert sorted(str(error).split("gadget ")[1][:6] for error in errors) == ["'lost'", "'old':"]
+
+
+@pytest.mark.usefixtures("site")
+def test_unregistered_name_is_looked_up_again(registry: Registry[object]) -> None:
+    registry.register("round", list, version=VERSION)
+    registry.unregister("round")
+    assert registry.get("round") is dict
+    registry.unregister("unknown")

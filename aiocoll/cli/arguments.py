@@ -8,7 +8,7 @@ import textwrap
 
 from aiocoll.numerals import parse_float, parse_int
 
-__all__ = ["HelpFormatter", "add_command", "integer", "natural", "positive", "positives", "seconds"]
+__all__ = ["HelpFormatter", "describe_command", "integer", "natural", "positive", "positives", "seconds"]
 
 #: Exit codes that all subcommands have.
 _COMMON = {1: "output could not be written", 2: "the command line is wrong", 130: "interrupted by Ctrl-C"}
@@ -29,34 +29,29 @@ def _wrapped(line: str, width: int, indent: str) -> str:
     return textwrap.fill(words, width, initial_indent=first, subsequent_indent=" " * len(first))
 
 
-def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
+def describe_command(
+    parser: argparse.ArgumentParser,
     *,
     codes: dict[int | str, str],
-    help: str,
     description: str,
     epilog: str | None = None,
     usage: str | None = None,
-) -> argparse.ArgumentParser:
-    """Add a subcommand whose help lists its exit codes.
+) -> None:
+    """Set the help of a subcommand, which lists its exit codes.
 
     Args:
-        commands: the subcommands.
-        name: of the subcommand.
+        parser: of the subcommand.
         codes: the exit codes that it has besides 2 and 130, and what each means; or that mean something else.
-        help: for the list of subcommands.
         description: for its own help.
         epilog: the end of its help.
         usage: the first line of its help, if argparse would not write a good one.
     """
-    parser = commands.add_parser(
-        name, help=help, description=description, epilog=epilog, usage=usage, formatter_class=HelpFormatter
-    )
+    parser.description, parser.epilog = description, epilog
+    if usage is not None:
+        parser.usage = usage
     every: dict[int | str, str] = {**codes, **{code: what for code, what in _COMMON.items() if code not in codes}}
     lines = [f"{code}\t{meaning}" for code, meaning in every.items()]
     parser.add_argument_group("exit codes", "\n".join(lines))
-    return parser
 
 
 def integer(text: str) -> int:

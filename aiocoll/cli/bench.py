@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from aiocoll.algorithms.spec import spec_of
 from aiocoll.cli import tune
-from aiocoll.cli.arguments import add_command, positive
+from aiocoll.cli.arguments import describe_command, positive
 from aiocoll.cli.bench_files import as_json, load_average, try_csv, write_csv
 from aiocoll.cli.measure import Effort
 from aiocoll.cli.sweep import HEADING, sweep
@@ -26,8 +26,9 @@ from aiocoll.native import IMPLEMENTATION
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
 from aiocoll.testing import run_processes
+from aiocoll.transport.registry import AUTO, transports
 
-__all__ = ["add_parser", "size"]
+__all__ = ["configure", "size"]
 
 #: From one size to the next: the table of all sizes fits on a screen.
 FACTOR = 4
@@ -38,13 +39,11 @@ EFFORT = Effort(seconds=0.5, least=5, most=2000)
 START, EACH = 60.0, 60.0
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` to the subcommands."""
-    parser = add_command(
-        commands,
-        "bench",
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `bench`; see `aiocoll.plugins.Command`."""
+    describe_command(
+        parser,
         codes={0: "all results were right", 1: "one was wrong, or something could not be measured or written"},
-        help="measure the collectives on this machine",
         usage="aiocoll bench [COLLECTIVE] [options]",
         description="Measure a collective between processes of this machine, for sizes from --min to --max in steps "
         f"of {FACTOR}. Times are those of the slowest rank. Results are checked.",
@@ -62,7 +61,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("-n", "--nproc", type=positive, default=2, metavar="RANKS", help="number of ranks (default: 2)")
     parser.add_argument("--min", type=size, default=4, metavar="SIZE", help="the smallest size (default: 4)")
     parser.add_argument("--max", type=size, default=256 << 20, metavar="SIZE", help="the largest size (default: 256M)")
-    parser.add_argument("--transport", choices=("auto", "shm", "unix", "tcp"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--transport",
+        type=_transport,
+        default=AUTO,
+        metavar="NAME",
+        help=f"{AUTO}, {', '.join(transports.names())}, or the name of a plugin (default: {AUTO})",
+    )
     parser.add_argument("--op", choices=OPS, default="sum", help="how it reduces (default: sum)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the elements (default: float32)")
     parser.add_argument("--csv", metavar="FILE", help="write the table there too")
@@ -85,6 +90,13 @@ def size(text: str) -> int:
         if unit in UNITS and (value := parse_int(number)) > 0:
             return value * UNITS[unit]
     raise argparse.ArgumentTypeError(f"{text!r} is not a size; write a number of bytes, or such as 64K, 1M, 2G")
+
+
+def _transport(text: str) -> str:
+    try:
+        return GroupOptions(transport=text).transport
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _tune(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -26,11 +26,11 @@ from aiocoll.rendezvous.where import find_where
 from aiocoll.security.names import part_name, shown
 from aiocoll.security.tls_trouble import clock
 from aiocoll.security.user_ca import read
-from aiocoll.store.address import describe
+from aiocoll.transport.registry import AUTO, find_transport, transports
 from aiocoll.transport.shm.process_memory import can_read, yama_scope
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream import route
-from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
+from aiocoll.transport.stream.link import LOOPBACK_BUFFER
 from aiocoll.users import peer_trouble
 
 __all__ = ["CheckResult", "check_load", "look"]
@@ -154,7 +154,7 @@ def _started_by(env: Mapping[str, str]) -> CheckResult:
     value += f": rank {'that is free' if where.rank is None else where.rank} of {where.world_size}"
     if None not in here:
         value += f", {here[0]} of {here[1]} on this host"
-    place = "where rank 0 tells the launcher" if where.ask else describe(where.host, where.port)
+    place = "where rank 0 tells the launcher" if where.ask else where.url.partition("://")[2]
     value += f"; the store is {'' if where.ask else 'at '}{place}"
     keys = [key for key in ("AIOCOLL_JOB_KEY_FILE", "AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FD") if key in env]
     value += f"; the job key comes from {keys[0] if keys else 'the launcher' if where.ask else 'nowhere'}"
@@ -247,8 +247,10 @@ def _accelerator(env: Mapping[str, str]) -> CheckResult:
     reason, remedy = "", ""
     if core is None:
         reason, remedy = "the accelerator does not run", "docs/native.md says how to get it"
-    elif (transport := env.get("AIOCOLL_TRANSPORT")) in ("tcp", "unix"):
-        reason, remedy = f"AIOCOLL_TRANSPORT={transport}", "the accelerator needs shared memory"
+    elif (name := env.get("AIOCOLL_TRANSPORT", AUTO).lower()) != AUTO and not (
+        name in transports and find_transport(name).shares_memory
+    ):
+        reason, remedy = f"AIOCOLL_TRANSPORT={name}", "the accelerator needs shared memory"
     elif env.get("AIOCOLL_DEBUG") == "detail":
         reason, remedy = "AIOCOLL_DEBUG=detail", "it compares all calls"
     value = f"in Python: {reason}" if reason else "in C where everything is plain (docs/native.md)"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from aiocoll.cli.arguments import add_command, positive
+from aiocoll.cli.arguments import describe_command, positive
 from aiocoll.cli.checks import CheckResult, check_load, look
 from aiocoll.cli.doctor_hosts import meet_hosts
 from aiocoll.cli.hosts import Hosts, add_host_arguments, read_hosts
@@ -23,9 +23,9 @@ from aiocoll.group.process_group import ProcessGroup
 from aiocoll.machine_load import LoadMeter
 from aiocoll.options import GroupOptions
 from aiocoll.testing.processes import run_processes
-from aiocoll.transport.stream.transport import StreamTransport
+from aiocoll.transport.registry import SHM, find_transport
 
-__all__ = ["add_parser"]
+__all__ = ["configure"]
 
 #: Seconds the ranks have to start, meet and end.
 _PATIENCE = 60.0
@@ -33,16 +33,14 @@ _PATIENCE = 60.0
 _NAMED = 16
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `doctor` to the subcommands."""
-    parser = add_command(
-        commands,
-        "doctor",
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `doctor`; see `aiocoll.plugins.Command`."""
+    describe_command(
+        parser,
         codes={
             0: "all is fine: a job would meet and run",
             1: "something fails or is slower than it could be, or output could not be written",
         },
-        help="check this host, and the ways to others, for problems and for causes of slowness",
         description="Check this host as a rank would see it, then let ranks meet. With --nnodes, started on each of so "
         "many hosts, dial each of the others as a rank would, too: all print who reaches whom, and why not. Each "
         "problem is printed with its remedy.",
@@ -121,8 +119,8 @@ def _meeting(ranks: int) -> tuple[list[dict[str, Any]], CheckResult]:
         for rank, found in enumerate(results)
         for peer, transport, why in found
     ]
-    wanted = GroupOptions.resolve(None, os.environ).transport in ("auto", "shm")
-    slow = wanted and any(pair["transport"] != "shm" for pair in pairs)
+    wanted = find_transport(GroupOptions.resolve(None, os.environ).transport)
+    slow = wanted.shares_memory and any(pair["transport"] != wanted.medium for pair in pairs)
     advice = "ranks of this host could share memory, which is faster, but do not: see the reason below" if slow else ""
     return pairs, CheckResult("ranks", "meeting", f"{ranks} met, all pairs exchanged data", advice, fine=not slow)
 
@@ -138,12 +136,11 @@ async def _meet(pg: ProcessGroup) -> list[tuple[int, str, str]]:
 def _transport_of(pg: ProcessGroup, peer: int) -> tuple[str, str]:
     """Return what carries data between this rank and `peer`, and why it is that."""
     endpoint = parts_of(pg).comm.endpoint
-    assert isinstance(endpoint.context.transport, StreamTransport)
     carrier, trouble = endpoint.context.transport.carrier(peer)
     cards = endpoint.cards[pg.rank()], endpoint.cards[peer]
     if cards[0]["host"] != cards[1]["host"]:
         return carrier, next((card["apart"] for card in cards if card.get("apart")), "they are on two hosts")
-    if carrier == "shm":
+    if carrier == SHM.medium:
         return carrier, "both are on this host"
     return carrier, f"both are on this host, but without shared memory: {trouble or f'rank {peer} has none'}"
 

@@ -35,6 +35,7 @@ from aiocoll.store import PrefixStore, Store
 from aiocoll.store.listening import local_address
 from aiocoll.transport.base import Card
 from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
+from aiocoll.transport.registry import TCP, find_transport
 from aiocoll.transport.stream.addresses import is_wildcard
 from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.tls_stream import OpenEncrypted
@@ -186,6 +187,7 @@ class _Visitor:
         self._came = came
         self._runtime = Runtime.of(running_loop())
         self._open_stream = OpenEncrypted(options, hosts.node_rank)
+        transport = find_transport(options.transport)
         self._transport = StreamTransport(
             self._runtime,
             hosts.node_rank,
@@ -194,7 +196,7 @@ class _Visitor:
             hosts.key,
             StreamOptions(
                 # Whether two are on one host does not matter here: between hosts it is TCP or nothing.
-                transport=options.transport if options.transport in ("unix", "shm") else "tcp",
+                transport=TCP.sockets if transport.crosses_hosts else transport.sockets,
                 host_id=options.host_id,
                 connect_timeout=_DIAL,
                 open_stream=self._open_stream,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from aiocoll.cli.arguments import integer, positive
 from aiocoll.options import GroupOptions, job_key, read_key_file
-from aiocoll.rendezvous.store_security import store_security
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer, TCPStore
 from aiocoll.store.listening import find_address
+from aiocoll.store.tcp import security_arguments
 
 __all__ = ["Hosts", "add_host_arguments", "reach_store", "read_hosts", "serve"]
 
@@ -123,7 +123,7 @@ async def serve(
         key=hosts.key,
         job=hosts.name,
         world_size=world_size,
-        **store_security(options),
+        **security_arguments(options),
     )
     server.start()
     return server
@@ -137,5 +137,5 @@ def reach_store(hosts: Hosts, options: GroupOptions, where: tuple[str, int], tim
         wait_for_workers=False,
         key=hosts.key,
         job=hosts.name,
-        **store_security(options),
+        **security_arguments(options),
     )

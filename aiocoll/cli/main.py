@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 import aiocoll
-from aiocoll.cli import bench, doctor, run, trace
 from aiocoll.cli.arguments import HelpFormatter
 from aiocoll.cli.sink import CommandOutput, OutputLostError
-from aiocoll.cli.top import command as top
+from aiocoll.cli.terminal import complain
+from aiocoll.errors import BackendUnavailableError
 from aiocoll.native import IMPLEMENTATION
+from aiocoll.plugins import commands
 
 __all__ = ["main"]
 
@@ -45,15 +47,28 @@ def _run(argv: Sequence[str] | None) -> int:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=_version(), help="show versions, and exit")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    run.add_parser(commands)
-    bench.add_parser(commands)
-    doctor.add_parser(commands)
-    top.add_parser(commands)
-    trace.add_parser(commands)
+    try:
+        _add_commands(parser, sys.argv[1:] if argv is None else argv)
+    except BackendUnavailableError as error:
+        complain("", error)
+        return 1
     args = parser.parse_args(argv)
     code: int = args.command(args)
     return code
+
+
+def _add_commands(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Add the command that `argv` names, with its arguments; the others, for the list, only by name and help."""
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    listed = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    if chosen is None or chosen not in commands:
+        for error in commands.discover():
+            complain("", error)
+    for name in commands.names():
+        command = commands.get(name)
+        subparser = listed.add_parser(name, help=command.help, formatter_class=HelpFormatter)
+        if name == chosen:
+            command.add_arguments(subparser)
 
 
 def _version() -> str:

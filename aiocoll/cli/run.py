@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from aiocoll.cli.arguments import add_command, natural, positive, positives, seconds
+from aiocoll.cli.arguments import describe_command, natural, positive, positives, seconds
 from aiocoll.cli.hosts import Hosts, add_host_arguments, reach_store, read_hosts, serve
 from aiocoll.cli.hosts_link import HostsLink
 from aiocoll.cli.logs import Logs
@@ -37,17 +37,16 @@ from aiocoll.errors import AiocollError
 from aiocoll.options import GroupOptions
 from aiocoll.store.listening import local_address
 
-__all__ = ["add_parser"]
+__all__ = ["configure"]
 
 #: Seconds in which the name of host 0 must become known there.
 _KNOWN_WITHIN = 60.0
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `run` to the subcommands."""
-    parser = add_command(
-        commands,
-        "run",
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `run`; see `aiocoll.plugins.Command`."""
+    describe_command(
+        parser,
         codes={
             0: "all ranks have ended with 0",
             "N": "that of the rank that failed first by itself; 1, if it has raised an exception",
@@ -55,7 +54,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             1: "nothing could be started, only other hosts know the rank that failed, or output could not be written",
             2: "the command line is wrong",
         },
-        help="start the ranks of a program",
         usage="aiocoll run (-n N | --nproc-list N,N,...) [options]\n                   (SCRIPT | -m MODULE) [ARG ...]",
         description="Start N ranks of a Python program on this host. Their output is prefixed with [RANK]; their "
         "standard input is empty. A rank that fails stops the others. The first that failed by itself is shown last, "

@@ -37,8 +37,8 @@ def styled(text: str, style: Style, stream: TextIO) -> str:
 
 
 def complain(command: str, error: object) -> None:
-    """Print why a subcommand fails."""
-    write_stderr([f"{styled(f'aiocoll {command}:', 'bad', sys.stderr)} {error}"])
+    """Print why a subcommand, or `aiocoll` itself where that is "", fails."""
+    write_stderr([f"{styled(f'aiocoll {command}'.strip() + ':', 'bad', sys.stderr)} {error}"])
 
 
 def write_stderr(lines: Iterable[str]) -> None:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import argparse
 
-from aiocoll.cli.arguments import add_command
+from aiocoll.cli.arguments import describe_command
 from aiocoll.cli.divergence import report
 from aiocoll.cli.merge import Unusable, collect
 from aiocoll.cli.terminal import complain
 from aiocoll.dump.files import write_json
 from aiocoll.dump.timeline import chrome_trace
 
-__all__ = ["add_parser"]
+__all__ = ["configure"]
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `trace` to the subcommands."""
-    parser = add_command(
-        commands,
-        "trace",
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `trace`; see `aiocoll.plugins.Command`."""
+    describe_command(
+        parser,
         codes={
             0: "nothing is wrong",
             1: "something is: a failure, a divergence, a rank without a dump; or output could not be written",
             2: "a file cannot be used, or the command line is wrong",
         },
-        help="find in the dumps of ranks which collective diverged first and which ranks are missing",
         description="Merge the dumps of ranks (pg.recorder.dump_json, AIOCOLL_DUMP_DIR) of one or several groups, and "
         "report for each which collective diverged first, which ranks are missing, what is pending and which rank is "
         "last.",

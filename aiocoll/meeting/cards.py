@@ -34,8 +34,8 @@ ENDED = "ended"
 
 #: Types of a card's fields: host, event loop, unix socket, store address, ticket of the holder, process (namespace,
 #: pid, start), TCP host and port, bytes of a piece in shared memory, whether the rank reads other ranks' memory,
-#: fingerprint of its NaNs.
-_CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int]
+#: fingerprint of its NaNs, the carriers that it asks for and that it offers.
+_CARD = [str, str, str, str, str, int, int, int, str, int, int, bool, int, str, str]
 
 
 class MeetingMovedError(RendezvousError):
@@ -84,6 +84,8 @@ def _decode(rank: int, data: bytes) -> Card:
             card["piece"],
             card.get("reads", False),
             card.get("nans", 0),
+            card.get("carrier", ""),
+            card.get("offers", ""),
         )
         if list(map(type, values)) == _CARD:
             return dict(card)

@@ -49,6 +49,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.store import HashStore, PrefixStore, Store
 from aiocoll.transport.base import Card
 from aiocoll.transport.memory import Hub, MemoryTransport
+from aiocoll.transport.registry import AUTO, TCP, find_transport
 from aiocoll.tuning import load
 
 __all__ = ["World"]
@@ -117,7 +118,7 @@ class World:
 
 def _tuning(options: GroupOptions) -> Tuning:
     tuning = load(options.tuning, os.environ) or Tuning()
-    return tuning.over(options.transport if options.transport != "auto" else "tcp")
+    return tuning.over((TCP if options.transport == AUTO else find_transport(options.transport)).medium)
 
 
 class _Nowhere(Endpoint):

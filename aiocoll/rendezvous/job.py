@@ -29,6 +29,7 @@ from aiocoll.rendezvous.exchange import Exchange, await_end, run_unless
 from aiocoll.rendezvous.listening import listen_between_hosts
 from aiocoll.rendezvous.measured_links import MeasuredLinks, agree_on_links
 from aiocoll.rendezvous.same_host import encryption_at, single_copy, tell_hosts_apart
+from aiocoll.rendezvous.transport_choice import TransportChoice
 from aiocoll.rendezvous.unmet import not_come, not_connected, silent
 from aiocoll.runtime import Runtime
 from aiocoll.security.tls import agreed
@@ -36,6 +37,7 @@ from aiocoll.store import PrefixStore, Store
 from aiocoll.store.deadline import last_request
 from aiocoll.transport.base import Card, Link, Transport
 from aiocoll.transport.memory import Hub, MemoryTransport
+from aiocoll.transport.registry import CarrierRequest
 from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.transport.stream.tls_stream import OpenEncrypted
 from aiocoll.transport.stream.transport import StreamTransport
@@ -90,6 +92,7 @@ class Job:
         self._tuning = Tuning()
         self._links = MeasuredLinks({})
         self._open_stream = OpenEncrypted(options, self.rank)
+        self._transport = TransportChoice(options.transport)
         self._opening = asyncio.Lock()
         self._cards: CardCache | None = None
         # What meeting waits for: what others publish; then links.
@@ -291,8 +294,7 @@ class Job:
         self._stream = stream
         if self.rank == 0:
             # The medium of most messages if all ranks are on one host; links that cannot use it are only slower.
-            wanted = self._options.transport
-            medium = "shm" if wanted in ("auto", "shm") else "tcp" if wanted == "tcp" else "unix"
+            medium = self._transport.provider.medium
             card |= {"medium": medium, "tuning": None if tuning is None else to_wire(tuning, cores())}
         transport: Transport = stream
         # A peer may connect before this rank has an endpoint to accept its link.
@@ -343,7 +345,7 @@ class Job:
             raise
 
     async def _listen(self, job: str) -> tuple[StreamTransport, Card]:
-        options, holder = self._options, self._store_handle.holder
+        options, holder, choice = self._options, self._store_handle.holder, self._transport
         transport = StreamTransport(
             self._runtime,
             self.rank,
@@ -351,16 +353,19 @@ class Job:
             job,
             self._key,
             StreamOptions(
-                transport=options.transport,
+                transport=choice.provider.sockets,
                 single_copy=single_copy(options, os.environ),
                 host_id=options.host_id,
                 connect_timeout=self._timeout,
                 open_stream=self._open_stream,
+                carrier=choice.make_carrier(CarrierRequest(self._runtime, self.rank, self.world_size)),
+                carries_all=choice.carries_all,
             ),
         )
         place = {"loop": f"{os.getpid()}/{id(self._loop)}", "store": self._store.reached, "holder": holder}
         place["encryption"] = encryption_at(self.rank, place["store"], options)
-        return transport, (await transport.listen() if self._runtime.may_listen else transport.card) | place
+        card = await transport.listen() if self._runtime.may_listen else transport.card
+        return transport, card | place | choice.card
 
     async def _tell_hosts_apart(self, store: Store, stream: StreamTransport) -> Card:
         try:
@@ -373,8 +378,9 @@ class Job:
         self, exchange: Exchange, stream: StreamTransport, job: str, cards: Mapping[int, Card]
     ) -> tuple[Transport, Mapping[int, Card]]:
         """Choose the transport from the cards, so that all ranks choose the same."""
-        options = self._options
-        if options.transport == "auto" and len({card.get("loop") for card in cards.values()}) == 1:
+        choice = self._transport
+        stream.agree_on_carrier(choice.agree(cards))
+        if choice.is_auto and len({card.get("loop") for card in cards.values()}) == 1:
             await stream.aclose()
             hub: Hub = shared.setdefault((id(self._loop), "hub", job), Hub(self._runtime, self._runtime.latency))
             self._hub = hub
@@ -383,12 +389,12 @@ class Job:
             await memory.listen()
             return memory, cards
         hosts = len({card["host"] for card in cards.values()})
-        if options.transport in ("unix", "shm") and hosts > 1:
+        if not choice.provider.crosses_hosts and hosts > 1:
             raise RendezvousError(
-                f"transport={options.transport!r}, but the ranks are on {hosts} hosts; use 'auto' or 'tcp'"
+                f"transport={self._options.transport!r}, but the ranks are on {hosts} hosts; use 'auto' or 'tcp'"
                 + "".join(f" (rank {rank}: {card['apart']})" for rank, card in cards.items() if card.get("apart"))
             )
-        if options.transport == "tcp" or hosts > 1:
+        if choice.provider.always_tcp or hosts > 1:
             encrypted = agreed({rank: card["encryption"] for rank, card in cards.items()}, hosts)
             stores = {rank: card["store"] for rank, card in cards.items()}
             card = await self._listen_tcp(exchange.store, stream, stores, hosts == 1, encrypted)

@@ -17,6 +17,7 @@ from aiocoll.rendezvous.pmi_store import PmiStore, PublishedStore
 from aiocoll.rendezvous.private_folder import private_folder
 
 __all__ = [
+    "COMMANDS",
     "EXPLICIT",
     "KUBERNETES",
     "LAUNCHERS",
@@ -75,6 +76,7 @@ class Launcher(NamedTuple):
         local_rank: variables besides LOCAL_RANK, one of which has the number of this process on its host.
         local_world_size: variables besides LOCAL_WORLD_SIZE, one of which tells how many ranks its host has.
         remedy: what to do if a variable is missing.
+        is_standard: it sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which arguments of `new_group` replace.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Launcher(NamedTuple):
     local_rank: tuple[str, ...] = ()
     local_world_size: tuple[str, ...] = ()
     remedy: str = "start all ranks in the same way, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself"
+    is_standard: bool = False
 
     def mark(self, env: Mapping[str, str]) -> str | None:
         """Return the variable by which it is recognised; None if it has not started this process."""
@@ -264,9 +267,14 @@ def _slurm(env: Mapping[str, str]) -> Address:
     return _between_hosts(env, _RANGES.sub(r"\1", first[0]), name)
 
 
-TORCHRUN = Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), "RANK", "WORLD_SIZE", _torchrun)
+TORCHRUN = Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), "RANK", "WORLD_SIZE", _torchrun, is_standard=True)
 EXPLICIT = Launcher(
-    "explicit variables", ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "RANK", "WORLD_SIZE", _explicit
+    "explicit variables",
+    ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "RANK",
+    "WORLD_SIZE",
+    _explicit,
+    is_standard=True,
 )
 PMI = Launcher(
     "PMI-1",
@@ -303,5 +311,7 @@ SLURM = Launcher(
     local_rank=("SLURM_LOCALID",),
     local_world_size=("SLURM_GTIDS",),
 )
+#: What starts ranks, for error messages.
+COMMANDS = "`aiocoll run`, torchrun, mpiexec or srun"
 #: Those that are recognised, the first that has left its mark before the others.
 LAUNCHERS = (TORCHRUN, EXPLICIT, PMI, OPEN_MPI, KUBERNETES, SLURM)

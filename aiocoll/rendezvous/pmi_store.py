@@ -15,11 +15,11 @@ from aiocoll.log import logger
 from aiocoll.numerals import parse_int
 from aiocoll.options import GroupOptions
 from aiocoll.rendezvous.pmi import Pmi
-from aiocoll.rendezvous.store_security import store_security
 from aiocoll.runtime import random_bytes
 from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
 from aiocoll.store.listening import local_address
+from aiocoll.store.tcp import security_arguments
 from aiocoll.transport.stream.route import find_route
 
 __all__ = ["PmiStore", "PublishedStore"]
@@ -147,7 +147,7 @@ class PmiStore:
             key=made,
             job=job,
             world_size=self._world_size,
-            **store_security(options),
+            **security_arguments(options),
         )
         _, port = server.start()
         atexit.register(server.close)

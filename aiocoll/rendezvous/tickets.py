@@ -16,6 +16,7 @@ from aiocoll.rendezvous.where import DEFAULT, Where
 from aiocoll.runtime import random_bytes, running_loop
 from aiocoll.security.keys import KEY_SIZE
 from aiocoll.store import StoreServer
+from aiocoll.store.tcp import tcp_url
 
 __all__ = ["Meeting", "Ticket"]
 
@@ -50,9 +51,7 @@ class Ticket:
             (self.host, self.port, self.job),
             self.rank,
             self.world_size,
-            scheme="tcp",
-            host=self.host,
-            port=self.port,
+            url=tcp_url(self.host, self.port),
             job=self.job,
             key=self.key,
             holder=self.holder,

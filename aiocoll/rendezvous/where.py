@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet: from the arguments of `new_group` and the environment to a store."""
+"""The meeting place of a group: from the arguments of `new_group` and the environment to a store."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from aiocoll.endpoints import parse_endpoint
 from aiocoll.errors import AuthenticationError
 from aiocoll.numerals import parse_int, to_int
 from aiocoll.options import GroupOptions
-from aiocoll.rendezvous.launchers import EXPLICIT, TORCHRUN, Ask, recognise
-from aiocoll.rendezvous.store_security import store_security
-from aiocoll.store import FileStore, HashStore, RedisStore, Store, TCPStore
+from aiocoll.rendezvous.launchers import COMMANDS, EXPLICIT, Ask, recognise
+from aiocoll.store import HashStore, Store
+from aiocoll.store.registry import StoreOpener, StoreRequest, stores
+from aiocoll.store.tcp import tcp_url
 
 __all__ = ["DEFAULT", "Place", "Where", "find_where", "nowhere"]
 
-_REDIS = ("redis", "rediss")
 _PASSWORD = re.compile("//.*@")
+_QUERY = re.compile(r"\?.*")
 
 
 class Where(NamedTuple):
@@ -29,9 +29,7 @@ class Where(NamedTuple):
         rank: None if the store assigns it.
         world_size: number of ranks; 0 for a newcomer to a group that grows, which is assigned both.
         store: the caller's own.
-        scheme: how the store is reached otherwise, "tcp", "file", "redis" or "rediss".
-        host: the store's address, path or URL.
-        port: the store's.
+        url: of the store otherwise; its scheme names the opener in `aiocoll.store.registry.stores`.
         hosted: whether the store is served by a process that is no rank.
         job: name of the job.
         key: the job key, where it comes along with the address.
@@ -44,9 +42,7 @@ class Where(NamedTuple):
     rank: int | None
     world_size: int
     store: Store | None = None
-    scheme: str = ""
-    host: str = ""
-    port: int = 0
+    url: str = ""
     hosted: bool = True
     job: str = ""
     key: bytes | None = None
@@ -58,9 +54,14 @@ class Where(NamedTuple):
         return f"Where(rank={self.rank}, world_size={self.world_size}, scheme={self.scheme!r})"  # the rest has secrets
 
     @property
+    def scheme(self) -> str:
+        """The scheme of the store's URL, "" without one."""
+        return self.url.partition("://")[0]
+
+    @property
     def hosts(self) -> bool:
         """Whether this rank serves the store."""
-        return self.scheme == "tcp" and self.rank == 0 and not self.hosted
+        return self.rank == 0 and not self.hosted
 
     @property
     def replaceable(self) -> bool:
@@ -76,7 +77,7 @@ class Where(NamedTuple):
         if self.ask is None:
             return self
         store = await self.ask(key, options, self.job, timeout)
-        return self._replace(host=store.host, port=store.port, key=store.key, ask=None)
+        return self._replace(url=tcp_url(store.host, store.port), key=store.key, ask=None)
 
     def open(self, timeout: float, key: bytes | None, options: GroupOptions) -> Store:
         """Open the store of the init method.
@@ -91,22 +92,8 @@ class Where(NamedTuple):
                 'one with `python -c "import secrets; print(secrets.token_hex(32))"`. MPICH\'s mpiexec and '
                 "`srun --mpi=pmi2` hand one over by themselves"
             )
-        if self.scheme == "file":
-            return FileStore(self.host, self.world_size or None, timeout=timeout)
-        if self.scheme in _REDIS:
-            return RedisStore(self.host, job=self.job, timeout=timeout)
-        return TCPStore(
-            self.host,
-            self.port,
-            self.world_size or None,
-            self.hosts,
-            timeout,
-            wait_for_workers=False,
-            key=key,
-            job=self.job,
-            bind=options.bind,
-            **store_security(options),
-        )
+        request = StoreRequest(self.url, self.job, self.world_size or None, self.hosts, timeout, key, options)
+        return stores.get(self.scheme).open(request)
 
 
 @runtime_checkable
@@ -147,25 +134,42 @@ def find_where(
         return Where(("store", id(store)), *_numbers(rank, world_size, {}, "with store=", assigned=True), store)
     if isinstance(init_method, Place):
         return init_method.where()
-    method, rank, world_size = _without_query("env://" if init_method is None else init_method, rank, world_size)
-    scheme, _, place = method.partition("://")
-    if scheme == "env":
+    method = "env://" if init_method is None else init_method
+    opener = None if method.partition("://")[0] == "env" else _opener(method)
+    if opener is None or not opener.has_secrets:
+        method, rank, world_size = _without_query(method, rank, world_size)
+    if opener is None:
         return _from_environment(method, rank, world_size, env, job)
-    shown = _PASSWORD.sub("//...@", method)
-    numbers = _numbers(rank, world_size, {}, f"with init_method={shown!r}", assigned=scheme in ("file", *_REDIS))
-    if scheme == "tcp":
-        host, port = parse_endpoint(place.partition("/")[0])
-        if port == 0 and numbers[1] != 1:
-            raise ValueError(
-                f"init_method={shown!r}: port 0 means a free port, which the other ranks cannot know; give the port at "
-                "which rank 0 serves the store"
-            )
-        return Where((method, job), *numbers, None, "tcp", host, port, False, job)
-    if scheme in _REDIS:
-        return Where((method, job), *numbers, None, scheme, method, job=job)
-    if scheme == "file" and place.startswith("/"):
-        return Where((method, job), *numbers, None, "file", place, job=job)
-    raise ValueError(f"init_method={shown!r} must be env://, tcp://host:port, file:///path or redis://host:port/db")
+    shown = _shown(method, has_secrets=opener.has_secrets)
+    served = opener.served_by_rank_0
+    numbers = _numbers(rank, world_size, {}, f"with init_method={shown!r}", assigned=not served)
+    try:
+        opener.check(method, numbers[1])
+    except ValueError as error:
+        raise ValueError(f"init_method={shown!r}: {error}") from None
+    return Where((method, job), *numbers, None, method, not served, job)
+
+
+def _opener(url: str) -> StoreOpener:
+    """Return what opens the store of a URL.
+
+    Raises:
+        ValueError: no store has this scheme.
+    """
+    scheme, separator, _ = url.partition("://")
+    shown = _shown(url, has_secrets=True)
+    if not separator:
+        known = ", ".join(f"{name}://" for name in stores.names())
+        raise ValueError(f"init_method={shown!r} must be a URL that begins with one of env://, {known}")
+    try:
+        return stores.get(scheme)
+    except ValueError as error:
+        raise ValueError(f"init_method={shown!r}: {error}") from None
+
+
+def _shown(url: str, *, has_secrets: bool) -> str:
+    """Return a URL as error messages show it."""
+    return _QUERY.sub("?...", _PASSWORD.sub("//...@", url)) if has_secrets else url
 
 
 def _without_query(method: str, rank: int | None, world_size: int | None) -> tuple[str, int | None, int | None]:
@@ -173,7 +177,7 @@ def _without_query(method: str, rank: int | None, world_size: int | None) -> tup
     url, _, query = method.partition("?")
     texts = dict(pair.split("=", 1) for pair in query.split("&") if "=" in pair)
     numbers = {"rank": rank, "world_size": world_size}
-    if not texts or not texts.keys() <= numbers.keys() or url.partition(":")[0] in _REDIS:
+    if not texts or not texts.keys() <= numbers.keys():
         return method, rank, world_size  # a file may be called that
     for name, text in texts.items():
         if numbers[name] is not None:
@@ -196,23 +200,23 @@ def _from_environment(method: str, rank: int | None, world_size: int | None, env
     launcher, given = recognise(env), (rank, world_size) != (None, None)
     if launcher is None and not given and _alone(env):
         return Where((method, "alone"), 0, 1, HashStore())
-    if launcher in (None, EXPLICIT, TORCHRUN) or given:
+    if launcher is None or launcher.is_standard or given:
         hosted = env.get("AIOCOLL_STORE") == "launcher"
         try:
             numbers = _numbers(rank, world_size, env, "with init_method='env://'", assigned=hosted)
-            address = (launcher if launcher is TORCHRUN else EXPLICIT).address(env)
+            standard = launcher if launcher is not None and launcher.is_standard else EXPLICIT
+            address = standard.address(env)
         except ValueError as error:
             raise ValueError(f"{error}{_another(env)}") from None
         # A program that sets another MASTER_PORT than its launcher chooses a place of its own.
         hosted = hosted and env.get("AIOCOLL_STORE_PORT", str(address.port)) == str(address.port)
-        return Where((method, *address[:2], job), *numbers, None, "tcp", *address[:2], hosted, job)
+        return Where((method, *address[:2], job), *numbers, None, tcp_url(*address[:2]), hosted, job)
     numbers, address = launcher.numbers(env), launcher.address(env)
     return Where(
         (method, launcher.name, *address[:2], job),
         *numbers,
         None,
-        "tcp",
-        *address[:2],
+        tcp_url(*address[:2]),
         address.ask is not None,
         job,
         several_hosts=launcher.name if address.several_hosts else "",
@@ -224,7 +228,7 @@ def _another(env: Mapping[str, str]) -> str:
     """Say which launcher would be asked if nothing were given."""
     others = {name: text for name, text in env.items() if name not in EXPLICIT.marks}
     launcher = recognise(others)
-    if launcher in (None, TORCHRUN):
+    if launcher is None or launcher.is_standard:
         return ""
     there = [name for name in EXPLICIT.marks if name in env]
     return (
@@ -266,7 +270,7 @@ def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> 
     if variable not in env:
         from_environment = env or when.endswith("'env://'")
         hint = (
-            f", set {variable} in the environment, or start the ranks with `aiocoll run`, torchrun, mpiexec or srun; a "
+            f", set {variable} in the environment, or start the ranks with {COMMANDS}; a "
             "program that nothing has started as a rank is a group of one with AIOCOLL_SINGLETON=1"
             if from_environment
             else ""

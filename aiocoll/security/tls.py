@@ -15,7 +15,7 @@ import ssl
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from aiocoll.errors import BackendUnavailableError, RendezvousError
 from aiocoll.security.keys import is_loopback
@@ -23,6 +23,7 @@ from aiocoll.security.keys import is_loopback
 __all__ = [
     "OwnCertificate",
     "Tls",
+    "TlsOptions",
     "agreed",
     "binding",
     "is_encrypted",
@@ -33,6 +34,30 @@ __all__ = [
 
 #: Margins of a certificate's validity: for the clocks of hosts, and for the lifetime of a process. Peers check neither.
 _SKEW, _LIFE = timedelta(days=1), timedelta(days=3650)
+
+
+class TlsOptions(Protocol):
+    """The options of a group that concern encryption; see `aiocoll.GroupOptions`."""
+
+    @property
+    def job_id(self) -> str | None:
+        """The name of the job, as certificates have it."""
+
+    @property
+    def encryption(self) -> str:
+        """Whether connections are encrypted: "auto", "tls" or "none"."""
+
+    @property
+    def tls_ca(self) -> str | None:
+        """The path of the certificates of a CA."""
+
+    @property
+    def tls_certificate(self) -> str | None:
+        """The path of the certificate of this rank."""
+
+    @property
+    def tls_key(self) -> str | None:
+        """The path of its private key."""
 
 
 class OwnCertificate(NamedTuple):

@@ -22,11 +22,14 @@ from aiocoll.store.base import Store, count_of_clients, timed_out
 from aiocoll.store.commands import COMMANDS, check_arguments, keys_of
 from aiocoll.store.core import StoreCore
 from aiocoll.store.polling import Poll
+from aiocoll.store.registry import StoreRequest
 
 if TYPE_CHECKING:
     from aiocoll.store.log import LogFile
 
-__all__ = ["FileStore"]
+__all__ = ["FILE_OPENER", "FileStore"]
+
+_SCHEME = "file://"
 
 #: Bytes of history replayed at once without the lock, about 1 ms; then the loop runs other callbacks.
 _SLICE = 1 << 13
@@ -178,3 +181,23 @@ class FileStore(Store):
         self._left += 1
         if self._world_size is not None and self._left >= self._world_size:
             log.remove()
+
+
+class _FileOpener:
+    """See `aiocoll.store.registry.StoreOpener`."""
+
+    served_by_rank_0 = False
+    has_secrets = False
+
+    def check(self, url: str, world_size: int) -> None:
+        """Check that the path is absolute."""
+        if not url.removeprefix(_SCHEME).startswith("/"):
+            raise ValueError("the path of a file must be absolute, like file:///shared/job")
+
+    def open(self, request: StoreRequest) -> Store:
+        """Return the store in that file."""
+        return FileStore(request.url.removeprefix(_SCHEME), request.world_size, timeout=request.timeout)
+
+
+#: Opens ``file:///path``.
+FILE_OPENER = _FileOpener()

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from aiocoll.credentials import tls_files
+from aiocoll.endpoints import parse_endpoint
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.runtime import Runtime, running_loop
 from aiocoll.security.handshake import ConnKind, Identity, job_id
@@ -18,9 +19,12 @@ from aiocoll.store.address import describe, is_unix
 from aiocoll.store.base import Store, answered, count_of_clients
 from aiocoll.store.client import ClientLink, ClientSecurity, connect
 from aiocoll.store.listening import find_address, local_address
+from aiocoll.store.registry import StoreOptions, StoreRequest
 from aiocoll.store.server import StoreServer
 
-__all__ = ["TCPStore"]
+__all__ = ["TCP_OPENER", "TCPStore", "security_arguments", "tcp_url"]
+
+_SCHEME = "tcp://"
 
 
 class TCPStore(Store):
@@ -220,3 +224,54 @@ class TCPStore(Store):
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailableError(f"the TCPStore for {describe(self.host, self.port)} is closed: make a new one")
+
+
+def security_arguments(options: StoreOptions) -> dict[str, Any]:
+    """Return the arguments of `TCPStore` and `StoreServer` that secure connections."""
+    return {name: getattr(options, name) for name in ("encryption", "tls_ca", "tls_certificate", "tls_key")}
+
+
+def tcp_url(host: str, port: int) -> str:
+    """Return the URL of the server at an address; `host` may be a unix socket."""
+    return _SCHEME + describe(host, port)
+
+
+class _TCPOpener:
+    """See `aiocoll.store.registry.StoreOpener`."""
+
+    served_by_rank_0 = True
+    has_secrets = False
+
+    def check(self, url: str, world_size: int) -> None:
+        """Check host and port."""
+        _, port = parse_endpoint(_address(url))
+        if port == 0 and world_size != 1:
+            raise ValueError(
+                "port 0 means a free port, which the other ranks cannot know; give the port at which rank 0 serves "
+                "the store"
+            )
+
+    def open(self, request: StoreRequest) -> Store:
+        """Return a client, with the server if this rank serves."""
+        unix = request.url.removeprefix(_SCHEME)
+        host, port = (unix, 0) if is_unix(unix) else parse_endpoint(_address(request.url))
+        return TCPStore(
+            host,
+            port,
+            request.world_size,
+            request.serves,
+            request.timeout,
+            wait_for_workers=False,
+            key=request.key,
+            job=request.job,
+            bind=request.options.bind,
+            **security_arguments(request.options),
+        )
+
+
+def _address(url: str) -> str:
+    return url.removeprefix(_SCHEME).partition("/")[0]
+
+
+#: Opens ``tcp://host:port``.
+TCP_OPENER = _TCPOpener()

@@ -47,6 +47,8 @@ __all__ = [
     "pytest_runtest_makereport",
 ]
 
+pytest.register_assert_rewrite("aiocoll.testing.contracts")
+
 _ARGUMENTS = {"allow_unretrieved", "expect_death", "options", "processes", "timeout"}
 
 

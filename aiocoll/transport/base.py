@@ -191,6 +191,9 @@ class Transport(Protocol):
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
         """Open a connection to another process for heartbeats; None as for `connect`."""
 
+    def carrier(self, peer: int) -> tuple[str, str | None]:
+        """Return what carries data to `peer` ("none" before the first), and why it is not shared memory."""
+
     def catch_up(self) -> None:
         """Deliver what peers wrote to their links before what has just arrived in another way.
 

@@ -242,6 +242,10 @@ class MemoryTransport:
                 await arrival
             await hub.wait_unblocked(self._rank, peer)
 
+    def carrier(self, peer: int) -> tuple[str, str | None]:
+        """Return "memory"."""
+        return "memory", None
+
     def catch_up(self) -> None:
         """Do nothing: frames arrive in the order in which they were written, also across links."""
 

@@ -25,7 +25,7 @@ from aiocoll.cli.main import main
 from aiocoll.machine_load import MachineLoad
 from aiocoll.native import describe_implementation
 from aiocoll.transport.stream import addresses as address
-from aiocoll.transport.stream.socket_buffers import LOOPBACK_BUFFER
+from aiocoll.transport.stream.link import LOOPBACK_BUFFER
 
 from ..certificates import Authority, as_variables
 from ..internals import Limits, replaced

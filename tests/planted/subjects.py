@@ -186,14 +186,8 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "users": Subject(("peer_trouble",), (("tests/test_users.py",),)),
         "output": Subject(("Sink.write", "OutputRelay.drain"), (("cli/test_output.py", "-m", "not slow"),)),
         "redis store": Subject(
-            (
-                "RedisStore._wait",
-                "RedisChanges.add",
-                "RedisClient.call",
-                "RedisConnection.open",
-                "RedisAddress.refusal",
-            ),
-            (("store/test_redis.py",), ("store/test_contract.py", "-k", "redis and not prefix and missing")),
+            ("RedisStore._wait", "RedisClient.call", "RedisAddress.refusal"),
+            (("redis/test_redis.py",), ("store/test_contract.py", "-k", "redis and not prefix and missing")),
         ),
         "elastic": Subject(
             ("_Mending._grow", "await_assignment", "find_assignment", "Store._checked"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from aiocoll import AuthenticationError, GroupOptions, RendezvousError
 from aiocoll import distributed as dist
+from aiocoll.endpoints import parse_endpoint
 from aiocoll.rendezvous import same_host
 from aiocoll.rendezvous.launchers import LAUNCHERS, common_parent, local_numbers, recognise
 from aiocoll.rendezvous.where import Where, find_where
@@ -80,20 +81,31 @@ def found(env: dict[str, str]) -> Where:
     return find_where(None, None, None, None, env, "")
 
 
-@pytest.mark.parametrize(("name", "env", "address"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_each_is_recognised(name: str, env: dict[str, str], address: tuple[str, int | None]) -> None:
+def address(where: Where) -> tuple[str, int]:
+    """Return host and port of a TCP store."""
+    place = where.url.removeprefix("tcp://")
+    return (place, 0) if place.startswith("unix:") else parse_endpoint(place)
+
+
+@pytest.mark.parametrize(("name", "env", "place"), ROWS, ids=[name for name, _, _ in ROWS])
+def test_each_is_recognised(name: str, env: dict[str, str], place: tuple[str, int | None]) -> None:
     launcher = recognise(env)
     assert launcher is not None
     assert launcher.name == name
     assert launcher.mark(env) in env
     where = found(env)
-    assert (where.rank, where.world_size, where.scheme, where.host) == (1, 3, "tcp", address[0])
-    assert where.port == address[1] or (address[1] is None and 61440 <= where.port <= 65535)
+    assert (where.rank, where.world_size, where.scheme) == (1, 3, "tcp")
+    if name == "PMI-1":
+        assert where.url == "tcp://:0"
+    else:
+        host, port = address(where)
+        assert host == place[0]
+        assert port == place[1] or (place[1] is None and 61440 <= port <= 65535)
     assert (where.ask is not None) == where.hosted == (name == "PMI-1")
     assert where.hosts is False
     if name != "PMI-1":
         first = env | {launcher.rank: "0", "HOSTNAME": "train-it-0"}
-        assert (found(first).host, found(first).port, found(first).hosts) == (where.host, where.port, True)
+        assert (found(first).url, found(first).hosts) == (where.url, True)
 
 
 def test_the_order_of_the_table() -> None:
@@ -162,7 +174,7 @@ def test_open_mpi_that_does_not_tell_where() -> None:
         with pytest.raises(RendezvousError, match=r"Open MPI .* does not tell where .* MASTER_PORT .* `aiocoll run`"):
             found(OPEN_MPI_5 | {"PMIX_NAMESPACE": job})
     uri = "1314521088.0;tcp6://[fe80::b9b,2620:10d::3]:43370"
-    assert found(OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": uri}).host == "fe80::b9b"
+    assert address(found(OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": uri}))[0] == "fe80::b9b"
 
 
 def test_half_of_the_variables_are_not_mixed_with_a_launcher() -> None:
@@ -185,8 +197,8 @@ def test_half_of_the_variables_are_not_mixed_with_a_launcher() -> None:
 def test_arguments_count_before_launchers() -> None:
     env = SLURM | {"MASTER_ADDR": "n07", "MASTER_PORT": "29500"}
     where = find_where(None, None, 2, 5, env, "")
-    assert (where.rank, where.world_size, where.host, where.port) == (2, 5, "n07", 29500)
-    assert find_where("tcp://n08:1", None, 2, 5, SLURM, "").host == "n08"
+    assert (where.rank, where.world_size, *address(where)) == (2, 5, "n07", 29500)
+    assert find_where("tcp://n08:1", None, 2, 5, SLURM, "").url == "tcp://n08:1"
 
 
 # -- places
@@ -225,7 +237,7 @@ def test_wrong_numbers_in_a_url_are_named(query: str, rank: int | None, world_si
 
 
 def test_other_queries_belong_to_the_name_of_a_file() -> None:
-    assert find_where("file:///there?rank#1", None, 0, 1, {}, "").host == "/there?rank#1"
+    assert find_where("file:///there?rank#1", None, 0, 1, {}, "").url == "file:///there?rank#1"
 
 
 def test_rank_0_hosts_where_a_program_has_changed_the_port_of_its_launcher() -> None:
@@ -233,7 +245,7 @@ def test_rank_0_hosts_where_a_program_has_changed_the_port_of_its_launcher() -> 
     assert not found(launched).hosts
     assert not found(launched | {"MASTER_ADDR": "localhost"}).hosts
     changed = found(launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29501"})
-    assert (changed.hosts, changed.host, changed.port) == (True, "localhost", 29501)
+    assert (changed.hosts, *address(changed)) == (True, "localhost", 29501)
     del launched["AIOCOLL_STORE_PORT"]
     assert not found(launched | {"MASTER_PORT": "29501"}).hosts
 
@@ -243,7 +255,7 @@ def test_jobs_of_one_host_meet_at_a_socket_of_their_user(tmp_path: Path) -> None
     alone = {"XDG_RUNTIME_DIR": str(tmp_path)}
     slurm = SLURM | alone | {"SLURM_STEP_NUM_NODES": "1"}
     places = {
-        found(env).host
+        address(found(env))[0]
         for env in (
             slurm,
             slurm | {"SLURM_PROCID": "0"},
@@ -259,13 +271,13 @@ def test_jobs_of_one_host_meet_at_a_socket_of_their_user(tmp_path: Path) -> None
 
 
 def test_jobs_of_several_hosts_have_ports_of_their_own() -> None:
-    ports = [found(SLURM | {"SLURM_JOB_ID": str(job)}).port for job in range(200)]
-    ports += [found(SLURM | {"SLURM_STEP_ID": str(step)}).port for step in range(3, 200)]
+    ports = [address(found(SLURM | {"SLURM_JOB_ID": str(job)}))[1] for job in range(200)]
+    ports += [address(found(SLURM | {"SLURM_STEP_ID": str(step)}))[1] for step in range(3, 200)]
     # Those that two of 397 jobs have in common, where 4,096 are to choose from: about 19.
     assert len(ports) - len(set(ports)) < 40
     assert all(61440 <= port <= 65535 for port in ports)
-    assert found(SLURM | {"AIOCOLL_PORT": "31000"}).port == 31000
-    assert found(OPEN_MPI_5 | {"AIOCOLL_PORT": "31000"}).port == 31000
+    assert address(found(SLURM | {"AIOCOLL_PORT": "31000"}))[1] == 31000
+    assert address(found(OPEN_MPI_5 | {"AIOCOLL_PORT": "31000"}))[1] == 31000
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI_5, KUBERNETES, SLURM], ids=["Open MPI", "Kubernetes", "Slurm"])
@@ -278,9 +290,9 @@ def test_between_hosts_a_key_is_asked_for(env: dict[str, str]) -> None:
 
 
 def test_the_service_of_a_job() -> None:
-    assert found(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}).host == "train-it-0.mesh"
-    assert found(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}).host == "train-it-0.train-it"
-    assert found(KUBERNETES | {"AIOCOLL_PORT": "31000"}).port == 31000
+    assert address(found(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}))[0] == "train-it-0.mesh"
+    assert address(found(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}))[0] == "train-it-0.train-it"
+    assert address(found(KUBERNETES | {"AIOCOLL_PORT": "31000"}))[1] == 31000
 
 
 # -- lists of Slurm's
@@ -300,7 +312,7 @@ def test_the_service_of_a_job() -> None:
     ],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert found(SLURM | {"SLURM_STEP_NODELIST": nodes}).host == first
+    assert address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == first
 
 
 @pytest.mark.parametrize(
@@ -328,14 +340,14 @@ HOST = st.lists(PART, min_size=1, max_size=4)
 @given(st.lists(HOST, min_size=1, max_size=4))
 def test_any_list(hosts: list[list[tuple[str, str]]]) -> None:
     nodes = ",".join("".join(text for _, text in host) for host in hosts)
-    assert found(SLURM | {"SLURM_STEP_NODELIST": nodes}).host == "".join(first for first, _ in hosts[0])
+    assert address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == "".join(first for first, _ in hosts[0])
 
 
 @settings(deadline=None)
 @given(st.text("ab0-[], \n", min_size=1, max_size=20))
 def test_any_text_is_a_list_or_refused(nodes: str) -> None:
     try:
-        host = found(SLURM | {"SLURM_STEP_NODELIST": nodes}).host
+        host = address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0]
     except ValueError as error:
         assert str(error).startswith("SLURM_STEP_NODELIST=")  # noqa: PT017
     else:

@@ -364,8 +364,14 @@ async def test_wildcard_as_the_master_is_this_host(
     [
         ({"backend": "gloo"}, {}, ValueError, "backend='gloo' is not known: use aio"),
         ({"init_method": "env://", "store": HashStore()}, {}, ValueError, "init_method and store exclude each other"),
-        ({"init_method": "mpi://"}, {}, ValueError, "init_method='mpi://' must be env://, tcp://host:port, file"),
-        ({"init_method": "file://there"}, {}, ValueError, "init_method='file://there' must be"),
+        ({"init_method": "mpi://"}, {}, ValueError, "init_method='mpi://': store 'mpi' is not known: use tcp, file, "),
+        (
+            {"init_method": "here:1"},
+            {},
+            ValueError,
+            "init_method='here:1' must be a URL that begins with one of env://",
+        ),
+        ({"init_method": "file://there"}, {}, ValueError, "init_method='file://there': the path .* must be absolute"),
         ({"init_method": "tcp://localhost"}, {}, ValueError, "port"),
         *(
             (

@@ -2,15 +2,15 @@
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from aiocoll.store import FileStore, HashStore, PrefixStore, RedisStore, Store, TCPStore
 
-from ..certificates import Authority
-from ..redis_server import RedisServer, redis_server
+from ..redis_server import RedisServer
+from ..redis_server import redis as redis
 from .minimal_store import MinimalStore
 
 
@@ -30,15 +30,6 @@ UNLIMITED = {"redis", "rediss"}
 VARIANTS = ["tcp6", "tls", "unix", "unix-abstract", "rediss",
             *(f"prefix-{kind}" for kind in ("file", "tcp4", "redis", "minimal"))]  # fmt: skip
 every_store = pytest.mark.parametrize("open_store", [*KINDS, *VARIANTS], indirect=True)
-
-
-@pytest.fixture(scope="session")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis server for all tests that leave it as it is."""
-    folder = tmp_path_factory.mktemp("redis")
-    files = Authority(folder).make("DNS:localhost")
-    with redis_server(folder, files) as server:
-        yield server
 
 
 @pytest.fixture(params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in VARIANTS)])

@@ -1,348 +1,49 @@
-"""What every store promises, run over each of them."""
+"""Every store of the package passes the contract."""
 
-import asyncio
-import math
-from datetime import timedelta
+from types import FunctionType
 
 import pytest
 
-from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
-from aiocoll.store import KeyValueStore, PrefixStore
+from aiocoll.testing.contracts import StoreContract
 
 from .conftest import UNLIMITED, every_store
 
-MIB = 1 << 20
+#: Tests that run on the variants, too, also where slow tests are left out.
+EVERY = {
+    "test_set_then_get_from_another_handle",
+    "test_get_waits_for_a_later_set",
+    "test_delete_key",
+    "test_queue_pop_waits_and_each_item_goes_to_one",
+    "test_limits",
+}
 
 
-@every_store
-async def test_set_then_get_from_another_handle(store, other):
-    await store.set("key", b"value")
-    assert await other.get("key") == b"value"
-    await other.set("key", b"")
-    assert await store.get("key") == b""
+class TestStores(StoreContract):
+    @pytest.fixture
+    def keeps_order(self, request: pytest.FixtureRequest) -> bool:
+        return base_kind(request) not in (*UNLIMITED, "minimal")
+
+    @pytest.fixture
+    def limits_entries(self, request: pytest.FixtureRequest) -> bool:
+        return base_kind(request) not in UNLIMITED
+
+    @pytest.fixture
+    def close_store(self):
+        return lambda store: getattr(store, "_store", store).aclose()
 
 
-@every_store
-async def test_get_waits_for_a_later_set(store, other):
-    async with asyncio.TaskGroup() as tasks:
-        waiting = [tasks.create_task(handle.get("late")) for handle in (store, other, store)]
-        await asyncio.sleep(0)
-        assert not any(task.done() for task in waiting)
-        await other.set("late", b"here")
-    assert [task.result() for task in waiting] == [b"here"] * 3
+def base_kind(request: pytest.FixtureRequest) -> str:
+    """Return the kind of store, without that it is a part of one."""
+    kind: str = request.node.callspec.params["open_store"]
+    return kind.removeprefix("prefix-")
 
 
-@pytest.mark.parametrize("command", ["add", "append", "compare_set", "multi_set"])
-async def test_every_way_to_create_a_key_ends_a_wait(store, other, command):
-    arguments = {"add": ("k", 5), "append": ("k", b"5"), "compare_set": ("k", b"", b"5"), "multi_set": (["k"], [b"5"])}
-    async with asyncio.TaskGroup() as tasks:
-        value = tasks.create_task(store.get("k"))
-        await asyncio.sleep(0)
-        await getattr(other, command)(*arguments[command])
-    assert value.result() == b"5"
+def copied(function: FunctionType) -> FunctionType:
+    """Return a function of the same code, whose marks are its own."""
+    return FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
-async def test_add_counts_across_handles(store, other):
-    assert await store.add("n", 5) == 5
-    assert await other.add("n", -7) == -2
-    assert await store.get("n") == b"-2"
-    async with asyncio.TaskGroup() as tasks:
-        for handle in (store, other) * 50:
-            tasks.create_task(handle.add("many", 1))
-    assert await store.add("many", 0) == 100
-
-
-async def test_add_refuses_what_is_no_number_or_does_not_fit(store):
-    await store.set("text", b"abc")
-    with pytest.raises(StoreError, match=r"key '.*text' holds b'abc', which is not a decimal number"):
-        await store.add("text", 1)
-    await store.add("big", (1 << 63) - 1)
-    with pytest.raises(StoreError, match="does not fit 64 bits"):
-        await store.add("big", 1)
-    assert await store.get("big") == b"9223372036854775807"
-
-
-async def test_compare_set_as_in_c10d(store):
-    assert await store.compare_set("k", b"old", b"new") == b"old"
-    assert not await store.check(["k"])
-    assert await store.compare_set("k", b"", b"first") == b"first"
-    assert await store.compare_set("k", b"wrong", b"second") == b"first"
-    assert await store.compare_set("k", b"first", b"second") == b"second"
-    assert await store.get("k") == b"second"
-
-
-async def test_one_winner_of_compare_set(open_store):
-    handles = [open_store() for _ in range(8)]
-    results = await asyncio.gather(*(h.compare_set("leader", b"", b"%d" % i) for i, h in enumerate(handles)))
-    assert len(set(results)) == 1
-
-
-async def test_check_and_wait(store, other):
-    assert await store.check([])
-    await store.wait([])
-    await store.set("a", b"")
-    assert not await store.check(["a", "b"])
-    async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(store.wait(["a", "b", "c"]))
-        await other.set("c", b"")
-        assert not waiting.done()
-        await other.set("b", b"")
-    assert await store.check(iter(["a", "b", "c"]))
-
-
-@every_store
-async def test_delete_key(store, other):
-    assert await store.delete_key("k") is False
-    await store.set("k", b"1")
-    assert await other.delete_key("k") is True
-    assert await store.delete_key("k") is False
-    with pytest.raises(StoreTimeoutError):
-        await store.get("k", timeout=0)
-
-
-async def test_a_key_deleted_during_a_wait_is_waited_for_again(store, other):
-    async with asyncio.TaskGroup() as tasks:
-        values = tasks.create_task(store.multi_get(["a", "b"]))
-        await asyncio.sleep(0)
-        # In one command each, so that a store that polls sees what one that is told sees.
-        await other.set("a", b"old")
-        await other.delete_key("a")
-        await other.set("b", b"2")
-        assert not values.done()
-        await other.set("a", b"1")
-    assert values.result() == [b"1", b"2"]
-
-
-async def test_num_keys_and_list_keys(store):
-    assert (await store.num_keys(), await store.list_keys()) == (0, [])
-    await store.multi_set(["b", "a", "ü/ü"], [b"1", b"2", b"3"])
-    await store.queue_push("queue", b"not a key")
-    listed = await store.list_keys()
-    if isinstance(getattr(store, "_store", store), KeyValueStore):  # the order is that of its server
-        listed.sort(key=["b", "a", "ü/ü"].index)
-    assert (await store.num_keys(), listed) == (3, ["b", "a", "ü/ü"])
-
-
-async def test_append(store, other):
-    await store.append("log", b"one,")
-    await other.append("log", b"two")
-    assert await store.get("log") == b"one,two"
-
-
-async def test_multi_get_waits_and_keeps_the_order(store, other):
-    async with asyncio.TaskGroup() as tasks:
-        values = tasks.create_task(store.multi_get(["x", "y", "x"]))
-        await asyncio.sleep(0)
-        await other.multi_set(["y", "x"], [b"Y", b"X"])
-    assert values.result() == [b"X", b"Y", b"X"]
-    assert await store.multi_get([]) == []
-    await store.multi_set([], [])
-
-
-async def test_queue_is_first_in_first_out(store, other):
-    for item in (b"1", b"2", b"3"):
-        await store.queue_push("q", item)
-    assert await other.queue_len("q") == 3
-    assert [await handle.queue_pop("q") for handle in (other, store, other)] == [b"1", b"2", b"3"]
-    assert await store.queue_len("q") == 0
-
-
-@every_store
-async def test_queue_pop_waits_and_each_item_goes_to_one(store, other):
-    async with asyncio.TaskGroup() as tasks:
-        pops = [tasks.create_task(handle.queue_pop("q")) for handle in (store, other) * 5]
-        for i in range(10):
-            await other.queue_push("q", b"%d" % i)
-    assert sorted(pop.result() for pop in pops) == [b"%d" % i for i in range(10)]
-
-
-async def test_queue_pop_of_an_empty_queue(store):
-    with pytest.raises(StoreTimeoutError, match=r"queue '.*q' of .* had no item within 0 s"):
-        await store.queue_pop("q", block=False)
-    await store.queue_push("q", b"1")
-    assert await store.queue_pop("q", block=False) == b"1"
-
-
-async def test_cancelling_a_pop_at_any_turn_loses_no_item(store, other):
-    for turns in range(12):
-        pop = asyncio.create_task(store.queue_pop("q"))
-        push = asyncio.create_task(other.queue_push("q", b"item"))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        pop.cancel()
-        (popped,) = await asyncio.gather(pop, return_exceptions=True)
-        await push
-        if isinstance(popped, asyncio.CancelledError):
-            popped = await other.queue_pop("q", timeout=10)
-        assert popped == b"item"
-        assert await other.queue_len("q") == 0
-
-
-async def test_cancelling_a_pop_at_any_turn_keeps_the_order(store, other):
-    for turns in range(12):
-        pop = asyncio.create_task(store.queue_pop("q"))
-        pushes = [asyncio.create_task(other.queue_push("q", b"%d" % number)) for number in range(3)]
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        pop.cancel()
-        (popped,) = await asyncio.gather(pop, return_exceptions=True)
-        await asyncio.gather(*pushes)
-        # What the cancelled pop had got is back before its store does anything else.
-        assert await store.check([])
-        items = [] if isinstance(popped, asyncio.CancelledError) else [popped]
-        items += [await other.queue_pop("q", timeout=10) for _ in range(3 - len(items))]
-        assert items == [b"0", b"1", b"2"]
-
-
-async def test_a_cancelled_wait_leaves_the_store_usable(store, other):
-    waiting = asyncio.create_task(store.get("never"))
-    popping = asyncio.create_task(store.queue_pop("q"))
-    await asyncio.sleep(0)
-    await store.num_keys()
-    for task in (waiting, popping):
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    await other.queue_push("q", b"1")
-    await other.set("never", b"late")
-    assert await other.queue_pop("q", timeout=10) == b"1"
-    assert await store.get("never") == b"late"
-
-
-async def test_timeout_lists_what_is_missing(store):
-    await store.set("here", b"")
-    with pytest.raises(StoreTimeoutError, match=r"did not get keys '(part/)?a', '(part/)?b' within 0\.01 s"):
-        await store.wait(["a", "here", "b"], timeout=timedelta(milliseconds=10))
-    with pytest.raises(TimeoutError, match=r"did not get key '(part/)?a' within 0 s"):
-        await store.get("a", timeout=0)
-
-
-async def test_long_lists_of_missing_keys_are_cut(store):
-    with pytest.raises(StoreTimeoutError, match=r"15' and 4 more within 0 s"):
-        await store.wait([str(i) for i in range(20)], timeout=0)
-
-
-async def test_timeout_of_the_store_is_the_default(store):
-    assert store.timeout == 300.0
-    store.timeout = timedelta(seconds=0.01)
-    assert store.timeout == 0.01
-    with pytest.raises(StoreTimeoutError, match=r"within 0\.01 s"):
-        await store.get("missing")
-    store.set_timeout(timedelta(seconds=2))
-    assert store.timeout == 2.0
-    store.timeout = math.inf
-    assert store.timeout == math.inf
-    await store.set("k", b"1")
-    assert await store.get("k") == b"1"
-
-
-@pytest.mark.parametrize("timeout", [-1, math.nan])
-async def test_unusable_timeouts_are_refused(store, timeout):
-    with pytest.raises(ValueError, match="timeout must not be negative"):
-        await store.get("k", timeout=timeout)
-    with pytest.raises(ValueError, match="timeout must not be negative"):
-        store.timeout = timeout
-    with pytest.raises(TypeError, match="timeout must be seconds or a timedelta, not str"):
-        await store.get("k", timeout="1")
-
-
-async def test_values_must_be_bytes_and_keys_str(store):
-    with pytest.raises(TypeError, match=r"value must be bytes, got bytearray: use bytes\(value\)"):
-        await store.append("k", bytearray(b"1"))
-    with pytest.raises(TypeError, match="key must be str, got bytes"):
-        await store.get(b"k")
-    with pytest.raises(TypeError, match="keys must be a list, got str"):
-        await store.wait("key")
-    with pytest.raises(TypeError, match="amount must be int, got float"):
-        await store.add("k", 1.5)
-    with pytest.raises(ValueError, match="multi_set got 2 keys and 1 values"):
-        await store.multi_set(["a", "b"], [b""])
-    assert await store.num_keys() == 0
-
-
-async def test_text_is_stored_in_utf8(store):
-    await store.set("set", "ä")
-    await store.append("set", "b")
-    await store.multi_set(["one", "two"], ["1", b"2"])
-    assert await store.multi_get(["set", "one", "two"]) == ["äb".encode(), b"1", b"2"]
-    assert await store.compare_set("set", "äb", "c") == b"c"
-    await store.queue_push("queue", "item")
-    assert await store.queue_pop("queue") == b"item"
-    with pytest.raises(ValueError, match=r"^value='\\ud800' is no text"):
-        await store.set("set", "\ud800")
-
-
-async def test_keys_are_text(store):
-    calls = [
-        lambda: store.set("a\ud800", b""),
-        lambda: store.get("a\ud800"),
-        lambda: store.multi_get(["b", "a\ud800"]),
-        lambda: store.multi_set(["a\ud800"], [b""]),
-        lambda: store.queue_push("a\ud800", b""),
-        lambda: store.queue_pop("a\ud800"),
-        lambda: store.check(["a\ud800"]),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"^key='.*a\\ud800' is no text: it has a lone surrogate"):
-            await call()
-    with pytest.raises(ValueError, match=r"^prefix='\\ud800' is no text"):
-        PrefixStore("\ud800", store)
-    await store.set("ä€😀", b"text")
-    assert await store.get("ä€😀") == b"text"
-
-
-@every_store
-async def test_limits(store):
-    await store.set("k" * 1000, b"")
-    with pytest.raises(StoreError, match="has 2000 bytes, the limit is 1024: use a shorter name"):
-        await store.set("k" * 2000, b"")
-    await store.set("large", bytes(8 * MIB))
-    assert len(await store.get("large")) == 8 * MIB
-    with pytest.raises(StoreError, match="value has 8388609 bytes, the limit is 8388608"):
-        await store.set("larger", bytes(8 * MIB + 1))
-    with pytest.raises(StoreError, match="would hold 8388609 bytes, the limit is 8388608"):
-        await store.append("large", b"x")
-    assert await store.check(["large"])
-    assert not await store.check(["larger"])
-
-
-async def test_the_number_of_keys_is_limited(store, request):
-    if request.node.callspec.params["open_store"].removeprefix("prefix-") in UNLIMITED:
-        pytest.skip("the limit is that of its server")
-    half = 1 << 15
-    await store.multi_set([str(i) for i in range(half)], [b""] * half)
-    await store.multi_set([str(i) for i in range(half, 2 * half - 1)], [b""] * (half - 1))
-    await store.queue_push("q", b"counts too")
-    with pytest.raises(StoreError, match="the store is full: 65536 keys and queued items"):
-        await store.set("one more", b"")
-    await store.set("0", b"overwriting is fine")
-    await store.delete_key("0")
-    await store.set("one more", b"")
-    assert await store.num_keys() == 2 * half - 1
-
-
-async def test_a_closed_store_says_so(open_store):
-    store = open_store()
-    base = getattr(store, "_store", store)
-    await store.set("k", b"1")
-    waiting = asyncio.create_task(store.get("never"))
-    await asyncio.sleep(0)
-    await store.num_keys()
-    await base.aclose()
-    with pytest.raises(StoreUnavailableError, match="is closed: make a new one"):
-        await waiting
-    with pytest.raises(StoreUnavailableError, match="is closed: make a new one"):
-        await store.get("k")
-    await base.aclose()
-
-
-async def test_many_ranks_meet(open_store):
-    size = 16
-    handles = [open_store() for _ in range(size)]
-
-    async def meet(rank: int) -> list[bytes]:
-        await handles[rank].set(f"rank{rank}", b"%d" % rank)
-        return await handles[rank].multi_get([f"rank{peer}" for peer in range(size)])
-
-    results = await asyncio.gather(*map(meet, range(size)))
-    assert results == [[b"%d" % rank for rank in range(size)]] * size
+for name in EVERY:
+    setattr(TestStores, name, every_store(copied(getattr(StoreContract, name))))

@@ -1,10 +1,10 @@
-"""Both ends of a link of every kind, and a sink that keeps what it is given."""
+"""Both ends of a link of every kind."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -12,10 +12,10 @@ from typing import Any
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
 from aiocoll.security.tls import of_this_process
-from aiocoll.transport.base import Link
+from aiocoll.testing.contracts import Recorder as Recorder
+from aiocoll.testing.contracts import frame as frame
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import ByteStream, OpenStream
-from aiocoll.transport.frame import HEADER, FrameKind, Header
 from aiocoll.transport.memory import Hub, MemoryTransport
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
@@ -28,65 +28,6 @@ from .record_stream import open_records
 
 #: "records" is over a stream that is as awkward as encryption may be.
 KINDS = ("memory", "unix", "tcp", "shm", "records", "tls", "striped")
-
-
-class Recorder:
-    """A sink: keeps frames as `(op, payload)`; `place` may name a place for the payload of a header."""
-
-    def __init__(self, place: Callable[[Header], memoryview | None] = lambda _: None) -> None:
-        self.frames: list[tuple[int, bytes]] = []
-        self.headers: list[Header] = []
-        self.losses: list[Exception | None] = []
-        self.withdrawals: list[Header] = []
-        self.drains = 0
-        self.routed = 0
-        self.place = place
-        self.error: Exception | None = None
-        self._given: memoryview | None = None
-        self._changed = asyncio.Event()
-
-    def route(self, link: Link, header: Header) -> memoryview | None:
-        self.routed += 1
-        self._given = self.place(header)
-        return self._given
-
-    def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        if self.error is not None:
-            raise self.error
-        if payload is None:
-            assert self._given is not None
-            payload = self._given
-        self._given = None
-        assert payload.nbytes == header[7]
-        self.headers.append(header)
-        self.frames.append((header[4], bytes(payload)))
-        self._changed.set()
-
-    def withdrawn(self, link: Link, header: Header) -> None:
-        self.withdrawals.append(header)
-
-    def drained(self, link: Link) -> None:
-        self.drains += 1
-        self._changed.set()
-
-    def lost(self, link: Link, error: Exception | None) -> None:
-        self.losses.append(error)
-        self._changed.set()
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def frames_are(self, count: int) -> None:
-        await self.until(lambda: len(self.frames) >= count)
-
-
-def frame(op: int, payload: bytes = b"", kind: int = FrameKind.DATA) -> tuple[bytes, memoryview | None]:
-    """Return the arguments of `write`."""
-    header = HEADER.pack(kind, 0, 0, 7, op, 0, 0, len(payload), len(payload))
-    return header, memoryview(payload) if payload else None
 
 
 def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
@@ -136,10 +77,8 @@ async def striped(loop: asyncio.AbstractEventLoop, first: Sequence[ByteStream]) 
     return ends
 
 
-@asynccontextmanager
-async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tuple[Any, Any]]:
-    """Make both ends of a link, each with a `Recorder`; neither has been started."""
-    runtime = runtime or Runtime.of(asyncio.get_running_loop())
+async def make_ends(kind: str, runtime: Runtime) -> list[Any]:
+    """Make both ends of a link; neither has been started."""
     if kind == "memory":
         hub = Hub(runtime)
         transports = [MemoryTransport(hub, rank) for rank in range(2)]
@@ -148,20 +87,21 @@ async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tup
         for transport in transports:
             await transport.listen()
         near: Any = await transports[0].connect(1, {}, ConnKind.DATA)
-        ends = [near, accepted[0]]
-    elif kind == "shm":
-        ends = await shm_ends(runtime)
-    else:
-        opening: OpenStream = {"records": open_records, "tls": partial(open_tls, of_this_process())}.get(
-            kind, open_plain
-        )
-        pair = enumerate(sockets(kind if kind == "tcp" else "unix"))
-        streams = await asyncio.gather(*(opening(runtime.loop, sock, dialled=not rank) for rank, sock in pair))
-        if kind == "striped":
-            streams = await striped(runtime.loop, streams)
-        ends = [
-            StreamLink(runtime, stream, 1 - rank, ConnKind.DATA, BufferPool()) for rank, stream in enumerate(streams)
-        ]
+        return [near, accepted[0]]
+    if kind == "shm":
+        return list(await shm_ends(runtime))
+    opening: OpenStream = {"records": open_records, "tls": partial(open_tls, of_this_process())}.get(kind, open_plain)
+    pair = enumerate(sockets(kind if kind == "tcp" else "unix"))
+    streams = await asyncio.gather(*(opening(runtime.loop, sock, dialled=not rank) for rank, sock in pair))
+    if kind == "striped":
+        streams = await striped(runtime.loop, streams)
+    return [StreamLink(runtime, stream, 1 - rank, ConnKind.DATA, BufferPool()) for rank, stream in enumerate(streams)]
+
+
+@asynccontextmanager
+async def linked(kind: str, runtime: Runtime | None = None) -> AsyncIterator[tuple[Any, Any]]:
+    """Make both ends of a link, each with a `Recorder`; neither has been started."""
+    ends = await make_ends(kind, runtime or Runtime.of(asyncio.get_running_loop()))
     for end in ends:
         end.sink = Recorder()
     try:

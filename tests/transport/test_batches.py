@@ -12,13 +12,13 @@ import pytest
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
+from aiocoll.testing.contracts.links import payload
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import HEADER_SIZE, SEGMENT
 from aiocoll.transport.stream.link import BATCH, CLOSELY, GATHER, JOIN, StreamLink
 from aiocoll.transport.stream.plain_stream import PlainStream
 
 from .links import Recorder, frame, linked, sockets
-from .test_contract import payload
 
 pytestmark = pytest.mark.parametrize("kind", ["unix", "tcp"])
 

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
+from aiocoll.testing.contracts.links import payload
 from aiocoll.transport.buffer_pool import MOST, BufferPool
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.stream.link import StreamLink
 from aiocoll.transport.stream.plain_stream import PlainStream
 
 from .links import Recorder, frame, sockets
-from .test_contract import payload
 
 Fed = tuple[socket.socket, StreamLink, Recorder]
 

@@ -15,7 +15,7 @@ from aiocoll.security.handshake import ConnKind, Status
 from aiocoll.transport import byte_stream
 from aiocoll.transport.byte_stream import ByteStream
 from aiocoll.transport.stream import addresses as address
-from aiocoll.transport.stream import dialler, transport
+from aiocoll.transport.stream import dial, transport
 from aiocoll.transport.stream.crossing import Crossing
 
 from .test_stream import Rank, say, settle, started
@@ -97,7 +97,7 @@ class Gate:
 
             monkeypatch.setattr(rank.transport._listeners, "_greet", greeted)
         monkeypatch.setattr(address, "reach", reached)
-        monkeypatch.setattr(dialler, "receive_message", self.receive)
+        monkeypatch.setattr(dial, "receive_message", self.receive)
         monkeypatch.setattr(transport, "receive_message", self.receive)
 
     async def receive(self, stream: ByteStream, nbytes: int) -> bytes:

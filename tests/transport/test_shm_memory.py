@@ -19,6 +19,7 @@ from aiocoll import ProcessGroup
 from aiocoll.errors import PeerLostError
 from aiocoll.native.layout import CHUNK_HOLDER
 from aiocoll.runtime import Runtime
+from aiocoll.testing.contracts.links import payload
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shared_memory import SMALL_SLOTS
 from aiocoll.transport.shm.chunk_queue import ChunkQueueReader, ChunkQueueWriter
@@ -33,7 +34,6 @@ from ..internals import replaced, wrapped
 from ..ranks import run_ranks
 from .links import Idle, frame, linked, shm_ends, sockets
 from .outboxes import Host
-from .test_contract import payload
 
 KIB = 1024
 #: The contract, of one rank's part in an idle connection.

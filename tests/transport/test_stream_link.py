@@ -14,13 +14,13 @@ import pytest
 from aiocoll.errors import ProtocolError
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind
+from aiocoll.testing.contracts.links import payload
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.frame import HEADER, SEGMENT, Header
 from aiocoll.transport.stream.link import BULK, StreamLink
 from aiocoll.transport.stream.plain_stream import PlainStream
 
 from .links import Recorder, frame, linked, sockets
-from .test_contract import payload
 
 BIG = BULK + 1000
 

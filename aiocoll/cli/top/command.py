@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from aiocoll.cli.arguments import add_command
+from aiocoll.cli.arguments import describe_command
 from aiocoll.cli.terminal import write_stderr
 from aiocoll.cli.top import words
 from aiocoll.cli.top.jobs import Job, jobs
@@ -20,20 +20,18 @@ from aiocoll.cli.top.model import GroupView, Model
 from aiocoll.errors import AiocollError
 from aiocoll.top.viewer import Viewer
 
-__all__ = ["Watch", "add_parser"]
+__all__ = ["Watch", "configure"]
 
 #: Seconds between two questions, and for their answers.
 INTERVAL: Final = 1.0
 PATIENCE: Final = 0.4
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `top` to the subcommands."""
-    parser = add_command(
-        commands,
-        "top",
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `top`; see `aiocoll.plugins.Command`."""
+    describe_command(
+        parser,
         codes={0: "the job has ended, or Ctrl-C has ended this", 2: "wrong arguments, or there is no such job"},
-        help="watch the ranks of a running job",
         description="Show once a second what the ranks of a running job on this host do: operations and bytes per "
         "second, how long they take, who is waited for, what is pending, and which ranks are slow or lost. Ctrl-C ends "
         "it. The job does not notice: a rank that cannot answer at once is shown as it is.",

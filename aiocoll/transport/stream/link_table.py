@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from collections import Counter
@@ -9,17 +10,18 @@ from math import inf
 
 from aiocoll.runtime import Runtime
 from aiocoll.security.handshake import ConnKind, Peer
-from aiocoll.sockets import between_hosts, round_trip, send_evenly
+from aiocoll.sockets import UNREACHABLE_AFTER, between_hosts, keep_asking, round_trip, send_evenly, silence
 from aiocoll.transport.buffer_pool import BufferPool
 from aiocoll.transport.byte_stream import ByteStream
+from aiocoll.transport.registry import DataCarrier, DataLink
 from aiocoll.transport.shm.link import ShmLink
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream.link import StreamLink
-from aiocoll.transport.stream.silence import Silence
 from aiocoll.transport.stream.striped_stream import StripedStream
 
-__all__ = ["FAR", "MOST_CONNECTIONS", "Key", "LinkTable"]
+__all__ = ["FAR", "MOST_CONNECTIONS", "CarrierUse", "Key", "LinkTable", "Silence"]
 
+_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 #: Counts of links travel in the handshake modulo this number.
 MANY = 1 << 16
 #: Connections of a link: more gain little, and take from others what they share the network with.
@@ -29,10 +31,75 @@ MOST_CONNECTIONS = 4
 #: pace it take more than they save.
 FAR = 1e-3
 
+#: Seconds between two looks at silent links. One takes 2 microseconds per link.
+_SILENCE_ROUND = 0.5
+
+_Link = StreamLink | ShmLink | DataLink
+
 Key = tuple[int, ConnKind]
 """The peer, and what the link is for."""
 
-_AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
+
+class Silence:
+    """Watches the links of one rank to other hosts, and closes those from which nothing comes with a network error.
+
+    Twice a second it asks the kernel, which knows more than any timer of a process: hosts answer each other even while
+    the processes on them are blocked or stopped. So it also detects that two ranks are disconnected from each other
+    while the ranks that monitor both of them can reach both.
+
+    Args:
+        runtime: clock and timers.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._watched: dict[socket.socket, DataLink] = {}
+
+    def watch(self, link: DataLink, sock: socket.socket) -> None:
+        """Watch one of the connections of a link until that is closed."""
+        keep_asking(sock)
+        if not self._watched:
+            self._runtime.call_later(_SILENCE_ROUND, self._look)
+        self._watched[sock] = link
+
+    def _look(self) -> None:
+        for sock, link in list(self._watched.items()):
+            if link.closed:
+                del self._watched[sock]
+            elif (seconds := silence(sock)) >= UNREACHABLE_AFTER:
+                link.fail(OSError(errno.ETIMEDOUT, f"nothing has come from its host for {seconds:.1f} s"))
+        if self._watched:
+            self._runtime.call_later(_SILENCE_ROUND, self._look)
+
+
+class CarrierUse:
+    """Which data links the carrier of a rank takes over; the ranks agree on it after they have published their cards.
+
+    Args:
+        carrier: the carrier that this rank offers, or None.
+        carries_all: it takes over all data links, and not only those over TCP.
+
+    Attributes:
+        used: the ranks have agreed to use it.
+    """
+
+    def __init__(self, carrier: DataCarrier | None, *, carries_all: bool) -> None:
+        self.used = False
+        self._carrier = carrier
+        self._carries_all = carries_all
+        self._agreed = asyncio.Event()
+
+    def agree(self, used: bool) -> None:
+        """Use the carrier or not."""
+        self.used = used
+        self._agreed.set()
+
+    async def carrier(self, sock: socket.socket) -> DataCarrier | None:
+        """Return what makes a data link of a connection; None if the connection itself, or shared memory, does."""
+        if self._carrier is None or not (self._carries_all or sock.family != _AF_UNIX):
+            return None
+        await self._agreed.wait()  # the peer may have read the cards earlier than this rank
+        return self._carrier if self.used else None
 
 
 class LinkTable:
@@ -41,14 +108,16 @@ class LinkTable:
     Args:
         runtime: of the loop.
         sharing: the shared memory of this rank.
+        carrier_use: which data links its carrier takes over.
     """
 
-    def __init__(self, runtime: Runtime, sharing: Sharing) -> None:
+    def __init__(self, runtime: Runtime, sharing: Sharing, carrier_use: CarrierUse) -> None:
         self.sharing = sharing
+        self.carrier_use = carrier_use
         self._runtime = runtime
         self._pool = BufferPool()
         self._silence = Silence(runtime)
-        self._links: dict[Key, StreamLink | ShmLink] = {}
+        self._links: dict[Key, _Link] = {}
         # How many are over, and how many were at the peer when the one that is open began.
         self._ended: Counter[Key] = Counter()
         self._theirs: dict[Key, int] = {}
@@ -76,9 +145,7 @@ class LinkTable:
         if link is not None and 0 < (ended - self._theirs[key]) % MANY < MANY // 2:
             link.fail(ConnectionResetError(errno.ECONNRESET, "the peer has lost the connection, and opens another"))
 
-    async def adopt(
-        self, stream: ByteStream, peer: Peer, *, dialled: bool, striped: bool
-    ) -> StreamLink | ShmLink | None:
+    async def adopt(self, stream: ByteStream, peer: Peer, *, dialled: bool, striped: bool) -> _Link | None:
         """Make a link of `stream`; None if there is one by now, and `stream` is still the caller's.
 
         Both ends do this after the handshake, the one that dialled with `dialled`, and both with `striped` if the link
@@ -90,16 +157,25 @@ class LinkTable:
         """
         key = peer.rank, peer.kind
         sock = stream.sock
-        pair = None
-        if sock.family == _AF_UNIX and key[1] is ConnKind.DATA:
-            share = self.sharing.propose if dialled else self.sharing.accept
-            pair = await share(sock, peer.rank)
+        pair = carried = None
+        if key[1] is ConnKind.DATA:
+            if (carrier := await self.carrier_use.carrier(sock)) is not None:
+                carried = await carrier.open(stream, peer.rank, dialled=dialled)
+            elif sock.family == _AF_UNIX:
+                share = self.sharing.propose if dialled else self.sharing.accept
+                pair = await share(sock, peer.rank)
         if self.has(key):
             if pair is not None:
                 self.sharing.give_up(pair)
+            if carried is not None:
+                carried.close()
             return None
-        link: StreamLink | ShmLink
-        if pair is not None:
+        link: _Link
+        if carried is not None:
+            link = carried
+            if between_hosts(sock):
+                self._silence.watch(link, sock)
+        elif pair is not None:
             link = ShmLink(self._runtime, stream, pair, self.sharing.in_place, *key)
         else:
             if striped:

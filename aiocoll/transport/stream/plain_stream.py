@@ -1,13 +1,58 @@
-"""A byte stream that is a socket and nothing else."""
+"""Byte streams on a socket: their common part, and the stream without encryption."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
-from aiocoll.transport.stream.socket_stream import SocketStream
+__all__ = ["PlainStream", "SocketStream", "open_plain"]
 
-__all__ = ["PlainStream", "open_plain"]
+
+class SocketStream:
+    """A part of `aiocoll.transport.byte_stream.ByteStream`; what moves bytes is missing.
+
+    Args:
+        loop: whose readers and writers there will be.
+        sock: connected and non-blocking; closed by `close`.
+    """
+
+    __slots__ = ("_loop", "_reading", "_writing", "sock")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        self.sock = sock
+        self._loop = loop
+        self._reading = self._writing = False
+
+    def start_reading(self, readable: Callable[[], object]) -> None:
+        """Have `readable` called while there is something to receive."""
+        self._reading = True
+        self._loop.add_reader(self.sock.fileno(), readable)
+
+    def stop_reading(self) -> None:
+        """Call `readable` no more."""
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self.sock.fileno())
+
+    def start_writing(self, writable: Callable[[], object]) -> None:
+        """Have `writable` called while bytes would be taken; never if the loop is closed."""
+        if not self._loop.is_closed():
+            self._writing = True
+            self._loop.add_writer(self.sock.fileno(), writable)
+
+    def stop_writing(self) -> None:
+        """Call `writable` no more."""
+        if self._writing:
+            self._writing = False
+            self._loop.remove_writer(self.sock.fileno())
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self.sock.fileno() >= 0:  # else garbage collection has finalized the socket before this stream
+            self.stop_reading()
+            self.stop_writing()
+        self.sock.close()
 
 
 class PlainStream(SocketStream):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from aiocoll.security.handshake import HANDSHAKE_TIMEOUT
 from aiocoll.transport.byte_stream import OpenStream
+from aiocoll.transport.registry import DataCarrier
 from aiocoll.transport.stream.plain_stream import open_plain
 
 __all__ = ["StreamOptions"]
@@ -25,6 +26,9 @@ class StreamOptions:
         connect_timeout: seconds after which `connect` gives up.
         handshake_timeout: seconds a peer has to prove the job key.
         open_stream: makes of each connected socket the stream that carries all that follows.
+        carrier: the medium of data links in place of the sockets, if the ranks agree on it; see
+            `StreamTransport.agree_on_carrier`.
+        carries_all: the carrier has all data links, and not only those over TCP.
     """
 
     transport: Literal["auto", "tcp", "unix", "shm"] = "auto"
@@ -34,3 +38,5 @@ class StreamOptions:
     connect_timeout: float = 300.0
     handshake_timeout: float = HANDSHAKE_TIMEOUT
     open_stream: OpenStream = open_plain
+    carrier: DataCarrier | None = None
+    carries_all: bool = False

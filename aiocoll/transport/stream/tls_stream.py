@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from aiocoll.credentials import tls_files
-from aiocoll.options import GroupOptions
 from aiocoll.security.names import check_names, names_in, rank_name
-from aiocoll.security.tls import Tls, binding
+from aiocoll.security.tls import Tls, TlsOptions, binding
 from aiocoll.security.tls_trouble import in_words
 from aiocoll.security.user_ca import prepare
 from aiocoll.transport.byte_stream import Bytes, ByteStream, resolve
-from aiocoll.transport.stream.plain_stream import open_plain
-from aiocoll.transport.stream.socket_stream import SocketStream
+from aiocoll.transport.stream.plain_stream import SocketStream, open_plain
 
 __all__ = ["OpenEncrypted", "TlsStream", "open_tls"]
 
@@ -187,7 +185,7 @@ class OpenEncrypted:
         tls: what encrypts connections over TCP; None: nothing.
     """
 
-    def __init__(self, options: GroupOptions, rank: int) -> None:
+    def __init__(self, options: TlsOptions, rank: int) -> None:
         files = tls_files(options.tls_ca, options.tls_certificate, options.tls_key)
         job = options.job_id or ""
         self._prepare = partial(prepare, files, job, rank_name(job, rank))

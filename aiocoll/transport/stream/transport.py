@@ -1,6 +1,6 @@
 """Links between processes: dialled as a socket, unix on one host, TCP between hosts, and opened by the handshake.
 
-A rank accepts connections here; `dialler` opens them, and `crossing` says which of several becomes the link. The rule
+A rank accepts connections here; `dial` opens them, and `crossing` says which of several becomes the link. The rule
 for all three: nothing that has not proven the job key has any effect on a rank that has. An unproven connection takes
 one of a few places (`unproven`), for a few seconds, until a newer one needs it; nothing waits for it, and whatever it
 sent changes no answer to a peer.
@@ -24,6 +24,7 @@ from aiocoll.runtime import Runtime
 from aiocoll.security import handshake
 from aiocoll.security.handshake import ConnKind, Identity, Peer, ServerHandshake, Status
 from aiocoll.security.names import WrongCertificateError
+from aiocoll.security.patience import Patience
 from aiocoll.security.unproven import Unproven
 from aiocoll.sockets import between_hosts, is_ready, keep_asking
 from aiocoll.transport.base import Card, Link
@@ -31,10 +32,8 @@ from aiocoll.transport.byte_stream import ByteStream, receive_message, send_mess
 from aiocoll.transport.shm.sharing import Sharing
 from aiocoll.transport.stream import addresses as address
 from aiocoll.transport.stream.crossing import Crossing
-from aiocoll.transport.stream.dial_address import DialAddress, DialAddresses
-from aiocoll.transport.stream.dialler import Dialler
-from aiocoll.transport.stream.link_table import Key, LinkTable
-from aiocoll.transport.stream.patience import Patience
+from aiocoll.transport.stream.dial import DialAddress, DialAddresses, Dialler
+from aiocoll.transport.stream.link_table import CarrierUse, Key, LinkTable
 from aiocoll.transport.stream.probe import answer
 from aiocoll.transport.stream.stream_options import StreamOptions
 from aiocoll.users import peer_trouble
@@ -103,9 +102,12 @@ class StreamTransport:
         # ... and those among them in which nothing has been proven. Then, what else goes on.
         self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
         self._background: set[asyncio.Task[None]] = set()
-        wanted = transport in ("auto", "shm")
+        wanted = transport in ("auto", "shm") and not options.carries_all
+        self._carrier = options.carrier
         self._links = LinkTable(
-            runtime, Sharing(runtime, rank, world_size, self, wanted=wanted, single_copy=options.single_copy)
+            runtime,
+            Sharing(runtime, rank, world_size, self, wanted=wanted, single_copy=options.single_copy),
+            CarrierUse(options.carrier, carries_all=options.carries_all),
         )
         self.registered_memory = self._links.sharing.registered_memory
         self._crossing = Crossing(rank, world_size, self._links)
@@ -126,6 +128,10 @@ class StreamTransport:
     def all_met(self) -> None:
         """From now on a host from which nothing comes is lost; before that it may not be up yet."""
         self._dialler.impatient = True
+
+    def agree_on_carrier(self, used: bool) -> None:
+        """Use the carrier of the options or not, as all ranks do; data links are made only after this."""
+        self._links.carrier_use.agree(used)
 
     @property
     def card(self) -> Card:
@@ -220,7 +226,8 @@ class StreamTransport:
         key = (peer, kind)
         if self._links.has(key):
             return None
-        connections = 1 if kind is not ConnKind.DATA or target.family == _AF_UNIX else self.connections(card["host"])
+        single = kind is not ConnKind.DATA or target.family == _AF_UNIX or self._links.carrier_use.used
+        connections = 1 if single else self.connections(card["host"])
         striped = connections > 1
         link: Link | None = await self._dialler.connect(
             key, target._replace(striped=striped), partial(self._links.adopt, dialled=True, striped=striped)
@@ -249,6 +256,8 @@ class StreamTransport:
     def catch_up(self) -> None:
         """Read what peers have put into shared memory: a socket may tell of their end before."""
         self._links.sharing.catch_up()
+        if self._carrier is not None:
+            self._carrier.catch_up()
 
     async def aclose(self) -> None:
         """Stop listening, end the handshakes and dials in progress, let peers unmap memory; open links stay open."""
@@ -268,6 +277,8 @@ class StreamTransport:
         """Stop listening, and let peers unmap memory; the loop may be closed."""
         self._listeners.close()
         self.registered_memory.close()
+        if self._carrier is not None:
+            self._carrier.close()
         if self._unix is not None:
             address.remove_unix(self._unix)
         self._unix = self._tcp = None

@@ -53,7 +53,7 @@ async def other_arguments(pg: ProcessGroup, x: NDArray[np.float64]) -> None:
     await pg.split([0, 1])  # refused
     pg.cart(2)  # refused
     aiocoll.new_group(rank="0")  # refused
-    aiocoll.GroupOptions(transport="pigeon")  # refused
+    aiocoll.GroupOptions(transport=3)  # refused
 
 
 async def results(pg: ProcessGroup, x: NDArray[np.float64]) -> None:

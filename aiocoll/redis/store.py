@@ -5,16 +5,15 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Final
 
+from aiocoll.redis.client import RedisChanges, RedisClient
+from aiocoll.redis.connection import PATIENCE, RedisAddress
 from aiocoll.runtime import Runtime, running_loop
-from aiocoll.store.base import timed_out
+from aiocoll.store.base import Store, timed_out
 from aiocoll.store.commands import keys_of
 from aiocoll.store.key_value import QUEUE, KeyValueStore, refuse_reserved
-from aiocoll.store.redis_address import RedisAddress
-from aiocoll.store.redis_changes import RedisChanges
-from aiocoll.store.redis_client import RedisClient
-from aiocoll.store.redis_connection import PATIENCE
+from aiocoll.store.registry import StoreRequest
 
-__all__ = ["RedisStore"]
+__all__ = ["REDIS_OPENER", "RedisStore"]
 
 #: Seconds after which a wait looks although nothing has changed: a server that has lost its data tells nobody.
 _LOOK_EVERY: Final = 1.0
@@ -162,3 +161,21 @@ def _field(name: str) -> bytes:
 
 def _optional(value: bytes | None) -> bytes:
     return b"" if value is None else b"=" + value
+
+
+class _RedisOpener:
+    """See `aiocoll.store.registry.StoreOpener`."""
+
+    served_by_rank_0 = False
+    has_secrets = True
+
+    def check(self, url: str, world_size: int) -> None:
+        """Do nothing: the store checks the URL, and needs the package `redis` for it."""
+
+    def open(self, request: StoreRequest) -> Store:
+        """Return the part of that server that belongs to the job."""
+        return RedisStore(request.url, job=request.job, timeout=request.timeout)
+
+
+#: Opens ``redis://`` and ``rediss://``.
+REDIS_OPENER = _RedisOpener()

@@ -1,0 +1,102 @@
+"""Registries through which other distributions add stores, transports and commands; see `docs/plugins.md`.
+
+    registry       name                     what is registered     entry points           version
+    stores         scheme of the URL        `StoreOpener`          aiocoll.stores         `STORE_VERSION`
+    transports     option `transport`       `TransportProvider`    aiocoll.transports     `TRANSPORT_VERSION`
+    commands       ``aiocoll NAME``         `Command`              aiocoll.commands       `COMMAND_VERSION`
+
+A distribution registers from the function that its entry point of the same name refers to. The function is called with
+the registry when the name is first used, and calls its `register`. A program may also call that itself.
+
+`aiocoll.testing.contracts` has the tests that every store and every transport must pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from aiocoll.loading import loading
+from aiocoll.registry import Registry
+from aiocoll.security.handshake import ConnKind
+from aiocoll.store.registry import STORE_VERSION, StoreOpener, StoreOptions, StoreRequest, stores
+from aiocoll.transport.base import Link, Sink
+from aiocoll.transport.byte_stream import ByteStream, receive_message, send_message
+from aiocoll.transport.frame import HEADER, Header
+from aiocoll.transport.registry import (
+    TRANSPORT_VERSION,
+    CarrierRequest,
+    DataCarrier,
+    DataLink,
+    TransportProvider,
+    transports,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = [
+    "COMMAND_VERSION",
+    "HEADER",
+    "STORE_VERSION",
+    "TRANSPORT_VERSION",
+    "ByteStream",
+    "CarrierRequest",
+    "Command",
+    "ConnKind",
+    "DataCarrier",
+    "DataLink",
+    "Header",
+    "Link",
+    "Registry",
+    "Sink",
+    "StoreOpener",
+    "StoreOptions",
+    "StoreRequest",
+    "TransportProvider",
+    "commands",
+    "receive_message",
+    "send_message",
+    "stores",
+    "transports",
+]
+
+#: Of the interface `Command`.
+COMMAND_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand of `aiocoll`.
+
+    Attributes:
+        help: one line for `aiocoll --help`.
+        configure: a function, or "module:function", which is imported when the command is used. It takes the
+            `argparse.ArgumentParser` of the command, adds arguments, and sets the default `command` to a function that
+            takes the parsed arguments and returns the exit code.
+    """
+
+    help: str
+    configure: Callable[[argparse.ArgumentParser], None] | str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Import and call `configure`.
+
+        Args:
+            parser: of the command.
+
+        Raises:
+            BackendUnavailableError: it cannot be imported.
+        """
+        configure: Any = self.configure
+        if isinstance(configure, str):
+            module, _, attribute = configure.partition(":")
+            with loading(f"`{parser.prog}`"):
+                configure = getattr(import_module(module), attribute)
+        configure(parser)
+
+
+#: The commands by name.
+commands: Final = Registry[Command]("command", COMMAND_VERSION)

@@ -1,0 +1,364 @@
+"""`RedisClient` and `RedisChanges`: the requests of one process to a Redis server, and the changes that it publishes.
+
+The server carries out one script, so that each request is one step there.
+
+All that a job has on the server is one hash, so its entries are lost together or not at all: by a restart, by an
+eviction, or when they expire. Its fields are
+
+    job         a random number of the hash itself; when it is another one, or absent, the entries have been lost
+    CLIENT      for each client, the number of its last change and the result of that
+    =NAME       the value of the entry NAME
+
+A client numbers its changes, and says which one was the last whose result it knows. A change that comes again, since
+its answer had been lost with a connection, is answered and not repeated. A server that has forgotten a change which it
+had answered, since it was restarted from an older copy of its data, is found out, and the hash is removed: whoever goes
+on would wait for what is not there.
+
+Each change renews the time at which the hash expires, and publishes the names of the entries to whoever waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+from aiocoll.errors import StoreError, StoreUnavailableError
+from aiocoll.redis.connection import PATIENCE, RedisAddress, RedisConnection, pauses
+from aiocoll.runtime import Runtime, running_loop
+from aiocoll.store.base import settled
+
+__all__ = ["RedisChanges", "RedisClient", "Watch"]
+
+#: Seconds after which entries that no client has renewed are removed by the server: for who looks into a failed job.
+_LIFETIME: Final = 86400.0
+#: Seconds without a request after which a client renews them: an outage may last for hours.
+_RENEW_EVERY: Final = 3600.0
+#: Requests that change entries.
+_CHANGES: Final = frozenset({"swap", "set", "add"})
+#: The answer to a request for entries that are gone.
+_LOST: Final = b"lost"
+
+#: The hash is KEYS[1]. Arguments: its random number, the client, the number of the change, the last change whose result
+#: the client knows, milliseconds until the hash expires, the request, and the arguments of the request.
+_SCRIPT: Final = """
+local hash = KEYS[1]
+local job, client, number, known, lifetime, request = unpack(ARGV, 1, 6)
+
+if request == 'open' then
+    redis.call('HSETNX', hash, 'job', job)
+    redis.call('HSETNX', hash, client, '0 ')
+    redis.call('PEXPIRE', hash, lifetime)
+    return redis.call('HGET', hash, 'job')
+end
+
+if redis.call('HGET', hash, 'job') ~= job then
+    return 'lost'
+end
+local last, result = string.match(redis.call('HGET', hash, client) or '', '^(%d+) (.*)$')
+if not last or tonumber(last) < tonumber(known) then
+    redis.call('DEL', hash)
+    return 'lost'
+end
+
+if request == 'read' then
+    local values = {}
+    for i = 7, #ARGV do
+        values[i - 6] = redis.call('HGET', hash, ARGV[i])
+    end
+    return {values}
+elseif request == 'names' then
+    return {redis.call('HKEYS', hash)}
+elseif request == 'renew' then
+    redis.call('PEXPIRE', hash, lifetime)
+    return {''}
+elseif tonumber(last) >= tonumber(number) then
+    return {result}
+end
+
+local changed = {}
+result = ''
+if request == 'swap' then
+    local name, old, new = ARGV[7], ARGV[8], ARGV[9]
+    local value = redis.call('HGET', hash, name)
+    if (value and '=' .. value or '') == old then
+        if new == '' then
+            redis.call('HDEL', hash, name)
+        else
+            redis.call('HSET', hash, name, string.sub(new, 2))
+        end
+        changed = {name}
+        result = 'done'
+    end
+elseif request == 'set' then
+    for i = 7, #ARGV, 2 do
+        redis.call('HSET', hash, ARGV[i], ARGV[i + 1])
+        changed[#changed + 1] = ARGV[i]
+    end
+elseif request == 'add' then
+    if type(redis.pcall('HINCRBY', hash, ARGV[7], ARGV[8])) == 'number' then
+        changed = {ARGV[7]}
+        result = redis.call('HGET', hash, ARGV[7])
+    end
+end
+redis.call('HSET', hash, client, number .. ' ' .. result)
+redis.call('PEXPIRE', hash, lifetime)
+for _, name in ipairs(changed) do
+    redis.call('PUBLISH', hash, name)
+end
+return {result}
+"""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request. `answer` gets an error as its result, since an exception might not be retrieved."""
+
+    command: str
+    arguments: tuple[str | bytes | int, ...]
+    number: int
+    answer: asyncio.Future[Any] = field(default_factory=lambda: running_loop().create_future())
+
+
+class RedisClient:
+    """Sends requests, one after the other, and each until it has been answered: connections may come and go.
+
+    A task of its own does it, so that a caller that is cancelled takes no connection away from the others.
+
+    Args:
+        address: of the server.
+        name: of the hash that holds the entries.
+
+    Attributes:
+        trouble: why the server could not be reached the last time, None once it has been.
+        reached: the numeric address of the server, "" before the first connection.
+    """
+
+    def __init__(self, address: RedisAddress, name: str) -> None:
+        self.trouble: str | None = None
+        self.reached = ""
+        self._address = address
+        self._name = name
+        self._connection = RedisConnection(address)
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self._unanswered: set[_Request] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._job = b""
+        self._client = ""
+        self._count = 0
+        self._known = 0
+        self._closed = False
+
+    async def call(self, command: str, *arguments: str | bytes | int, timeout: float) -> Any:
+        """Return what the server answers to a request of `_SCRIPT`.
+
+        Raises:
+            StoreUnavailableError: no server has answered within `timeout` seconds, the entries are gone, or the client
+                is closed.
+            StoreError: the server refuses the request.
+        """
+        self._check_open()
+        self._count += command in _CHANGES
+        request = _Request(command, arguments, self._count)
+        if self._task is None:
+            self._task = Runtime.of(running_loop()).create_task(self._serve(), f"aiocoll requests to {self._address}")
+        self._unanswered.add(request)
+        self._requests.put_nowait(request)
+        try:
+            if not await settled(request.answer, timeout):
+                raise StoreUnavailableError(
+                    f"{self.trouble or f'no store at {self._address}: no answer'}; tried for {timeout:.3g} s"
+                )
+        finally:
+            self._unanswered.discard(request)
+            request.answer.cancel()
+        answer = request.answer.result()
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer
+
+    async def aclose(self) -> None:
+        """Disconnect; pending and later calls raise `StoreUnavailableError`."""
+        self._closed = True
+        for request in self._unanswered:
+            if not request.answer.done():
+                request.answer.set_result(self._closed_error())
+        await self._connection.aclose(self._task)
+
+    async def _serve(self) -> None:
+        runtime = Runtime.of(running_loop())
+        self._client = runtime.random_bytes(16).hex()
+        while True:
+            request = await self._next()
+            pause = pauses()
+            while not request.answer.done():
+                try:
+                    answer = await self._carry_out(request, runtime)
+                except Exception as error:
+                    await self._connection.hang_up()
+                    answer = self._address.refusal(error)
+                    if answer is None:
+                        self.trouble = f"no store at {self._address}: {self._address.explain(error)}"
+                        await runtime.sleep(next(pause))
+                        continue
+                if not request.answer.done():
+                    request.answer.set_result(answer)
+
+    async def _next(self) -> _Request:
+        try:
+            async with asyncio.timeout(_RENEW_EVERY):
+                return await self._requests.get()
+        except TimeoutError:
+            return _Request("renew", (), self._count)
+
+    async def _carry_out(self, request: _Request, runtime: Runtime) -> Any:
+        async with asyncio.timeout(PATIENCE):
+            if not self._connection.connected:
+                await self._connection.open()
+                self.reached = self._connection.reached
+            if not self._job:
+                self._job = await self._ask(runtime.random_bytes(16).hex().encode(), 0, "open")
+            answer = await self._ask(self._job, request.number, request.command, *request.arguments)
+        self.trouble = None
+        if answer == _LOST:
+            return StoreUnavailableError(
+                f"{self._address} has lost the entries of this job: it was restarted without them or with an older "
+                f"copy, or its key {self._name!r} was removed (FLUSHALL, DEL, an eviction): start all ranks again, and "
+                "let the server keep what it has"
+            )
+        if request.command in _CHANGES:
+            self._known = request.number
+        return answer[0]
+
+    async def _ask(self, job: bytes, number: int, command: str, *arguments: str | bytes | int) -> Any:
+        lifetime = int(_LIFETIME * 1e3)
+        await self._connection.send(
+            "EVAL", _SCRIPT, 1, self._name, job, self._client, number, self._known, lifetime, command, *arguments
+        )
+        return await self._connection.receive()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._closed_error()
+
+    def _closed_error(self) -> StoreUnavailableError:
+        return StoreUnavailableError(f"the RedisStore on {self._address} is closed: make a new one")
+
+
+class RedisChanges:
+    """Listens while there are waits, and until the next change after the last of them.
+
+    Messages that come while there is no connection are lost, and nothing tells that a server has lost its data: who
+    waits looks again from time to time all the same.
+
+    Args:
+        address: of the server.
+        channel: where the names of changed entries are published.
+    """
+
+    def __init__(self, address: RedisAddress, channel: str) -> None:
+        self.refusal: StoreError | None = None
+        """Why the server does not tell, if it refuses to."""
+        self.listening = False
+        """Whether no change is missed."""
+        self._address = address
+        self._channel = channel
+        self._connection = RedisConnection(address)
+        self._watches: dict[bytes, set[Watch]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def watch(self) -> Watch:
+        """Return what tells a wait when to look again; for ``with``."""
+        return Watch(self)
+
+    def add(self, name: bytes, watch: Watch) -> None:
+        """Tell `watch` of changes of an entry from now on."""
+        self._watches.setdefault(name, set()).add(watch)
+        if self._closed:
+            watch.look.set()
+        elif self._task is None or self._task.done():
+            self.refusal = None
+            runtime = Runtime.of(running_loop())
+            self._task = runtime.create_task(self._listen(runtime), f"aiocoll changes on {self._address}")
+
+    def remove(self, name: bytes, watch: Watch) -> None:
+        """Do not any more."""
+        self._watches[name].remove(watch)
+        if not self._watches[name]:
+            del self._watches[name]
+
+    async def aclose(self) -> None:
+        """Disconnect; all waits look again."""
+        self._closed = True
+        await self._connection.aclose(self._task)
+        self._all_may_have_changed()
+
+    async def _listen(self, runtime: Runtime) -> None:
+        pause = pauses()
+        while self._watches and self.refusal is None:
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    await self._connection.open()
+                    await self._connection.send("SUBSCRIBE", self._channel)
+                    await self._connection.receive()
+                self.listening = True
+                self._all_may_have_changed()
+                pause = pauses()
+                while self._watches:
+                    _, _, name = await self._connection.receive()
+                    for watch in self._watches.get(name, ()):
+                        watch.look.set()
+            except Exception as error:
+                self.refusal = self._address.refusal(error)
+                if self.refusal is None:
+                    await runtime.sleep(next(pause))
+            finally:
+                self.listening = False
+                await self._connection.hang_up()
+        self._all_may_have_changed()
+
+    def _all_may_have_changed(self) -> None:
+        for watches in self._watches.values():
+            for watch in watches:
+                watch.look.set()
+
+
+class Watch:
+    """When a wait is to look again; it waits for one entry at a time.
+
+    Attributes:
+        look: set when the entry may have changed.
+    """
+
+    def __init__(self, changes: RedisChanges) -> None:
+        self.look = asyncio.Event()
+        self._changes = changes
+        self._name: bytes | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._name is not None:
+            self._changes.remove(self._name, self)
+
+    async def change(self, name: bytes, timeout: float) -> None:
+        """Wait until an entry may have changed since the wait has begun to look at it, for `timeout` seconds at most.
+
+        Raises:
+            StoreError: the server refuses to tell.
+        """
+        if name != self._name:
+            self.__exit__()
+            self._name = name
+            self._changes.add(name, self)
+            if self._changes.listening:
+                return  # it may have changed since the caller has looked
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self.look.wait()
+        self.look.clear()
+        if self._changes.refusal is not None:
+            raise self._changes.refusal

@@ -1,0 +1,143 @@
+"""The registry of transports: how the ranks of a group are connected, and what carries their data.
+
+Every group has sockets: peers are found, authenticated and monitored on them. A transport says which sockets these are,
+and may bring a carrier, which takes over the data links between ranks once a connection is authenticated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, Protocol
+
+from aiocoll.registry import Registry
+from aiocoll.runtime import Runtime
+from aiocoll.transport.base import Link
+from aiocoll.transport.byte_stream import ByteStream
+
+__all__ = [
+    "AUTO",
+    "SHM",
+    "TCP",
+    "TRANSPORT_VERSION",
+    "UNIX",
+    "CarrierRequest",
+    "DataCarrier",
+    "DataLink",
+    "TransportProvider",
+    "find_transport",
+    "transports",
+]
+
+#: Of the interfaces `TransportProvider` and `DataCarrier`.
+TRANSPORT_VERSION: Final = 1
+#: The option for the fastest transport available.
+AUTO: Final = "auto"
+
+
+class DataLink(Link, Protocol):
+    """A link of a carrier."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the link is closed."""
+
+    def fail(self, error: Exception) -> None:
+        """Close the link and report the error to the sink, as if reading had failed."""
+
+
+class CarrierRequest(NamedTuple):
+    """The rank that asks for a carrier.
+
+    Attributes:
+        runtime: clock, timers and randomness of its event loop.
+        rank: its number in the job.
+        world_size: number of ranks of the job.
+    """
+
+    runtime: Runtime
+    rank: int
+    world_size: int
+
+
+class DataCarrier(Protocol):
+    """The medium of the data links of one rank."""
+
+    async def open(self, stream: ByteStream, peer: int, *, dialled: bool) -> DataLink | None:
+        """Make a link to a peer, whose carrier is called at the same time.
+
+        The two send each other addresses and keys over `stream`. The link owns `stream` afterwards: it closes it at its
+        end, and the peer has gone once `stream` ends.
+
+        Args:
+            stream: an authenticated connection to the peer, encrypted where the group encrypts; no bytes of it are
+                left unread or unsent when this returns.
+            peer: the rank at the other end.
+            dialled: whether this end has opened the connection.
+
+        Returns:
+            The link, or None at both ends if it must stay on `stream`.
+
+        Raises:
+            OSError: the connection broke, or the two cannot be connected; the caller closes `stream`, and retries.
+        """
+
+    def catch_up(self) -> None:
+        """Deliver what peers wrote to their links before what has just arrived in another way."""
+
+    def close(self) -> None:
+        """Make no more links; open ones stay open. Idempotent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportProvider:
+    """A transport, as it is registered by name.
+
+    Attributes:
+        medium: whose measured costs choose the algorithms: those of the shipped transport that is most similar.
+        sockets: "tcp"; "unix" (one host only); "shm" (the same, and data through shared memory); or "auto": as "shm"
+            between ranks of one host, TCP between hosts.
+        make_carrier: makes the carrier of a rank; it carries all data links of a group whose option `transport` is the
+            name of this transport. None: data goes over the sockets, or shared memory.
+        auto_rank: if positive, the carrier also serves groups with ``transport="auto"``: if it is registered on every
+            rank, it carries the data links between hosts. The highest number wins.
+    """
+
+    medium: Literal["tcp", "unix", "shm"]
+    sockets: Literal["auto", "tcp", "unix", "shm"] = "auto"
+    make_carrier: Callable[[CarrierRequest], DataCarrier] | None = None
+    auto_rank: int = 0
+
+    @property
+    def crosses_hosts(self) -> bool:
+        """Whether it connects ranks of several hosts."""
+        return self.sockets in ("auto", "tcp")
+
+    @property
+    def always_tcp(self) -> bool:
+        """Whether ranks of one host are connected by TCP, too."""
+        return self.sockets == "tcp"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether data between ranks of one host goes through shared memory."""
+        return self.sockets in ("auto", "shm") and self.make_carrier is None
+
+
+TCP: Final = TransportProvider(medium="tcp", sockets="tcp")
+UNIX: Final = TransportProvider(medium="unix", sockets="unix")
+SHM: Final = TransportProvider(medium="shm", sockets="shm")
+_AUTO: Final = TransportProvider(medium="shm", sockets="auto")
+
+#: The transports by name.
+transports: Final = Registry[TransportProvider]("transport", TRANSPORT_VERSION)
+
+
+def find_transport(name: str) -> TransportProvider:
+    """Return the transport of the option `transport`.
+
+    Raises:
+        ValueError: no transport has this name.
+        BackendUnavailableError: it cannot be loaded.
+    """
+    return _AUTO if name == AUTO else transports.get(name)

@@ -1,0 +1,39 @@
+"""The page about plugins: its package is the one that is tested, and its commands run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from aiocoll import plugins
+
+from ..pages import ROOT, code, commands, files, shell, write
+from .installed import HERE, install
+
+
+def test_page_shows_the_packages_that_are_tested() -> None:
+    assert (
+        files("docs/plugins.md")["aiocoll_shelf.py"]
+        == "# aiocoll_shelf.py\n" + (HERE / "shelf/aiocoll_shelf.py").read_text()
+    )
+    assert code("docs/plugins.md", "A store", 1, "toml") == (HERE / "shelf/pyproject.toml").read_text()
+    assert code("docs/plugins.md", "A transport") in (HERE / "rail/aiocoll_rail.py").read_text()
+    compile(code("docs/plugins.md", "A transport", 2), "<page>", "exec")
+
+
+def test_commands_of_the_page_print_what_it_shows(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    install("shelf", site)
+    write({name: text for name, text in files("docs/plugins.md").items() if name != "aiocoll_shelf.py"}, tmp_path)
+    said = [shell(each, tmp_path, PYTHONPATH=f"{site}{os.pathsep}{ROOT}") for each in commands("docs/plugins.md")]
+    assert said[0].startswith(code("docs/plugins.md", "A store", 1, "text"))
+    assert "shelf     list the keys of a shelf" in said[0]
+    assert "aiocoll/1/card/0" in said[0]
+    assert " passed" in said[1]
+    assert "failed" not in said[1]
+
+
+def test_versions_of_the_page_are_those_of_the_registries() -> None:
+    for kind, registry in (("STORE", plugins.stores), ("TRANSPORT", plugins.transports), ("COMMAND", plugins.commands)):
+        assert getattr(plugins, f"{kind}_VERSION") == registry.version

@@ -1,0 +1,152 @@
+"""Carriers of data links: when they are used, and what happens without one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aiocoll import GroupOptions, ProcessGroup, new_group
+from aiocoll.errors import BackendUnavailableError, RendezvousError
+from aiocoll.plugins import TRANSPORT_VERSION, CarrierRequest, TransportProvider, transports
+from aiocoll.rendezvous.transport_choice import TransportChoice
+from aiocoll.runtime import Runtime
+from aiocoll.store import HashStore
+from aiocoll.testing import run_ranks
+from aiocoll.transport.stream.link_table import CarrierUse
+
+
+class Declining:
+    """A carrier that leaves every link on its connection."""
+
+    def __init__(self, request: CarrierRequest) -> None:
+        self.request = request
+        self.closed = False
+
+    async def open(self, stream: object, peer: int, *, dialled: bool) -> None:
+        return None
+
+    def catch_up(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def unavailable(request: CarrierRequest) -> Any:
+    raise BackendUnavailableError("there is no such device")
+
+
+@pytest.fixture
+def register() -> Iterator[Any]:
+    """Registers transports by name, for one test."""
+    names = []
+
+    def register(name: str, make: Any = Declining, **how: Any) -> None:
+        names.append(name)
+        transports.register(name, TransportProvider(medium="tcp", make_carrier=make, **how), version=TRANSPORT_VERSION)
+
+    yield register
+    for name in names:
+        transports.unregister(name)
+
+
+def request() -> CarrierRequest:
+    return CarrierRequest(Runtime.of(asyncio.get_running_loop()), 0, 2)
+
+
+@pytest.mark.parametrize("used", [True, False])
+async def test_data_link_waits_until_the_ranks_have_agreed(used: bool) -> None:
+    carrier = Declining(request())
+    use = CarrierUse(carrier, carries_all=True)
+    with socket.socket(socket.AF_UNIX) as sock:
+        found = asyncio.create_task(use.carrier(sock))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not found.done()
+        use.agree(used)
+        assert await found is (carrier if used else None)
+
+
+async def test_carrier_between_hosts_leaves_unix_sockets_alone() -> None:
+    use = CarrierUse(Declining(request()), carries_all=False)
+    with socket.socket(socket.AF_UNIX) as sock:
+        assert await use.carrier(sock) is None
+
+
+async def test_link_that_a_carrier_declines_stays_on_its_connection(register: Any) -> None:
+    register("declining")
+
+    async def main(pg: ProcessGroup) -> set[str]:
+        found: set[str] = set()
+
+        class Hook:
+            def on_end(self, info: Any) -> None:
+                found.add(info.transport)
+
+        pg.add_hook(Hook())
+        assert (await pg.allreduce(np.ones(100_000)) == 2).all()
+        return found
+
+    assert await run_ranks(2, main, options=GroupOptions(transport="declining")) == [{"unix"}] * 2
+
+
+async def test_transport_on_unix_sockets_refuses_ranks_of_several_hosts(register: Any) -> None:
+    register("local", sockets="unix")
+    store = HashStore()
+
+    async def meet(rank: int) -> None:
+        options = GroupOptions(transport="local", host_id=f"host {rank}")
+        async with new_group(store=store, rank=rank, world_size=2, timeout=20, options=options):
+            pass
+
+    for error in await asyncio.gather(meet(0), meet(1), return_exceptions=True):
+        assert isinstance(error, RendezvousError)
+        assert "transport='local', but the ranks are on 2 hosts; use 'auto' or 'tcp'" in str(error)
+
+
+def cards(*fields: dict[str, str]) -> dict[int, dict[str, str]]:
+    return {rank: {"host": str(rank), **each} for rank, each in enumerate(fields)}
+
+
+async def test_ranks_agree_on_the_transport_that_all_offer(register: Any) -> None:
+    register("slow", auto_rank=1)
+    register("fast", auto_rank=2)
+    register("manual")
+    choice = TransportChoice("auto")
+    assert choice.make_carrier(request()) is not None
+    assert (choice.card, choice.carries_all) == ({"offers": "fast"}, False)
+    assert choice.agree(cards({"offers": "fast"}, {"offers": "fast"}))
+    assert not choice.agree(cards({"offers": "fast"}, {"offers": "slow"}))
+    assert not choice.agree(cards({"offers": "fast"}, {}))
+    assert not choice.agree({rank: {"host": "one", "offers": "fast"} for rank in range(2)})
+    named = TransportChoice("manual")
+    assert (named.card, named.carries_all) == ({"carrier": "manual"}, True)
+    assert named.agree(cards({"carrier": "manual"}, {"carrier": "manual"}))
+    with pytest.raises(RendezvousError, match="transport='manual' on some ranks, but not on ranks 1, 2: set the same"):
+        named.agree(cards({"carrier": "manual"}, {}, {"offers": "fast"}))
+
+
+async def test_auto_does_without_a_carrier_that_is_not_available(
+    register: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    register("broken", unavailable, auto_rank=1)
+    choice = TransportChoice("auto")
+    assert choice.make_carrier(request()) is None
+    assert choice.card == {}
+    assert not choice.agree(cards({}, {}))
+    assert "rank 0 does not use transport 'broken': there is no such device" in caplog.text
+    with pytest.raises(BackendUnavailableError, match="there is no such device"):
+        TransportChoice("broken").make_carrier(request())
+
+
+async def test_groups_without_a_carrier_publish_none() -> None:
+    for name in ("auto", "tcp", "unix", "shm"):
+        choice = TransportChoice(name)
+        assert choice.make_carrier(request()) is None
+        assert (choice.card, choice.carries_all) == ({}, False)
+        assert not choice.agree(cards({}, {}))
