@@ -9,13 +9,13 @@ from aiocoll.testing.contracts import StoreContract
 from .conftest import UNLIMITED, every_store
 
 #: Tests that run on the variants, too, also where slow tests are left out.
-EVERY = {
+EVERY = (
     "test_set_then_get_from_another_handle",
     "test_get_waits_for_a_later_set",
     "test_delete_key",
     "test_queue_pop_waits_and_each_item_goes_to_one",
     "test_limits",
-}
+)
 
 
 class TestStores(StoreContract):
