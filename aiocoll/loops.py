@@ -110,6 +110,12 @@ class Started(Generic[T]):
             raise TimeoutError(f"the call has not ended within {timeout} s")
         return self._error
 
+    async def ended(self) -> None:
+        """Wait for the end on the loop itself; errors are for `result`."""
+        ended = asyncio.get_running_loop().create_future()
+        self.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
+        await ended
+
     def add_done_callback(self, fn: Callable[[Started[T]], object]) -> None:
         """Call `fn(started)` at the end, on the thread of the loop, which it must not block; at once if that is past.
 

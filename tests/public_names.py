@@ -37,8 +37,8 @@ OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__
              "__enter__", "__eq__", "__exit__", "__getitem__", "__hash__", "__iter__", "__len__", "__or__"}  # fmt: skip
 
 
-#: A program, and modules that need CuPy, Ray or Dask.
-_LEFT = ("aiocoll.__main__", "aiocoll.gpu.cupy_api", "aiocoll.integrations.")
+#: A program, and modules that need CuPy, Ray, Dask or torch.
+_LEFT = ("aiocoll.__main__", "aiocoll.gpu.cupy_api", "aiocoll.integrations.", "aiocoll.torch")
 
 
 def public_names() -> list[str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from aiocoll.backends import BackendConfig, kind_of
 from aiocoll.distributed.introspection import get_backend, get_backend_config
@@ -24,7 +22,6 @@ from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.numerals import to_int
-from aiocoll.options import seconds
 from aiocoll.rendezvous.launchers import local_numbers
 from aiocoll.work import Work, finished_work
 
