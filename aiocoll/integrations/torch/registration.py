@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from aiocoll.integrations.torch.group import NAME
+from aiocoll.integrations.torch.aio_group import NAME
 from aiocoll.integrations.torch.rendezvous import meet_under_launcher
 from aiocoll.integrations.torch.world import make_group
 

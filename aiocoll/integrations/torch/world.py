@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from aiocoll.group.process_group import ProcessGroup
-from aiocoll.integrations.torch.group import AioGroup
+from aiocoll.integrations.torch.aio_group import AioGroup
 from aiocoll.integrations.torch.process import process
 from aiocoll.integrations.torch.store import TorchStore, host_of, is_loopback
 from aiocoll.options import GroupOptions

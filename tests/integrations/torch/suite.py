@@ -49,17 +49,43 @@ class Outcome(unittest.TextTestResult):
     addError = addFailure
 
 
-def run_tests(out: str, patterns: list[str]) -> None:
-    """Run the tests in this process, with the backend and the world size of the environment."""
+def stand_in_for_gloo() -> None:
+    """Carry out by aio what tests ask of Gloo: by the name of a backend they skip, and choose what to expect."""
+    import torch.distributed as dist
+
+    from aiocoll.integrations.torch import aio_group, register
+
+    register()
+    c10d = dist.distributed_c10d
+    get_backend, init, new_group = c10d.get_backend, c10d.init_process_group, c10d.new_group
+
+    def other(backend: Any) -> Any:
+        return "aio" if backend == "gloo" else backend
+
+    def renamed(*args: Any, **kwargs: Any) -> str:
+        found: str = get_backend(*args, **kwargs)
+        return "gloo" if found == "aio" else found
+
+    def init_by_aio(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        init(other(backend), *args, **kwargs)
+
+    def new_by_aio(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
+        return new_group(*args, backend=other(backend), **kwargs)
+
+    aio_group.AioGroup.getBackendName = lambda _: "aio"  # which C++ asks for
+    aio_group.NAME = "gloo"  # in the events of the profiler
+    c10d.get_backend = dist.get_backend = renamed
+    c10d.init_process_group = dist.init_process_group = init_by_aio
+    c10d.new_group = dist.new_group = new_by_aio
+
+
+def run_tests(backend: str, out: str, patterns: list[str]) -> None:
+    """Run the tests in this process, with the world size of the environment."""
     import torch
-
-    import aiocoll.torch  # noqa: F401
-
-    # The module skips by the name of the backend what a backend of an unknown name may lack: all that Gloo has is run.
-    backend, os.environ["BACKEND"] = os.environ["BACKEND"], "gloo"
     from torch.testing._internal.distributed import distributed_test as tests
 
-    tests.BACKEND = os.environ["BACKEND"] = backend
+    if backend == "aio":
+        stand_in_for_gloo()
     torch.set_num_threads(1)
 
     class Tests(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc]
@@ -79,9 +105,26 @@ def outcomes(backend: str, ranks: int, patterns: list[str]) -> dict[str, str]:
     """Return what became of each test over a backend."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "outcomes")
-        env = {**os.environ, "BACKEND": backend, "WORLD_SIZE": str(ranks), "TEMP_DIR": folder, "OMP_NUM_THREADS": "1",
-               "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-        command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.torch.suite", "--out", str(out), *patterns]
+        env = {
+            **os.environ,
+            "BACKEND": "gloo",
+            "WORLD_SIZE": str(ranks),
+            "TEMP_DIR": folder,
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.integrations.torch.suite",
+            "--out",
+            backend,
+            str(out),
+            *patterns,
+        ]
         subprocess.run(command, env=env, timeout=LIMIT, check=False)
         if not out.exists():
             raise RuntimeError(f"the tests over {backend} have ended without a result")
@@ -108,11 +151,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("patterns", nargs="*", help="names of tests, as in a shell; all by default")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--out", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     patterns = [f"*{each}*" for each in arguments.patterns] or ["*"]
     if arguments.out:
-        run_tests(arguments.out, patterns)
+        run_tests(*arguments.out, patterns)
         return 0
     right = [compare(ranks, patterns if ranks == 2 else list(OF_FOUR)) for ranks in arguments.ranks]
     return int(not all(right))
