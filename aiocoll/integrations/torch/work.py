@@ -49,19 +49,26 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         self._source: dist.Future[None] | None = None
         self._future: dist.Future[list[torch.Tensor]] | None = None
         self._started: Started[Any] = thread.start(self._begin)
-        if profiled is not None:
-            self._started.add_done_callback(self._end_profile)
 
     def _begin(self) -> Any:
         call, self._call = self._call, None
         assert call is not None
+        if self._profiled is not None:
+            return self._run_profiled(call)
         made = call()
         if isinstance(made, Work):
             self._operation = made
         return made
 
-    def _end_profile(self, _: Started[Any]) -> None:
-        torch.autograd._record_function_with_args_exit(self._profiled)
+    async def _run_profiled(self, call: Callable[[], Any]) -> None:
+        """End the event on this thread, which the profiler shows as asynchronous, before the program can look at it."""
+        try:
+            made = call()
+            if isinstance(made, Work):
+                self._operation = made
+            await made
+        finally:
+            torch.autograd._record_function_with_args_exit(self._profiled)
 
     def add_done_callback(self, fn: Callable[[Started[Any]], object]) -> None:
         """Call `fn` at the end, on the thread of the loop."""
