@@ -1,0 +1,24 @@
+"""The programs of docs/pytorch.md run, and say what the page shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ...pages import code, commands, files, is_shown, shell, write
+
+pytest.importorskip("torch", reason="needs torch")
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+PAGE = "docs/pytorch.md"
+
+
+def test_programs_of_the_page_say_what_it_shows(tmp_path: Path) -> None:
+    write(files(PAGE), tmp_path)
+    train, errors, both = commands(PAGE)
+    assert "weights: " in shell(train, tmp_path)
+    for command, heading in ((errors, "Errors"), (both, "Coroutines next to torch")):
+        said = shell(command, tmp_path)
+        assert is_shown(code(PAGE, heading, language="text"), said), said
