@@ -19,6 +19,9 @@ def test_programs_of_the_page_say_what_it_shows(tmp_path: Path) -> None:
     write(files(PAGE), tmp_path)
     train, errors, both = commands(PAGE)
     assert "weights: " in shell(train, tmp_path)
-    for command, heading in ((errors, "Errors"), (both, "Coroutines next to torch")):
+    for command, shown in (
+        (errors, code(PAGE, "Errors", language="text")),
+        (both, code(PAGE, "Coroutines next to torch", language="text")),
+    ):
         said = shell(command, tmp_path)
-        assert is_shown(code(PAGE, heading, language="text"), said), said
+        assert is_shown(shown, said), said
