@@ -38,25 +38,29 @@ class TorchStore(Store):
         return _numeric(*host_of(self._store))
 
     async def aclose(self) -> None:
-        """Leave the store to torch."""
+        """Give up the store, which stays torch's."""
+        self._store = None
 
     async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        if self._store is None:
+            raise StoreUnavailableError("the store was closed")
         try:
-            return await asyncio.to_thread(self._do, command, arguments)
+            return await asyncio.to_thread(self._do, self._store, command, arguments)
         except dist.DistNetworkError as error:
             raise StoreUnavailableError(f"the store of torch is gone: {error}") from error
         except RuntimeError as error:
             raise StoreError(f"the store of torch refused {command}: {error}") from error
 
-    def _do(self, command: str, arguments: tuple[Any, ...]) -> Any:
+    @staticmethod
+    def _do(store: Any, command: str, arguments: tuple[Any, ...]) -> Any:
         if command == "check":
-            return not arguments[0] or self._store.check(arguments[0])
+            return not arguments[0] or store.check(arguments[0])
         if command in ("list_keys", "num_keys"):
-            keys = [key for key in self._store.list_keys() if key.startswith(arguments[0])]
+            keys = [key for key in store.list_keys() if key.startswith(arguments[0])]
             return keys if command == "list_keys" else len(keys)
         if command == "hold":  # nothing gives a key up when its client is gone
             command = "compare_set"
-        return getattr(self._store, command)(*arguments)
+        return getattr(store, command)(*arguments)
 
     async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         if command == "queue_pop":

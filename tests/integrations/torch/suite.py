@@ -18,8 +18,8 @@ from typing import Any
 
 #: Backends; the second one says what has to pass.
 BACKENDS = ("aio", "gloo")
-#: Tests that need exactly these ranks, by a part of their names; all others run with two.
-OF_FOUR = ("*undefined_grad_parity*", "*verify_model_across_rank*", "*broadcast_object_list_subgroup*", "*periodic*")
+#: Tests that need more than two ranks, by their names; all others run with two.
+OF_FOUR = ("*_group", "*subgroup*", "*averager*", "*_object*", "*monitored_barrier*", "*undefined_grad*")
 #: What tests see as the name of a backend.
 SHOWN = {"aio": "gloo"}
 #: Seconds that all tests of a backend may take.
