@@ -23,8 +23,8 @@ import aiocoll
 RECORD = Path(__file__).with_suffix(".txt")
 
 #: The modules that programs import. Their `__all__` says what is public.
-MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks",
-           "aiocoll.loops", "aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus", "aiocoll.options", "aiocoll.plugins",
+MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks", "aiocoll.loops",
+           "aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus", "aiocoll.options", "aiocoll.plugins",
            "aiocoll.store", "aiocoll.testing", "aiocoll.testing.contracts", "aiocoll.typing")  # fmt: skip
 
 #: Classes of which programs get instances from calls, whose constructors are not for them; found by name, wherever
