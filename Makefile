@@ -7,7 +7,7 @@ VENV ?= .venv
 ARGS ?=
 
 .PHONY: help demo test test-in-process test-rest test-all check coverage-gpu matrix products native dist dist-aarch64 \
-	native-sanitize native-refs release-check planted soak bench docs gpu clean
+	native-sanitize native-refs release-check planted soak torch-suite bench docs gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make release-check what is in dist/ installs and works in clean environments of Python 3.11 to 3.13'
 	@echo 'make docs          in build/docs/: the site, of the pages in docs/ and the docstrings'
 	@echo 'make soak          what takes long: many operations, a slow receiver, chaos'
+	@echo 'make torch-suite   the tests of a backend that torch has, over aio and over Gloo; TORCH= a version'
 	@echo 'make planted       faults planted in a copy of the tree, one at a time: which ones do the tests not notice?'
 	@echo 'make bench         against Gloo, MPICH and Open MPI (installs them), an hour; ARGS=--quick: a glance of a minute'
 	@echo 'make gpu           what needs a GPU, in under 8 minutes; PYTHON= one with CuPy or torch, pytest-asyncio; ARGS=--fake'
@@ -194,6 +195,16 @@ docs: .venv-docs/installed
 
 planted: $(VENV)/installed
 	$(VENV)/bin/python -m tests.planted $(ARGS)
+
+# A version, or "torch" for the newest one.
+TORCH ?= torch==2.13.*
+.venv-torch/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet --editable . '$(TORCH)' expecttest pytest
+	@touch $@
+
+torch-suite: .venv-torch/installed
+	.venv-torch/bin/python -m tests.integrations.torch.suite $(ARGS)
 
 .venv-bench/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-bench

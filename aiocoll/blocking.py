@@ -2,113 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
 import os
-import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from aiocoll.errors import GroupClosedError
 from aiocoll.group.process_group import ProcessGroup
+from aiocoll.loops import LoopThread, Started
 from aiocoll.rendezvous.new_group import new_group
-from aiocoll.work import Work
 
-__all__ = ["BlockingGroup", "LoopThread", "blocking_on"]
+__all__ = ["BlockingGroup", "blocking_on"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name="aiocoll-blocking", daemon=True)
-        self.pid = os.getpid()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._calls: set[Future[Future[Any]]] = set()
-        self._begun: Future[asyncio.AbstractEventLoop] = Future()
-        self.thread.start()
-        self.loop = self._begun.result()
-
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Call `function` in the loop; when it has been called return the future of its result.
-
-        Raises:
-            BaseException: what it raises.
-            GroupClosedError: the loop has ended.
-        """
-        if self.pid != os.getpid():
-            raise RuntimeError("this group belongs to the process that this one was forked from")
-        if self.thread is threading.current_thread():
-            raise RuntimeError("this would block the event loop that completes it: await the call of the ProcessGroup")
-        called: Future[Future[Any]] = Future()
-        self._calls.add(called)
-        try:
-            self.loop.call_soon_threadsafe(self._call, function, called)
-        except RuntimeError:  # the loop is closed
-            self._calls.discard(called)
-            raise GroupClosedError("the group was closed") from None
-        return called.result()
-
-    def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
-        self.loop.call_soon_threadsafe(self._ending.set)
-        self.thread.join()
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._main())
-        finally:
-            # Without this, a call that came while the loop ended would wait for ever.
-            for called in tuple(self._calls):
-                if not called.done():
-                    called.set_exception(GroupClosedError("the group was closed"))
-
-    async def _main(self) -> None:
-        self._ending = asyncio.Event()
-        self._begun.set_result(asyncio.get_running_loop())
-        await self._ending.wait()
-
-    def _call(self, function: Callable[[], Any], called: Future[Future[Any]]) -> None:
-        self._calls.discard(called)
-        ended: Future[Any] = Future()
-        ended.set_running_or_notify_cancel()  # cancelling it would not end what the other ranks take part in
-        try:
-            made = function()
-        except BaseException as error:
-            called.set_exception(error)
-            return
-        if inspect.isawaitable(made):
-            task = self.loop.create_task(made.join() if isinstance(made, Work) else _result(made))
-            self._tasks.add(task)  # the loop itself does not keep them
-            task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(functools.partial(_copy, ended))
-        else:
-            ended.set_result(made)
-        called.set_result(ended)
-
-
-async def _result(made: Awaitable[T]) -> T:
-    return await made
-
-
-def _copy(ended: Future[T], task: asyncio.Task[T]) -> None:
-    if task.cancelled():
-        ended.set_exception(GroupClosedError("the group was closed"))
-    elif (error := task.exception()) is not None:
-        ended.set_exception(error)
-    else:
-        ended.set_result(task.result())
-
-
 def _blocking(method: Callable[Concatenate[ProcessGroup, P], Any]) -> Callable[Concatenate[BlockingGroup, P], Any]:
     @functools.wraps(method)
     def call(self: BlockingGroup, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        made = self.submit(method, *args, **kwargs).result()
+        made = self._start(functools.partial(method, self._group, *args, **kwargs)).result()
         return blocking_on(self._loop, made) if isinstance(made, ProcessGroup) else made
 
     return call
@@ -135,10 +48,10 @@ class BlockingGroup:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         made = new_group(*args, **kwargs)
-        self._loop = LoopThread()
-        self._owner = True
+        self._loop = LoopThread("aiocoll-blocking")
+        self._owner, self._pid = True, os.getpid()
         try:
-            self._group: ProcessGroup = self._loop.call(made.__aenter__).result()
+            self._group: ProcessGroup = self._loop.start(made.__aenter__).result()
         except BaseException:
             self._loop.close()
             raise
@@ -147,7 +60,7 @@ class BlockingGroup:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if self._loop.pid == os.getpid():  # a forked child leaves the block of its parent, which has the group
+        if self._pid == os.getpid():  # a forked child leaves the block of its parent, which has the group
             self._end(functools.partial(self._group.__aexit__, *exc))
 
     def submit(
@@ -168,20 +81,33 @@ class BlockingGroup:
             TypeError, ValueError: an argument is wrong.
             GroupError: the group has failed, or is closed.
         """
-        return self._loop.call(lambda: call(self._group, *args, **kwargs))
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # cancelling it would not end what the other ranks take part in
+
+        def begin() -> None:
+            made = call(self._group, *args, **kwargs)
+            self._loop.start(lambda: made).add_done_callback(functools.partial(_copy, future))
+
+        self._start(begin).result()
+        return future
 
     def shutdown(self) -> None:
         """See `ProcessGroup.shutdown`; the thread ends with the group that made it."""
         self._end(self._group.shutdown)
 
     def _end(self, end: Callable[[], Awaitable[None]]) -> None:
-        if self._loop.loop.is_closed():
+        if self._loop.is_closed():
             return
         try:
-            self._loop.call(end).result()
+            self._start(end).result()
         finally:
             if self._owner:
                 self._loop.close()
+
+    def _start(self, call: Callable[[], Any]) -> Started[Any]:
+        if self._pid != os.getpid():
+            raise RuntimeError("this group belongs to the process that this one was forked from")
+        return self._loop.start(call)
 
     rank = _blocking(ProcessGroup.rank)
     size = _blocking(ProcessGroup.size)
@@ -235,5 +161,12 @@ class BlockingGroup:
 def blocking_on(loop: LoopThread, group: ProcessGroup) -> BlockingGroup:
     """Return a group that runs on a loop already; closing it does not end the loop's thread."""
     made = object.__new__(BlockingGroup)
-    made._loop, made._group, made._owner = loop, group, False
+    made._loop, made._group, made._owner, made._pid = loop, group, False, os.getpid()
     return made
+
+
+def _copy(future: Future[Any], started: Started[Any]) -> None:
+    if (error := started.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(started.result())

@@ -57,7 +57,7 @@ _ELSEWHERE = frozenset(
     f"{_PREFIX}{name}"
     for name in (
         *("PORT", "STORE", "STORE_PORT", "SINGLETON", "JOIN", "RESTART_COUNT", "WORLD_SIZE", "SERVICE"),
-        *("JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP", "TEST_TIMEOUT_SCALE", "NATIVE"),
+        *("JOB_KEY", "JOB_KEY_FD", "JOB_KEY_FILE", "TEST_LOOP", "TEST_TIMEOUT_SCALE", "NATIVE", "SWITCH_INTERVAL"),
     )
 )
 

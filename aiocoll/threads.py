@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from aiocoll.runtime import Runtime
 
-__all__ = ["Waitable", "wait_in_thread"]
+__all__ = ["CHECK_INTERVAL", "Waitable", "wait_in_thread"]
 
-#: Seconds between two checks whether the loop still runs, since no notification is sent when a loop ends.
+#: Seconds between two checks of a waiting thread: whether the loop still runs, since nothing notifies it when a loop
+#: ends, and whether a signal has come.
 CHECK_INTERVAL = 0.1
 
 

@@ -11,11 +11,11 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from aiocoll.completion import Completion, Owner, Progress, is_wait, make_completion
+from aiocoll.completion import AT_ONCE, Completion, Owner, Progress, is_wait, make_completion
 from aiocoll.native import core
 from aiocoll.threads import wait_in_thread
 
-__all__ = ["Handle", "Work", "completion_of", "finished_work"]
+__all__ = ["Handle", "Work", "call_at_end", "completion_of", "finished_work"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -372,6 +372,19 @@ class Work(_Base, Generic[T_co]):
 def completion_of(work: Work[Any]) -> Completion:
     """Return the completion behind `work`."""
     return work._completion
+
+
+def call_at_end(work: Work[Any], fn: Callable[[Work[Any]], object]) -> None:
+    """Poll for a moment, as an await does; then call `fn(work)` synchronously when the operation ends, or now."""
+    completion = work._completion
+    completion.note_await()
+    if not completion.done:
+        completion.want()
+        completion.progress.spin(completion)
+    if completion.done:
+        fn(work)
+    else:
+        completion.add_callback(fn, work, AT_ONCE)
 
 
 def finished_work(progress: Progress, op: str, owner: Owner, result: Any) -> Work[Any]:

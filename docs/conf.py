@@ -43,7 +43,7 @@ html_show_copyright = False
 
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
 # What aiocoll.integrations and aiocoll.metrics need.
-autodoc_mock_imports = ["dask", "distributed", "opentelemetry", "prometheus_client", "ray"]
+autodoc_mock_imports = ["dask", "distributed", "opentelemetry", "prometheus_client", "ray", "torch"]
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True

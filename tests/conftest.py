@@ -61,6 +61,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # What somebody has measured on this machine must not decide what is tested: there is no file below this one.
 os.environ["XDG_CACHE_HOME"] = os.devnull
 
+# The first loop of uvloop in a process opens a pipe that libuv keeps for good: not a leak of the first test.
+with suppress(ImportError):
+    import uvloop
+
+    uvloop.new_event_loop().close()
+
 # In debug mode asyncio notes where every callback, future and task was made: of callbacks ten lines, of the others all,
 # which takes longer than many tests do themselves. The first line is what helps.
 asyncio.constants.DEBUG_STACK_DEPTH = 1  # type: ignore[misc]
@@ -77,10 +83,6 @@ def _loop_factories(chosen: str) -> Mapping[str, Callable[[], asyncio.AbstractEv
     if chosen == "asyncio":
         return {chosen: asyncio.new_event_loop}
     if chosen == "uvloop":
-        import uvloop
-
-        # The first loop of a process opens a pipe that libuv keeps for good: not a leak of the first test.
-        uvloop.new_event_loop().close()
         return {chosen: uvloop.new_event_loop}
     raise pytest.UsageError(f"AIOCOLL_TEST_LOOP={chosen!r}: must be asyncio or uvloop")
 

@@ -23,7 +23,7 @@ import aiocoll
 RECORD = Path(__file__).with_suffix(".txt")
 
 #: The modules that programs import. Their `__all__` says what is public.
-MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks",
+MODULES = ("aiocoll", "aiocoll.backends", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks", "aiocoll.loops",
            "aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus", "aiocoll.options", "aiocoll.plugins",
            "aiocoll.store", "aiocoll.testing", "aiocoll.testing.contracts", "aiocoll.typing")  # fmt: skip
 
@@ -37,8 +37,8 @@ OPERATORS = {"__add__", "__aenter__", "__aexit__", "__aiter__", "__await__", "__
              "__enter__", "__eq__", "__exit__", "__getitem__", "__hash__", "__iter__", "__len__", "__or__"}  # fmt: skip
 
 
-#: A program, and modules that need CuPy, Ray or Dask.
-_LEFT = ("aiocoll.__main__", "aiocoll.gpu.cupy_api", "aiocoll.integrations.")
+#: A program, and modules that need CuPy, Ray, Dask or torch.
+_LEFT = ("aiocoll.__main__", "aiocoll.gpu.cupy_api", "aiocoll.integrations.", "aiocoll.torch")
 
 
 def public_names() -> list[str]:

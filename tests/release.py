@@ -18,7 +18,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: The modules that programs import, and the plugin that pytest loads.
 MODULES = (
-    *("aiocoll", "aiocoll.backends", "aiocoll.cli.main", "aiocoll.distributed", "aiocoll.errors", "aiocoll.hooks"),
+    *(
+        "aiocoll",
+        "aiocoll.backends",
+        "aiocoll.cli.main",
+        "aiocoll.distributed",
+        "aiocoll.errors",
+        "aiocoll.hooks",
+        "aiocoll.loops",
+    ),
     *("aiocoll.metrics.opentelemetry", "aiocoll.metrics.prometheus"),
     *("aiocoll.options", "aiocoll.plugins", "aiocoll.store", "aiocoll.testing", "aiocoll.testing.contracts"),
     *("aiocoll.testing.plugin", "aiocoll.typing"),

@@ -360,8 +360,8 @@ def test_classes_have_few_public_methods() -> None:
 
 @cache
 def classes() -> dict[str, type]:
-    """Return the classes at the top of modules by name, without those of modules that need CuPy, Ray or Dask."""
-    left = ("aiocoll", "__main__", "gpu.cupy_api")
+    """Return the classes at the top of modules by name, without those of modules that need CuPy, Ray, Dask or torch."""
+    left = ("aiocoll", "__main__", "gpu.cupy_api", "torch")
     names = [name for name in MODULES if name not in left and folder(name) != "integrations"]
     found: dict[str, type] = {}
     for name in names:
@@ -467,6 +467,9 @@ FOREIGN = {
     "cli.start": {"_run_module_as_main"},  # runpy's
     "arrays.torch_sparse": {"_indices", "_values"},  # torch's, for tensors that are not coalesced
     "group.lifetime": {"_settle"},  # of the flight recorder, which users hold
+    "integrations.torch.calls": {"_profiler_enabled", "_record_function_with_args_enter"},  # torch's
+    "integrations.torch.rendezvous": {"_rendezvous_handlers"},  # torch's
+    "integrations.torch.work": {"_record_function_with_args_exit"},  # torch's
     "group.parts": {"_parts"},  # the one way to the parts of a group
     "meeting.claim": {"_hold", "_sees_disconnects"},  # of stores, which users write
     "redis.connection": {"_writer"},  # redis's
@@ -670,7 +673,7 @@ print(*(name for name in {LATER} if name in sys.modules and name not in before))
 
 
 def test_every_module_can_be_imported_alone() -> None:
-    left = ("aiocoll", "__main__", "gpu.cupy_api")  # the last needs CuPy, and integrations Ray or Dask
+    left = ("aiocoll", "__main__", "gpu.cupy_api", "torch")  # these need CuPy and torch, integrations Ray or Dask
     names = [name for name in MODULES if name not in left and folder(name) not in ("testing", "integrations")]
     code = "\n".join(["import importlib", *(f"importlib.import_module('aiocoll.{name}')" for name in names)])
     assert run(code) == ""

@@ -1,4 +1,4 @@
-"""The recipe of docs/overlap.md averages gradients, in buckets and one by one; its program says what the page shows."""
+"""`Overlap` averages gradients, in buckets and one by one; the program of docs/overlap.md says what the page shows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ WIDTH = 16
 @pytest.mark.parametrize("bucket_bytes", [0, 4 * WIDTH * WIDTH, 1 << 30])
 @pytest.mark.ranks(2)
 async def test_gradients_are_the_averages(pg: ProcessGroup, bucket_bytes: int) -> None:
-    overlap = (await execute(files(PAGE)["overlap.py"]))["Overlap"]
+    from aiocoll.torch import Overlap
+
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
     unused = torch.nn.Parameter(torch.ones(WIDTH), requires_grad=False)
     model = torch.nn.ParameterList([unused, *(each for layer in layers for each in layer.parameters())])
-    reducer = overlap(pg, model, bucket_bytes)
+    reducer = Overlap(pg, model, bucket_bytes)
     for factor in (1, 2):
         # Each layer by itself: the gradient of a weight is the input, that of a bias is 1 for each row.
         x = torch.full((4, WIDTH), float(factor * (pg.rank() + 1)))
@@ -41,7 +42,7 @@ async def test_gradients_are_the_averages(pg: ProcessGroup, bucket_bytes: int) -
 
 @pytest.mark.ranks(2)
 async def test_ranks_learn_the_same_from_different_data(pg: ProcessGroup) -> None:
-    overlap = (await execute(files(PAGE)["overlap.py"]))["Overlap"]
+    from aiocoll.torch import Overlap
 
     class Optimizer:
         """The one of torch takes seconds to import."""
@@ -58,10 +59,51 @@ async def test_ranks_learn_the_same_from_different_data(pg: ProcessGroup) -> Non
     model.weight.data.fill_(0.0)
     # At this rate the first step goes all the way to the average of all y, which is 3, and the second stays there.
     batches = [(torch.ones(4, 1), torch.full((4, 1), 2.0 + 2.0 * pg.rank()))] * 2
-    loop = code(PAGE, "Overlap with backward", 2)
-    names = {"Overlap": overlap, "torch": torch, "optimizer": Optimizer(model)}
+    loop = code(PAGE, "Overlap with backward")
+    names = {"Overlap": Overlap, "torch": torch, "optimizer": Optimizer(model)}
     await execute(loop, pg=pg, model=model, batches=batches, **names)
     assert model.weight.item() == 3.0
+
+
+@pytest.mark.ranks(2)
+async def test_gradients_without_synchronization_are_averaged_by_the_next_backward(pg: ProcessGroup) -> None:
+    from aiocoll.torch import Overlap
+
+    layer = torch.nn.Linear(2, 1, bias=False)
+    overlap = Overlap(pg, layer)
+    x = torch.full((1, 2), pg.rank() + 1.0)
+    with overlap.no_sync():
+        await overlap.backward(layer(x).sum())
+    assert layer.weight.grad.unique().tolist() == [pg.rank() + 1.0]
+    await overlap.backward(layer(x).sum())
+    assert layer.weight.grad.unique().tolist() == [3.0]  # the average of 1 + 1 and 2 + 2
+
+
+@pytest.mark.ranks(2)
+async def test_unused_parameters_count_as_zero_or_keep_no_gradient(pg: ProcessGroup) -> None:
+    from aiocoll.torch import Overlap
+
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3)) for _ in range(3)])
+    overlap = Overlap(pg, model, find_unused=True)
+    loss = model[0].sum() + (model[1].sum() if pg.rank() == 1 else 0.0)
+    await overlap.backward(loss)
+    assert model[0].grad.tolist() == [1.0] * 3
+    assert model[1].grad.tolist() == [0.5] * 3
+    assert model[2].grad is None
+
+
+@pytest.mark.ranks(2)
+async def test_compressed_gradients_and_buffers(pg: ProcessGroup) -> None:
+    from aiocoll.torch import Overlap
+
+    layer = torch.nn.Linear(2, 1, bias=False)
+    layer.register_buffer("mean", torch.full((2,), float(pg.rank())))
+    overlap = Overlap(pg, layer, compress=torch.bfloat16)
+    await overlap.backward(layer(torch.full((1, 2), 1.0 + 2**-9 + pg.rank())).sum())
+    assert layer.weight.grad.dtype == torch.float32
+    assert layer.weight.grad.unique().tolist() == [1.5]  # 2**-9 is lost
+    await overlap.broadcast_buffers()
+    assert layer.mean.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.slow

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from aiocoll.backends import BackendConfig, kind_of
 from aiocoll.distributed.introspection import get_backend, get_backend_config
@@ -24,7 +22,6 @@ from aiocoll.group.dispatch.dispatcher import Timeout
 from aiocoll.group.parts import parts_of
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.numerals import to_int
-from aiocoll.options import seconds
 from aiocoll.rendezvous.launchers import local_numbers
 from aiocoll.work import Work, finished_work
 
@@ -41,9 +38,6 @@ __all__ = [
 #: Flags of `shrink_group`: wait for pending calls in the group, or let them fail.
 SHRINK_DEFAULT = 0
 SHRINK_ABORT = 1
-
-#: Number of groups that this rank has made of the same ranks without the other ranks of the parent.
-_local_counts: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def new_group(
@@ -81,7 +75,7 @@ def new_group(
     if use_local_synchronization:
         if world.rank() not in chosen:
             return _make_finished(world, GroupMember.NON_GROUP_MEMBER)
-        split = _split_locally(world, chosen, timeout)
+        split = world.split_group(chosen, timeout, local=True)
     else:
         split = world.split_group(chosen, timeout)
     return map_result(split, lambda pg: _set_description(pg, group_desc, GroupMember.NON_GROUP_MEMBER))
@@ -255,22 +249,6 @@ def _split_into(
         return mine, [mine if parent.rank() in each else GroupMember.NON_GROUP_MEMBER for each in lists]
 
     return map_result(parent.split_group(lists, timeout), all_parts)
-
-
-def _split_locally(pg: ProcessGroup, ranks: Sequence[int], timeout: Timeout) -> Work[ProcessGroup | None]:
-    """Make a group of `ranks` of `pg` without the other ranks. These ranks count such calls separately.
-
-    All ranks of a group call `ProcessGroup.split_group`, and count its calls together.
-    """
-    parts_of(pg).dispatcher.check()
-    limit = pg.timeout if timeout is None else seconds(timeout, "timeout")
-    members = tuple(pg.global_ranks[rank] for rank in ranks)
-    counts = _local_counts.setdefault(pg, Counter())
-    number = counts[members]
-    identity = parts_of(pg).comm.endpoint.group_id(f"{parts_of(pg).comm.id}\0local\0{members}\0{number}")
-    counts[members] += 1
-    group = parts_of(pg).reconfigurer.derive(identity, members, f"{pg.group_name}/{identity:x}", limit)
-    return _make_finished(pg, group)
 
 
 def _check_ranks(ranks: Any, name: str, pg: ProcessGroup) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -1222,13 +1222,15 @@ class ProcessGroup:
         ranks: Sequence[int] | Sequence[Sequence[int]],
         timeout: Timeout = None,
         group_name: str | None = None,
+        *,
+        local: bool = False,
+        order: Literal["group", "given"] = "group",
     ) -> Work[Self | None]:
         """Make a group of some of the ranks, or several that have no rank in common.
 
         Every rank of this group calls it, in the same order and with the same lists; it is local and sends nothing.
-        The ranks of the new group are numbered in the order they have in this one, whatever the order of the list. It
-        shares all connections with this group, can be split again, and is closed by itself or with this one. It fails
-        on its own: a failure of this group, other than the death of a common rank, does not concern it.
+        The new group shares all connections with this group, can be split again, and is closed by itself or with this
+        one. It fails on its own: a failure of this group, other than the death of a common rank, does not concern it.
 
         Ranks that have named different lists cannot talk to each other in the groups that come of it. The first
         collective there tells them so within half a second.
@@ -1237,6 +1239,9 @@ class ProcessGroup:
             ranks: of this group; or a list of such lists.
             timeout: seconds an operation of the new group may take by default; None is this group's.
             group_name: of the new group, or of each of them, not that of another open one.
+            local: only the ranks in a list call it, as often as each other with that list. Ranks that name different
+                lists are then not told: a collective ends at its timeout.
+            order: how the new group numbers its ranks: as this one does ("group"), or as the list does ("given").
 
         Returns:
             Work that is done, and yields the group this rank is in, or None.
@@ -1247,7 +1252,8 @@ class ProcessGroup:
 
         Cost: nothing is sent.
         """
-        return self._parts.reconfigurer.split(ranks, timeout, group_name, self._parts.lifetime.is_ending)
+        ending = self._parts.lifetime.is_ending
+        return self._parts.reconfigurer.split(ranks, timeout, group_name, ending, local, order)
 
     async def shrink(self, exclude: Iterable[int] | None = None, *, assume_dead: Iterable[int] | None = None) -> Self:
         """Make a new group of the ranks that are alive and call this, numbered anew in the same order.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from aiocoll.meeting.merging import Party, find_assignment
 from aiocoll.numerals import to_int
 from aiocoll.store import Store
 from aiocoll.store.commands import count_bytes
-from aiocoll.work import Work, completion_of
+from aiocoll.work import Work, completion_of, finished_work
 
 __all__ = ["ADOPTED", "Reconfigurer", "strip_generation"]
 
@@ -60,6 +61,8 @@ class Reconfigurer:
     def __init__(self, dispatcher: Dispatcher, objects: Objects, origin: Origin, spec: GroupSpec) -> None:
         self.parent: Reconfigurer | None = None
         self.parts: dict[Any, Reconfigurer] = {}
+        # How often this rank has made a group of the same ranks by themselves.
+        self._local: Counter[tuple[int, ...]] = Counter()
         self._dispatcher = dispatcher
         self._comm = dispatcher.comm
         self._objects = objects
@@ -193,24 +196,46 @@ class Reconfigurer:
 
     # -- splitting
 
-    def split(self, ranks: Any, timeout: Timeout, group_name: str | None, is_ending: bool) -> Work[Any]:
+    def split(
+        self,
+        ranks: Any,
+        timeout: Timeout,
+        group_name: str | None,
+        is_ending: bool,
+        local: bool = False,
+        order: str = "group",
+    ) -> Work[Any]:
         """Make a group of some of the ranks, or several disjoint groups."""
         comm, d = self._comm, self._dispatcher
         self._check_open(is_ending)
         limit = d.limit(timeout)
         _check_name(group_name)
+        if order not in ("group", "given"):
+            raise ValueError(f"order={order!r} must be 'group' or 'given'")
         mine = next((each for each in _disjoint(ranks, d.check_rank) if d.rank in each), [])
         if mine and any(group.name == group_name for group in d.endpoint.groups.values()):
             raise ValueError(f"group_name={group_name!r} is the name of an open group; give every group its own")
+        members = mine if order == "given" else sorted(mine)
+        if local:
+            made = self._split_locally(members, limit, group_name) if members else None
+            return finished_work(d.endpoint, "SPLIT_GROUP", d, made)
         completion = Completion(d.endpoint, "SPLIT_GROUP", None, None, d)
         # Counted first: ranks number their splits in the same way, whatever becomes of them.
         number = len(comm.splits)
         comm.splits.append(None)
         try:
-            completion.finish(self._split_off(number, sorted(mine), limit, group_name))
+            completion.finish(self._split_off(number, members, limit, group_name))
         except GroupError as error:
             completion.finish(None, error)
         return Work(completion)
+
+    def _split_locally(self, ranks: Sequence[int], limit: float, name: str | None) -> Any:
+        """Make a group without the other ranks: these ranks count such calls separately."""
+        comm = self._comm
+        members = tuple(comm.ranks[rank] for rank in ranks)
+        identity = comm.endpoint.group_id(f"{comm.id}\0local\0{members}\0{self._local[members]}")
+        self._local[members] += 1
+        return self.derive(identity, members, f"{comm.name}/{identity:x}" if name is None else name, limit)
 
     async def split_by_color(self, color: Any, key: Any, is_ending: Callable[[], bool]) -> Any:
         """Make a group of the ranks that give the same colour, in the order of their keys."""

@@ -207,3 +207,37 @@ async def test_in_a_block_it_sends_what_the_block_has_recorded(pg: ProcessGroup)
     assert group is not None
     assert (x == 2).all()
     assert await works(group) == (1, 0)
+
+
+@pytest.mark.ranks(4)
+async def test_ranks_of_a_local_split_call_it_alone(pg: ProcessGroup) -> None:
+    for _ in range(2):
+        if pg.rank() in (1, 3):
+            part = await pg.split_group([3, 1], local=True)
+            assert part.global_ranks == (1, 3)
+            assert await part.allgather_object(pg.rank()) == [1, 3]
+    # The other ranks have counted no split: this one is the first of all.
+    whole = await pg.split_group(range(4))
+    assert await whole.allreduce(1) == 4
+    assert await pg.split_group([(pg.rank() + 1) % 4], local=True) is None
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("local", [False, True])
+async def test_ranks_of_a_split_are_numbered_as_given(pg: ProcessGroup, local: bool) -> None:
+    if pg.rank() != 1 or not local:
+        part = await pg.split_group([2, 0], order="given", local=local)
+        if pg.rank() == 1:
+            assert part is None
+        else:
+            assert part.rank() == {2: 0, 0: 1}[pg.rank()]
+            assert await part.allgather_object(pg.rank()) == [2, 0]
+    with pytest.raises(ValueError, match="order='given by me' must be 'group' or 'given'"):
+        pg.split_group([0], order="given by me")
+
+
+@pytest.mark.ranks(2)
+async def test_ranks_that_give_other_orders_are_told(pg: ProcessGroup) -> None:
+    part = await pg.split_group([pg.rank(), 1 - pg.rank()], order="given")
+    with pytest.raises(CollectiveMismatchError, match="ranks"):
+        await part.barrier()

@@ -10,7 +10,7 @@ import pytest
 from aiocoll import BackendUnavailableError
 
 
-@pytest.mark.parametrize(("name", "package"), [("ray", "ray"), ("dask", "distributed")])
+@pytest.mark.parametrize(("name", "package"), [("ray", "ray"), ("dask", "distributed"), ("torch", "torch")])
 def test_it_says_what_to_install(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for loaded in [each for each in sys.modules if each.startswith(f"aiocoll.integrations.{name}")]:
         monkeypatch.delitem(sys.modules, loaded)

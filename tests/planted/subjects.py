@@ -203,7 +203,9 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         ),
         "machine load": Subject(("LoadMeter.lap",), (("test_machine_load.py",),)),
         "tls": Subject(("of_this_process", "Renewed.get"), (("test_tls.py", "test_user_ca.py"),)),
-        "blocking": Subject(("LoopThread.call",), (("test_blocking.py",),)),
+        "blocking": Subject(
+            ("LoopThread.post", "BlockingGroup.submit"), (("test_blocking.py", "test_loop_thread.py"),)
+        ),
         "sparse messages": Subject(("_LateSend._is_read",), (("test_sparse_messages.py",),)),
         "steps": Subject(("Stepped.fail", "Children.start"), (("test_stepped.py",),)),
         "devices": Subject(

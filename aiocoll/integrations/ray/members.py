@@ -8,10 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from aiocoll.blocking import BlockingGroup, LoopThread, blocking_on
+from aiocoll.blocking import BlockingGroup, blocking_on
 from aiocoll.errors import GroupRevokedError
 from aiocoll.group.process_group import ProcessGroup
 from aiocoll.integrations.parts import Part, State
+from aiocoll.loops import LoopThread
 from aiocoll.rendezvous.tickets import Ticket
 
 __all__ = ["BlockingMember", "Member"]
@@ -94,19 +95,19 @@ class BlockingMember(_Rank[BlockingGroup]):
     def aiocoll_join(self, ticket: Ticket) -> None:
         """Begin to become a rank."""
         self.aiocoll_leave()
-        self._aiocoll_loop = LoopThread()
-        self._aiocoll_part = self._aiocoll_loop.call(partial(Part, ticket)).result()
+        self._aiocoll_loop = LoopThread("aiocoll-blocking")
+        self._aiocoll_part = self._aiocoll_loop.start(partial(Part, ticket)).result()
 
     def aiocoll_abort(self, reason: str) -> None:
         """End what the others do in the group."""
         if self._aiocoll_part is not None and self._aiocoll_loop is not None:
-            self._aiocoll_loop.call(partial(self._aiocoll_part.abort, reason))
+            self._aiocoll_loop.start(partial(self._aiocoll_part.abort, reason))
 
     def aiocoll_leave(self) -> None:
         """Be no rank any more."""
         left, self._aiocoll_part = self._aiocoll_part, None
         if left is not None and self._aiocoll_loop is not None:
-            self._aiocoll_loop.call(left.leave).result()
+            self._aiocoll_loop.start(left.leave).result()
             self._aiocoll_loop.close()
 
     def aiocoll_run(self, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:

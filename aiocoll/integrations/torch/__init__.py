@@ -1,0 +1,24 @@
+"""Backend "aio" of torch.distributed; programs import it as `aiocoll.torch`."""
+
+from aiocoll.errors import BackendUnavailableError
+
+try:
+    import torch.distributed  # noqa: F401
+except ImportError as error:
+    raise BackendUnavailableError("aiocoll.torch needs torch: pip install 'aiocoll[torch]'") from error
+
+from aiocoll.integrations.torch.overlap import Overlap
+from aiocoll.integrations.torch.process import process
+from aiocoll.integrations.torch.registration import register
+from aiocoll.integrations.torch.world import group
+from aiocoll.loops import LoopThread
+
+__all__ = ["Overlap", "group", "loop_thread", "register"]
+
+
+def loop_thread() -> LoopThread:
+    """Return the event loop of all groups of torch with backend "aio": `loop_thread().run(main())`."""
+    return process.thread()
+
+
+register()

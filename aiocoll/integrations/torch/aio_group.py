@@ -1,0 +1,112 @@
+"""`AioGroup`: a group of torch whose calls aiocoll carries out."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.integrations.torch.calls import Calls
+from aiocoll.integrations.torch.process import process
+from aiocoll.loops import LoopThread
+
+__all__ = ["NAME", "AioGroup"]
+
+#: The name of the backend.
+NAME = "aio"
+
+
+class AioGroup(Calls, dist.ProcessGroup):  # type: ignore[misc]
+    """A group of torch.
+
+    It is a whole `ProcessGroup` and no `Backend`, since torch forwards only `wait` and `get_future` of the works of a
+    backend in Python.
+
+    Args:
+        pg: the group of aiocoll.
+        thread: its event loop.
+        store: of torch, for this group.
+    """
+
+    def __init__(self, pg: ProcessGroup, thread: LoopThread, store: Any) -> None:
+        dist.ProcessGroup.__init__(self, pg.rank(), pg.size())
+        self.setup_calls(pg, thread, NAME)
+        self._store = store
+        self._name = self._desc = ""
+        self._destroyed = False
+        process.groups.add(self)
+
+    # -- names, as C++ and Python ask for them
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return NAME
+
+    name = _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:
+        """Return the name of the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name of the group."""
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:
+        """Return the description of the group."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Set the description of the group."""
+        self._desc = desc
+
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    # -- what torch asks of a backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"backend {NAME!r} carries CPU tensors, and none on {device}")
+        return self
+
+    def get_group_store(self) -> Any:
+        """Return the store of the group."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.count
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time that an operation may take by default."""
+        limit = timeout.total_seconds()
+
+        def assign() -> None:
+            self.pg.timeout = limit
+
+        self.thread.start(assign).result()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Close the group: `destroy_process_group` calls it."""
+        if not self._destroyed:
+            self._destroyed = True
+            process.groups.discard(self)
+            self.thread.start(self.pg.shutdown).result()
+
+    def abort(self) -> None:
+        """Revoke the group: its pending works fail on all ranks."""
+        self.thread.post(self.pg.abort)

@@ -1,0 +1,374 @@
+"""The calls of c10d, each carried out by a call of a `ProcessGroup` of aiocoll.
+
+C++ finds the methods of `Calls` by name. Torch 2.13 and 2.14 have different names for some: aliases stand next to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from aiocoll.errors import CollectiveTimeoutError
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.integrations.torch.arguments import Copies, check_device, check_devices, flat, only, reduce_op, seconds
+from aiocoll.integrations.torch.work import TorchWork
+from aiocoll.loops import LoopThread
+from aiocoll.work import Work
+
+__all__ = ["Calls"]
+
+
+class Calls:
+    """The calls of a group of torch.
+
+    Attributes:
+        pg: the group of aiocoll.
+        thread: the event loop that carries out the calls.
+        count: of collectives that were called.
+    """
+
+    def setup_calls(self, pg: ProcessGroup, thread: LoopThread, backend: str) -> None:
+        """Set the group; torch's classes have constructors of their own."""
+        self.pg = pg
+        self.thread = thread
+        self.count = 0
+        self._rank = pg.rank()
+        self._prefix = f"{backend}:"
+        # The calls of a block, while there is one.
+        self._block: list[TorchWork] | None = None
+        # Works whose program does not keep them, as C++ keeps none.
+        self._flying: set[TorchWork] = set()
+
+    # -- reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
+        """Reduce tensors over all ranks in place."""
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        if len(tensors) > 1:
+            return self.allreduce_coalesced(tensors, opts)
+        op, limit = _reduction(opts, timeout)
+        copies = Copies()
+        (tensor,) = [copies.writable(each) for each in tensors]
+        return self._call("all_reduce", lambda: self.pg.allreduce(tensor, op, timeout=limit), tensors, copies=copies)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
+        """Reduce several tensors over all ranks in place."""
+        op, limit = _reduction(opts, None)
+        copies = Copies()
+        inner = [copies.writable(each) for each in tensors]
+        if any(tensor.is_sparse for tensor in tensors):
+
+            def call() -> Any:
+                return _all([self.pg.allreduce(each, op, timeout=limit) for each in inner])
+
+        else:
+
+            def call() -> Any:
+                return self.pg.allreduce_coalesced(inner, op, timeout=limit)
+
+        return self._call("all_reduce", call, tensors, copies=copies)
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> TorchWork:
+        """Reduce a tensor to one rank, in place."""
+        tensor = only(tensors)
+        root = opts if isinstance(opts, int) else opts.rootRank
+        chosen = reduce_op(op if isinstance(opts, int) else opts.reduceOp)
+        limit = seconds(timeout if isinstance(opts, int) else opts)
+        copies = Copies()
+        inner = copies.writable(tensor)
+        return self._call("reduce", lambda: self.pg.reduce(inner, root, chosen, timeout=limit), [tensor], copies=copies)
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
+        """Reduce lists of tensors and give each rank one."""
+        output, inputs = only(output_tensors), flat(input_tensors)
+        op, limit = _reduction(opts, None)
+        copies = Copies()
+        inner = copies.writable(output)
+        check_devices(inputs)
+        call: Callable[[], Any] = lambda: self.pg.reduce_scatter(inner, inputs, op, timeout=limit)  # noqa: E731
+        return self._call("reduce_scatter", call, [output], inputs, copies)
+
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Reduce tensors and give each rank a part."""
+        op, limit = _reduction(opts, timeout)
+        check_devices([output, input])
+        call: Callable[[], Any] = lambda: self.pg.reduce_scatter_tensor(output, input, op, timeout=limit)  # noqa: E731
+        return self._call("_reduce_scatter_base", call, [output], [input])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        """Reduce several tensors and give each rank a part of each."""
+        op, limit = _reduction(opts, None)
+        check_devices([*outputs, *inputs])
+
+        def call() -> Any:
+            return self.pg.reduce_scatter_tensor_coalesced(outputs, inputs, op, timeout=limit)
+
+        return self._call("reduce_scatter", call, outputs, inputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- moving data
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
+        """Send the tensor of one rank to all."""
+        tensor = only(tensors)
+        root = opts if isinstance(opts, int) else opts.rootRank
+        limit = seconds(timeout if isinstance(opts, int) else opts)
+        copies = Copies()
+        inner = copies.writable(tensor)
+        return self._call("broadcast", lambda: self.pg.broadcast(inner, root, timeout=limit), [tensor], copies=copies)
+
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        """Collect the tensors of all ranks on all ranks."""
+        outputs, tensor, limit = flat(output_tensors), only(input_tensors), seconds(timeout or opts)
+        copies = Copies()
+        inner = copies.outputs(outputs)
+        check_device(tensor)
+        call: Callable[[], Any] = lambda: self.pg.allgather(inner, tensor, timeout=limit)  # noqa: E731
+        return self._call("all_gather", call, outputs, [tensor], copies)
+
+    def allgather_coalesced(self, output_lists: Any, input_list: list[torch.Tensor], opts: Any = None) -> TorchWork:
+        """Collect several tensors of all ranks on all ranks; there is a list of outputs per rank."""
+        copies, limit = Copies(), seconds(opts)
+        outputs = [tensor for each in output_lists for tensor in each]
+        check_devices(input_list)
+        of_tensors = [copies.outputs(each) for each in zip(*output_lists, strict=True)]
+
+        def call() -> Any:
+            pairs = zip(of_tensors, input_list, strict=True)
+            return _all([self.pg.allgather(inner, tensor, timeout=limit) for inner, tensor in pairs])
+
+        return self._call("all_gather", call, outputs, input_list, copies)
+
+    def all_gather_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Collect the tensors of all ranks in one tensor on all ranks."""
+        limit = seconds(timeout or opts)
+        check_devices([output, input])
+        call: Callable[[], Any] = lambda: self.pg.allgather_into_tensor(output, input, timeout=limit)  # noqa: E731
+        return self._call("_all_gather_base", call, [output], [input])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        """Collect several tensors of all ranks, each in one tensor, on all ranks."""
+        limit = seconds(opts)
+        check_devices([*outputs, *inputs])
+        call: Callable[[], Any] = lambda: self.pg.allgather_into_tensor_coalesced(  # noqa: E731
+            outputs, inputs, timeout=limit
+        )
+        return self._call("all_gather", call, outputs, inputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        """Collect the tensors of all ranks on one."""
+        root = opts if isinstance(opts, int) else opts.rootRank
+        tensor, limit = only(input_tensors), seconds(timeout if isinstance(opts, int) else opts)
+        outputs = flat(output_tensors) if self._rank == root else []
+        copies = Copies()
+        inner = copies.outputs(outputs) if self._rank == root else None
+        check_device(tensor)
+        call: Callable[[], Any] = lambda: self.pg.gather(inner, tensor, root, timeout=limit)  # noqa: E731
+        return self._call("gather", call, outputs, [tensor], copies)
+
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        """Give each rank one of the tensors of one rank."""
+        root = opts if isinstance(opts, int) else opts.rootRank
+        output, limit = only(output_tensors), seconds(timeout if isinstance(opts, int) else opts)
+        inputs = flat(input_tensors) if self._rank == root else None
+        copies = Copies()
+        inner = copies.writable(output)
+        check_devices(inputs or [])
+        call: Callable[[], Any] = lambda: self.pg.scatter(inner, inputs, root, timeout=limit)  # noqa: E731
+        return self._call("scatter", call, [output], copies=copies)
+
+    def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> TorchWork:
+        """Send each rank a tensor, and receive one from each."""
+        copies, limit = Copies(), seconds(opts)
+        outputs = copies.outputs(output_tensors)
+        check_devices(input_tensors)
+        call: Callable[[], Any] = lambda: self.pg.alltoall(outputs, input_tensors, timeout=limit)  # noqa: E731
+        return self._call("all_to_all", call, output_tensors, input_tensors, copies)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Send each rank a part of a tensor, and receive one from each."""
+        limit = seconds(timeout or opts)
+        check_devices([output, input])
+        sizes = list(output_split_sizes) or None, list(input_split_sizes) or None
+        call: Callable[[], Any] = lambda: self.pg.alltoall_base(output, input, *sizes, timeout=limit)  # noqa: E731
+        return self._call("all_to_all", call, [output], [input])
+
+    alltoall_base = all_to_all_single
+
+    # -- messages
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
+        """Send a tensor to one rank."""
+        tensor = only(tensors)
+        check_device(tensor)
+        return self._call("send", lambda: self.pg.send(tensor, dst, tag), [tensor])
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> TorchWork:
+        """Receive a tensor from one rank."""
+        return self._receive("recv", lambda tensor: self.pg.recv(tensor, src, tag), tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
+        """Receive a tensor from any rank."""
+        return self._receive("recvAnySource", lambda tensor: self.pg.recv_anysource(tensor, tag), tensors)
+
+    def _receive(self, name: str, call: Callable[[torch.Tensor], Any], tensors: Any) -> TorchWork:
+        copies = Copies()
+        tensor = copies.writable(only(tensors))
+        return self._call(name, lambda: call(tensor), [only(tensors)], copies=copies)
+
+    # -- barriers
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
+        """Wait until all ranks have come."""
+        limit = seconds(timeout or opts)
+        return self._call("barrier", lambda: self.pg.barrier(timeout=limit), [])
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have come; where some do not, rank 0 names them, in torch's words."""
+        limit = seconds(timeout)
+        work = self._call("monitored_barrier", lambda: self.pg.monitored_barrier(limit, wait_all_ranks), [])
+        try:
+            work.wait()
+        except dist.DistBackendError as error:
+            cause = error.__cause__
+            if not isinstance(cause, CollectiveTimeoutError):
+                raise
+            shown = self.pg.timeout if limit is None else limit
+            raise dist.DistBackendError(_missing(self._rank, cause, shown, wait_all_ranks)) from cause
+
+    # -- blocks
+
+    def start_coalescing(self, device: Any = None) -> None:
+        """Begin a block: its calls start as they come, and one work ends with the last of them."""
+        self._block = []
+
+    _start_coalescing = start_coalescing
+
+    def end_coalescing(self, device: Any = None) -> TorchWork:
+        """End a block and return its work."""
+        block, self._block = self._block or [], None
+
+        def call() -> Any:
+            return _all_ended(block)
+
+        return self._call("coalesced", call, [])
+
+    _end_coalescing = end_coalescing
+
+    # -- all of them
+
+    def _call(
+        self,
+        name: str,
+        call: Callable[[], Any],
+        outputs: Sequence[torch.Tensor],
+        profiled: Sequence[torch.Tensor] | None = None,
+        copies: Copies | None = None,
+    ) -> TorchWork:
+        event = None
+        if torch.autograd._profiler_enabled():
+            shown = outputs if profiled is None else profiled
+            event = torch.autograd._record_function_with_args_enter(self._prefix + name, *shown)
+        if copies:
+            call = _written_back(call, copies)
+        self.count += 1
+        work = TorchWork(self.thread, self._rank, name, outputs, call, event)
+        if self._block is not None:
+            self._block.append(work)
+        self._flying.add(work)
+        work.add_done_callback(lambda _: self._flying.discard(work))
+        return work
+
+
+def _reduction(opts: Any, timeout: timedelta | None) -> tuple[Any, float | None]:
+    """Return reduction and seconds of options, or of a reduction that is given in their place."""
+    if opts is None or not hasattr(opts, "reduceOp"):
+        return reduce_op(opts), seconds(timeout)
+    return reduce_op(opts.reduceOp), seconds(opts)
+
+
+def _written_back(call: Callable[[], Any], copies: Copies) -> Callable[[], Any]:
+    def begin() -> Any:
+        made = call()
+
+        async def finish() -> None:
+            await made
+            copies.write_back()
+
+        return finish()
+
+    return begin
+
+
+async def _all(works: list[Work[Any]]) -> None:
+    """Wait for works that were started; the first error counts once all have ended."""
+    errors = []
+    for work in works:
+        try:
+            await work
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+async def _all_ended(works: list[TorchWork]) -> None:
+    """Wait for the works of a block, which were posted before; the first error counts once all have ended."""
+    for work in works:
+        if not work.is_completed():
+            await work.started.ended()
+    for work in works:
+        if (error := work.started.exception()) is not None:
+            raise error
+
+
+def _missing(rank: int, cause: CollectiveTimeoutError, limit: float, wait_all_ranks: bool) -> str:
+    """Return what torch says of a barrier that some ranks did not reach."""
+    if rank:
+        return (
+            f"[Rank {rank}] Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+            f"send/recv from rank 0. Please check rank 0 logs for faulty rank. {cause}"
+        )
+    if limit == 0:
+        return f"[Rank 0] Rank 0 timed out in monitoredBarrier after 0 ms. {cause}"
+    ranks = list(cause.ranks) if wait_all_ranks else list(cause.ranks)[:1]
+    names = f"Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"[Rank 0] {names} failed to pass monitoredBarrier in {1000 * limit:.0f} ms. {cause}"

@@ -1,0 +1,146 @@
+"""`Overlap`: averages of gradients while backward computes the next ones, for programs with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from aiocoll.elements.ops import ReduceOp
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.work import Work
+
+__all__ = ["Overlap"]
+
+
+class Overlap:
+    """Averages the gradients of a model over all ranks while backward computes those of further layers.
+
+        overlap = Overlap(pg, model)
+        ...
+        await overlap.backward(loss)  # in place of loss.backward()
+        optimizer.step()
+
+    Made on the event loop of the group. The model has the same parameters on every rank, in the same order.
+
+    Args:
+        pg: the group.
+        model: a module of torch, on the CPU.
+        bucket_bytes: bytes of gradients that are averaged in one operation; 0 is one operation per parameter.
+        compress: element type in which gradients are sent, such as `torch.bfloat16`; None is their own.
+        find_unused: average steps in which parameters have no gradient on some ranks, too: they count as zero there.
+            One more small operation per step. Else such a step raises `RuntimeError`.
+        name: begins the keys of the operations; other objects on the same group have other names.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        model: torch.nn.Module,
+        bucket_bytes: int = 4 << 20,
+        *,
+        compress: torch.dtype | None = None,
+        find_unused: bool = False,
+        name: str = "overlap",
+    ) -> None:
+        self._pg, self._model, self._name = pg, model, name
+        self._loop = asyncio.get_running_loop()
+        self._compress, self._find_unused = compress, find_unused
+        self._synchronizes = True
+        self._works: list[tuple[int, Work[Any], list[Any]]] = []
+        self._buckets = _buckets(model, bucket_bytes)
+        self._missing = [len(bucket) for bucket in self._buckets]
+        for number, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._note(number))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add up gradients on this rank; the first `backward` after the block averages the sums.
+
+        Yields:
+            Nothing.
+        """
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    async def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients; return when they are the averages over all ranks.
+
+        Args:
+            loss: its `backward` runs in a thread.
+
+        Raises:
+            RuntimeError: a parameter has no gradient, and `find_unused` is false.
+            GroupError: an operation fails.
+        """
+        self._works, self._missing = [], [len(bucket) for bucket in self._buckets]
+        # When it returns, all hooks have run, and `_start` for each full bucket.
+        await asyncio.to_thread(loss.backward)
+        if not self._synchronizes:
+            return
+        unused: list[torch.nn.Parameter] = []
+        if self._find_unused:
+            unused = await self._fill()
+        elif any(self._missing):
+            raise RuntimeError("some parameters got no gradient: find_unused=True counts them as zero")
+        for number, work, sent in self._works:
+            await work
+            if self._compress is not None:
+                for parameter, average in zip(self._buckets[number], sent, strict=True):
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(average)
+        for parameter in unused:
+            parameter.grad = None
+
+    async def broadcast_buffers(self) -> None:
+        """Give all ranks the buffers that the model has on rank 0, such as the means of batch normalization.
+
+        Raises:
+            GroupError: an operation fails.
+        """
+        for index, buffer in enumerate(self._model.buffers()):
+            await self._pg.broadcast(buffer, 0, key=f"{self._name} buffer {index}")
+
+    def _note(self, number: int) -> None:
+        """Note a gradient, in the thread of backward."""
+        self._missing[number] -= 1
+        if self._missing[number] == 0 and self._synchronizes:
+            self._loop.call_soon_threadsafe(self._start, number)
+
+    def _start(self, number: int) -> None:
+        """Start the average of a bucket, on the loop."""
+        gradients: list[Any] = [parameter.grad for parameter in self._buckets[number]]
+        if self._compress is not None:
+            gradients = [gradient.to(self._compress) for gradient in gradients]
+        work = self._pg.allreduce_coalesced(gradients, ReduceOp.AVG, key=f"{self._name} bucket {number}")
+        self._works.append((number, work, gradients))
+
+    async def _fill(self) -> list[torch.nn.Parameter]:
+        """Average buckets that are not full, with zeros; return the parameters that no rank has used."""
+        parameters = [parameter for bucket in self._buckets for parameter in bucket]
+        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        await self._pg.allreduce(used, ReduceOp.MAX, key=f"{self._name} used")
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for number, missing in enumerate(self._missing):
+            if missing:
+                self._start(number)
+        return [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if not is_used]
+
+
+def _buckets(model: torch.nn.Module, nbytes: int) -> list[list[torch.nn.Parameter]]:
+    """Return the parameters from the last layer to the first, as backward goes; the same buckets on all ranks."""
+    buckets: list[list[torch.nn.Parameter]] = [[]]
+    for parameter in reversed([each for each in model.parameters() if each.requires_grad]):
+        if sum(each.nbytes for each in buckets[-1]) >= nbytes and buckets[-1]:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return buckets

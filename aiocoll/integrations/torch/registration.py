@@ -1,0 +1,18 @@
+"""Registration of backend "aio" with torch."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from aiocoll.integrations.torch.aio_group import NAME
+from aiocoll.integrations.torch.rendezvous import meet_under_launcher
+from aiocoll.integrations.torch.world import make_group
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Register backend "aio": importing `aiocoll.torch` does, and from torch 2.14 the first use of the name does."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])
+        meet_under_launcher()

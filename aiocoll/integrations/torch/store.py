@@ -1,0 +1,101 @@
+"""`TorchStore`: a store of torch's, for ranks of aiocoll to meet on."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from aiocoll.errors import StoreError, StoreTimeoutError, StoreUnavailableError
+from aiocoll.runtime import Runtime, running_loop
+from aiocoll.store import Store
+from aiocoll.store.commands import keys_of
+from aiocoll.store.polling import Poll
+
+__all__ = ["TorchStore", "host_of", "is_loopback"]
+
+
+class TorchStore(Store):
+    """A store of torch's.
+
+    Waits poll: a blocking get of a `TCPStore` would hold the one connection that a process has to it.
+
+    Args:
+        store: of torch.
+        timeout: seconds a call waits by default.
+    """
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        super().__init__(timeout)
+        self._store = store
+
+    @property
+    def reached(self) -> str:
+        """The numeric address of the server, "" if the store has none."""
+        return _numeric(*host_of(self._store))
+
+    async def aclose(self) -> None:
+        """Give up the store, which stays torch's."""
+        self._store = None
+
+    async def _call(self, command: str, arguments: tuple[Any, ...]) -> Any:
+        if self._store is None:
+            raise StoreUnavailableError("the store was closed")
+        try:
+            return await asyncio.to_thread(self._do, self._store, command, arguments)
+        except dist.DistNetworkError as error:
+            raise StoreUnavailableError(f"the store of torch is gone: {error}") from error
+        except RuntimeError as error:
+            raise StoreError(f"the store of torch refused {command}: {error}") from error
+
+    @staticmethod
+    def _do(store: Any, command: str, arguments: tuple[Any, ...]) -> Any:
+        if command == "check":
+            return not arguments[0] or store.check(arguments[0])
+        if command in ("list_keys", "num_keys"):
+            keys = [key for key in store.list_keys() if key.startswith(arguments[0])]
+            return keys if command == "list_keys" else len(keys)
+        if command == "hold":  # nothing gives a key up when its client is gone
+            command = "compare_set"
+        return getattr(store, command)(*arguments)
+
+    async def _wait(self, command: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+        if command == "queue_pop":
+            raise StoreError("the store of torch has no queue to wait at; use a store of aiocoll")
+        keys = keys_of(arguments)
+        poll = Poll(Runtime.of(running_loop()), timeout)
+        while not await self._call("check", (keys,)):
+            if not await poll.pause():
+                raise StoreTimeoutError(f"no key {keys} within {timeout:g} s in the store of torch")
+        if command == "wait":
+            return None
+        values = [await self._call("get", (key,)) for key in keys]
+        return values[0] if command == "get" else values
+
+
+def host_of(store: Any) -> tuple[str, int]:
+    """Return host and port of the server of a store; an empty host if it has none."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else ("", 0)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine by the name or address of its loopback interface."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _numeric(host: str, port: int) -> str:
+    if not host:
+        return ""
+    try:
+        found: str = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]  # type: ignore[assignment]
+    except OSError:
+        return ""
+    return found

@@ -1,0 +1,93 @@
+"""Making groups of torch: a world that meets on torch's store, and subgroups made by their members alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from aiocoll.group.process_group import ProcessGroup
+from aiocoll.integrations.torch.aio_group import AioGroup
+from aiocoll.integrations.torch.process import process
+from aiocoll.integrations.torch.store import TorchStore, host_of, is_loopback
+from aiocoll.options import GroupOptions
+from aiocoll.rendezvous.new_group import new_group
+from aiocoll.runtime import random_bytes
+
+__all__ = ["group", "make_group"]
+
+#: Where rank 0 leaves the job key in the store of torch; empty: none is needed.
+_KEY = "aiocoll/key"
+_KEY_BYTES = 32
+#: Variables by which all ranks have a job key of the user.
+_VARIABLES = {"AIOCOLL_JOB_KEY", "AIOCOLL_JOB_KEY_FILE"}
+
+
+def make_group(options: Any, backend_options: Any) -> AioGroup:
+    """Make a group; torch calls it on every member.
+
+    Args:
+        options: torch's: store, rank, size, timeout, global ranks.
+        backend_options: `pg_options` of the program: `GroupOptions` or None.
+
+    Raises:
+        TypeError: `pg_options` is neither.
+        RendezvousError: the ranks do not meet.
+    """
+    if backend_options is not None and not isinstance(backend_options, GroupOptions):
+        raise TypeError(f"pg_options must be aiocoll.GroupOptions or None, not {type(backend_options).__name__}")
+    thread, timeout = process.thread(), options.timeout.total_seconds()
+    ranks, store = list(options.global_ranks_in_group), options.store
+    parent = _parent(ranks) if backend_options is None else None
+    if parent is None:
+        return AioGroup(thread.run(_meet(options, timeout, backend_options)), thread, store)
+    members, whole = ranks or range(parent.size()), parent
+    pg = thread.start(lambda: whole.split_group(members, timeout, local=True, order="given")).result()
+    assert pg is not None  # torch calls this on members only
+    return AioGroup(pg, thread, store)
+
+
+async def _meet(options: Any, timeout: float, given: GroupOptions | None) -> ProcessGroup:
+    """Meet the other ranks on the store of torch."""
+    store = TorchStore(options.store, timeout)
+    host, _ = host_of(options.store)
+    key = None
+    if given is None or given.job_key is None:
+        if options.group_rank == 0:
+            made = "" if not host or is_loopback(host) else random_bytes(_KEY_BYTES).hex()
+            await store.set(_KEY, "" if _VARIABLES & os.environ.keys() else made)
+        key = (await store.get(_KEY, timeout)).decode() or None
+    chosen = GroupOptions.resolve(given, os.environ)
+    if key is not None:
+        chosen = replace(chosen, job_key=key)
+    return await new_group(
+        store=store, rank=options.group_rank, world_size=options.group_size, timeout=timeout, options=chosen
+    )
+
+
+def _parent(ranks: list[int]) -> ProcessGroup | None:
+    """Return the group to split a group of these ranks off from; no ranks are all of them."""
+    if not ranks:
+        return process.world
+    world = dist.GroupMember.WORLD
+    return world.pg if isinstance(world, AioGroup) else None
+
+
+def group(pg: dist.ProcessGroup | None = None) -> ProcessGroup:
+    """Return the group of aiocoll behind a group of torch, for `await` next to calls of torch.
+
+    It belongs to the event loop of `loop_thread`: call it from coroutines that run there.
+
+    Args:
+        pg: made with backend "aio"; None is the default group.
+
+    Raises:
+        TypeError: `pg` has another backend.
+    """
+    found = dist.GroupMember.WORLD if pg is None else pg
+    if not isinstance(found, AioGroup):
+        name = "no group: call init_process_group first" if found is None else f"{type(found).__name__}"
+        raise TypeError(f"pg must be a group of torch with backend 'aio', not {name}")
+    return found.pg

@@ -1,0 +1,76 @@
+"""Faults of programs of torch are named, on every rank and soon."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .ranks import run_ranks
+
+pytest.importorskip("torch", reason="needs torch")
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+SIZE = 2
+
+
+def outcomes(case: str, folder: Path) -> list[dict[str, Any]]:
+    """Return what each rank says of its error; nothing of one that was killed."""
+    found = []
+    for printed in run_ranks("faults", case, SIZE, folder):
+        lines = [line for line in printed.splitlines() if line.startswith("{")]
+        found.append(json.loads(lines[-1]) if lines else {})
+    return found
+
+
+def test_rank_that_is_killed_while_ddp_trains_is_named_within_a_second(tmp_path: Path) -> None:
+    left, killed = outcomes("killed", tmp_path)
+    assert killed == {}
+    # C++ passes on the text of the error and not its class.
+    assert left["error"] == "RuntimeError"
+    assert "DistBackendError: [Rank 0] Connection closed by peer: all_reduce failed: rank 1 " in left["text"]
+    assert left["seconds"] < 1.0
+
+
+def test_shapes_that_differ_are_named_on_both_ranks(tmp_path: Path) -> None:
+    for rank, found in enumerate(outcomes("other_shapes", tmp_path)):
+        assert found["error"] == "DistBackendError"
+        assert found["cause"] == "CollectiveMismatchError"
+        assert found["text"].startswith(f"[Rank {rank}] all_reduce failed")
+        assert "rank 0 called ALLREDUCE(shape=[3]" in found["text"]
+        assert "rank 1 called ALLREDUCE(shape=[4]" in found["text"]
+        assert found["seconds"] < 1.0
+
+
+@pytest.mark.parametrize("case", ["timeout_of_a_call", "timeout_that_is_set"])
+def test_operation_ends_at_the_timeout_of_its_group(case: str, tmp_path: Path) -> None:
+    found, _ = outcomes(case, tmp_path)
+    assert found["error"] == "DistBackendError"
+    assert found["cause"] == "CollectiveTimeoutError"
+    assert 0.3 <= found["seconds"] < 2.0
+
+
+def test_wait_ends_at_its_timeout_and_the_receive_goes_on(tmp_path: Path) -> None:
+    for found in outcomes("timeout_of_a_wait", tmp_path):
+        assert found["error"] == "DistBackendError"
+        assert "Operation timed out!" in found["text"]
+
+
+def test_tensor_of_another_device_is_refused_by_name(tmp_path: Path) -> None:
+    for found in outcomes("other_device", tmp_path):
+        assert found["error"] == "ValueError"
+        assert "on meta" in found["text"]
+
+
+def test_wait_on_the_thread_of_the_loop_is_refused(tmp_path: Path) -> None:
+    for found in outcomes("own_thread", tmp_path):
+        assert found["error"] == "RuntimeError"
+        assert "would block the event loop" in found["text"]
+
+
+def test_interrupt_ends_a_receive_at_once(tmp_path: Path) -> None:
+    interrupted, _ = outcomes("interrupted", tmp_path)
+    assert interrupted["seconds"] < 0.1

@@ -1,0 +1,42 @@
+"""Programs of torch give over aio, to the bit, what they give over Gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .ranks import run_ranks
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+SIZE = 2
+#: What 2.13 does not forward to a group in Python; see docs/pytorch.md.
+NAMES = ("compiled", "ddp", "ddp_with_buffers_and_unused_parameters", "ddp_without_synchronization_in_some_steps",
+         "dtensor", "edges", "fp16_hook", "fsdp_with_a_checkpoint", "functional_collectives", "hybrid_sharding",
+         "messages", "objects", "pipeline", "powersgd", "tensor_parallel", "zero")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What the programs return on each rank, by backend."""
+    found = {}
+    for backend in ("aio", "gloo"):
+        folder: Path = tmp_path_factory.mktemp(backend)
+        printed = run_ranks("training", backend, SIZE, folder, 300.0)
+        assert all((folder / f"{rank}.pt").exists() for rank in range(SIZE)), "\n".join(printed)
+        found[backend] = [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_program_gives_the_bits_that_it_gives_over_gloo(name: str, results: dict[str, list[dict[str, Any]]]) -> None:
+    assert results["aio"][0].keys() == set(NAMES)
+    for ours, theirs in zip(results["aio"], results["gloo"], strict=True):
+        assert not isinstance(theirs[name], str), theirs[name]
+        assert not isinstance(ours[name], str), ours[name]
+        assert ours[name]
+        assert all(torch.equal(one, other) for one, other in zip(ours[name], theirs[name], strict=True))
