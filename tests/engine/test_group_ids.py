@@ -169,9 +169,9 @@ async def test_closed_groups_leave_no_record(options: GroupOptions | None) -> No
         assert not unmade_groups(pg)
         for channel in comm_of(pg).channels:
             if channel.shared is not None:
-                assert not channel.shared.common_reader._over
-                assert not channel.shared.lane_reader._over
-                assert not channel.shared.chunks.reader._over
+                assert not channel.shared.common_reader._closed_groups
+                assert not channel.shared.lane_reader._closed_groups
+                assert not channel.shared.chunks.reader._closed_groups
         await pg.barrier()
 
     await run_ranks(2, rank, options=options)
