@@ -1,8 +1,10 @@
-"""Registries through which other distributions add stores, transports and commands; see `docs/plugins.md`.
+"""Registries through which other distributions add to aiocoll; see `docs/plugins.md`.
 
     registry       name                     what is registered     entry points           version
     stores         scheme of the URL        `StoreOpener`          aiocoll.stores         `STORE_VERSION`
     transports     option `transport`       `TransportProvider`    aiocoll.transports     `TRANSPORT_VERSION`
+    adapters       package of the arrays    `ArrayAdapter`         aiocoll.adapters       `ADAPTER_VERSION`
+    devices        kind of device           `DeviceBackend`        aiocoll.devices        `DEVICE_VERSION`
     commands       ``aiocoll NAME``         `Command`              aiocoll.commands       `COMMAND_VERSION`
 
 A distribution registers from the function that its entry point of the same name refers to. The function is called with
@@ -18,6 +20,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from aiocoll.backends import serve_device
+from aiocoll.elements.adapters import ADAPTER_VERSION, ArrayAdapter, adapters
+from aiocoll.elements.buffers import Buffer, share
+from aiocoll.elements.device import DeviceArray
+from aiocoll.group.dispatch.devices import DEVICE_VERSION, DeviceBackend, DeviceCalls, devices
 from aiocoll.loading import loading
 from aiocoll.registry import Registry
 from aiocoll.security.handshake import ConnKind
@@ -38,16 +45,23 @@ if TYPE_CHECKING:
     import argparse
 
 __all__ = [
+    "ADAPTER_VERSION",
     "COMMAND_VERSION",
+    "DEVICE_VERSION",
     "HEADER",
     "STORE_VERSION",
     "TRANSPORT_VERSION",
+    "ArrayAdapter",
+    "Buffer",
     "ByteStream",
     "CarrierRequest",
     "Command",
     "ConnKind",
     "DataCarrier",
     "DataLink",
+    "DeviceArray",
+    "DeviceBackend",
+    "DeviceCalls",
     "Header",
     "Link",
     "Registry",
@@ -56,9 +70,13 @@ __all__ = [
     "StoreOptions",
     "StoreRequest",
     "TransportProvider",
+    "adapters",
     "commands",
+    "devices",
     "receive_message",
     "send_message",
+    "serve_device",
+    "share",
     "stores",
     "transports",
 ]

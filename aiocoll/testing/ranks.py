@@ -61,8 +61,8 @@ async def run_ranks(
     Raises:
         TimeoutError: some ranks did not end; the message has their stacks and pending operations.
         BaseException: the exception of the first rank that failed. Its notes name that rank and the failures of others,
-            except mere `GroupError`s. The other ranks are released: the group is aborted with the failure as its cause,
-            then they are cancelled.
+            except plain `GroupError` exceptions. The other ranks are released: the group is aborted with the failure as
+            its cause, then they are cancelled.
         AssertionError: `fn` returned on all ranks, but some failures of calls were never retrieved; the message has the
             ranks, the calls and their lines.
     """
