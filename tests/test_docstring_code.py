@@ -18,6 +18,7 @@ import pytest
 
 import aiocoll
 from aiocoll import ProcessGroup
+from aiocoll.loops import LoopThread
 from aiocoll.store import HashStore
 
 from .pages import execute
@@ -194,6 +195,17 @@ async def of_opentelemetry() -> None:
     await run_ranks(1, body)
 
 
+async def of_loop_thread() -> None:
+    async def make_group() -> ProcessGroup:
+        return await aiocoll.new_group(store=HashStore(), rank=0, world_size=1)
+
+    x = np.ones(3)
+    names = await execute(CODE["aiocoll.loops.LoopThread"], LoopThread=LoopThread, make_group=make_group, x=x)
+    assert names["total"] is x
+    names["thread"].run(names["pg"].shutdown())
+    names["thread"].close()
+
+
 async def of_typing() -> None:
     mean = (await execute(CODE["aiocoll.typing"], aiocoll=aiocoll, TypeVar=TypeVar))["mean"]
 
@@ -213,6 +225,7 @@ RUN = {
     "aiocoll.ProcessGroup.time_estimator": of_time_estimator,
     "aiocoll.elastic": of_elastic,
     "aiocoll.hooks": of_hooks,
+    "aiocoll.loops.LoopThread": of_loop_thread,
     "aiocoll.metrics.opentelemetry": of_opentelemetry,
     "aiocoll.metrics.prometheus": of_prometheus,
     "aiocoll.typing": of_typing,

@@ -608,6 +608,7 @@ _ELSEWHERE = {
     "(Work).wait": "it waits for a collective, from another thread",
     "aiocoll.HashStore": "it is in the process of its users, and cannot stop",
     "aiocoll.Store": "the base of all others",
+    "aiocoll.loops.Started": "it waits for a call on a loop in another thread, which has a timeout of its own",
     "aiocoll.testing.run_processes": "its store is in this process; TimeoutError, with the stacks of all ranks",
     "aiocoll.testing.run_ranks": "it ends with TimeoutError, with the stacks of all ranks: see below",
     "aiocoll.testing.run_virtual": "run_ranks on another loop",
