@@ -79,6 +79,8 @@ async def die(pg: Any) -> None:
         await reduce_all(pg, CALLS)
     except aiocoll.PeerLostError as error:
         lost = error.ranks
+    except aiocoll.GroupRevokedError as error:  # it has learnt of the death between two calls
+        lost = error.__cause__.ranks
     group = await pg.shrink()
     before = used(group)
     right = await reduce_all(group, CALLS)
