@@ -140,6 +140,14 @@ class _Adapters(Registry[ArrayAdapter]):
     def register(self, name: str, target: ArrayAdapter | str, *, version: int) -> None:
         """Register an adapter; types that are known already get it, too."""
         super().register(name, target, version=version)
+        self._forget_types()
+
+    def unregister(self, name: str) -> None:
+        """Forget an adapter, also for types that are known already."""
+        super().unregister(name)
+        self._forget_types()
+
+    def _forget_types(self) -> None:
         self.attributes = tuple(each for each in self.names() if each.startswith("__"))
         _by_type.clear()
 

@@ -86,6 +86,15 @@ def test_later_registration_replaces_the_adapter_of_known_types() -> None:
         assert adapter_of(grid) is new
 
 
+def test_unregistered_adapter_is_not_used_for_known_types() -> None:
+    grid, tile = Grid(np.ones(3)), SimpleNamespace(__grid_memory__=True, host=np.ones(3), shape=(3,))
+    for name, array in (("gridlib", grid), ("__grid_memory__", tile)):
+        adapters.register(name, GridAdapter(), version=ADAPTER_VERSION)
+        assert adapter_of(array) is not None
+        adapters.unregister(name)
+        assert adapter_of(array) is None
+
+
 @pytest.mark.usefixtures("gridlib")
 def test_subclass_in_another_module_has_the_adapter_of_its_base() -> None:
     class Mine(Grid):

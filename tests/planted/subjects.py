@@ -243,7 +243,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             ),
         ),
         "adapters": Subject(
-            ("_Adapters.register", "Dispatcher._check_arrays", "same_place"),
+            ("_Adapters._forget_types", "Dispatcher._check_arrays", "same_place"),
             (("elements/test_adapters.py", "dispatch/test_devices.py"), ("elements/test_device.py",)),
         ),
         "group ids": Subject(("ClosedGroups.close",), (("test_group_ids.py", "-k", "not 5"),)),
