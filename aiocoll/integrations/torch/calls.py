@@ -76,9 +76,8 @@ class Calls:
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Reduce a tensor to one rank, in place."""
         tensor = only(tensors)
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root, limit = _rooted(opts, timeout)
         chosen = reduce_op(op if isinstance(opts, int) else opts.reduceOp)
-        limit = seconds(timeout if isinstance(opts, int) else opts)
         copies = Copies()
         inner = copies.writable(tensor)
         return self._call("reduce", lambda: self.pg.reduce(inner, root, chosen, timeout=limit), [tensor], copies=copies)
@@ -125,8 +124,7 @@ class Calls:
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Send the tensor of one rank to all."""
         tensor = only(tensors)
-        root = opts if isinstance(opts, int) else opts.rootRank
-        limit = seconds(timeout if isinstance(opts, int) else opts)
+        root, limit = _rooted(opts, timeout)
         copies = Copies()
         inner = copies.writable(tensor)
         return self._call("broadcast", lambda: self.pg.broadcast(inner, root, timeout=limit), [tensor], copies=copies)
@@ -185,8 +183,7 @@ class Calls:
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Collect the tensors of all ranks on one."""
-        root = opts if isinstance(opts, int) else opts.rootRank
-        tensor, limit = only(input_tensors), seconds(timeout if isinstance(opts, int) else opts)
+        (root, limit), tensor = _rooted(opts, timeout), only(input_tensors)
         outputs = flat(output_tensors) if self._rank == root else []
         copies = Copies()
         inner = copies.outputs(outputs) if self._rank == root else None
@@ -198,8 +195,7 @@ class Calls:
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
         """Give each rank one of the tensors of one rank."""
-        root = opts if isinstance(opts, int) else opts.rootRank
-        output, limit = only(output_tensors), seconds(timeout if isinstance(opts, int) else opts)
+        (root, limit), output = _rooted(opts, timeout), only(output_tensors)
         inputs = flat(input_tensors) if self._rank == root else None
         copies = Copies()
         inner = copies.writable(output)
@@ -323,6 +319,11 @@ def _reduction(opts: Any, timeout: timedelta | None) -> tuple[Any, float | None]
     if opts is None or not hasattr(opts, "reduceOp"):
         return reduce_op(opts), seconds(timeout)
     return reduce_op(opts.reduceOp), seconds(opts)
+
+
+def _rooted(opts: Any, timeout: timedelta | None) -> tuple[int, float | None]:
+    """Return root and seconds of options, or of a root that is given in their place."""
+    return (opts, seconds(timeout)) if isinstance(opts, int) else (opts.rootRank, seconds(opts))
 
 
 def _written_back(call: Callable[[], Any], copies: Copies) -> Callable[[], Any]:
