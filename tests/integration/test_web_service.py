@@ -125,8 +125,12 @@ def test_one_scrape_has_the_numbers_of_all_workers(ranks: Ranks, environ: dict[s
         return int(processes[place].stdout.readline())
 
     def written() -> set[int]:
-        """Return the processes whose gauges are shown. A scrape fails at a file that was just created."""
-        return {int(path.stem.rpartition("_")[2]) for path in directory.glob("gauge_*.db") if path.stat().st_size}
+        """Return the processes with all their files. A scrape fails at a file that was just created."""
+        kinds = [
+            {int(path.stem.rpartition("_")[2]) for path in directory.glob(f"{kind}_*.db") if path.stat().st_size}
+            for kind in ("counter", "gauge", "histogram")
+        ]
+        return set.intersection(*kinds)
 
     def shown(port: int, metric: str) -> dict[str, float]:
         """Return the sum of the samples of a metric by rank, from one scrape."""
