@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -225,3 +226,10 @@ def test_a_forked_child_gets_a_thread_of_its_own(thread: LoopThread) -> None:
     assert in_a_fork(child) == "True"
     assert not never.done()
     assert thread.start(threading.get_native_id).result(20) == parent
+
+
+def test_result_of_a_finished_call_is_not_kept(thread: LoopThread) -> None:
+    made = weakref.ref(thread.start(threading.Event).result(20))
+    thread.start(lambda: None).result(20)  # the loop may refer to its last call
+    gc.collect()
+    assert made() is None

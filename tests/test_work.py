@@ -248,6 +248,29 @@ async def test_other_threads_wait(pg: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
+async def test_callback_from_another_thread_runs_on_the_loop(pg: ProcessGroup) -> None:
+    asyncio.get_running_loop().set_debug(True)  # in which `call_soon` refuses other threads
+    work = pg.recv(np.zeros(2), 1 - pg.rank())
+    called: asyncio.Queue[int] = asyncio.Queue()
+    await asyncio.to_thread(work.add_done_callback, lambda _: called.put_nowait(threading.get_ident()))
+    await pg.send(np.ones(2), 1 - pg.rank())
+    assert await called.get() == threading.get_ident()
+    await asyncio.to_thread(work.add_done_callback, lambda _: called.put_nowait(threading.get_ident()))
+    assert await called.get() == threading.get_ident()
+    await pg.barrier()
+
+
+@pytest.mark.ranks(2)
+async def test_another_thread_gets_no_future(pg: ProcessGroup) -> None:
+    work = pg.recv(np.zeros(2), 1 - pg.rank())
+    with pytest.raises(RuntimeError, match="thread"):
+        await asyncio.to_thread(work.get_future)
+    await pg.send(np.ones(2), 1 - pg.rank())
+    assert (await work).tolist() == [1, 1]
+    await pg.barrier()
+
+
+@pytest.mark.ranks(2)
 async def test_abort_is_the_way_out(pg: ProcessGroup) -> None:
     work = pg.allreduce(np.ones(1)) if pg.rank() == 0 else pg.recv(np.ones(1), 0)
     await pg.batch([Send(np.ones(1), 1 - pg.rank(), 1), Recv(np.ones(1), 1 - pg.rank(), 1)])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import numpy as np
 import pytest
 
 from aiocoll import PeerLostError, ProcessGroup
+from aiocoll.engine.control.star import ControlPlane
+from aiocoll.engine.job.context import Context
 from aiocoll.testing.virtual import run_virtual
+
+from ..internals import comm_of
 
 #: Seconds a frame takes at least and at most. Each link is first in, first out, and knows nothing of the others: half
 #: of all goodbyes on a control link are there before what was sent on the data link.
@@ -107,3 +112,52 @@ def test_who_waits_for_a_rank_that_has_left_is_told_behind_its_data(ends: bool, 
 
     for seed in range(6):
         run_virtual(world_size, rank, seed=seed, latency=LATENCY)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_last_group_of_a_rank_sends_no_goodbye(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice that the rank ends takes its place."""
+    sent: list[str] = []
+    original = ControlPlane.tell
+
+    def send(plane: ControlPlane, rank: int, message: Any) -> None:
+        sent.append(message["t"])
+        original(plane, rank, message)
+
+    monkeypatch.setattr(ControlPlane, "tell", send)
+
+    async def rank(pg: ProcessGroup) -> None:
+        await pg.barrier()
+        part: Any = await pg.split_group(range(world_size))
+        await part.barrier()
+        await part.shutdown()
+        await pg.barrier()
+        assert sent.count("bye") >= world_size - 1
+        await pg.barrier()
+        sent.clear()
+        await pg.barrier()
+        await pg.shutdown()
+
+    run_virtual(world_size, rank)
+    assert "bye" not in sent
+    assert sent
+
+
+@pytest.mark.ranks(1)
+async def test_background_task_runs_until_its_context_stops(pg: ProcessGroup) -> None:
+    """The event loop keeps only weak references to tasks."""
+    context = Context(comm_of(pg).runtime, comm_of(pg).endpoint.context.transport, 0, 1)
+    ended = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append(True)
+
+    context.spawn(wait(), "a test")
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not ended
+    await context.stop_tasks()
+    assert ended

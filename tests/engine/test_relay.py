@@ -253,6 +253,16 @@ async def whole_lane(pgs: list[ProcessGroup]) -> None:
         await check(calls, len(pgs))
 
 
+async def test_next_ordered_call_puts_its_pieces_behind_unread_ones() -> None:
+    async with jobs(2) as (pgs,):
+        for pg in pgs:
+            make_pure(pg)
+        # Rank 0 is done with the lane, and rank 1 has not looked into it.
+        calls = [call(pgs[1], PIECE + 1), call(pgs[0], PIECE + 1), call(pgs[0], 300_000)]
+        assert in_the_lane(pgs[0])[-1]
+        await check([*calls, call(pgs[1], 300_000)], 2)
+
+
 async def test_what_was_put_for_a_group_that_failed_is_given_back() -> None:
     async with jobs(2) as (pgs,):
         _, work = call(pgs[0], 10 * PIECE)

@@ -44,13 +44,15 @@ AGREEMENT = (
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
         "native": Subject(
-            ("InFlight.adopt", "native_calls", "SlotProgram.adopt", "Work.add_done_callback"),
+            ("InFlight.adopt", "native_calls", "SlotProgram.adopt", "Relay.of"),
             (
-                ("native/test_declined.py", "native/test_works.py"),
+                ("native/test_declined.py", "native/test_works.py", "native/test_reasons.py"),
                 ("native/test_mixed.py", "native/test_waiting_calls.py", "native/test_direct.py"),
+                ("native/test_relays.py", "-k", "over or between or gather"),
             ),
             native=True,
         ),
+        "works": Subject(("Work.add_done_callback",), (("tests/test_work.py",),)),
         "store core": Subject(
             ("StoreCore.apply", "_compare_set"),
             (
@@ -67,7 +69,6 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (
                 ("test_relay.py", "test_shared_memory.py"),
                 ("test_empty.py", "-k", "read or tells or failing or counts_around and shm and not 7"),
-                ("native/test_relays.py", "-k", "over or between or gather"),
             ),
         ),
         "exchange": Subject(
@@ -254,7 +255,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "arguments": Subject(
             ("to_int",), (("test_numpy_arguments.py", "elements/test_buffers.py"), ("group/test_asyncio.py",))
         ),
-        "user code": Subject(("contain",), (("test_user_code.py",), ("test_blocking.py",))),
+        "user code": Subject(("contain",), (("test_user_code.py",), ("test_blocking.py", "test_loop_thread.py"))),
         "journal": Subject(
             ("Journal.ended", "Communicator.ended", "Children.start"),
             (("engine/test_journal.py", "engine/test_recorder.py"), ("group/test_stats.py",)),
@@ -297,6 +298,7 @@ BY_HAND = (
     "nans",
     "arguments",
     "native",
+    "works",
 )
 
 
