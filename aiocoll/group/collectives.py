@@ -138,7 +138,7 @@ class Collectives:
             source = view(tensor, name=own, writable=False)
             blocks = self._arguments.blocks(each, "outputs", source, own)
             self._arguments.same_count(blocks[self._rank], source, f"outputs[{self._rank}]", own)
-            self._arguments.check_spared(blocks, source)
+            self._arguments.check_outputs_separate(blocks, source)
             ready.append((each, blocks, source))
         return [self._gathering(*each, None, None) for each in ready]
 
@@ -176,7 +176,7 @@ class Collectives:
                 return self._refuse(wrong, "gather", source, timeout, key, root)
             blocks = self._arguments.blocks(outputs, "outputs", source, "tensor")
             self._arguments.same_count(blocks[root], source, f"outputs[{root}]", "tensor")
-            self._arguments.check_spared(blocks, source)
+            self._arguments.check_outputs_separate(blocks, source)
             counts = [block.count for block in blocks if block is not None]
             result = list(outputs)
         else:
@@ -367,7 +367,7 @@ class Collectives:
         whole: Buffer | None = None,
     ) -> Work[Any]:
         d = self._dispatcher
-        self._arguments.check_spared(blocks, source)
+        self._arguments.check_outputs_separate(blocks, source)
         plan = self._plans.plan("allgather", source.dtype, (tuple(block.count for block in blocks),))
         wholes = () if whole is None else (whole,)
         return d.start(d.on_buffers(plan, (*blocks, source), source, result, timeout, key, wholes))

@@ -54,7 +54,7 @@ def gather_unsized(
         comm.others,
         lambda received: _gather(source, own, dtype, received),
         are_arrays=True,
-        may_be_chunked=dispatcher.planner.relays_blocks(),
+        may_be_chunked=dispatcher.planner.can_relay_blocks(),
     )
 
     def make(identity: int, completion: Completion) -> Operation:

@@ -17,7 +17,7 @@ import pytest
 from aiocoll import GroupClosedError, GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.shm_ring import order
-from aiocoll.group.dispatch.planner import CIRCLE
+from aiocoll.group.dispatch.planner import RING_RANKS
 from aiocoll.testing import run_processes
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter, Chunks
@@ -103,7 +103,7 @@ SIZES = [2, 3, 4, 7]
 
 def possible(case: Case) -> bool:
     op, dtype, world_size = case.get("op"), case.get("dtype"), case.get("world_size", 0)
-    if world_size > CIRCLE and op not in (None, "SUM"):
+    if world_size > RING_RANKS and op not in (None, "SUM"):
         return False  # they go round in frames, whatever the array
     return op is None or dtype is None or allowed(op, dtype)
 
