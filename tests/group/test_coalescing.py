@@ -530,7 +530,7 @@ async def test_an_exception_inside_sends_nothing_more(pg: ProcessGroup, frames: 
     assert batch.seq is None
     assert pg.pending() == []
     for work in works:
-        with pytest.raises(GroupError, match=r"the call was not sent: an exception left its coalescing block .* KeyError: 'mine'") as e:
+        with pytest.raises(GroupError, match=r"call was not sent: .* its coalescing block .* KeyError: 'mine'") as e:
             await work
         assert isinstance(e.value.__cause__, KeyError)
     assert tensor.tolist() == [1.0] * 4

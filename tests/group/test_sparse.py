@@ -232,7 +232,7 @@ async def test_formats_may_differ(pg: ProcessGroup, way: str) -> None:
 async def test_what_is_refused_at_the_call(pg: ProcessGroup) -> None:
     array = given(pg.rank())
     for op in ("PRODUCT", "MIN", "MAX"):
-        with pytest.raises(ValueError, match=f"op=ReduceOp.{op} is not defined on sparse arrays, only SUM and AVG are"):
+        with pytest.raises(ValueError, match=f"op=ReduceOp.{op} is not defined on sparse arrays, since"):
             pg.allreduce(array, getattr(ReduceOp, op))
     with pytest.raises(TypeError, match="op BAND is not defined on float64"):
         pg.allreduce(array, ReduceOp.BAND)

@@ -172,7 +172,7 @@ async def test_in_blocks_by_key_and_refused(pg: ProcessGroup) -> None:
     await pg.broadcast(x, 1, key="x")
     with pytest.raises(TypeError, match="outputs must be None for sparse arrays"):
         pg.allgather([x, y], x)
-    with pytest.raises(ValueError, match=r"op=ReduceOp.MAX is not defined on sparse arrays, only SUM and AVG are"):
+    with pytest.raises(ValueError, match=r"op=ReduceOp.MAX is not defined on sparse arrays, since"):
         pg.reduce(x, 0, ReduceOp.MAX)
     for call in (lambda: pg.scan(x), lambda: pg.alltoall([x, x], [y, y]), lambda: pg.scatter(x, None, 0)):
         with pytest.raises(TypeError, match="must be a dense array, not a csr_array"):

@@ -82,7 +82,7 @@ WRONG: list[Row] = [
         ValueError,
         "outputs needs exactly one array per rank: 2, not 1",
     ),
-    (lambda pg: pg.alltoall_base(ones(5), ones()), ValueError, "output has 5 rows.*give output_split_sizes"),
+    (lambda pg: pg.alltoall_base(ones(5), ones()), ValueError, "output has 5 rows.*pass output_split_sizes"),
     (lambda pg: pg.alltoall_base(ones(), ones(), [1.5, 2.5]), TypeError, "output_split_sizes must be a list of ints"),
     (lambda pg: pg.alltoall_base(ones(), ones(), "22"), TypeError, "output_split_sizes must be a list of ints"),
     (lambda pg: pg.alltoall_base(ones(), ones(), None, [5, -1]), ValueError, r"input_split_sizes=\[5, -1\] must be 2"),
