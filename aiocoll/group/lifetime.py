@@ -1,4 +1,4 @@
-"""The lifetime of a group: pending works, revocation, closing."""
+"""The lifetime of a group: pending works, revocation, shutdown."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Lifetime:
     """The lifetime of one group; `ProcessGroup` documents the calls.
 
     Args:
-        dispatcher: of the group, as the other parts.
-        blocks: may hold works that are not sent.
-        family: the groups that were split off.
-        recorder: may still be writing a dump.
-        origin: is told of the end.
-        options: of the group, resolved.
+        dispatcher: dispatcher of the group.
+        blocks: the coalescing blocks, which may have recorded works.
+        family: the reconfigurer, which has the groups that were split off.
+        recorder: the flight recorder, which may be writing a dump at the end.
+        origin: the origin, which is notified at the end.
+        options: resolved options of the group.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Lifetime:
         self._shown: ShownGroup | None = None
         if options.top_dir is not None and not origin.dry and self._comm.runtime.may_listen:
             with loading("top_dir"):
-                from aiocoll.group.shown import show  # few programs that no launcher has started ask for it
+                from aiocoll.group.shown import show  # without a launcher, few programs set `top_dir`
 
             self._shown = show(self._comm, options.top_dir)
         if dispatcher.loop.get_debug():
@@ -89,12 +89,12 @@ class Lifetime:
             else:
                 calls.append(completion)
         calls += [*self._dispatcher.in_steps, *self._blocks.deferred()]
-        return [call.handle for call in calls if call.handle is not None]  # parts of operations have no handle
+        return [call.handle for call in calls if call.handle is not None]  # an operation's children have no handle
 
     def stats(self) -> GroupStats:
         """Return the counters."""
         with loading("stats"):
-            from aiocoll.group.stats import stats_of  # not every program asks
+            from aiocoll.group.stats import stats_of  # few programs need it
 
         return stats_of(self._comm)
 
@@ -114,21 +114,21 @@ class Lifetime:
         if comm.cause is None and not d.closed:
             revoked = d.loop.create_future()
 
-            def tell() -> None:
+            def notify() -> None:
                 if not revoked.done():
                     revoked.set_result(None)
 
-            comm.on_revoked.append(tell)
+            comm.on_revoked.append(notify)
             try:
                 await revoked
             finally:
-                comm.on_revoked.remove(tell)
+                comm.on_revoked.remove(notify)
         if comm.cause is None:
             raise d.closed_error()
         return comm.cause
 
     def abort(self, reason: object) -> None:
-        """Revoke the group."""
+        """Revoke the group on all ranks, with `reason` as the cause."""
         d, comm = self._dispatcher, self._comm
         d.check_place()
         if not d.closed and comm.cause is None:
@@ -141,32 +141,32 @@ class Lifetime:
             comm.revoke(cause)
 
     def report_death(self, rank: int, reason: str) -> None:
-        """The program knows that a rank is dead."""
+        """Report the death of a rank to all ranks, on behalf of the program."""
         d, comm = self._dispatcher, self._comm
         d.check_place()
         rank = d.check_rank(rank, "rank")
         if rank == d.rank:
-            raise ValueError(f"rank={d.rank} is this rank itself, which lives")
+            raise ValueError(f"rank={d.rank} is this rank, which is alive")
         if not isinstance(reason, str):
             raise TypeError(f"reason must be a str, not {type(reason).__name__}")
         d.endpoint.roster.report(comm.ranks[rank], fitting(reason))
 
     async def leave(self, error: BaseException | None) -> None:
-        """Close the group at the end of its block; `error` ends the block, and revokes the group and its parts."""
+        """Close the group at the end of its block; an `error` that left the block revokes the group and its parts."""
         if self._comm.runtime.thread == 0:
-            return  # a forked child leaves the block of its parent, which has the group
+            return  # a forked child leaves the block of its parent process, which owns the group
         if error is not None:
             for group in self._family.open_groups():
                 group.abort(describe(error))
         await self.shutdown()
 
     async def shutdown(self) -> None:
-        """Close the group."""
+        """Close the group, and wait until it is closed."""
         self._dispatcher.check_place()
         await asyncio.shield(self.begin_end())
 
     def begin_end(self) -> asyncio.Task[None]:
-        """Begin to close the group, once; return the task that closes it."""
+        """Start closing the group, unless started before; return the task that closes it."""
         return self._ending or self._begin(waits=True)
 
     def _begin(self, *, waits: bool) -> asyncio.Task[None]:
@@ -175,7 +175,7 @@ class Lifetime:
         return self._ending
 
     def begin_abandon(self) -> asyncio.Task[None]:
-        """Begin to close the group without waiting for its works: the loop is about to end."""
+        """Start closing the group without waiting for its works, since the event loop is about to end."""
         ending = self._ending
         if ending is None or (ending.done() and not self._dispatcher.closed):
             # A task that was cancelled before its first step has not closed anything.
@@ -185,7 +185,7 @@ class Lifetime:
         return ending
 
     def __del__(self) -> None:
-        # The program has dropped the group. This may be any thread, in the midst of anything.
+        # The program has dropped its last reference. This may run in any thread, at any point of its code.
         d = self._dispatcher
         if self._ending is not None or self._origin.dry or d.runtime.thread == 0 or sys.is_finalizing():
             return
@@ -204,10 +204,10 @@ class Lifetime:
         self.begin_end()
 
     def warn(self) -> None:
-        """Warn that the program has not closed the group; an error where warnings are errors."""
+        """Warn that the program has not closed the group."""
         comm = self._comm
         if not comm.runtime.may_listen:
-            return  # in a simulation it has neither sockets nor threads
+            return  # in a simulation a group has neither sockets nor threads
         warnings.warn(
             f"group {comm.name!r} was not shut down on rank {comm.rank}: await its shutdown(), or use async with",
             ResourceWarning,
@@ -216,7 +216,7 @@ class Lifetime:
         )
 
     async def settle(self) -> list[Work[Any]]:
-        """Wait until all works pending now have ended, successfully or not; return them."""
+        """Wait until all currently pending works have ended, successfully or not; return them."""
         works = self.pending()
         for work in works:
             await completion_of(work).wait_end()
@@ -235,7 +235,7 @@ class Lifetime:
                 if d.device_calls is not None:
                     await d.device_calls.close()
         except asyncio.CancelledError:
-            # The program is ending: there is no time to wait, but the peers must get a goodbye.
+            # The program is ending: skip the wait, but still send goodbyes to the peers.
             d.failures.expect(error)
             raise
         finally:
@@ -247,8 +247,8 @@ class Lifetime:
                 operation.fail(error)
             open_groups.discard(d.group)
             comm.endpoint.leave(comm)
-            for tell in comm.on_revoked:
-                tell()
+            for notify in comm.on_revoked:
+                notify()
             if d.device_calls is not None:
                 await d.device_calls.release()
             await self._origin.release()

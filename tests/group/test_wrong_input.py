@@ -135,7 +135,11 @@ WRONG: list[Row] = [
     (lambda pg: pg.batch([Send(ones(), 1), Send(ones(), -1)]), ValueError, r"operations\[1\].dst=-1 is not a rank"),
     (lambda pg: pg.batch([Send(ones(), 1), Recv(ones(), 7)]), ValueError, r"operations\[1\].src=7 is not a rank"),
     # tags, keys, timeouts
-    (lambda pg: pg.send(ones(), 1, 2**30), ValueError, r"tag=1073741824 is out of range: tags are 0 to 2\*\*30 - 1"),
+    (
+        lambda pg: pg.send(ones(), 1, 2**30),
+        ValueError,
+        r"tag=1073741824 is out of range: tags are from 0 to 2\*\*30 - 1",
+    ),
     (lambda pg: pg.recv_anysource(ones(), -1), ValueError, "tag=-1 is out of range"),
     (lambda pg: pg.recv_object(1, True), TypeError, "tag must be an int, not bool"),
     (lambda pg: pg.batch([Send(ones(), 1), Send(ones(), 1, "a")]), TypeError, r"operations\[1\].tag must be an int, n"),
