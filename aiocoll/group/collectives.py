@@ -87,7 +87,7 @@ class Collectives:
     def scan(self, kind: str, tensor: Any, op: ReduceOp, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start a scan or an exscan."""
         if op == ReduceOp.AVG:
-            raise ValueError(f"op=ReduceOp.AVG is not defined for {kind}: use SUM, and divide by the number of ranks")
+            raise ValueError(f"op=ReduceOp.AVG is not defined for {kind}: use SUM and divide by the number of ranks")
         return self._one(kind, tensor, op, None, True, timeout, key)
 
     def barrier(self, timeout: Timeout, key: str | None) -> Work[None]:

@@ -29,7 +29,7 @@ __all__ = ["FlightRecorder"]
 
 #: Seconds that closing a group waits for its dump to be written.
 WRITE_TIMEOUT = 5.0
-#: Number of low bits of a message's id that hold its number. The bits above hold the tag, besides the message flag.
+#: Number of low bits of a message's id that hold its number. The bits above hold the tag and the message flag.
 TAG = 32
 
 Places = dict[tuple[CodeType, int], str]

@@ -60,7 +60,7 @@ class Reconfigurer:
     def __init__(self, dispatcher: Dispatcher, objects: Objects, origin: Origin, spec: GroupSpec) -> None:
         self.parent: Reconfigurer | None = None
         self.parts: dict[Any, Reconfigurer] = {}
-        # Number of local splits by their ranks.
+        # Local splits made so far, counted by list of ranks.
         self._local: Counter[tuple[int, ...]] = Counter()
         self._dispatcher = dispatcher
         self._comm = dispatcher.comm
@@ -88,7 +88,7 @@ class Reconfigurer:
                 group=comm.name,
                 ranks=[d.rank],
             ),
-            # Without operations in flight here, other ranks may still complete theirs. Otherwise they cannot.
+            # Other ranks may still complete operations that are complete here, but none that is in flight here.
             tell=bool(len(comm.in_flight)),
         )
         outcome = await agreement.shrink(excluded, assumed, report(comm))
@@ -134,7 +134,7 @@ class Reconfigurer:
         self._dispatcher.check()
         invitation = Invitation(most, least, len(comm.ranks), _successor_name(comm.name))
         assignment = await self._unless_revoked(self._assign(invitation, come, meet))
-        async with self._calling_off_on_failure(assignment):
+        async with self._notify_newcomers_on_failure(assignment):
             return await self._meet_newcomers(assignment, meet)
 
     async def await_newcomer(self) -> None:
@@ -334,7 +334,7 @@ class Reconfigurer:
             assignment = await self._receive_assignment()
         else:
             assignment = await self._find_assignment(store, party, name, limit)
-        async with self._calling_off_on_failure(assignment, store):
+        async with self._notify_newcomers_on_failure(assignment, store):
             return await self._meet(assignment, limit, limit, store)
 
     async def _find_assignment(self, store: Store, party: Party, name: str, limit: float) -> Assignment:
@@ -391,7 +391,9 @@ class Reconfigurer:
         raise failure_by(comm.cause)
 
     @contextlib.asynccontextmanager
-    async def _calling_off_on_failure(self, assignment: Assignment, store: Store | None = None) -> AsyncIterator[None]:
+    async def _notify_newcomers_on_failure(
+        self, assignment: Assignment, store: Store | None = None
+    ) -> AsyncIterator[None]:
         """If the block fails, notify newcomers with an assignment that this group does not come.
 
         This must enclose the task that does the work: a task cancelled before its first step runs none of its code.
@@ -406,7 +408,7 @@ class Reconfigurer:
 
     async def _broadcast_assignment(self, assignment: Assignment, store: Store | None = None) -> Assignment:
         """Broadcast the assignment from rank 0 to the other ranks."""
-        async with self._calling_off_on_failure(assignment, store):
+        async with self._notify_newcomers_on_failure(assignment, store):
             await self._objects.broadcast({"seat": list(assignment)}, 0, None, None)
         return assignment
 

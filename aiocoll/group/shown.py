@@ -51,7 +51,7 @@ class ShownGroup:
             "rank": comm.rank,
             "size": len(comm.ranks),
             "host": socket.gethostname(),
-            # A stopped process does not answer viewers: these ids let them look up its state nevertheless.
+            # A stopped process does not answer viewers; with these process ids they know its rank.
             "processes": [cards[rank]["process"][1] if cards[rank]["host"] == mine else None for rank in comm.ranks],
             "state": "open" if comm.cause is None else "revoked",
             "cause": None if comm.cause is None else str(cause_of(comm.cause)["text"])[:LONGEST],

@@ -370,7 +370,7 @@ async def test_wrong_growth() -> None:
             await pg.grow(1.0)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="n=0: the number of newcomers"):
             await pg.grow(0)
-        with pytest.raises(ValueError, match=r"called grow\(\) with n=\[1, 2\]: give the same n"):
+        with pytest.raises(ValueError, match=r"called grow\(\) with n=\[1, 2\]: pass the same n"):
             await pg.grow(pg.rank() + 1)
         return await works(pg)
 

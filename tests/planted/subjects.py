@@ -176,7 +176,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "PostedReceive.succeed",
                 "ProgramExecutor._progress",
                 "Compared._conclude",
-                "_LateSend.succeed",
+                "_AnnouncedSend.succeed",
                 "DeviceSend.succeed",
             ),
             (("group/test_garbage.py",), ("gpu/test_garbage.py",)),
@@ -206,7 +206,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "blocking": Subject(
             ("LoopThread.post", "BlockingGroup.submit"), (("test_blocking.py", "test_loop_thread.py"),)
         ),
-        "sparse messages": Subject(("_LateSend._is_read",), (("test_sparse_messages.py",),)),
+        "sparse messages": Subject(("_AnnouncedSend._on_payload",), (("test_sparse_messages.py",),)),
         "steps": Subject(("Stepped.fail", "Children.start"), (("test_stepped.py",),)),
         "devices": Subject(
             (

@@ -49,7 +49,7 @@ _thread: Final = threading.get_ident
 
 
 class Dispatcher:
-    """Starts all calls of a group.
+    """The part of a group that starts all its calls.
 
     An unchecked `root`, `rank` or `key` from the user is annotated `Any`.
 
