@@ -10,5 +10,5 @@ cartesian, grid, halo            groups whose ranks form a grid, and the exchang
 interceptors                     calls that are fused, verified, predicted or simulated instead of started directly
 reconfigurer                     other groups made from a group
 lifetime, open_groups            pending works, revocation, closing; the open groups of the process
-flight_recorder, stats, shown    the log of the last operations, the counters, the state for `aiocoll top`
+flight_recorder, stats, top_view the log of the last operations, the counters, the state for `aiocoll top`
 """

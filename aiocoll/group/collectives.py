@@ -124,7 +124,7 @@ class Collectives:
             if self._may_differ(source):
                 return allgather_unsized(self._dispatcher, source, timeout, key)
             outputs = [empty_like(source) for _ in range(self._size)]
-        elif (wrong := self._dispatcher.miscounted(outputs, "outputs", "array")) is not None:
+        elif (wrong := self._dispatcher.count_error(outputs, "outputs", "array")) is not None:
             return self._report_wrong(wrong, "allgather", source, timeout, key)
         buffers = self._arguments.blocks(outputs, "outputs", source, "tensor")
         self._arguments.same_count(buffers[self._rank], source, f"outputs[{self._rank}]", "tensor")
@@ -174,7 +174,7 @@ class Collectives:
                 if self._may_differ(source) and d.block_here() is None:
                     return gather_unsized(d, source, root, timeout, key)
                 outputs = [empty_like(source) for _ in range(self._size)]
-            elif (wrong := d.miscounted(outputs, "outputs", "array")) is not None:
+            elif (wrong := d.count_error(outputs, "outputs", "array")) is not None:
                 return self._report_wrong(wrong, "gather", source, timeout, key, root)
             blocks = self._arguments.blocks(outputs, "outputs", source, "tensor")
             self._arguments.same_count(blocks[root], source, f"outputs[{root}]", "tensor")
@@ -184,7 +184,7 @@ class Collectives:
         else:
             self._arguments.check_none(outputs, "outputs", root)
         plan = self._plans.plan("gather", source.dtype, (tuple(counts),), root=root, agreed=())
-        return d.start(d.on_buffers(plan, (*blocks, source), source, result, timeout, key))
+        return d.start(d.make_call(plan, (*blocks, source), source, result, timeout, key))
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int, timeout: Timeout, key: str | None
@@ -199,7 +199,7 @@ class Collectives:
         counts = [0] * self._size
         counts[self._rank] = target.count
         if root == self._rank:
-            if (wrong := d.miscounted(inputs, "inputs", "array")) is not None:
+            if (wrong := d.count_error(inputs, "inputs", "array")) is not None:
                 return self._report_wrong(wrong, "scatter", target, timeout, key, root)
             blocks = self._arguments.blocks(inputs, "inputs", target, "output", writable=False)
             self._arguments.same_count(blocks[root], target, f"inputs[{root}]", "output")
@@ -210,7 +210,7 @@ class Collectives:
         else:
             self._arguments.check_none(inputs, "inputs", root)
         plan = self._plans.plan("scatter", target.dtype, (tuple(counts),), root=root, agreed=())
-        return d.start(d.on_buffers(plan, (*blocks, target), target, target.result, timeout, key))
+        return d.start(d.make_call(plan, (*blocks, target), target, target.result, timeout, key))
 
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: ReduceOp, timeout: Timeout, key: str | None
@@ -219,7 +219,7 @@ class Collectives:
         if (work := self._start_lists("reduce_scatter", inputs, output, op, None, timeout, key)) is not None:
             return work
         target = view(output, name="output")
-        if (wrong := self._dispatcher.miscounted(inputs, "inputs", "array")) is not None:
+        if (wrong := self._dispatcher.count_error(inputs, "inputs", "array")) is not None:
             return self._report_wrong(wrong, "reduce_scatter", target, timeout, key, op=op)
         blocks = self._arguments.blocks(inputs, "inputs", target, "output", writable=False)
         self._arguments.same_count(blocks[self._rank], target, f"inputs[{self._rank}]", "output")
@@ -243,7 +243,7 @@ class Collectives:
         if (work := self._start_lists("alltoall", inputs, outputs, None, None, timeout, key)) is not None:
             return work
         for values, name in ((inputs, "inputs"), (outputs, "outputs")):
-            if (wrong := self._dispatcher.miscounted(values, name, "array")) is not None:
+            if (wrong := self._dispatcher.count_error(values, name, "array")) is not None:
                 return self._report_wrong(wrong, "alltoall", None, timeout, key)
         sources = self._arguments.blocks(inputs, "inputs", None, "inputs[0]", writable=False)
         targets = self._arguments.blocks(outputs, "outputs", sources[0], "inputs[0]")
@@ -372,7 +372,7 @@ class Collectives:
         self._arguments.check_outputs_separate(blocks, source)
         plan = self._plans.plan("allgather", source.dtype, (tuple(block.count for block in blocks),))
         wholes = () if whole is None else (whole,)
-        return d.start(d.on_buffers(plan, (*blocks, source), source, result, timeout, key, wholes))
+        return d.start(d.make_call(plan, (*blocks, source), source, result, timeout, key, wholes))
 
     def _start_reduce_scatter(
         self, target: Buffer, blocks: Sequence[Buffer], op: ReduceOp, timeout: Timeout, key: str | None
@@ -384,7 +384,7 @@ class Collectives:
         if any(overlaps(block.array, target.array) for block in blocks):
             target = spare(target)
         plan = self._plans.plan("reduce_scatter", target.dtype, (tuple(block.count for block in blocks),), op=op)
-        return d.start(d.on_buffers(plan, (*blocks, target), blocks[self._rank], target.result, timeout, key))
+        return d.start(d.make_call(plan, (*blocks, target), blocks[self._rank], target.result, timeout, key))
 
     def _start_alltoall(
         self,
@@ -399,4 +399,4 @@ class Collectives:
         self._arguments.same_count(targets[rank], sources[rank], f"the output part of rank {rank}", "the input part")
         counts = tuple(each.count for each in sources), tuple(each.count for each in targets)
         plan = self._plans.plan("alltoall", sources[0].dtype, counts, agreed=())
-        return d.start(d.on_buffers(plan, (*sources, *targets), sources[0], result, timeout, key, wholes))
+        return d.start(d.make_call(plan, (*sources, *targets), sources[0], result, timeout, key, wholes))

@@ -61,11 +61,11 @@ class _Exchange:
     def start(self) -> Work[Any]:
         """Start the messages of the first axis, and return the work of the exchange."""
         work: Work[Any] = Work(self._completion)
-        self._dispatcher.in_steps[self._completion] = None
+        self._dispatcher.stepped_calls[self._completion] = None
         try:
             self._advance()
         except BaseException:
-            self._dispatcher.in_steps.pop(self._completion, None)
+            self._dispatcher.stepped_calls.pop(self._completion, None)
             raise
         return work
 
@@ -107,7 +107,7 @@ class _Exchange:
 
     def _finish(self) -> None:
         self._steps.close()
-        self._dispatcher.in_steps.pop(self._completion, None)
+        self._dispatcher.stepped_calls.pop(self._completion, None)
         if not self._completion.done:
             self._completion.finish(self._array, self._error)
 

@@ -26,8 +26,8 @@ from aiocoll.user_code import describe
 from aiocoll.work import Work, completion_of
 
 if TYPE_CHECKING:
-    from aiocoll.group.shown import ShownGroup
     from aiocoll.group.stats import GroupStats
+    from aiocoll.group.top_view import GroupView
 
 __all__ = ["Lifetime"]
 
@@ -60,12 +60,12 @@ class Lifetime:
         self._family = family
         self._recorder = recorder
         self._origin = origin
-        self._shown: ShownGroup | None = None
+        self._top_view: GroupView | None = None
         if options.top_dir is not None and not origin.dry and self._comm.runtime.may_listen:
             with loading("top_dir"):
-                from aiocoll.group.shown import show  # without a launcher, few programs set `top_dir`
+                from aiocoll.group.top_view import offer_to_top  # without a launcher, few programs set `top_dir`
 
-            self._shown = show(self._comm, options.top_dir)
+            self._top_view = offer_to_top(self._comm, options.top_dir)
         if dispatcher.loop.get_debug():
             dispatcher.failures.watching = True
             watch_works()
@@ -88,7 +88,7 @@ class Lifetime:
                 calls += completion.stands_for()
             else:
                 calls.append(completion)
-        calls += [*self._dispatcher.in_steps, *self._blocks.deferred()]
+        calls += [*self._dispatcher.stepped_calls, *self._blocks.deferred()]
         return [call.handle for call in calls if call.handle is not None]  # an operation's children have no handle
 
     def stats(self) -> GroupStats:
@@ -100,7 +100,7 @@ class Lifetime:
 
     async def drain(self) -> None:
         """Wait for all works that are pending now."""
-        self._dispatcher.check_place()
+        self._dispatcher.check_caller()
         works = await self.settle()
         self._dispatcher.failures.forgive()
         for error in [work.exception() for work in works]:
@@ -110,7 +110,7 @@ class Lifetime:
     async def wait_revoked(self) -> GroupError:
         """Wait until the group is revoked."""
         d, comm = self._dispatcher, self._comm
-        d.check_place()
+        d.check_caller()
         if comm.cause is None and not d.closed:
             revoked = d.loop.create_future()
 
@@ -130,7 +130,7 @@ class Lifetime:
     def abort(self, reason: object) -> None:
         """Revoke the group on all ranks, with `reason` as the cause."""
         d, comm = self._dispatcher, self._comm
-        d.check_place()
+        d.check_caller()
         if not d.closed and comm.cause is None:
             cause = GroupError(
                 f"group {comm.name!r} was aborted by rank {comm.rank}: {reason}",
@@ -143,7 +143,7 @@ class Lifetime:
     def report_death(self, rank: int, reason: str) -> None:
         """Report the death of a rank to all ranks, on behalf of the program."""
         d, comm = self._dispatcher, self._comm
-        d.check_place()
+        d.check_caller()
         rank = d.check_rank(rank, "rank")
         if rank == d.rank:
             raise ValueError(f"rank={d.rank} is this rank, which is alive")
@@ -162,14 +162,14 @@ class Lifetime:
 
     async def shutdown(self) -> None:
         """Close the group, and wait until it is closed."""
-        self._dispatcher.check_place()
-        await asyncio.shield(self.begin_end())
+        self._dispatcher.check_caller()
+        await asyncio.shield(self.start_shutdown())
 
-    def begin_end(self) -> asyncio.Task[None]:
+    def start_shutdown(self) -> asyncio.Task[None]:
         """Start closing the group, unless started before; return the task that closes it."""
-        return self._ending or self._begin(waits=True)
+        return self._ending or self._start_end(waits=True)
 
-    def _begin(self, *, waits: bool) -> asyncio.Task[None]:
+    def _start_end(self, *, waits: bool) -> asyncio.Task[None]:
         name = f"aiocoll shutdown of {self._comm.name}"
         self._ending = self._dispatcher.loop.create_task(self._end(waits=waits), name=name)
         return self._ending
@@ -179,7 +179,7 @@ class Lifetime:
         ending = self._ending
         if ending is None or (ending.done() and not self._dispatcher.closed):
             # A task that was cancelled before its first step has not closed anything.
-            return self._begin(waits=False)
+            return self._start_end(waits=False)
         if not self._dispatcher.closed:
             ending.cancel()
         return ending
@@ -195,13 +195,13 @@ class Lifetime:
         elif not d.closed:
             d.close()
             self._origin.drop(d.group)
-            if self._shown is not None:
-                self._shown.close()
+            if self._top_view is not None:
+                self._top_view.close()
         self.warn()
 
     def _end_collected(self) -> None:
         self._comm.endpoint.loop_end.add(self)
-        self.begin_end()
+        self.start_shutdown()
 
     def warn(self) -> None:
         """Warn that the program has not closed the group."""
@@ -227,7 +227,7 @@ class Lifetime:
         error = d.closed_error()
         try:
             if self._family.parts:
-                await asyncio.wait([parts_of(part).lifetime.begin_end() for part in self._family.parts])
+                await asyncio.wait([parts_of(part).lifetime.start_shutdown() for part in self._family.parts])
             if comm.cause is None and waits:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if comm.timeout == float("inf") else comm.timeout):
@@ -240,8 +240,8 @@ class Lifetime:
             raise
         finally:
             d.close()
-            if self._shown is not None:
-                self._shown.close()
+            if self._top_view is not None:
+                self._top_view.close()
             self._family.leave_parent()
             for operation in list(comm.in_flight.pending):
                 operation.fail(error)

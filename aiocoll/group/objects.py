@@ -66,7 +66,7 @@ class Objects:
         root = self._dispatcher.check_rank(root, "root")
         if root != self._rank:
             return self._start_receiving("SCATTER_OBJECT", root, timeout, key)
-        if (wrong := self._dispatcher.miscounted(objs, "objs", "object")) is not None:
+        if (wrong := self._dispatcher.count_error(objs, "objs", "object")) is not None:
             return self._report_wrong(wrong, "SCATTER_OBJECT", root, timeout, key)
         assert objs is not None
         outgoing = {rank: self.dump(each) for rank, each in enumerate(objs) if rank != root}
@@ -75,7 +75,7 @@ class Objects:
 
     def alltoall(self, objs: Sequence[Any], timeout: Timeout, key: str | None) -> Work[list[Any]]:
         """Start an alltoall of objects."""
-        if (wrong := self._dispatcher.miscounted(objs, "objs", "object")) is not None:
+        if (wrong := self._dispatcher.count_error(objs, "objs", "object")) is not None:
             return self._report_wrong(wrong, "ALLTOALL_OBJECT", None, timeout, key)
         outgoing = {rank: self.dump(each) for rank, each in enumerate(objs) if rank != self._rank}
         mine = objs[self._rank]

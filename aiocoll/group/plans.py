@@ -118,7 +118,7 @@ class _Capture:
 
 
 def _start_again(dispatcher: Dispatcher, call: PreparedCall) -> Work[Any]:
-    return dispatcher.start(call.again())
+    return dispatcher.start(call.prepare_again())
 
 
 def _flat(arguments: Iterable[Any]) -> Iterator[Any]:

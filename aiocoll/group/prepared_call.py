@@ -57,7 +57,7 @@ class PreparedCall:
         """Make the operation that carries out the call, with the id `identity`."""
         raise NotImplementedError
 
-    def again(self) -> PreparedCall:
+    def prepare_again(self) -> PreparedCall:
         """Return a call for another start with the same arguments; it may be this object."""
         return self
 
@@ -109,7 +109,7 @@ class PlannedCall(PreparedCall):
         """Make an operation of the plan's executor class."""
         return self.plan.executor(comm, identity, self.plan, self.arrays, completion)
 
-    def again(self) -> PlannedCall:
+    def prepare_again(self) -> PlannedCall:
         """Return a copy with its own list of arrays, for another start."""
         return PlannedCall(self.plan, [*self.arrays], self.shape, self.result, self.limit, self.key, self.unwrap)
 

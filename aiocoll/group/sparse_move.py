@@ -87,7 +87,7 @@ def _receive(given: SparseInput, tensor: Any) -> StepGenerator[Any]:
 
 
 def _spread(given: SparseInput, block: NDArray[Any]) -> StepGenerator[None]:
-    plan = given.dispatcher.planner.compiled("broadcast", BYTES, (len(block),), None, None, given.root)
+    plan = given.dispatcher.planner.build_plan("broadcast", BYTES, (len(block),), None, None, given.root)
     yield from collective("spread", plan, [block])
 
 

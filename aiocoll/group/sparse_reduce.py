@@ -39,7 +39,7 @@ from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
 
-__all__ = ["BYTES", "SparseInput", "allocate_blocks", "calculate", "dense_pays", "gather_bytes", "reduce_sparse"]
+__all__ = ["BYTES", "SparseInput", "allocate_blocks", "calculate", "gather_bytes", "is_dense_faster", "reduce_sparse"]
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> 
         counts = tuple(size if rank == dispatcher.rank else 0 for rank, size in enumerate(sizes))
     kind, agreed = ("allgather", None) if root is None else ("gather", ())
     # The plan is not cached, since the next call is unlikely to have the same counts.
-    plan = dispatcher.planner.compiled(kind, BYTES, (counts,), None, None, root, agreed)
+    plan = dispatcher.planner.build_plan(kind, BYTES, (counts,), None, None, root, agreed)
     yield from collective("gather", plan, [*(blocks or (None for _ in sizes)), packed])
     return blocks
 
@@ -163,7 +163,7 @@ def _reduce(given: SparseInput, op: ReduceOp, tensor: Any) -> StepGenerator[Any]
     row = array.width * array.dtype.itemsize
     entry = own.places.itemsize + row
     passes, machine = 2 if given.root is None else 1, given.dispatcher.comm.tuning.machine
-    if dense_pays(int(counts.sum()), entry, array.size, row, len(counts), machine, passes):
+    if is_dense_faster(int(counts.sum()), entry, array.size, row, len(counts), machine, passes):
         store = yield from _add_dense(given, own, op)
     else:
         blocks = yield from gather_bytes(given, packed, (counts * entry).tolist())
@@ -204,7 +204,9 @@ def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[
     return (yield from calculate(effort, lambda: array.build(gathered(dense, bits, array.size, own))))
 
 
-def dense_pays(total: int, entry: int, size: int, row: int, world_size: int, machine: Machine, passes: int = 2) -> bool:
+def is_dense_faster(
+    total: int, entry: int, size: int, row: int, world_size: int, machine: Machine, passes: int = 2
+) -> bool:
     """Return whether a dense reduction takes less time than gathering the entries.
 
     With sparse arrays, a rank receives and merges the entries of the other ranks. With dense arrays, it receives, once

@@ -33,7 +33,7 @@ def given(rank: int, form: str = "csr_array", dtype: str = "float64") -> Any:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force how reductions are done, and where everything is."""
     how, place = request.param.split("-")
-    replaced(monkeypatch, sparse_dense_pays=lambda *_: how == "dense")
+    replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
     limits(sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 

@@ -37,7 +37,7 @@ OTHERS = ["gather-thread", "dense-loop"]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> str:
     """Force how it is done, and where."""
     how, place = request.param.split("-")
-    replaced(monkeypatch, sparse_dense_pays=lambda *_: how == "dense")
+    replaced(monkeypatch, sparse_is_dense_faster=lambda *_: how == "dense")
     limits(sparse_inline=-1 if place == "thread" else 1 << 30)
     return str(request.param)
 

@@ -68,7 +68,7 @@ class Dispatcher:
         interceptor: takes all calls outside of blocks; set by `intercept`.
         failures: failures of works whose outcome was never retrieved.
         closed: whether this rank has closed the group.
-        in_steps: pending calls that consist of several consecutive operations; the engine knows only the current one.
+        stepped_calls: pending calls of several consecutive operations; the engine knows only the current operation.
         native: the calls that the accelerator carries out; None without the accelerator.
         device_calls: the group's calls on this rank's device; None before the first call on device arrays.
     """
@@ -86,7 +86,7 @@ class Dispatcher:
         self._report_wrong_call: ReportWrongCall | None = None
         self.failures = UnretrievedFailures(comm.name, comm.rank)
         self.closed = False
-        self.in_steps: dict[Completion, None] = {}
+        self.stepped_calls: dict[Completion, None] = {}
         self.device_calls: DeviceCalls | None = None
         self._backends = spec.devices
         # Cached: reaching these through `comm.endpoint` took ten attribute lookups per call.
@@ -113,7 +113,7 @@ class Dispatcher:
 
     def check_owner(self) -> None:
         """Raise if the caller is in a wrong process, thread or event loop, or if the group is closed."""
-        self.check_place()
+        self.check_caller()
         if self.closed:
             raise self.closed_error()
 
@@ -121,7 +121,7 @@ class Dispatcher:
         """Return the error of a call after this rank has closed the group."""
         return GroupClosedError(f"group {self.comm.name!r} was closed by this rank", group=self.comm.name)
 
-    def check_place(self) -> None:
+    def check_caller(self) -> None:
         """Raise if the caller is in another process, thread or event loop than the group, or in a hook."""
         if self._pid != os.getpid():
             raise RuntimeError(
@@ -175,9 +175,9 @@ class Dispatcher:
         if op is not None and buffer.dtype.kind == "record":
             buffer = paired(buffer, op, writable=writable)
         plan = self.plans.of_buffer(kind, buffer, op, root)
-        return self.start(self.on_buffers(plan, (buffer,), buffer, buffer.result, timeout, key))
+        return self.start(self.make_call(plan, (buffer,), buffer, buffer.result, timeout, key))
 
-    def on_buffers(
+    def make_call(
         self,
         plan: Plan,
         buffers: Sequence[Buffer | None],
@@ -363,7 +363,7 @@ class Dispatcher:
             raise ValueError(f"{what} of group {self.comm.name!r}: ranks are 0 to {self.size - 1}")
         return number
 
-    def miscounted(self, values: Any, name: str, what: str) -> ValueError | None:
+    def count_error(self, values: Any, name: str, what: str) -> ValueError | None:
         """Return an error if `values` is not a sequence of one `what` per rank, else None."""
         if not hasattr(values, "__len__") or not hasattr(values, "__getitem__") or isinstance(values, Mapping):
             given = "None" if values is None else type(values).__name__

@@ -79,11 +79,11 @@ class Planner:
         if made is not None and made.of_one is not None and kind == "exscan":
             made = made._replace(prescale=made.of_one)  # rank 1's result is rank 0's contribution alone
         name = None if op is None else op.wire_name
-        plan = self.compiled(kind, dtype, sizes, made, name, root, agreed)
+        plan = self.build_plan(kind, dtype, sizes, made, name, root, agreed)
         plan.op = op
         return plan
 
-    def compiled(
+    def build_plan(
         self,
         kind: str,
         dtype: DType | None,

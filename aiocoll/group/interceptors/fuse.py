@@ -64,24 +64,24 @@ class Fuser:
         self._small = comm.slots.small if self.has_singles else 0
         self._layouts: dict[tuple[bool, bool, tuple[Called, ...]], Layout] = {}
 
-    def layout(self, calls: tuple[Called, ...], together: bool = True, *, apart: bool = False) -> Layout:
+    def layout(self, calls: tuple[Called, ...], together: bool = True, *, allow_singles: bool = False) -> Layout:
         """Return the layout of a list of calls.
 
         Args:
             calls: the recorded calls.
             together: whether all calls on a device form one bucket, instead of one bucket each.
-            apart: whether small calls are not fused, if the group `has_singles`.
+            allow_singles: whether small calls are not fused, if the group `has_singles`.
         """
         layouts = self._layouts
-        key = together, apart, calls
+        key = together, allow_singles, calls
         found = layouts.get(key)
         if found is None:
             if len(layouts) >= LAYOUTS:
                 del layouts[next(iter(layouts))]
-            found = layouts[key] = self._lay_out(calls, together, apart and self.has_singles)
+            found = layouts[key] = self._lay_out(calls, together, allow_singles and self.has_singles)
         return found
 
-    def _lay_out(self, calls: tuple[Called, ...], together: bool, apart: bool) -> Layout:
+    def _lay_out(self, calls: tuple[Called, ...], together: bool, allow_singles: bool) -> Layout:
         names = _Names()
         entries = [names.entry(call) for call in calls]
         manifest = Manifest([entry.signature for entry in entries])
@@ -94,9 +94,9 @@ class Fuser:
                 if together and call.device != "cpu":
                     bucket = call.device
             elif not _is_large(call):
-                bucket = *entry.signature[:2], *entry.signature[3:5], apart and self._is_single(call)
+                bucket = *entry.signature[:2], *entry.signature[3:5], allow_singles and self._is_single(call)
             members.setdefault(bucket, []).append(position)
-        buckets = [self._bucket(calls, positions, apart) for positions in members.values()]
+        buckets = [self._bucket(calls, positions, allow_singles) for positions in members.values()]
         singles: list[Plan | None] = [None] * len(calls)
         made: dict[int, Plan] = {}
         for bucket in buckets:
@@ -120,14 +120,14 @@ class Fuser:
         longest = max(plan.signature.counts, default=0) * plan.unit * plan.itemsize
         return plan.executor is SlotProgram and longest <= self._small
 
-    def _bucket(self, calls: Sequence[Called], positions: Sequence[int], apart: bool) -> Bucket:
+    def _bucket(self, calls: Sequence[Called], positions: Sequence[int], allow_singles: bool) -> Bucket:
         plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
         if not plans:
             return Bucket(tuple(positions), None)
         signature, spec = plans[0].signature, plans[0].signature.spec
         reads = spec.inputs(self._rank, self._size, signature.root)
         writes = spec.outputs(self._rank, self._size, signature.root)
-        if apart and self._is_single(plans[0]):
+        if allow_singles and self._is_single(plans[0]):
             return Bucket(tuple(positions), plans[0], reads=reads, writes=writes, single=True)
         if len(positions) == 1:
             return Bucket(tuple(positions), plans[0].copy(), reads=reads, writes=writes)
@@ -160,7 +160,7 @@ class Fuser:
         dtype = _BYTES if like.unit != 1 else like.dtype
         agreed = () if spec.private else None
         given = spec.sizes(sizes, self._rank)
-        return self._planner.compiled(spec.kind, dtype, given, kernel, signature.reduce, signature.root, agreed)
+        return self._planner.build_plan(spec.kind, dtype, given, kernel, signature.reduce, signature.root, agreed)
 
     def _counts(self, spec: Spec, plan: Plan) -> tuple[int | None, ...]:
         """Return the number of elements in each buffer, counted in the plan's storage dtype."""

@@ -275,7 +275,7 @@ class Flusher:
             packer.advance()
         return completion
 
-    def _lay_out(self, recording: Recording, together: bool, apart: bool) -> tuple[Layout, list[Member]]:
+    def _lay_out(self, recording: Recording, together: bool, allow_singles: bool) -> tuple[Layout, list[Member]]:
         """Return the layout of recorded calls, and their members; raise if the calls share written memory."""
         d, members, native = self._dispatcher, recording.members, recording.native
         if native is None:
@@ -284,7 +284,7 @@ class Flusher:
             recording.limit = min(recording.limit, native.limit)
             plans = zip(native.plans(members), members, strict=True)
             calls = tuple([plan or member.plan or member.call.signature for plan, member in plans])
-        layout = self._fuser.layout(calls, together, apart=apart)
+        layout = self._fuser.layout(calls, together, allow_singles=allow_singles)
         if native is None:
             check_no_overlap(layout, members)
         elif not native.are_disjoint(members):

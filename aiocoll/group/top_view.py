@@ -13,7 +13,7 @@ from aiocoll.log import logger
 from aiocoll.top.listener import join, leave
 from aiocoll.unretrieved import line_of
 
-__all__ = ["ShownGroup", "show"]
+__all__ = ["GroupView", "offer_to_top"]
 
 #: Most rows for kinds of operations, for ranks that were waited for, and for pending operations; the rest is cut off.
 ROWS: Final = 64
@@ -23,7 +23,7 @@ PENDING: Final = 8
 LONGEST: Final = 500
 
 
-class ShownGroup:
+class GroupView:
     """The state of one rank in one group, for viewers.
 
     Args:
@@ -71,11 +71,11 @@ class ShownGroup:
         leave(self, self._directory)
 
 
-def show(comm: Communicator, directory: str) -> ShownGroup | None:
+def offer_to_top(comm: Communicator, directory: str) -> GroupView | None:
     """Offer a group to `aiocoll top`; if that is not possible, log a warning and return None."""
-    shown = ShownGroup(comm, directory)
+    view = GroupView(comm, directory)
     try:
-        join(shown, directory, comm.runtime.ticks)
+        join(view, directory, comm.runtime.ticks)
     except (OSError, RuntimeError) as error:
         logger.warning(
             "group %r, rank %d: aiocoll top cannot show this group: top_dir=%r: %s",
@@ -86,7 +86,7 @@ def show(comm: Communicator, directory: str) -> ShownGroup | None:
             extra=comm.log_extra,
         )
         return None
-    return shown
+    return view
 
 
 def _in_flight(comm: Communicator, operation: Operation, now: float) -> dict[str, Any]:
