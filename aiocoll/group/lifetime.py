@@ -146,7 +146,7 @@ class Lifetime:
         d.check_caller()
         rank = d.check_rank(rank, "rank")
         if rank == d.rank:
-            raise ValueError(f"rank={d.rank} is this rank, which is alive")
+            raise ValueError(f"rank={d.rank} is this rank, which is alive: report another rank")
         if not isinstance(reason, str):
             raise TypeError(f"reason must be a str, not {type(reason).__name__}")
         d.endpoint.roster.report(comm.ranks[rank], fitting(reason))

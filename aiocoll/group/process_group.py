@@ -286,8 +286,8 @@ class ProcessGroup:
 
         Cost: small tensors take 1 step, n (p-1) bytes sent per rank. With more than four ranks that share memory they
             take 2 steps, n bytes, and n (p-1) from rank 0. Large tensors take 2 (p-1) steps, 2 n (p-1)/p bytes. Sparse
-            arrays take an allgather of the counts, then an allgather of all entries (4 or 8 bytes each, and the value),
-            or a dense allreduce if that is cheaper; see `aiocoll.group.sparse_reduce`.
+            arrays take an allgather of the counts, then an allgather of all entries, or a dense allreduce if that is
+            cheaper. An entry has 4 or 8 bytes and its value; see `aiocoll.group.sparse_reduce`.
         Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002 (ring); Traeff, arXiv 2410.14234 (circulant);
             Bruck et al. 1997 (bruck); Rabenseifner 2004 (pairwise); Traeff and Hunold 2020 and Bayatpour et al. 2017
             (between hosts); Renggli et al. 2019, arXiv 1802.08021 (sparse).
@@ -709,7 +709,7 @@ class ProcessGroup:
                     pg.allreduce(gradient)
 
         Calls of the same kind, dtype, op and root become one operation. If all ranks share memory and run the
-        accelerator, each small call remains an operation of its own, which takes about 2 µs. All ranks record the same
+        accelerator, each small call remains a separate operation, which takes about 2 µs. All ranks record the same
         calls in the same order; together the calls take one sequence number.
 
         Leaving the block starts the recorded calls and waits for all of them. Awaiting a work inside the block starts
@@ -1224,7 +1224,7 @@ class ProcessGroup:
             array of `empty`     rank 1 reduces rank 0's memory in place
 
         An `allreduce` of more than 64 KiB on such arrays avoids that copy, if all ranks of the group are on one host
-        and share memory, and if the op is applied in pieces (sums of float16 and narrower dtypes are not). The result
+        and share memory. The op must be applicable in pieces; sums of float16 and narrower dtypes are not. The result
         has the same bits as with ordinary arrays, and other ranks may pass ordinary arrays. Slices, reshaped views and
         tensors that share the memory work as well. All other calls treat the array as any other array.
 
@@ -1344,8 +1344,8 @@ class ProcessGroup:
         not exclude a rank. A process on the same host, or the process that started the rank, can prove its death.
 
         Ranks that do not call `shrink` within 6 s are left out. The others continue only if no second part of the group
-        can do so, too. Therefore these ranks must take part: all ranks that are not proven dead, or more than half of
-        all ranks of the group, or half of them including the lowest rank.
+        can do so, too. So one of these must take part: all ranks not proven dead; more than half of all ranks; or half
+        of all ranks, including the lowest one.
 
         Cancelling it does not withdraw this rank's vote: the rank may be counted as a member. Then call `shrink` again,
         or close the group.
@@ -1353,16 +1353,16 @@ class ProcessGroup:
         Args:
             exclude: ranks of this group to leave out; pass the same on all ranks. If the ranks differ, a rank is left
                 out if any participant excludes it.
-            assume_dead: ranks of this group that the program knows to be dead although no process can prove it: their
-                host has lost power, for example. **If one of them is alive and continues, there are two groups.** Each
-                of them considers itself the only one, so their external effects happen twice.
+            assume_dead: ranks of this group that the program knows to be dead although no process can prove it, for
+                example because their host has lost power. **If one of them is alive and continues, there are two
+                groups.** Each considers itself the only one, so their external effects happen twice.
 
         Returns:
             The new group.
 
         Raises:
             ValueError: an argument names this rank, or a rank that does not exist.
-            PeerLostError: too few ranks could be reached, so the other ranks might continue as a group of their own;
+            PeerLostError: too few ranks could be reached, so the other ranks might continue as a separate group;
                 the message and `ranks` name the other ranks.
             GroupError: this rank is left out: it was excluded, was assumed dead, or called too late. Or the group was
                 already shrunk, or is closed.
@@ -1475,8 +1475,8 @@ class ProcessGroup:
             The `CartesianGroup`; None on ranks beyond the grid.
 
         Raises:
-            TypeError, ValueError: `dims` needs more ranks than the group has, the number of ranks is not a multiple of
-                the given lengths, or an argument is not a list of ints or bools.
+            TypeError, ValueError: `dims` needs more ranks than the group has, or does not divide their number; or an
+                argument is not a list of ints or bools.
             GroupError: the group is closed or has failed.
 
         Cost: nothing is sent.

@@ -327,7 +327,10 @@ class Reconfigurer:
         comm = self._comm
         asked = await self._objects.allgather([party.size, name], limit, None)
         if any(each != asked[0] for each in asked):
-            raise ValueError(f"the ranks of group {comm.name!r} called merge_remote_group() with [size, name]={asked}")
+            raise ValueError(
+                f"the ranks of group {comm.name!r} called merge_remote_group() with [size, name]={asked}: "
+                "pass the same values"
+            )
         if self._origin.dry:
             assignment = Assignment("", comm.rank, party.size, name)
         elif comm.rank != 0:

@@ -186,7 +186,8 @@ class _SparseReceive(PostedReceive):
             super().match(arrival)
         elif not _COUNT.itemsize <= total <= most:
             self.comm.broke(
-                self, ProtocolError(f"rank {arrival.peer} sent {total} bytes of an array of at most {most}")
+                self,
+                ProtocolError(f"rank {arrival.peer} sent a sparse array of {total} bytes, expected at most {most}"),
             )
         elif total <= 8 * sparse_reduce.INLINE:
             self.put_in(memoryview(bytearray(total)))

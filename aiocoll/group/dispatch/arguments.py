@@ -70,7 +70,7 @@ class Arguments:
         if type(buffer.array) is not place or place is not _ndarray:
             same_place(buffer, name, like, of)
         if buffer.count != count:
-            raise ValueError(f"{name} has {buffer.count} elements, expected {count}: world size times the part")
+            raise ValueError(f"{name} has {buffer.count} elements, expected {count}, {self._size} times those of {of}")
         return buffer
 
     def same_count(self, block: Any, other: Buffer, name: str, other_name: str) -> None:

@@ -97,7 +97,7 @@ class DeviceBackend(Protocol):
             ahead: whether to launch calls before they are compared, if all ranks do.
 
         Raises:
-            BackendUnavailableError: the device cannot be used; the message says what to install.
+            BackendUnavailableError: the device cannot be used; the message names the package to install.
         """
 
 
