@@ -1053,7 +1053,7 @@ class ProcessGroup:
         """
         return self._parts.messages.iprobe(source, tag)
 
-    # -- objects
+    # -- collectives on objects
 
     @overload
     def broadcast_object(

@@ -51,7 +51,7 @@ class GroupView:
             "rank": comm.rank,
             "size": len(comm.ranks),
             "host": socket.gethostname(),
-            # A stopped process does not answer viewers; with these process ids they know its rank.
+            # A stopped process does not answer. With these process ids, viewers still know which rank it is.
             "processes": [cards[rank]["process"][1] if cards[rank]["host"] == mine else None for rank in comm.ranks],
             "state": "open" if comm.cause is None else "revoked",
             "cause": None if comm.cause is None else str(cause_of(comm.cause)["text"])[:LONGEST],

@@ -72,7 +72,7 @@ WRONG: list[Row] = [
     (lambda pg: pg.batch([Send(ones(), 1), Recv(locked(), 1)]), ValueError, r"operations\[1\].tensor " + READ_ONLY),
     # outputs of another size or dtype
     (lambda pg: pg.allgather([ones(3), ones()], ones()), ValueError, r"outputs\[0\] has 3 elements, tensor has 4"),
-    (lambda pg: pg.allgather_into_tensor(ones(7), ones()), ValueError, "output has 7 elements, expected 8: world size"),
+    (lambda pg: pg.allgather_into_tensor(ones(7), ones()), ValueError, "output has 7 elements, expected 8, 2 times"),
     (lambda pg: pg.gather([ones(5), ones()], ones(), 0), ValueError, r"outputs\[0\] has 5 elements, tensor has 4"),
     (lambda pg: pg.scatter(ones(3), [ones()] * 2, 0), ValueError, r"inputs\[0\] has 4 elements, output has 3"),
     (lambda pg: pg.reduce_scatter(ones(3), [ones()] * 2), ValueError, r"inputs\[0\] has 4 elements, output has 3"),

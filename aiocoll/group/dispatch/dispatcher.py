@@ -409,7 +409,7 @@ class Dispatcher:
 
     def _check_arrays(self, calls: DeviceCalls, arrays: Sequence[Any]) -> bool:
         """Raise if the group cannot use these arrays; return whether they are on the thread's current device."""
-        last = arrays[-1]  # never None, and all arrays of a call are on one kind of device
+        last = arrays[-1]  # the last array is never None, and all are on one kind of device
         if last.kind != calls.kind:
             raise ValueError(
                 f"group {self.comm.name!r} works on {devices.get(calls.kind).label} devices, where its first device "
