@@ -164,7 +164,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("test_in_parts.py",), ("test_lists.py",), ("test_call_cache.py",)),
         ),
         "prepared calls": Subject(
-            ("PlannedCall.again", "Batch.take"),
+            ("PlannedCall.prepare_again", "Batch.take"),
             (("test_prepared_call.py",), ("group/test_plans.py",), ("test_coalescing.py",)),
         ),
         "what is kept": Subject(

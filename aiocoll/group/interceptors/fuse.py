@@ -112,7 +112,7 @@ class Fuser:
         return Layout(signature, fingerprint, tuple(buckets), tuple(singles) if made else ())
 
     def _is_single(self, plan: Plan) -> bool:
-        """Return whether a call is not fused if small calls are not; True if only two ranks know its counts."""
+        """Return whether a call counts as small; always so if only two ranks know its counts."""
         if plan.kernel is not None and (plan.kernel.ufunc is None or not plan.kernel.portable):
             return False  # a Python function reduces
         if plan.signature.spec.private:
