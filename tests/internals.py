@@ -177,7 +177,7 @@ PARTS = {
     "probe_layout": "aiocoll.engine.matching.probe.record_by_code",
     "probe_dtype": "aiocoll.engine.matching.probe.array_dtype",
     "receive_entered": "aiocoll.engine.matching.posted.PostedReceive.enter",
-    "sparse_dense_pays": "aiocoll.group.sparse_reduce.dense_pays",
+    "sparse_is_dense_faster": "aiocoll.group.sparse_reduce.is_dense_faster",
     "sparse_gathered": "aiocoll.group.sparse_reduce.gathered",
     "sparse_merged": "aiocoll.group.sparse_reduce.merged",
     "sparse_scattered": "aiocoll.group.sparse_reduce.scattered",

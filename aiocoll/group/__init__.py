@@ -1,13 +1,14 @@
-"""`ProcessGroup` and the parts it is made of: they check a call's arguments, find its plan, number it and start it.
+"""`ProcessGroup` and its parts, which check a call's arguments, find its plan, number it and start it.
 
-process_group                    the class of the user, which delegates to all others
-dispatch                         a checked call, its plan, its way to the engine
+process_group                    the public class, which delegates to all other modules
+dispatch                         the path from a checked call through its plan to the engine
 collectives, messages, objects,
 sparse_reduce, sparse_move,
-unsized, empty                   the calls of a group, by what they carry
+sparse_messages, unsized, empty  the calls of a group, by payload
+plans                            calls that are checked once and started many times
+cartesian, grid, halo            groups whose ranks form a grid, and the exchange of ghost cells
 interceptors                     calls that are fused, verified, predicted or simulated instead of started directly
-cuda                             calls on CUDA arrays, loaded with the first of them
-reconfigurer                     other groups made from this one
+reconfigurer                     other groups made from a group
 lifetime, open_groups            pending works, revocation, closing; the open groups of the process
-flight_recorder                  the log of the group's last operations
+flight_recorder, stats, top_view the log of the last operations, the counters, the state for `aiocoll top`
 """

@@ -1,4 +1,4 @@
-"""The collectives on arrays: each method checks its arguments and starts the call."""
+"""The collectives on arrays: methods that check the arguments and start the call."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["Collectives", "check_sparse"]
 
 
 def check_sparse(error: TypeError, tensor: Any) -> None:
-    """Raise `error`, which says that something is no dense array, unless it is a sparse one."""
+    """Raise `error`, the error for an argument that is not a dense array, unless the argument is a sparse array."""
     with loading("sparse arrays"):
-        from aiocoll.elements.sparse import is_sparse  # which few programs need
+        from aiocoll.elements.sparse import is_sparse  # few programs need it
 
     if not is_sparse(tensor):
         raise error
@@ -39,7 +39,7 @@ class Collectives:
     """The collectives of one group; `ProcessGroup` documents the calls and their arguments.
 
     Args:
-        dispatcher: starts them.
+        dispatcher: dispatcher of the group.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -50,12 +50,12 @@ class Collectives:
         self._plans = dispatcher.plans
         self._one = dispatcher.one
         if dispatcher.native is not None:
-            self._one = dispatcher.native.one  # type: ignore[assignment]  # which takes no argument by its name
+            self._one = dispatcher.native.one  # type: ignore[assignment]  # takes positional arguments only
 
     def reduce_sparse(
         self, error: TypeError, tensor: Any, op: ReduceOp, root: int | None, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start an allreduce, or a reduce, of something that is no dense array, as `error` says: of a sparse one."""
+        """Start an allreduce or a reduce of a sparse array; raise `error` if `tensor` is not a sparse array."""
         check_sparse(error, tensor)
         with loading("sparse arrays"):
             from aiocoll.group.sparse_reduce import reduce_sparse
@@ -65,7 +65,7 @@ class Collectives:
     def broadcast_sparse(
         self, error: TypeError, tensor: Any, root: int, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start a broadcast of something that is no dense array."""
+        """Start a broadcast of a sparse array; raise `error` if `tensor` is not a sparse array."""
         check_sparse(error, tensor)
         with loading("sparse arrays"):
             from aiocoll.group.sparse_move import broadcast_sparse
@@ -75,10 +75,10 @@ class Collectives:
     def gather_sparse(
         self, error: TypeError, outputs: Any, tensor: Any, root: int | None, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start an allgather, or a gather to `root`, of something that is no dense array."""
+        """Start an allgather, or a gather to `root`, of sparse arrays; raise `error` if `tensor` is not sparse."""
         check_sparse(error, tensor)
         if outputs is not None:
-            raise TypeError("outputs must be None for sparse arrays, which are as long as what comes")
+            raise TypeError("outputs must be None for sparse arrays: the results are new arrays")
         with loading("sparse arrays"):
             from aiocoll.group.sparse_move import gather_sparse
 
@@ -112,9 +112,9 @@ class Collectives:
     def allgather(
         self, outputs: Sequence[Any] | None, tensor: Any, timeout: Timeout, key: str | None
     ) -> Work[list[Any]]:
-        """Start an allgather into an array per rank."""
+        """Start an allgather into one array per rank."""
         given = outputs is not None
-        if given and (work := self._on_lists("allgather", outputs, tensor, None, None, timeout, key)) is not None:
+        if given and (work := self._start_lists("allgather", outputs, tensor, None, None, timeout, key)) is not None:
             return work
         try:
             source = view(tensor, name="tensor", writable=False)
@@ -124,32 +124,34 @@ class Collectives:
             if self._may_differ(source):
                 return allgather_unsized(self._dispatcher, source, timeout, key)
             outputs = [empty_like(source) for _ in range(self._size)]
-        elif (wrong := self._dispatcher.miscounted(outputs, "outputs", "array")) is not None:
-            return self._refuse(wrong, "allgather", source, timeout, key)
+        elif (wrong := self._dispatcher.count_error(outputs, "outputs", "array")) is not None:
+            return self._report_wrong(wrong, "allgather", source, timeout, key)
         buffers = self._arguments.blocks(outputs, "outputs", source, "tensor")
         self._arguments.same_count(buffers[self._rank], source, f"outputs[{self._rank}]", "tensor")
-        return self._gathering(outputs if isinstance(outputs, list) else list(outputs), buffers, source, timeout, key)
+        return self._start_allgather(
+            outputs if isinstance(outputs, list) else list(outputs), buffers, source, timeout, key
+        )
 
     def allgather_all(self, outputs: Sequence[list[Any]], tensors: Sequence[Any], name: str) -> list[Work[Any]]:
-        """Start an allgather of each of `tensors`, once all are checked; `name` is what errors call them."""
+        """Check all `tensors`, then start an allgather of each; errors refer to them by `name`."""
         ready = []
         for index, (each, tensor) in enumerate(zip(outputs, tensors, strict=True)):
             own = f"{name}[{index}]"
             source = view(tensor, name=own, writable=False)
             blocks = self._arguments.blocks(each, "outputs", source, own)
             self._arguments.same_count(blocks[self._rank], source, f"outputs[{self._rank}]", own)
-            self._arguments.check_spared(blocks, source)
+            self._arguments.check_outputs_separate(blocks, source)
             ready.append((each, blocks, source))
-        return [self._gathering(*each, None, None) for each in ready]
+        return [self._start_allgather(*each, None, None) for each in ready]
 
     def allgather_into_tensor(self, output: Any, tensor: Any, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start an allgather into one array."""
-        if (work := self._on_parts("allgather", output, tensor, None, timeout, key)) is not None:
+        if (work := self._start_parts("allgather", output, tensor, None, timeout, key)) is not None:
             return work
         source = view(tensor, name="tensor", writable=False)
         target = self._arguments.whole(output, "output", source, "tensor", source.count * self._size)
         blocks = slices(target, [source.count] * self._size)
-        return self._gathering(target.result, blocks, source, timeout, key, target)
+        return self._start_allgather(target.result, blocks, source, timeout, key, target)
 
     def gather(
         self, outputs: Sequence[Any] | None, tensor: Any, root: int, timeout: Timeout, key: str | None
@@ -157,7 +159,7 @@ class Collectives:
         """Start a gather."""
         d = self._dispatcher
         root = d.check_rank(root, "root")
-        if (work := self._on_lists("gather", outputs, tensor, None, root, timeout, key)) is not None:
+        if (work := self._start_lists("gather", outputs, tensor, None, root, timeout, key)) is not None:
             return work
         try:
             source = view(tensor, name="tensor", writable=False)
@@ -172,17 +174,17 @@ class Collectives:
                 if self._may_differ(source) and d.block_here() is None:
                     return gather_unsized(d, source, root, timeout, key)
                 outputs = [empty_like(source) for _ in range(self._size)]
-            elif (wrong := d.miscounted(outputs, "outputs", "array")) is not None:
-                return self._refuse(wrong, "gather", source, timeout, key, root)
+            elif (wrong := d.count_error(outputs, "outputs", "array")) is not None:
+                return self._report_wrong(wrong, "gather", source, timeout, key, root)
             blocks = self._arguments.blocks(outputs, "outputs", source, "tensor")
             self._arguments.same_count(blocks[root], source, f"outputs[{root}]", "tensor")
-            self._arguments.check_spared(blocks, source)
+            self._arguments.check_outputs_separate(blocks, source)
             counts = [block.count for block in blocks if block is not None]
             result = list(outputs)
         else:
             self._arguments.check_none(outputs, "outputs", root)
         plan = self._plans.plan("gather", source.dtype, (tuple(counts),), root=root, agreed=())
-        return d.start(d.on_buffers(plan, (*blocks, source), source, result, timeout, key))
+        return d.start(d.make_call(plan, (*blocks, source), source, result, timeout, key))
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int, timeout: Timeout, key: str | None
@@ -190,15 +192,15 @@ class Collectives:
         """Start a scatter."""
         d = self._dispatcher
         root = d.check_rank(root, "root")
-        if (work := self._on_lists("scatter", inputs, output, None, root, timeout, key)) is not None:
+        if (work := self._start_lists("scatter", inputs, output, None, root, timeout, key)) is not None:
             return work
         target = view(output, name="output")
         blocks: list[Buffer | None] = [None] * self._size
         counts = [0] * self._size
         counts[self._rank] = target.count
         if root == self._rank:
-            if (wrong := d.miscounted(inputs, "inputs", "array")) is not None:
-                return self._refuse(wrong, "scatter", target, timeout, key, root)
+            if (wrong := d.count_error(inputs, "inputs", "array")) is not None:
+                return self._report_wrong(wrong, "scatter", target, timeout, key, root)
             blocks = self._arguments.blocks(inputs, "inputs", target, "output", writable=False)
             self._arguments.same_count(blocks[root], target, f"inputs[{root}]", "output")
             for rank, block in enumerate(blocks):
@@ -208,48 +210,48 @@ class Collectives:
         else:
             self._arguments.check_none(inputs, "inputs", root)
         plan = self._plans.plan("scatter", target.dtype, (tuple(counts),), root=root, agreed=())
-        return d.start(d.on_buffers(plan, (*blocks, target), target, target.result, timeout, key))
+        return d.start(d.make_call(plan, (*blocks, target), target, target.result, timeout, key))
 
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start a reduce_scatter of an array per rank."""
-        if (work := self._on_lists("reduce_scatter", inputs, output, op, None, timeout, key)) is not None:
+        """Start a reduce_scatter of one array per rank."""
+        if (work := self._start_lists("reduce_scatter", inputs, output, op, None, timeout, key)) is not None:
             return work
         target = view(output, name="output")
-        if (wrong := self._dispatcher.miscounted(inputs, "inputs", "array")) is not None:
-            return self._refuse(wrong, "reduce_scatter", target, timeout, key, op=op)
+        if (wrong := self._dispatcher.count_error(inputs, "inputs", "array")) is not None:
+            return self._report_wrong(wrong, "reduce_scatter", target, timeout, key, op=op)
         blocks = self._arguments.blocks(inputs, "inputs", target, "output", writable=False)
         self._arguments.same_count(blocks[self._rank], target, f"inputs[{self._rank}]", "output")
-        return self._reducing(target, blocks, op, timeout, key)
+        return self._start_reduce_scatter(target, blocks, op, timeout, key)
 
     def reduce_scatter_tensor(
         self, output: Any, input: Any, op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         """Start a reduce_scatter of one array."""
-        if (work := self._on_parts("reduce_scatter", input, output, op, timeout, key)) is not None:
+        if (work := self._start_parts("reduce_scatter", input, output, op, timeout, key)) is not None:
             return work
         target = view(output, name="output")
         count = target.count * self._size
         source = self._arguments.whole(input, "input", target, "output", count, writable=False)
-        return self._reducing(target, slices(source, [target.count] * self._size), op, timeout, key)
+        return self._start_reduce_scatter(target, slices(source, [target.count] * self._size), op, timeout, key)
 
     def alltoall(
         self, outputs: Sequence[Any], inputs: Sequence[Any], timeout: Timeout, key: str | None
     ) -> Work[list[Any]]:
-        """Start an alltoall of an array to and from each rank."""
-        if (work := self._on_lists("alltoall", inputs, outputs, None, None, timeout, key)) is not None:
+        """Start an alltoall with one array to and from each rank."""
+        if (work := self._start_lists("alltoall", inputs, outputs, None, None, timeout, key)) is not None:
             return work
         for values, name in ((inputs, "inputs"), (outputs, "outputs")):
-            if (wrong := self._dispatcher.miscounted(values, name, "array")) is not None:
-                return self._refuse(wrong, "alltoall", None, timeout, key)
+            if (wrong := self._dispatcher.count_error(values, name, "array")) is not None:
+                return self._report_wrong(wrong, "alltoall", None, timeout, key)
         sources = self._arguments.blocks(inputs, "inputs", None, "inputs[0]", writable=False)
         targets = self._arguments.blocks(outputs, "outputs", sources[0], "inputs[0]")
         shared = clash([each.array for each in targets], [each.array for each in sources])
         if shared is not None:
             first, second = shared[0], shared[1] - self._size
             raise ValueError(f"outputs[{first}] shares memory with inputs[{second}]: alltoall needs separate arrays")
-        return self._exchanging(list(outputs), targets, sources, (), timeout, key)
+        return self._start_alltoall(list(outputs), targets, sources, (), timeout, key)
 
     def alltoall_base(
         self,
@@ -260,9 +262,9 @@ class Collectives:
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any]:
-        """Start an alltoall of parts of one array."""
+        """Start an alltoall of the parts of one array."""
         is_even = output_split_sizes is input_split_sizes is None
-        if is_even and (work := self._on_parts("alltoall", input, output, None, timeout, key)) is not None:
+        if is_even and (work := self._start_parts("alltoall", input, output, None, timeout, key)) is not None:
             return work
         source = view(input, name="input", writable=False)
         target = view(output, name="output")
@@ -273,19 +275,19 @@ class Collectives:
             raise ValueError("output shares memory with input: alltoall_base needs separate arrays")
         into = slices(target, self._arguments.splits(target, output_split_sizes, "output"))
         out_of = slices(source, self._arguments.splits(source, input_split_sizes, "input"))
-        return self._exchanging(target.result, into, out_of, (target,), timeout, key)
+        return self._start_alltoall(target.result, into, out_of, (target,), timeout, key)
 
-    # -- common to several calls
+    # -- helpers of several calls
 
     def _start(self, found: Found, shape: tuple[int, ...], result: Any, timeout: Timeout, key: str | None) -> Work[Any]:
-        """Start a call on plain arrays, whose plan the cache has found."""
+        """Start a call on plain arrays, with a plan found in the call cache."""
         d = self._dispatcher
         return d.start_plan(*found, shape, result, d.limit(timeout), key)
 
-    def _on_parts(
+    def _start_parts(
         self, kind: str, whole: Any, other: Any, op: ReduceOp | None, timeout: Timeout, key: str | None
     ) -> Work[Any] | None:
-        """Start a call on an array of equal parts and another one, as of `CallCache.parts`; None if it is not plain."""
+        """Start a call on plain arrays, see `CallCache.parts`; return None if they are not plain."""
         if type(whole) is not np.ndarray or type(other) is not np.ndarray:
             return None
         native = self._dispatcher.native
@@ -299,7 +301,7 @@ class Collectives:
             return self._start(found, other.shape, whole, timeout, key)
         return self._start(found, (whole.size // self._size,), other, timeout, key)
 
-    def _on_lists(
+    def _start_lists(
         self,
         kind: str,
         blocks: Any,
@@ -309,7 +311,7 @@ class Collectives:
         timeout: Timeout,
         key: str | None,
     ) -> Work[Any] | None:
-        """Start a call on a list of an array per rank, as of `CallCache.lists`; None if it is not plain."""
+        """Start a call on lists of plain arrays, see `CallCache.lists`; return None if they are not plain."""
         native = self._dispatcher.native
         if native is not None:
             work = native.lists(kind, blocks, other, op, root, timeout, key)
@@ -329,14 +331,14 @@ class Collectives:
         return self._start(found, other.shape, result, timeout, key)
 
     def _may_differ(self, source: Buffer) -> bool:
-        """Whether outputs are allocated by what the other ranks give, not by what this rank gives."""
+        """Return whether allocated outputs may differ in length, so that the ranks must exchange their lengths."""
         if self._size == 1 or self._dispatcher.dry or isinstance(source.array, DeviceArray):
             return False
         block = self._dispatcher.block_here()
-        # Any other interceptor only predicts the time of calls.
+        # An interceptor that does not record only predicts the time of calls.
         return block is None or block.records
 
-    def _refuse(
+    def _report_wrong(
         self,
         wrong: ValueError,
         kind: str,
@@ -346,7 +348,7 @@ class Collectives:
         root: int | None = None,
         op: ReduceOp | None = None,
     ) -> Work[Any]:
-        """Raise the error in a call's list, or report it to all ranks."""
+        """Raise an error in the lists of a call, or report it to all ranks with ``debug="detail"``."""
         signature = Signature(
             kind.upper(),
             None if main is None else main.dtype.name,
@@ -357,7 +359,7 @@ class Collectives:
         )
         return self._dispatcher.refuse(wrong, signature, () if main is None else main.shape, timeout, key)
 
-    def _gathering(
+    def _start_allgather(
         self,
         result: Any,
         blocks: Sequence[Buffer],
@@ -367,12 +369,12 @@ class Collectives:
         whole: Buffer | None = None,
     ) -> Work[Any]:
         d = self._dispatcher
-        self._arguments.check_spared(blocks, source)
+        self._arguments.check_outputs_separate(blocks, source)
         plan = self._plans.plan("allgather", source.dtype, (tuple(block.count for block in blocks),))
         wholes = () if whole is None else (whole,)
-        return d.start(d.on_buffers(plan, (*blocks, source), source, result, timeout, key, wholes))
+        return d.start(d.make_call(plan, (*blocks, source), source, result, timeout, key, wholes))
 
-    def _reducing(
+    def _start_reduce_scatter(
         self, target: Buffer, blocks: Sequence[Buffer], op: ReduceOp, timeout: Timeout, key: str | None
     ) -> Work[Any]:
         d = self._dispatcher
@@ -382,9 +384,9 @@ class Collectives:
         if any(overlaps(block.array, target.array) for block in blocks):
             target = spare(target)
         plan = self._plans.plan("reduce_scatter", target.dtype, (tuple(block.count for block in blocks),), op=op)
-        return d.start(d.on_buffers(plan, (*blocks, target), blocks[self._rank], target.result, timeout, key))
+        return d.start(d.make_call(plan, (*blocks, target), blocks[self._rank], target.result, timeout, key))
 
-    def _exchanging(
+    def _start_alltoall(
         self,
         result: Any,
         targets: Sequence[Buffer],
@@ -397,4 +399,4 @@ class Collectives:
         self._arguments.same_count(targets[rank], sources[rank], f"the output part of rank {rank}", "the input part")
         counts = tuple(each.count for each in sources), tuple(each.count for each in targets)
         plan = self._plans.plan("alltoall", sources[0].dtype, counts, agreed=())
-        return d.start(d.on_buffers(plan, (*sources, *targets), sources[0], result, timeout, key, wholes))
+        return d.start(d.make_call(plan, (*sources, *targets), sources[0], result, timeout, key, wholes))

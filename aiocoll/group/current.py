@@ -1,4 +1,4 @@
-"""The current group: that of a context, which tasks take over from the task that starts them."""
+"""The current group of a context; a task inherits it from the task that starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CURRENT: contextvars.ContextVar[ProcessGroup | None] = contextvars.ContextVar("a
 
 
 def current_process_group() -> ProcessGroup | None:
-    """Return the group of this context, as `process_group` has set it.
+    """Return the current group, set by `process_group`.
 
     Returns:
         The group, or None.
@@ -30,10 +30,10 @@ def process_group(pg: G) -> Iterator[G]:
     """Make `pg` the current group inside the block, for this task and those it starts.
 
     Args:
-        pg: a group; None for none.
+        pg: a group, or None for no current group.
 
     Returns:
-        What ``with`` enters; it gives `pg`.
+        A context manager, which ``with`` binds to `pg`.
     """
     token = CURRENT.set(pg)
     try:

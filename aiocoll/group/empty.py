@@ -1,4 +1,4 @@
-"""`empty`: arrays that peers can read in place."""
+"""Allocation of arrays that peers can read in place, for `ProcessGroup.empty`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["empty"]
 
 
 async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """Return a new array; see `aiocoll.group.process_group.ProcessGroup.empty`."""
+    """Allocate an array; see `aiocoll.group.process_group.ProcessGroup.empty`."""
     comm = dispatcher.comm
     dispatcher.check()
     sizes = _sizes(shape)
     try:
         kind = np.dtype(dtype)
     except TypeError as error:
-        raise TypeError(f"dtype={dtype!r} is no dtype: {error}") from None
+        raise TypeError(f"dtype={dtype!r} is not a NumPy dtype: {error}") from None
     of_numpy(kind)
     nbytes = math.prod(sizes) * kind.itemsize
     if nbytes > sys.maxsize:
-        raise ValueError(f"shape={shape!r} of {kind} is {nbytes} bytes: there are not so many addresses")
+        raise ValueError(f"shape={shape!r} of {kind} is {nbytes} bytes, which exceeds the address space")
     registered_memory = comm.endpoint.registered_memory
-    # Nothing would be saved where it fits into a slot.
+    # Arrays that fit into a slot are copied anyway.
     if registered_memory is None or not comm.chunk_nbytes or dispatcher.size == 1 or nbytes <= comm.slots.largest:
         return np.empty(sizes, kind)
     try:
@@ -41,10 +41,10 @@ async def empty(dispatcher: Dispatcher, shape: int | Sequence[int], dtype: DType
         if not registered_memory.troubled:
             registered_memory.troubled = True
             logger.warning(
-                "empty() on rank %d of group %r gives ordinary memory, whose pieces are copied: %s",
+                "empty() on rank %d of group %r returns ordinary memory, which peers cannot read in place: %s",
                 comm.rank,
                 comm.name,
-                str(error),  # not what it comes from: a handler may keep the record
+                str(error),  # text only: a handler that keeps the record must not keep the traceback
                 extra=comm.log_extra,
             )
         return np.empty(sizes, kind)

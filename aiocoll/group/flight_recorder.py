@@ -1,6 +1,6 @@
-"""`ProcessGroup.recorder`: the last operations of this rank in the group, as data, files and traces.
+"""The flight recorder: the last operations of a rank in a group, as data, files and traces.
 
-It costs some 250 ns per call and is always on; see `aiocoll.engine.journal` for what is kept.
+Recording is always on and costs about 250 ns per call; see `aiocoll.engine.journal` for the recorded data.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from aiocoll.unretrieved import line_of
 
 __all__ = ["FlightRecorder"]
 
-#: Seconds a group that is closed waits for its dump to be written.
-PATIENCE = 5.0
-#: Bits of a message's id above its number, without the one that says that it is a message: its tag.
+#: Seconds that closing a group waits for its dump to be written.
+WRITE_TIMEOUT = 5.0
+#: Number of low bits of a message's id that hold its number. The bits above hold the tag and the message flag.
 TAG = 32
 
 Places = dict[tuple[CodeType, int], str]
 
 
 class FlightRecorder:
-    """The last operations of this rank in one group: 1,024 collectives and 256 messages.
+    """A recorder of the last operations of this rank in one group: 1,024 collectives and 256 messages.
 
-    Any thread may ask, at any time, also after the group was closed or revoked.
+    Any thread may call its methods, at any time, also after the group was closed or revoked.
     """
 
     def __init__(self, comm: Communicator, directory: str | None) -> None:
@@ -53,16 +53,16 @@ class FlightRecorder:
             return
         self._path = os.path.join(directory, file_name(comm.name, comm.rank))
         comm.journal.hint = f"what was called last goes to {self._path}"
-        comm.on_revoked.append(self._revoked)
+        comm.on_revoked.append(self._on_revoked)
         if comm.cause is not None:
-            self._revoked()
+            self._on_revoked()
 
     def dump(self) -> dict[str, Any]:
-        """Return all there is as plain data, which JSON can hold.
+        """Return all records as plain data, which can be written as JSON.
 
         Returns:
-            A dict; for its fields see ``docs/recorder.md``. Times are seconds on the clock of the group; ``clock``
-            tells what that and the wall clock show now.
+            A dict; for its fields see ``docs/recorder.md``. Times are seconds on the clock of the group; ``clock`` has
+            the current times of that clock and of the wall clock.
 
         Cost: some milliseconds.
         """
@@ -90,13 +90,13 @@ class FlightRecorder:
         }
 
     def dump_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `dump` to a file, for ``aiocoll trace``.
+        """Write the data of `dump` to a file, for ``aiocoll trace``.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
 
         Cost: some milliseconds, and a write.
         """
@@ -106,10 +106,10 @@ class FlightRecorder:
         """Write a trace for Perfetto or chrome://tracing to a file.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
 
         Cost: some milliseconds, and a write.
         """
@@ -118,10 +118,10 @@ class FlightRecorder:
     # -- automatic dumps
 
     def signalled(self) -> str:
-        """Answer SIGUSR2: write the file, or tell it in words where there is no directory for one.
+        """Handle SIGUSR2: write the dump to a file, or return it as text if there is no directory for files.
 
         Returns:
-            The words; "" where there is a file.
+            The text; "" if a file was written.
         """
         if self._pid != os.getpid():
             return ""  # a forked child is not in the group
@@ -130,45 +130,45 @@ class FlightRecorder:
         self._save()
         return ""
 
-    def _revoked(self) -> None:
-        """Write the file in a thread, as a disk may be slow; where time is virtual there are no threads."""
+    def _on_revoked(self) -> None:
+        """Write the dump of a revoked group, in a thread since a disk may be slow; simulations have no threads."""
         if self._comm.cause is None or self._saved:
-            return  # the group was only closed
+            return  # the group was closed without a failure, or its dump is written already
         self._saved = True
         endpoint = self._comm.endpoint
         if not endpoint.runtime.may_listen:
             self._save()
             return
         self._written = endpoint.loop.create_future()
-        # Not a daemon: a program that ends because of the failure ends after the file is written.
-        self._writer = threading.Thread(target=self._save_and_tell, name=f"aiocoll dump of {self._comm.name}")
+        # Not a daemon thread: a program that exits because of the failure waits for the file.
+        self._writer = threading.Thread(target=self._save_and_notify, name=f"aiocoll dump of {self._comm.name}")
         try:
             self._writer.start()
-        except RuntimeError as error:  # there are too many threads
+        except RuntimeError as error:  # the process has too many threads
             self._writer = None
-            self._complain(error)
+            self._log_failure(error)
 
-    def _save_and_tell(self) -> None:
+    def _save_and_notify(self) -> None:
         self._save()
         loop, written = self._comm.endpoint.loop, self._written
         assert written is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
             loop.call_soon_threadsafe(_set, written)
 
     def _save(self) -> None:
-        """Write the file; a failure is only logged."""
+        """Write the dump to its file; log a failure."""
         if self._pid != os.getpid():
             return  # a forked child is not in the group
         try:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             self.dump_json(self._path)
         except Exception as error:
-            self._complain(error)
+            self._log_failure(error)
 
-    def _complain(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         comm = self._comm
         logger.warning(
-            "group %r, rank %d: the dump %s could not be written: %s: %s",
+            "group %r, rank %d: cannot write the dump %s: %s: %s",
             comm.name,
             comm.rank,
             self._path,
@@ -178,10 +178,10 @@ class FlightRecorder:
         )
 
     async def _settle(self) -> None:
-        """Wait for the file, and answer no signal any more: the group is closed."""
+        """Stop handling signals, and wait for the file; called when the group is closed."""
         dump_signal.unlisten(self)
         if self._writer is not None and self._written is not None:
-            await asyncio.wait([self._written], timeout=PATIENCE)
+            await asyncio.wait([self._written], timeout=WRITE_TIMEOUT)
             if self._written.done():
                 self._writer.join()  # which is about to end
 
@@ -192,7 +192,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _entries(comm: Communicator, records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Write records as plain data."""
+    """Return records as plain data."""
     places: Places = {}
     return [_entry(comm, record, places) for record in records]
 

@@ -1,4 +1,4 @@
-"""The exchange of faces between neighbours in a grid, axis by axis, so that corners come from the neighbours' own."""
+"""The exchange of ghost cells between neighbours in a grid, axis by axis, so that corners are filled, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocoll.work import Work, completion_of
 
 __all__ = ["TAGS", "Axis", "check_array", "exchange"]
 
-#: Tags from this on are those of exchanges, in the group of a grid.
+#: The first message tag reserved for exchanges in the group of a grid.
 TAGS = 2**29
 
 
@@ -25,8 +25,8 @@ class Axis(NamedTuple):
     """One step of an exchange.
 
     Attributes:
-        axis: of the array.
-        width: ghost cells on either side.
+        axis: number of the axis in the array.
+        width: number of ghost cells on either side.
         below, above: the neighbours, or `PROC_NULL`.
     """
 
@@ -37,13 +37,13 @@ class Axis(NamedTuple):
 
 
 class _Exchange:
-    """An exchange under way.
+    """An exchange in progress.
 
     Args:
-        dispatcher: of the group of the grid.
-        steps: yields the messages of one axis after the other, each time those before have ended.
+        dispatcher: dispatcher of the grid's group.
+        steps: yields the messages of one axis after the other; it is advanced when the previous messages have ended.
         array: the result.
-        timeout: of each message.
+        timeout: timeout of each message.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class _Exchange:
         self._completion.expect((), dispatcher.limit(timeout), array)
 
     def start(self) -> Work[Any]:
-        """Take the first steps."""
+        """Start the messages of the first axis, and return the work of the exchange."""
         work: Work[Any] = Work(self._completion)
-        self._dispatcher.in_steps[self._completion] = None
+        self._dispatcher.stepped_calls[self._completion] = None
         try:
-            self._go_on()
+            self._advance()
         except BaseException:
-            self._dispatcher.in_steps.pop(self._completion, None)
+            self._dispatcher.stepped_calls.pop(self._completion, None)
             raise
         return work
 
-    def _go_on(self) -> None:
-        """Start the messages of one step after the other, until one has to wait."""
+    def _advance(self) -> None:
+        """Start the messages of further steps, until a step has pending messages."""
         while not self._left:
             calls = None if self._error is not None else next(self._steps, None)
             if calls is None:
-                self._end()
+                self._finish()
                 return
             self._left = len(calls) + 1
             for call in calls:
@@ -82,32 +82,32 @@ class _Exchange:
             self._left -= 1
 
     def _start(self, call: MessageCall) -> None:
-        """Start a message, or let it go where calls went when this exchange was started."""
+        """Start a message, or pass it to the interceptor that was active when the exchange started."""
         if self._interceptor is not None:
             taken = completion_of(self._interceptor.take(call))
             taken.note_await()
             if taken.done:
-                self._ended(None, taken.exception)
+                self._on_message_end(None, taken.exception)
             else:
-                taken.call_at_end(lambda _: self._ended(None, taken.exception))
+                taken.call_at_end(lambda _: self._on_message_end(None, taken.exception))
             return
-        part = ChildCompletion(self._completion, self._ended)
+        part = ChildCompletion(self._completion, self._on_message_end)
         call.expect(part)
         self._dispatcher.comm.enter(call.operation(self._dispatcher.comm, P2P, part))
 
-    def _ended(self, _: Any, error: BaseException | None) -> None:
-        """One message has ended."""
+    def _on_message_end(self, _: Any, error: BaseException | None) -> None:
+        """Handle the end of one message."""
         self._error = self._error or error
         self._left -= 1
         try:
-            self._go_on()
+            self._advance()
         except Exception as raised:
             self._error = self._error or raised
-            self._end()
+            self._finish()
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self._steps.close()
-        self._dispatcher.in_steps.pop(self._completion, None)
+        self._dispatcher.stepped_calls.pop(self._completion, None)
         if not self._completion.done:
             self._completion.finish(self._array, self._error)
 
@@ -115,9 +115,9 @@ class _Exchange:
 def _steps(
     rank: int, messages: Messages, array: Any, axes: Sequence[Axis], tag: int, timeout: Timeout
 ) -> Generator[list[MessageCall], None, None]:
-    """Yield the messages of each axis: down with the first of its two tags, and up with the second.
+    """Yield the messages of each axis: those to the rank below have its first tag, those to the rank above its second.
 
-    Both neighbours may be the same rank; where they are this one, cells are copied.
+    Both neighbours may be the same rank. If both are this rank, cells are copied.
     """
     send, recv = messages.send_call, messages.recv_call
     for axis, width, below, above in axes:
@@ -145,15 +145,15 @@ def _cells(array: Any, axis: int, start: int, stop: int) -> Any:
 def exchange(
     dispatcher: Dispatcher, messages: Messages, array: Any, axes: Sequence[Axis], tag: int, timeout: Timeout
 ) -> Work[Any]:
-    """Start an exchange.
+    """Start an exchange of ghost cells.
 
     Args:
-        dispatcher: of the group of the grid.
-        messages: of that group.
-        array: with ghost cells on each axis.
+        dispatcher: dispatcher of the grid's group.
+        messages: messages of that group.
+        array: array with ghost cells on each axis.
         axes: the steps.
-        tag: the first of two for each axis.
-        timeout: of each message.
+        tag: first of the consecutive tags, two per axis.
+        timeout: timeout of each message.
     """
     dispatcher.check()
     dispatcher.check_block("halo")
@@ -162,18 +162,18 @@ def exchange(
 
 
 def check_array(array: Any, axes: Sequence[Axis], dims: int) -> None:
-    """Refuse an array that has no such ghost cells, or whose slices do not share its memory."""
+    """Raise if an array lacks these ghost cells, or if its slices do not share its memory."""
     shape = getattr(array, "shape", None)
     is_array = hasattr(array, "__array__") or adapter_of(array) is not None
-    # JAX's and pandas' slices are copies.
+    # Slices of JAX arrays and pandas objects, which have an attribute `at`, are copies.
     if shape is None or not is_array or hasattr(array, "at"):
         raise TypeError(f"array must be an array whose slices share its memory, not {type(array).__name__}")
     if len(shape) < dims:
-        raise ValueError(f"array has {len(shape)} axes, the grid has {dims}: its first axes are those of the grid")
+        raise ValueError(f"array has {len(shape)} axes, but needs at least the {dims} axes of the grid")
     for axis, width, _, _ in axes:
         if shape[axis] < 3 * width:
             raise ValueError(
-                f"array has {shape[axis]} cells on axis {axis}: it needs {3 * width} at least, {width} on either side "
-                f"for the neighbours and {width} of its own"
+                f"array has {shape[axis]} cells on axis {axis}, but needs at least {3 * width}: {width} ghost cells on "
+                f"either side and {width} cells of its own"
             )
     view(array[(slice(0, 1),) * dims], name="array")

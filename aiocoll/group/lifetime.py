@@ -1,4 +1,4 @@
-"""The lifetime of a group: pending works, revocation, closing."""
+"""The lifetime of a group: pending works, revocation, shutdown."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from aiocoll.user_code import describe
 from aiocoll.work import Work, completion_of
 
 if TYPE_CHECKING:
-    from aiocoll.group.shown import ShownGroup
     from aiocoll.group.stats import GroupStats
+    from aiocoll.group.top_view import GroupView
 
 __all__ = ["Lifetime"]
 
@@ -36,12 +36,12 @@ class Lifetime:
     """The lifetime of one group; `ProcessGroup` documents the calls.
 
     Args:
-        dispatcher: of the group, as the other parts.
-        blocks: may hold works that are not sent.
-        family: the groups that were split off.
-        recorder: may still be writing a dump.
-        origin: is told of the end.
-        options: of the group, resolved.
+        dispatcher: dispatcher of the group.
+        blocks: the coalescing blocks, which may have recorded works.
+        family: the reconfigurer, which has the groups that were split off.
+        recorder: the flight recorder, which may be writing a dump at the end.
+        origin: the origin, which is notified at the end.
+        options: resolved options of the group.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Lifetime:
         self._family = family
         self._recorder = recorder
         self._origin = origin
-        self._shown: ShownGroup | None = None
+        self._top_view: GroupView | None = None
         if options.top_dir is not None and not origin.dry and self._comm.runtime.may_listen:
             with loading("top_dir"):
-                from aiocoll.group.shown import show  # few programs that no launcher has started ask for it
+                from aiocoll.group.top_view import offer_to_top  # without a launcher, few programs set `top_dir`
 
-            self._shown = show(self._comm, options.top_dir)
+            self._top_view = offer_to_top(self._comm, options.top_dir)
         if dispatcher.loop.get_debug():
             dispatcher.failures.watching = True
             watch_works()
@@ -88,19 +88,19 @@ class Lifetime:
                 calls += completion.stands_for()
             else:
                 calls.append(completion)
-        calls += [*self._dispatcher.in_steps, *self._blocks.deferred()]
-        return [call.handle for call in calls if call.handle is not None]  # parts of operations have no handle
+        calls += [*self._dispatcher.stepped_calls, *self._blocks.deferred()]
+        return [call.handle for call in calls if call.handle is not None]  # an operation's children have no handle
 
     def stats(self) -> GroupStats:
         """Return the counters."""
         with loading("stats"):
-            from aiocoll.group.stats import stats_of  # not every program asks
+            from aiocoll.group.stats import stats_of  # few programs need it
 
         return stats_of(self._comm)
 
     async def drain(self) -> None:
         """Wait for all works that are pending now."""
-        self._dispatcher.check_place()
+        self._dispatcher.check_caller()
         works = await self.settle()
         self._dispatcher.failures.forgive()
         for error in [work.exception() for work in works]:
@@ -110,27 +110,27 @@ class Lifetime:
     async def wait_revoked(self) -> GroupError:
         """Wait until the group is revoked."""
         d, comm = self._dispatcher, self._comm
-        d.check_place()
+        d.check_caller()
         if comm.cause is None and not d.closed:
             revoked = d.loop.create_future()
 
-            def tell() -> None:
+            def notify() -> None:
                 if not revoked.done():
                     revoked.set_result(None)
 
-            comm.on_revoked.append(tell)
+            comm.on_revoked.append(notify)
             try:
                 await revoked
             finally:
-                comm.on_revoked.remove(tell)
+                comm.on_revoked.remove(notify)
         if comm.cause is None:
             raise d.closed_error()
         return comm.cause
 
     def abort(self, reason: object) -> None:
-        """Revoke the group."""
+        """Revoke the group on all ranks, with `reason` as the cause."""
         d, comm = self._dispatcher, self._comm
-        d.check_place()
+        d.check_caller()
         if not d.closed and comm.cause is None:
             cause = GroupError(
                 f"group {comm.name!r} was aborted by rank {comm.rank}: {reason}",
@@ -141,51 +141,51 @@ class Lifetime:
             comm.revoke(cause)
 
     def report_death(self, rank: int, reason: str) -> None:
-        """The program knows that a rank is dead."""
+        """Report the death of a rank to all ranks, on behalf of the program."""
         d, comm = self._dispatcher, self._comm
-        d.check_place()
+        d.check_caller()
         rank = d.check_rank(rank, "rank")
         if rank == d.rank:
-            raise ValueError(f"rank={d.rank} is this rank itself, which lives")
+            raise ValueError(f"rank={d.rank} is this rank, which is alive: report another rank")
         if not isinstance(reason, str):
             raise TypeError(f"reason must be a str, not {type(reason).__name__}")
         d.endpoint.roster.report(comm.ranks[rank], fitting(reason))
 
     async def leave(self, error: BaseException | None) -> None:
-        """Close the group at the end of its block; `error` ends the block, and revokes the group and its parts."""
+        """Close the group at the end of its block; an `error` that left the block revokes the group and its parts."""
         if self._comm.runtime.thread == 0:
-            return  # a forked child leaves the block of its parent, which has the group
+            return  # a forked child leaves the block of its parent process, which owns the group
         if error is not None:
             for group in self._family.open_groups():
                 group.abort(describe(error))
         await self.shutdown()
 
     async def shutdown(self) -> None:
-        """Close the group."""
-        self._dispatcher.check_place()
-        await asyncio.shield(self.begin_end())
+        """Close the group, and wait until it is closed."""
+        self._dispatcher.check_caller()
+        await asyncio.shield(self.start_shutdown())
 
-    def begin_end(self) -> asyncio.Task[None]:
-        """Begin to close the group, once; return the task that closes it."""
-        return self._ending or self._begin(waits=True)
+    def start_shutdown(self) -> asyncio.Task[None]:
+        """Start closing the group, unless started before; return the task that closes it."""
+        return self._ending or self._start_end(waits=True)
 
-    def _begin(self, *, waits: bool) -> asyncio.Task[None]:
+    def _start_end(self, *, waits: bool) -> asyncio.Task[None]:
         name = f"aiocoll shutdown of {self._comm.name}"
         self._ending = self._dispatcher.loop.create_task(self._end(waits=waits), name=name)
         return self._ending
 
     def begin_abandon(self) -> asyncio.Task[None]:
-        """Begin to close the group without waiting for its works: the loop is about to end."""
+        """Start closing the group without waiting for its works, since the event loop is about to end."""
         ending = self._ending
         if ending is None or (ending.done() and not self._dispatcher.closed):
             # A task that was cancelled before its first step has not closed anything.
-            return self._begin(waits=False)
+            return self._start_end(waits=False)
         if not self._dispatcher.closed:
             ending.cancel()
         return ending
 
     def __del__(self) -> None:
-        # The program has dropped the group. This may be any thread, in the midst of anything.
+        # The program has dropped its last reference. This may run in any thread, at any point of its code.
         d = self._dispatcher
         if self._ending is not None or self._origin.dry or d.runtime.thread == 0 or sys.is_finalizing():
             return
@@ -195,19 +195,19 @@ class Lifetime:
         elif not d.closed:
             d.close()
             self._origin.drop(d.group)
-            if self._shown is not None:
-                self._shown.close()
+            if self._top_view is not None:
+                self._top_view.close()
         self.warn()
 
     def _end_collected(self) -> None:
         self._comm.endpoint.loop_end.add(self)
-        self.begin_end()
+        self.start_shutdown()
 
     def warn(self) -> None:
-        """Warn that the program has not closed the group; an error where warnings are errors."""
+        """Warn that the program has not closed the group."""
         comm = self._comm
         if not comm.runtime.may_listen:
-            return  # in a simulation it has neither sockets nor threads
+            return  # in a simulation a group has neither sockets nor threads
         warnings.warn(
             f"group {comm.name!r} was not shut down on rank {comm.rank}: await its shutdown(), or use async with",
             ResourceWarning,
@@ -216,7 +216,7 @@ class Lifetime:
         )
 
     async def settle(self) -> list[Work[Any]]:
-        """Wait until all works pending now have ended, successfully or not; return them."""
+        """Wait until all currently pending works have ended, successfully or not; return them."""
         works = self.pending()
         for work in works:
             await completion_of(work).wait_end()
@@ -227,7 +227,7 @@ class Lifetime:
         error = d.closed_error()
         try:
             if self._family.parts:
-                await asyncio.wait([parts_of(part).lifetime.begin_end() for part in self._family.parts])
+                await asyncio.wait([parts_of(part).lifetime.start_shutdown() for part in self._family.parts])
             if comm.cause is None and waits:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if comm.timeout == float("inf") else comm.timeout):
@@ -235,20 +235,20 @@ class Lifetime:
                 if d.device_calls is not None:
                     await d.device_calls.close()
         except asyncio.CancelledError:
-            # The program is ending: there is no time to wait, but the peers must get a goodbye.
+            # The program is ending: skip the wait, but still send goodbyes to the peers.
             d.failures.expect(error)
             raise
         finally:
             d.close()
-            if self._shown is not None:
-                self._shown.close()
+            if self._top_view is not None:
+                self._top_view.close()
             self._family.leave_parent()
             for operation in list(comm.in_flight.pending):
                 operation.fail(error)
             open_groups.discard(d.group)
             comm.endpoint.leave(comm)
-            for tell in comm.on_revoked:
-                tell()
+            for notify in comm.on_revoked:
+                notify()
             if d.device_calls is not None:
                 await d.device_calls.release()
             await self._origin.release()

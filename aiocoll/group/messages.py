@@ -1,4 +1,4 @@
-"""Point-to-point messages: send, receive, and the iterator over unrequested messages."""
+"""Point-to-point messages: send, receive, probes, and the iterator over messages without a posted receive."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ __all__ = ["Message", "Messages", "Recv", "Send", "all_of"]
 A_co = TypeVar("A_co", bound=Array, covariant=True)
 
 _ndarray = np.ndarray
-#: Bytes of the longest message: its frames carry its length in 32 bits.
+#: Most bytes of a message: frames carry its length in 32 bits.
 LONGEST = 2**32 - 1
 _BYTES = by_name("uint8")
 
 
 class Message(Generic[A_co]):
-    """One operation of a `ProcessGroup.batch`: a `Send` or a `Recv`."""
+    """An operation of `ProcessGroup.batch`: a `Send` or a `Recv`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Message[A_co]):
-    """A send of a `batch`, as by `ProcessGroup.send`."""
+    """A send operation of a `batch`; see `ProcessGroup.send`."""
 
     tensor: A_co
     dst: int
@@ -60,7 +60,7 @@ class Send(Message[A_co]):
 
 @dataclass(frozen=True, slots=True)
 class Recv(Message[A_co]):
-    """A receive of a `batch`, as by `ProcessGroup.recv`; `src` None accepts a message from any rank."""
+    """A receive operation of a `batch`; see `ProcessGroup.recv`. If `src` is None, it receives from any rank."""
 
     tensor: A_co
     src: int | None
@@ -71,7 +71,7 @@ class Messages:
     """The messages of one group; `ProcessGroup` documents the calls.
 
     Args:
-        dispatcher: starts them.
+        dispatcher: dispatcher of the group.
         objects: encodes and decodes objects.
     """
 
@@ -81,7 +81,7 @@ class Messages:
 
     def send(self, tensor: Any, dst: int, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a send."""
-        dst, tag = self._dispatcher.check_rank(dst, "dst", null=True), _checked_tag(tag)
+        dst, tag = self._dispatcher.check_rank(dst, "dst", null=True), _check_tag(tag)
         try:
             buffer = view(tensor, writable=False)
         except TypeError as error:
@@ -89,8 +89,8 @@ class Messages:
         return self._send(dst, tag, buffer, timeout)
 
     def recv(self, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
-        """Start a receive from rank `src`, which is checked; from any rank if it is None."""
-        tag = _checked_tag(tag)
+        """Start a receive from rank `src`, which has been checked; None is any rank."""
+        tag = _check_tag(tag)
         try:
             buffer = view(tensor)
         except TypeError as error:
@@ -107,7 +107,7 @@ class Messages:
         d = self._dispatcher
         if not isinstance(operations, Iterable):
             raise TypeError(f"operations must be a list of Send and Recv, not {type(operations).__name__}")
-        ready = [self._checked(each, f"operations[{index}]") for index, each in enumerate(operations)]
+        ready = [self._check_operation(each, f"operations[{index}]") for index, each in enumerate(operations)]
         _check_no_overlap(ready)
         d.limit(timeout)
         d.check()
@@ -129,25 +129,25 @@ class Messages:
                         works.append(self._recv(buffer, each.src, each.tag, timeout))
         except BaseException:
             for work in works:
-                work.add_done_callback(_nothing)  # the caller gets the error in place of these works
+                work.add_done_callback(_ignore_outcome)  # the caller gets the error instead of these works
             raise
         return works
 
     def send_object(self, obj: Any, dst: int, tag: int, timeout: Timeout) -> Work[None]:
         """Start a send of an object."""
-        dst, tag = self._dispatcher.check_rank(dst, "dst", null=True), _checked_tag(tag)
+        dst, tag = self._dispatcher.check_rank(dst, "dst", null=True), _check_tag(tag)
         content = Content(OBJECT, memoryview(self._objects.dump(obj)))
         if dst == PROC_NULL:
-            return self._nobody("SEND_OBJECT", ("dst", dst, tag), None, timeout)
-        return self._dispatcher.start(self._sending("SEND_OBJECT", dst, tag, content, None, timeout))
+            return self._end_null_message("SEND_OBJECT", ("dst", dst, tag), None, timeout)
+        return self._dispatcher.start(self._make_send_call("SEND_OBJECT", dst, tag, content, None, timeout))
 
     def recv_object(self, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         """Start a receive of an object."""
-        d, tag = self._dispatcher, _checked_tag(tag)
+        d, tag = self._dispatcher, _check_tag(tag)
         if src is not None:
             src = d.check_rank(src, "src", null=True)
             if src == PROC_NULL:
-                return self._nobody("RECV_OBJECT", ("src", src, tag), None, timeout)
+                return self._end_null_message("RECV_OBJECT", ("src", src, tag), None, timeout)
         limit = d.limit(timeout)
 
         def make(_: int, completion: Completion) -> PostedReceive:
@@ -156,34 +156,34 @@ class Messages:
         return d.start(MessageCall("RECV_OBJECT", make, limit, ("src", src, tag)))
 
     def incoming(self, tag: int) -> AsyncIterator[tuple[int, Any]]:
-        """Return an iterator over the messages that match no receive."""
-        tag = _checked_tag(tag)
+        """Return an iterator over the messages that match no posted receive."""
+        tag = _check_tag(tag)
         self._dispatcher.check()
         return _Incoming(self._dispatcher.comm, tag, self._objects)
 
     def probe(self, source: int | None, tag: int, timeout: Timeout) -> Work[Envelope]:
-        """Start to wait for a message."""
+        """Start a probe, which waits for a message."""
         d = self._dispatcher
-        asked = self._asked(source, tag)
-        tag = asked.tag
-        if asked.source == PROC_NULL:
-            return self._nobody("PROBE", ("src", PROC_NULL, tag), asked, timeout)
-        limit, src = d.limit(timeout), None if source is None else asked.source
+        envelope = self._check_probe(source, tag)
+        tag = envelope.tag
+        if envelope.source == PROC_NULL:
+            return self._end_null_message("PROBE", ("src", PROC_NULL, tag), envelope, timeout)
+        limit, src = d.limit(timeout), None if source is None else envelope.source
 
         def make(_: int, completion: Completion) -> PostedProbe:
             return PostedProbe(d.comm.matching, src, tag, completion)
 
-        return d.start(MessageCall("PROBE", make, limit, ("src", src, tag), asked))
+        return d.start(MessageCall("PROBE", make, limit, ("src", src, tag), envelope))
 
     def iprobe(self, source: int | None, tag: int) -> Envelope | None:
-        """Look for a message."""
+        """Return the envelope of the next message; None without one."""
         d = self._dispatcher
-        asked = self._asked(source, tag)
-        tag = asked.tag
+        envelope = self._check_probe(source, tag)
+        tag = envelope.tag
         d.check()
-        if asked.source == PROC_NULL:
-            return asked
-        src = None if source is None else asked.source
+        if envelope.source == PROC_NULL:
+            return envelope
+        src = None if source is None else envelope.source
         arrival = d.comm.matching.find(src, tag)
         if arrival is None:
             d.comm.polling.poll_once()
@@ -192,10 +192,10 @@ class Messages:
         return None if arrival is None else envelope_of(arrival)
 
     def one_of(self, op: str, works: Sequence[Work[Any]]) -> Work[Any]:
-        """Make one work of several, which a block may have recorded."""
+        """Make one work that stands for several works; a block may have recorded them."""
         completions = [completion_of(work) for work in works]
         for completion in completions:
-            completion.note_await()  # the program awaits the whole
+            completion.note_await()  # the program awaits only the combined work
         recorded = next((each for each in completions if isinstance(each, DeferredCompletion)), None)
         if recorded is None:
             return Work(Completion(self._dispatcher.endpoint, op, None, None, self._dispatcher))
@@ -203,11 +203,11 @@ class Messages:
         recorded.block.follow(whole)
         return Work(whole)
 
-    def _checked(self, each: Any, name: str) -> tuple[Send[Any] | Recv[Any], Buffer]:
-        """Check one operation of a batch; return it with plain numbers, and the view of its tensor."""
+    def _check_operation(self, each: Any, name: str) -> tuple[Send[Any] | Recv[Any], Buffer]:
+        """Check one operation of a batch; return it with plain ints, and the view of its tensor."""
         if not isinstance(each, Send | Recv):
             raise TypeError(f"{name} must be a Send or a Recv, not {type(each).__name__}")
-        tag = _checked_tag(each.tag, f"{name}.tag")
+        tag = _check_tag(each.tag, f"{name}.tag")
         buffer = view(each.tensor, name=f"{name}.tensor", writable=isinstance(each, Recv))
         if isinstance(each, Send):
             _check_length(buffer.nbytes, f"{name}.tensor")
@@ -217,23 +217,23 @@ class Messages:
         return Recv(each.tensor, src, tag), buffer
 
     def send_call(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> MessageCall:
-        """Return the call of a send to a rank."""
+        """Prepare a send to a rank."""
         array: Any = buffer.array
         code = buffer.dtype.code
         if type(array) is _ndarray:
-            return self._sending("SEND", dst, tag, Content(code, byte_view(array)), buffer.result, timeout)
+            return self._make_send_call("SEND", dst, tag, Content(code, byte_view(array)), buffer.result, timeout)
         _check_length(buffer.nbytes, "tensor")
         d, ends = self._dispatcher, ("dst", dst, tag)
         limit = d.limit(timeout)
         if dst == d.rank:
-            raise TypeError(f"tensor is a {array.label} array and dst this rank itself: copy it on the device instead")
-        make = _never if d.dry else d.on_device([array]).sending(array, dst, tag, code)
+            raise TypeError(f"tensor is a {array.label} array, and dst={dst} is this rank: copy it on the device")
+        make = _make_no_operation if d.dry else d.on_device([array]).sending(array, dst, tag, code)
         call = MessageCall("SEND", make, limit, ends, buffer.result, nbytes=buffer.nbytes)
         call.arrays = [array]
         return call
 
     def recv_call(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> MessageCall:
-        """Return the call of a receive from a rank, or from any."""
+        """Prepare a receive from a rank; None is any rank."""
         d = self._dispatcher
         limit = d.limit(timeout)
         array: Any = buffer.array
@@ -247,13 +247,15 @@ class Messages:
             content = Content(code, byte_view(array))
         else:
             arrays = [array]
-            make = _never if d.dry else d.on_device(arrays).receiving(array, src, tag, code)
+            make = _make_no_operation if d.dry else d.on_device(arrays).receiving(array, src, tag, code)
         op = "RECV" if src is not None else "RECV_ANYSOURCE"
         call = MessageCall(op, make, limit, ("src", src, tag), buffer.result, buffer.shape, buffer.nbytes)
         call.arrays, call.unwrap = arrays, buffer.writeback
         return call
 
-    def _sending(self, op: str, dst: int, tag: int, content: Content, result: Any, timeout: Timeout) -> MessageCall:
+    def _make_send_call(
+        self, op: str, dst: int, tag: int, content: Content, result: Any, timeout: Timeout
+    ) -> MessageCall:
         assert content.data is not None
         nbytes = content.data.nbytes
         _check_length(nbytes, "tensor")
@@ -270,51 +272,51 @@ class Messages:
     def _send(self, dst: int, tag: int, buffer: Buffer, timeout: Timeout) -> Work[Any]:
         if dst == PROC_NULL:
             _check_length(buffer.nbytes, "tensor")
-            return self._nobody("SEND", ("dst", dst, tag), buffer.result, timeout)
+            return self._end_null_message("SEND", ("dst", dst, tag), buffer.result, timeout)
         return self._dispatcher.start(self.send_call(dst, tag, buffer, timeout))
 
     def _recv(self, buffer: Buffer, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
         if src == PROC_NULL:
-            return self._nobody("RECV", ("src", src, tag), buffer.result, timeout)
+            return self._end_null_message("RECV", ("src", src, tag), buffer.result, timeout)
         return self._dispatcher.start(self.recv_call(buffer, src, tag, timeout))
 
     def _send_sparse(self, error: TypeError, tensor: Any, dst: int, tag: int, timeout: Timeout) -> Work[Any]:
-        """Start a send of something that is no dense array, as `error` says: of a sparse one."""
+        """Start a send of a sparse array; raise `error` if `tensor` is not a sparse array."""
         check_sparse(error, tensor)
         with loading("sparse arrays"):
             from aiocoll.group.sparse_messages import send_sparse
 
         call = send_sparse(self._dispatcher, tensor, dst, tag, self._dispatcher.limit(timeout), LONGEST)
-        return self._unless_nobody(call, timeout)
+        return self._start_unless_null(call, timeout)
 
     def _recv_sparse(self, error: TypeError, tensor: Any, src: int | None, tag: int, timeout: Timeout) -> Work[Any]:
-        """Start a receive into something that is no dense array, as `error` says: into a sparse one."""
+        """Start a receive of a sparse array; raise `error` if `tensor` is not a sparse array."""
         check_sparse(error, tensor)
         with loading("sparse arrays"):
             from aiocoll.group.sparse_messages import recv_sparse
 
         limit = self._dispatcher.limit(timeout)
-        return self._unless_nobody(recv_sparse(self._dispatcher, tensor, src, tag, limit), timeout)
+        return self._start_unless_null(recv_sparse(self._dispatcher, tensor, src, tag, limit), timeout)
 
-    def _unless_nobody(self, call: MessageCall, timeout: Timeout) -> Work[Any]:
-        """Start a message, unless its other rank is `PROC_NULL`."""
+    def _start_unless_null(self, call: MessageCall, timeout: Timeout) -> Work[Any]:
+        """Start a message; end it at once if its other rank is `PROC_NULL`."""
         if call.ends[1] == PROC_NULL:
-            return self._nobody(call.op, call.ends, call.result, timeout)
+            return self._end_null_message(call.op, call.ends, call.result, timeout)
         return self._dispatcher.start(call)
 
-    def _asked(self, source: int | None, tag: int) -> Envelope:
-        """Check what a probe asks for; return the message that there is in a dry run, and of `PROC_NULL`."""
-        tag = _checked_tag(tag)
+    def _check_probe(self, source: int | None, tag: int) -> Envelope:
+        """Check the arguments of a probe; return its result for `PROC_NULL` and in a dry run, an empty envelope."""
+        tag = _check_tag(tag)
         number = self._dispatcher.check_rank(0 if source is None else source, "source", null=True)
         return Envelope(number, tag, 0, np.dtype(np.uint8))
 
-    def _nobody(self, op: str, ends: tuple[str, int | None, int], result: Any, timeout: Timeout) -> Work[Any]:
-        """End a message whose other rank is `PROC_NULL`."""
+    def _end_null_message(self, op: str, ends: tuple[str, int | None, int], result: Any, timeout: Timeout) -> Work[Any]:
+        """Return the work of a message to or from `PROC_NULL`, which has ended."""
         d = self._dispatcher
         limit = d.limit(timeout)
         d.check()
         completion = Completion(d.endpoint, op, None, None, d)
-        MessageCall(op, _never, limit, ends, result).expect(completion)
+        MessageCall(op, _make_no_operation, limit, ends, result).expect(completion)
         if ends[0] == "src":
             completion.source = PROC_NULL
         completion.finish(result)
@@ -322,7 +324,7 @@ class Messages:
 
 
 class _Incoming(AsyncIterator[tuple[int, Any]]):
-    """Not a generator, which would end with the first cancellation."""
+    """An iterator over messages without a posted receive; a generator would end at the first cancellation."""
 
     def __init__(self, comm: Communicator, tag: int, objects: Objects) -> None:
         self._comm = comm
@@ -340,7 +342,7 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
         return arrival.peer, np.frombuffer(bytearray(data), dtype.storage).view(array_dtype(dtype))
 
     async def _read(self, arrival: InboundMessage, data: bytes) -> Any:
-        """Decode an object, yielding to the loop; if cancelled, the next call continues it."""
+        """Decode an object, with pauses for the event loop; after a cancellation, the next call continues."""
         steps = arrival.steps or self._objects.load(memoryview(data))
         ticks = self._comm.endpoint.runtime.ticks
         deadline = ticks() + BUDGET
@@ -357,19 +359,19 @@ class _Incoming(AsyncIterator[tuple[int, Any]]):
             raise
 
 
-def _never(identity: int, completion: Completion) -> Operation:
-    raise AssertionError("nothing is carried out")
+def _make_no_operation(identity: int, completion: Completion) -> Operation:
+    raise AssertionError("a message to or from PROC_NULL has no operation")
 
 
 def _other_end(each: Send[Any] | Recv[Any]) -> int | None:
     return each.dst if isinstance(each, Send) else each.src
 
 
-def _checked_tag(tag: Any, name: str = "tag") -> int:
-    """Return `tag` as a plain int, if it is one."""
+def _check_tag(tag: Any, name: str = "tag") -> int:
+    """Return `tag` as an int; raise if it is not a valid tag."""
     number = tag if type(tag) is int else to_int(tag, name)
     if not 0 <= number < TAG_LIMIT:
-        raise ValueError(f"{name}={number} is out of range: tags are 0 to 2**30 - 1")
+        raise ValueError(f"{name}={number} is out of range: tags are from 0 to 2**30 - 1")
     return number
 
 
@@ -379,7 +381,7 @@ def _check_length(nbytes: int, name: str) -> None:
 
 
 def _check_no_overlap(operations: Sequence[tuple[Send[Any] | Recv[Any], Buffer]]) -> None:
-    """Refuse a batch that receives into memory which another of its operations uses."""
+    """Raise if a batch receives into memory that another of its operations uses."""
     order = sorted(range(len(operations)), key=lambda index: isinstance(operations[index][0], Send))
     received = sum(isinstance(each, Recv) for each, _ in operations)
     arrays = [operations[index][1].array for index in order]
@@ -388,16 +390,16 @@ def _check_no_overlap(operations: Sequence[tuple[Send[Any] | Recv[Any], Buffer]]
         first, second = sorted(order[position] for position in found)
         raise ValueError(
             f"operations[{first}].tensor and operations[{second}].tensor share memory, and at least one of them "
-            "receives: give each receive memory of its own"
+            "receives: pass a separate array to each receive"
         )
 
 
-def _nothing(_: Work[Any]) -> None:
-    """Retrieve the outcome of a work that the caller does not get."""
+def _ignore_outcome(_: Work[Any]) -> None:
+    """Do nothing: the call of this callback marks the outcome of a work as retrieved."""
 
 
 def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]]:
-    """End `whole` after all `works`, with their results or their first error."""
+    """End `whole` after all `works`, with the list of results or the first error."""
     end, parts = completion_of(whole), [completion_of(work) for work in works]
     pending = [part for part in parts if not part.done]
     left = len(pending)
@@ -413,7 +415,7 @@ def all_of(whole: Work[list[Any]], works: Sequence[Work[Any]]) -> Work[list[Any]
         for part in parts:
             if part.exception is not None:
                 part.note_retrieval()
-        # A receive that was withdrawn is the less important outcome.
+        # Report a real error rather than a withdrawn receive.
         failed.sort(key=lambda error: isinstance(error, asyncio.CancelledError))
         end.finish(None if failed else [part.result for part in parts], failed[0] if failed else None)
 

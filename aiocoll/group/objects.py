@@ -1,4 +1,4 @@
-"""Collectives on Python objects, by msgpack; see `aiocoll.codec` for what travels."""
+"""Collectives on Python objects, encoded with msgpack; see `aiocoll.codec` for the supported types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Objects:
     """The object collectives of one group; `ProcessGroup` documents the calls.
 
     Args:
-        dispatcher: starts them.
+        dispatcher: dispatcher of the group.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -37,64 +37,66 @@ class Objects:
         """Start a broadcast of an object."""
         root = self._dispatcher.check_rank(root, "root")
         if root != self._rank:
-            return self._receive("BROADCAST_OBJECT", root, timeout, key)
+            return self._start_receiving("BROADCAST_OBJECT", root, timeout, key)
         data = self.dump(obj)
         outgoing = dict.fromkeys(sorted(self._others), data)
-        return self._start("BROADCAST_OBJECT", root, Parcels(outgoing, (), lambda _: _known(obj)), obj, timeout, key)
+        return self._start(
+            "BROADCAST_OBJECT", root, Parcels(outgoing, (), lambda _: _return_object(obj)), obj, timeout, key
+        )
 
     def allgather(
         self, obj: Any, timeout: Timeout, key: str | None, conclude: Callable[[list[Any]], Any] | None = None
     ) -> Work[Any]:
-        """Start an allgather of objects; `conclude` makes the result of the list, even if no task awaits the work."""
+        """Start an allgather of objects; `conclude` turns the list into the result, even if no task awaits the work."""
         outgoing = dict.fromkeys(sorted(self._others), self.dump(obj))
-        parcels = Parcels(outgoing, self._others, lambda got: self._list(got, obj, conclude))
+        parcels = Parcels(outgoing, self._others, lambda got: self._decode_all(got, obj, conclude))
         return self._start("ALLGATHER_OBJECT", None, parcels, obj, timeout, key)
 
     def gather(self, obj: Any, root: int, timeout: Timeout, key: str | None) -> Work[list[Any] | None]:
         """Start a gather of objects."""
         root = self._dispatcher.check_rank(root, "root")
         if root != self._rank:
-            parcels = Parcels({root: self.dump(obj)}, (), lambda _: _known(None))
+            parcels = Parcels({root: self.dump(obj)}, (), lambda _: _return_object(None))
         else:
-            parcels = Parcels({}, self._others, lambda got: self._list(got, obj))
+            parcels = Parcels({}, self._others, lambda got: self._decode_all(got, obj))
         return self._start("GATHER_OBJECT", root, parcels, obj, timeout, key)
 
     def scatter(self, objs: Sequence[Any] | None, root: int, timeout: Timeout, key: str | None) -> Work[Any]:
         """Start a scatter of objects."""
         root = self._dispatcher.check_rank(root, "root")
         if root != self._rank:
-            return self._receive("SCATTER_OBJECT", root, timeout, key)
-        if (wrong := self._dispatcher.miscounted(objs, "objs", "object")) is not None:
-            return self._refuse(wrong, "SCATTER_OBJECT", root, timeout, key)
+            return self._start_receiving("SCATTER_OBJECT", root, timeout, key)
+        if (wrong := self._dispatcher.count_error(objs, "objs", "object")) is not None:
+            return self._report_wrong(wrong, "SCATTER_OBJECT", root, timeout, key)
         assert objs is not None
         outgoing = {rank: self.dump(each) for rank, each in enumerate(objs) if rank != root}
-        parcels = Parcels(outgoing, (), lambda _: _known(objs[root]))
+        parcels = Parcels(outgoing, (), lambda _: _return_object(objs[root]))
         return self._start("SCATTER_OBJECT", root, parcels, None, timeout, key)
 
     def alltoall(self, objs: Sequence[Any], timeout: Timeout, key: str | None) -> Work[list[Any]]:
         """Start an alltoall of objects."""
-        if (wrong := self._dispatcher.miscounted(objs, "objs", "object")) is not None:
-            return self._refuse(wrong, "ALLTOALL_OBJECT", None, timeout, key)
+        if (wrong := self._dispatcher.count_error(objs, "objs", "object")) is not None:
+            return self._report_wrong(wrong, "ALLTOALL_OBJECT", None, timeout, key)
         outgoing = {rank: self.dump(each) for rank, each in enumerate(objs) if rank != self._rank}
         mine = objs[self._rank]
-        parcels = Parcels(outgoing, self._others, lambda got: self._list(got, mine))
+        parcels = Parcels(outgoing, self._others, lambda got: self._decode_all(got, mine))
         return self._start("ALLTOALL_OBJECT", None, parcels, mine, timeout, key)
 
     def dump(self, obj: Any) -> bytes:
-        """Encode an object, as the options allow."""
+        """Encode an object; the options decide whether pickle is allowed."""
         return dumps(obj, allow_pickle=self._allow_pickle)
 
     def load(self, data: memoryview) -> Steps:
-        """Decode an object, as the options allow."""
+        """Decode an object step by step; the options decide whether pickle is allowed."""
         return reading(data, allow_pickle=self._allow_pickle)
 
-    def _receive(self, op: str, root: int, timeout: Timeout, key: str | None) -> Work[Any]:
+    def _start_receiving(self, op: str, root: int, timeout: Timeout, key: str | None) -> Work[Any]:
         return self._start(op, root, Parcels({}, (root,), lambda got: self.load(got[root])), None, timeout, key)
 
     def _start(
         self, op: str, root: int | None, parcels: Parcels, mine: Any, timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Start a call; in a dry run, all other ranks return `mine` unless they were sent something."""
+        """Start a call; in a dry run, each other rank returns the object sent to it, or else `mine`."""
         comm = self._dispatcher.comm
         signature = Signature(op, "object", (), root, None)
 
@@ -108,10 +110,12 @@ class Objects:
             result = at_once(parcels.unpack({rank: memoryview(sent.get(rank, own)) for rank in range(self._size)}))
         return self._dispatcher.start(FactoryCall(signature, make, limit, key, result=result, nbytes=nbytes))
 
-    def _refuse(self, wrong: ValueError, op: str, root: int | None, timeout: Timeout, key: str | None) -> Work[Any]:
+    def _report_wrong(
+        self, wrong: ValueError, op: str, root: int | None, timeout: Timeout, key: str | None
+    ) -> Work[Any]:
         return self._dispatcher.refuse(wrong, Signature(op, "object", (), root, None), (), timeout, key)
 
-    def _list(self, got: Parcel, mine: Any, conclude: Callable[[list[Any]], Any] | None = None) -> Steps:
+    def _decode_all(self, got: Parcel, mine: Any, conclude: Callable[[list[Any]], Any] | None = None) -> Steps:
         found: list[Any] = []
         for rank in range(self._size):
             found.append(mine if rank == self._rank else (yield from self.load(got[rank])))
@@ -119,7 +123,7 @@ class Objects:
         return found if conclude is None else conclude(found)
 
 
-def _known(obj: Any) -> Steps:
-    """Return an object that needs no decoding."""
+def _return_object(obj: Any) -> Steps:
+    """Return an object that needs no decoding, in the form of decoding steps."""
     yield
     return obj

@@ -1,4 +1,4 @@
-"""The open groups of this process, and observers of them, such as exporters of metrics."""
+"""The open groups of this process, and their observers, such as metrics exporters."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ __all__ = ["Observer", "add", "discard", "observe", "unobserve"]
 
 
 class Observer(ABC):
-    """An object that is notified when this rank makes or closes a group, on the event loop of that group."""
+    """An observer of open groups; it is notified in the event loop of a group that this rank makes or closes."""
 
     @abstractmethod
     def opened(self, group: Any) -> None:
-        """Note that this rank has made a `ProcessGroup`."""
+        """Handle a `ProcessGroup` that this rank has made."""
 
     @abstractmethod
     def closed(self, group: Any) -> None:
-        """Note that this rank closes it, and that its works have ended."""
+        """Handle a group that this rank closes; its works have ended."""
 
 
-#: Weak: neither this table nor an observer keeps a group alive that the program has dropped.
+#: Weak references: this table and its observers must not keep a dropped group alive.
 _groups: Final[WeakSet[Any]] = WeakSet()
 _observers: Final[WeakSet[Observer]] = WeakSet()
-#: Reentrant: a signal handler of the program may run while it is held.
+#: Reentrant: a signal handler of the program may run in the thread that holds the lock.
 _lock: Final = threading.RLock()
 
 
@@ -46,7 +46,7 @@ def discard(group: Any) -> None:
 
 
 def observe(observer: Observer) -> None:
-    """Notify `observer`, which is held weakly: now of each group that is open, and later of changes."""
+    """Notify `observer` of all open groups now, and of later changes; a weak reference is kept."""
     with _lock:
         _observers.add(observer)
         for group in list(_groups):
@@ -54,6 +54,6 @@ def observe(observer: Observer) -> None:
 
 
 def unobserve(observer: Observer) -> None:
-    """Notify `observer` no more."""
+    """Stop notifying `observer`."""
     with _lock:
         _observers.discard(observer)

@@ -1,4 +1,4 @@
-"""The parts of a `ProcessGroup`, for the package's own modules."""
+"""The parts of a `ProcessGroup`, for other modules of the package."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class GroupParts:
     """The objects to which a group delegates.
 
     Attributes:
-        comm: this rank's part in the group.
+        comm: this rank's communicator of the group.
         dispatcher: starts all calls.
         collectives: the collectives on arrays.
         messages: the messages between two ranks.
         objects: the collectives on objects.
-        coalescer: the blocks of calls that are fused.
+        coalescer: the blocks of fused calls.
         reconfigurer: makes further groups.
-        lifetime: closes the group.
-        devices: the backend of each kind of device.
+        lifetime: pending works, revocation, closing.
+        devices: name of the backend by kind of device.
     """
 
     comm: Communicator

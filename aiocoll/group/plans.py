@@ -1,4 +1,4 @@
-"""Plans: calls that are checked once and started many times, as persistent requests are in MPI."""
+"""Plans: calls that are checked once and started many times, like persistent requests in MPI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CallPlan", "make_plan"]
 
 T = TypeVar("T")
 
-#: Calls that can be planned.
+#: Names of the calls that can be planned.
 PLANNED = {"allgather", "allgather_into_tensor", "allgather_into_tensor_coalesced", "allgather_object", "allreduce",
            "allreduce_coalesced", "alltoall", "alltoall_base", "alltoall_object", "barrier", "batch", "broadcast",
            "broadcast_object", "exscan", "gather", "gather_object", "monitored_barrier", "recv", "recv_anysource",
@@ -25,42 +25,42 @@ PLANNED = {"allgather", "allgather_into_tensor", "allgather_into_tensor_coalesce
 
 
 class CallPlan(Generic[T]):
-    """A call of a group, with its arguments, that is started as often as one likes; `ProcessGroup.plan` makes it.
+    """A call of a group with its arguments, which can be started any number of times; made by `ProcessGroup.plan`.
 
-    It holds its arrays. Every start is a call as any other: it takes the next number of the group, or the next count of
-    its `key`, so other ranks may make the call in the usual way.
+    A plan holds its arrays. Every start is an ordinary call: it takes the next sequence number of the group, or the
+    next count of its `key`. So other ranks may make the call without a plan.
     """
 
-    __slots__ = ("_again", "_last", "_name")
+    __slots__ = ("_last", "_name", "_start_call")
 
-    def __init__(self, name: str, again: Callable[[], Work[T]]) -> None:
+    def __init__(self, name: str, start_call: Callable[[], Work[T]]) -> None:
         self._name = name
-        self._again = again
+        self._start_call = start_call
         self._last: Work[T] | None = None
 
     def __repr__(self) -> str:
         return f"<CallPlan {self._name}, {'not started' if self._last is None else repr(self._last)}>"
 
     def start(self) -> Work[T]:
-        """Make the call, with what the arrays hold now.
+        """Make the call, with the current contents of the arrays.
 
         Returns:
-            What the call returns.
+            The work of the call.
 
         Raises:
-            RuntimeError: the last start has not ended: await it first.
+            RuntimeError: the previous start has not ended: await it first.
             GroupClosedError: this rank has closed the group.
-            GroupError: the group has failed; the work fails as that of the call.
+            GroupError: the group has failed. Later failures fail the work, as for the call itself.
         """
         last = self._last
         if last is not None and not completion_of(last).done:
             raise RuntimeError(f"{self!r} has not ended: await it before the next start, or make two plans")
-        work = self._last = self._again()
+        work = self._last = self._start_call()
         return work
 
 
 def make_plan(dispatcher: Dispatcher, call: Callable[..., Work[Any]], args: Any, kwargs: Any) -> CallPlan[Any]:
-    """Check a call of a group, and plan it."""
+    """Check a call of a group, and make its plan."""
     name = getattr(call, "__name__", "")
     if name not in PLANNED or getattr(call, "__self__", None) is not dispatcher.group:
         what = name or type(call).__name__
@@ -71,12 +71,12 @@ def make_plan(dispatcher: Dispatcher, call: Callable[..., Work[Any]], args: Any,
     capture = _Capture(dispatcher)
     with dispatcher.scoped(capture):
         call(*args, **kwargs)
-    again = capture.again([*args, *kwargs.values()]) or partial(call, *args, **kwargs)
-    return CallPlan(name, again)
+    start = capture.make_start([*args, *kwargs.values()]) or partial(call, *args, **kwargs)
+    return CallPlan(name, start)
 
 
 class _Capture:
-    """Takes the calls that one call consists of, and starts none."""
+    """An interceptor that keeps the prepared calls of one call, and starts none."""
 
     moves_nothing = True
     records = True
@@ -87,30 +87,30 @@ class _Capture:
         self._calls: list[PreparedCall] = []
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Take a call."""
+        """Keep a prepared call, and return a work that has ended."""
         if call.key is not None:
             self._dispatcher.check_key(call.key)
         self._calls.append(call)
         return finished_work(self._dispatcher.endpoint, call.op, self._dispatcher, call.result)
 
-    def again(self, arguments: Sequence[Any]) -> Callable[[], Work[Any]] | None:
-        """Return what starts the call without checking its arguments again; None if that would not be the same."""
+    def make_start(self, arguments: Sequence[Any]) -> Callable[[], Work[Any]] | None:
+        """Return a function that starts the call without repeated checks; None if this would change the result."""
         if len(self._calls) != 1:
             return None
         (call,) = self._calls
-        # Something is staged; or what is captured is a flush, whose arrays are packed each time.
+        # Staged arrays are copied, and the arrays of a flush are packed, at each start.
         if call.unwrap is not None or (call.signature is not None and call.signature.members is not None):
             return None
         given = list(_flat(arguments))
         if type(call) is PlannedCall:
-            # Arrays of ours: a copy of an argument, or an output that is to be a new one each time.
+            # Each start needs new arrays if one is not the caller's: a copy of an argument, or an allocated output.
             if all(array is None or any(overlaps(array, each) for each in given) for array in call.arrays):
                 return partial(_start_again, self._dispatcher, call)
         elif (
             isinstance(call, MessageCall)
             and call.arrays is None
             and call.op in ("SEND", "RECV", "RECV_ANYSOURCE")
-            # Viewed twice, the memory is the same: it is the caller's.
+            # A second view of each argument has the same memory, so the first one was not a copy.
             and all(map(overlaps, given, _flat(arguments)))
         ):
             return partial(_start_again, self._dispatcher, call)
@@ -118,14 +118,14 @@ class _Capture:
 
 
 def _start_again(dispatcher: Dispatcher, call: PreparedCall) -> Work[Any]:
-    return dispatcher.start(call.again())
+    return dispatcher.start(call.prepare_again())
 
 
 def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
-    """Yield the flat arrays of the memory of all arrays that are among the arguments of a call."""
+    """Yield flat views of all arrays among the arguments of a call."""
     for each in arguments:
         if isinstance(each, list | tuple):
             yield from _flat(each)
         elif each is not None and not is_scalar(each) and not isinstance(each, str):
-            with contextlib.suppress(TypeError):  # it is no array
+            with contextlib.suppress(TypeError):  # not an array
                 yield view(each, writable=False).array

@@ -1,7 +1,7 @@
 """Checked calls that have not started.
 
-Every call on a group is made into one record, a `PreparedCall`, once its arguments are checked. The record is what the
-dispatcher starts, what interceptors and blocks take, and what `ProcessGroup.plan` keeps.
+Once its arguments are checked, every call on a group becomes one record, a `PreparedCall`. The dispatcher starts such
+records, interceptors and blocks take them, and `ProcessGroup.plan` keeps them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class PreparedCall:
     """A call on a group, with its arguments.
 
     Attributes:
-        shape: of the caller's main array.
+        shape: shape of the caller's main array.
         result: result of the work.
-        limit: seconds the operation may take.
-        key: of a keyed collective; as the user gave it, so it may have any type until it is checked.
-        unwrap: makes the result at the end, if it is not `result`.
+        limit: timeout in seconds.
+        key: key of a keyed collective; any value until it is checked.
+        unwrap: function that makes the result at the end; None if the result is `result`.
     """
 
     __slots__ = ("key", "limit", "result", "shape", "unwrap")
@@ -45,34 +45,34 @@ class PreparedCall:
 
     @property
     def signature(self) -> Signature | None:
-        """What the ranks must agree on; None for a message between two ranks, which is not numbered either."""
+        """The signature of a collective; None for a message between two ranks, which takes no sequence number."""
         raise NotImplementedError
 
     @property
     def is_on_device(self) -> bool:
-        """Whether it is a collective on CUDA arrays."""
+        """Whether this call is a collective on device arrays."""
         return False
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
-        """Make the operation that carries it out, with this id."""
+        """Make the operation that carries out the call, with the id `identity`."""
         raise NotImplementedError
 
-    def again(self) -> PreparedCall:
-        """Return the same call, to be started once more."""
+    def prepare_again(self) -> PreparedCall:
+        """Return a call for another start with the same arguments; it may be this object."""
         return self
 
     def expect(self, completion: Completion) -> None:
-        """Give `completion` the result and timeout of the call."""
+        """Set the result and timeout of the call in `completion`."""
         completion.expect(self.shape, self.limit, self.result)
         completion.unwrap = self.unwrap
 
 
 class PlannedCall(PreparedCall):
-    """A collective on arrays, of which a plan says what to do.
+    """A collective on arrays with a plan.
 
     Attributes:
-        plan: what to do.
-        arrays: flat, numbered as the plan's buffers; None where this rank has none.
+        plan: plan of the call.
+        arrays: flat arrays, numbered as the plan's buffers; None where this rank has no array.
     """
 
     __slots__ = ("arrays", "plan")
@@ -102,28 +102,28 @@ class PlannedCall(PreparedCall):
 
     @property
     def signature(self) -> Signature:
-        """What the ranks must agree on."""
+        """The signature, which must be equal on all ranks."""
         return self.plan.signature
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
-        """Make the operation that the executor of the plan is."""
+        """Make an operation of the plan's executor class."""
         return self.plan.executor(comm, identity, self.plan, self.arrays, completion)
 
-    def again(self) -> PlannedCall:
-        """Return the same call, to be started once more."""
+    def prepare_again(self) -> PlannedCall:
+        """Return a copy with its own list of arrays, for another start."""
         return PlannedCall(self.plan, [*self.arrays], self.shape, self.result, self.limit, self.key, self.unwrap)
 
 
 class FactoryCall(PreparedCall):
-    """A collective whose operation a function makes.
+    """A collective whose operation is made by a function.
 
     Args:
         make: makes the operation from its id and the completion.
 
     Attributes:
-        signature: what the ranks must agree on.
-        nbytes: that this rank sends to others, if that is known.
-        arrays: on the host, which it reads; None of a call whose operation keeps them to itself.
+        signature: the signature, which must be equal on all ranks.
+        nbytes: bytes that this rank sends to other ranks, if known.
+        arrays: host arrays that the call reads; None if only its operation has them.
     """
 
     __slots__ = ("_make", "_signature", "arrays", "nbytes")
@@ -155,7 +155,7 @@ class FactoryCall(PreparedCall):
 
     @property
     def signature(self) -> Signature:
-        """What the ranks must agree on."""
+        """The signature, which must be equal on all ranks."""
         return self._signature
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
@@ -167,12 +167,12 @@ class MessageCall(PreparedCall):
     """A message between two ranks.
 
     Args:
-        make: makes the operation from the completion; the id that it is also given is of no use.
+        make: makes the operation from an unused id and the completion.
 
     Attributes:
         ends: "src" or "dst", the other rank (None: any), and the tag.
         nbytes: size of the message.
-        arrays: its CUDA array; None of any other message.
+        arrays: a list of its device array; None for other messages.
     """
 
     __slots__ = ("_make", "_op", "arrays", "ends", "nbytes")
@@ -204,7 +204,7 @@ class MessageCall(PreparedCall):
 
     @property
     def signature(self) -> None:
-        """None: only its two ranks know of it."""
+        """None: a message concerns only its two ranks."""
         return None
 
     def operation(self, comm: Communicator, identity: int, completion: Completion) -> Operation:
@@ -212,6 +212,6 @@ class MessageCall(PreparedCall):
         return self._make(identity, completion)
 
     def expect(self, completion: Completion) -> None:
-        """Give `completion` the result, timeout and ends of the message."""
+        """Set the result, timeout and ends of the message in `completion`."""
         super().expect(completion)
         completion.ends = self.ends

@@ -44,11 +44,11 @@ __all__ = ["ProcessGroup"]
 SUM = ReduceOp.SUM
 
 A = TypeVar("A", bound=Array)
-#: What a reduction of one thing takes and gives back.
+#: Argument and result of a reduction: an array or a number.
 N = TypeVar("N", bound=Array | Number)
-#: The same of calls that take sparse arrays, too.
+#: The same for calls that also accept sparse arrays.
 S = TypeVar("S", bound=Array | Number | Sparse)
-#: What a message carries.
+#: Payload of a message.
 M = TypeVar("M", bound=Array | Sparse)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,49 +58,114 @@ D = TypeVar("D", bound=np.generic)
 class ProcessGroup:
     """A group of ranks, seen by one of them; `aiocoll.new_group` makes it.
 
-    A group belongs to the event loop that made it. ``async with`` closes it at the end of the block; if the block ends
+    A group belongs to the event loop that made it. ``async with`` closes it at the end of the block. If the block ends
     with an exception, the group is revoked on all ranks with that exception as the cause.
 
-    **Calls.** A call checks its arguments, starts its operation and returns a `Work`, whose await gives the result. A
-    wrong argument raises `TypeError` or `ValueError` at the call, and nothing is sent. Calls also raise
+    Collectives on arrays:
+
+    - `allreduce`: reduce the tensors of all ranks; every rank gets the result
+    - `reduce`: reduce the tensors of all ranks; the root gets the result
+    - `broadcast`: copy the root's tensor to all ranks
+    - `allgather`, `allgather_into_tensor`: gather every rank's tensor on every rank, as a list or as one array
+    - `gather`: gather every rank's tensor at the root
+    - `scatter`: send each rank its own array of the root's list
+    - `reduce_scatter`, `reduce_scatter_tensor`: reduce the inputs of all ranks; each rank gets one part of the result
+    - `alltoall`, `alltoall_base`: send a separate part to each rank
+    - `scan`, `exscan`: reduce over the ranks up to this one, with or without it
+    - `barrier`, `monitored_barrier`: wait until all ranks have made the call
+
+    Several calls as one operation:
+
+    - `coalescing`: fuse the calls of an ``async with`` block
+    - `allreduce_coalesced`: reduce a list of tensors
+    - `allgather_into_tensor_coalesced`: gather each tensor of a list into one array
+    - `reduce_scatter_tensor_coalesced`: reduce and scatter each tensor of a list
+
+    Messages between two ranks:
+
+    - `send`, `recv`: send or receive an array
+    - `recv_anysource`: receive an array from any rank
+    - `batch`: start several sends and receives together
+    - `send_object`, `recv_object`: send or receive an object
+    - `incoming`: iterate over the messages that match no posted receive
+    - `probe`, `iprobe`: describe the next message without receiving it
+
+    Collectives on objects:
+
+    - `broadcast_object`: send the root's object to all ranks
+    - `allgather_object`: gather every rank's object on every rank
+    - `gather_object`: gather every rank's object at the root
+    - `scatter_object`: send each rank its own object of the root's list
+    - `alltoall_object`: send a separate object to each rank
+
+    Plans, memory and estimates:
+
+    - `plan`: check a call once, to start it many times
+    - `empty`: allocate an array that the other ranks of this host can read in place
+    - `time_estimator`: predict the duration of calls without making them
+
+    Other groups:
+
+    - `split_group`: make groups of listed ranks
+    - `split`: make a group of the ranks that pass the same color
+    - `cart`: make a group whose ranks form a grid
+    - `shrink`: make a group of the ranks that are alive
+    - `grow`: make a group of these ranks and newcomers
+    - `merge_remote_group`: make a group of these ranks and the ranks of other groups
+
+    State and lifetime:
+
+    - `rank`, `size`, `backend_for`: return this rank's number, the number of ranks, the backend of a device
+    - `pending`, `stats`: list the pending works, return the counters
+    - `add_hook`: call a hook when operations start and end
+    - `drain`: wait until all pending works have ended
+    - `wait_revoked`: wait until the group is revoked
+    - `abort`: revoke the group on all ranks
+    - `report_death`: report to all ranks that the process of a rank has died
+    - `shutdown`, `aclose`: close the group
+
+    **Calls.** A call checks its arguments, starts its operation and returns a `Work`. Awaiting the work gives the
+    result. A wrong argument raises `TypeError` or `ValueError` at the call, and nothing is sent. Calls also raise
     `GroupClosedError` once this rank has closed the group, and `GroupRevokedError` once the group has failed.
 
-    **Failures.** Where an operation fails, awaiting its work raises a `GroupError`: `CollectiveMismatchError` if the
-    ranks called different things, `CollectiveTimeoutError` if time is up, `PeerLostError` if a rank is gone. The first
-    failure revokes the group on all ranks: what is pending there fails with the same cause. `shrink` makes a group of
-    the ranks that live.
+    **Failures.** When an operation fails, awaiting its work raises a `GroupError`: `CollectiveMismatchError` if the
+    ranks made different calls, `CollectiveTimeoutError` if the timeout expired, `PeerLostError` if a rank is lost. The
+    first failure revokes the group on all ranks: all pending works fail with the same cause. `shrink` makes a new group
+    of the ranks that are alive.
 
     **Collectives.** All ranks of the group make the same collective calls in the same order, or with the same `key`.
     `timeout` is in seconds and bounds the whole operation, not only the caller's wait. Arrays are of any kind that
-    `aiocoll.typing.Array` names; their dtype is the same on every rank. In what calls cost, p is the number of ranks
-    and n the bytes of one rank's tensor, or what the call says.
+    `aiocoll.typing.Array` names; their dtype is the same on every rank. In the *Cost* of a call, p is the number of
+    ranks, and n the number of bytes of one rank's tensor unless the call defines it.
 
-    **Objects.** Object collectives take what `aiocoll.codec` can write, and give new objects. Each object is sent
-    straight to its receivers, in one step, and has at most 16 MiB when it is written.
+    **Objects.** Object collectives accept the types that `aiocoll.codec` can encode, and yield new objects. Each object
+    is sent directly to its receivers, in one step. An encoded object has at most 16 MiB.
 
-    **Messages.** A send on one rank and a receive on another, or on the same. Messages of one sender with one tag are
-    received in the order sent. A tag is a number from 0 to 2**30 - 1. A receive has the length and dtype of its
-    message. A message to or from `PROC_NULL` ends at once: nothing is sent, and the tensor of a receive stays as it is.
+    **Messages.** A message is a send on one rank and a receive on another rank or on the same one. Messages from one
+    sender with one tag are received in the order sent. A tag is a number from 0 to 2**30 - 1. A receive has the length
+    and dtype of its message. A message to or from `PROC_NULL` ends at once: nothing is sent, and the tensor of a
+    receive stays unchanged.
 
-    **CUDA arrays.** NCCL carries out collectives on CUDA arrays if all ranks have the same version of it and a device
-    each. If not, they are staged: copied to the host, where the collective is carried out, and back. Staged is also
-    what NCCL lacks: scans, bit, logical and custom ops, reductions of 16-bit integers, AVG of integers and float8,
-    PRODUCT of complex, and PREMUL_SUM except in `allreduce`; and all reductions of float8, unless NCCL is 2.24 or later
-    and all devices have compute capability 9.0. NCCL rounds floats of 16 bits and less at each step, and its MIN and
-    MAX may lose a NaN. All ranks agree on each call before it begins, in two steps over the host: where they differ,
-    `CollectiveMismatchError` leaves arrays and group as they are. A group uses one device; ranks that share several
-    groups call them in the same order, as NCCL demands of communicators. Messages of more than 256 KiB go by NCCL if
-    the group uses it, others through the host; the other end of a message may be an array of the host.
+    **CUDA arrays.** NCCL carries out collectives on CUDA arrays if all ranks have the same NCCL version and a device
+    each. Otherwise they are staged: copied to the host, carried out there, and copied back. Calls that NCCL lacks are
+    staged, too: scans, bit, logical and custom ops, reductions of 16-bit integers, AVG of integers and float8, PRODUCT
+    of complex numbers, and PREMUL_SUM except in `allreduce`. Reductions of float8 are staged unless NCCL is 2.24 or
+    later and all devices have compute capability 9.0. NCCL rounds floats of 16 bits and less at each step, and its MIN
+    and MAX may lose a NaN. All ranks compare each call before it starts, in two steps over the host. If the calls
+    differ, `CollectiveMismatchError` leaves arrays and group unchanged. A group uses one device. Ranks that share
+    several groups call them in the same order, as NCCL requires. NCCL carries messages of more than 256 KiB if the
+    group uses it; the host carries all others. The other end of a message may be a host array.
 
     Attributes:
-        group_name: the same on all ranks.
+        group_name: name of the group, the same on all ranks.
         group_desc: a description for people.
-        timeout: seconds an operation may take by default. Setting it applies to later calls, on this rank.
+        timeout: default number of seconds that an operation may take. Setting it applies to later calls on this rank.
         global_ranks: rank in the job of each rank of the group.
-        recorder: what this rank did last, see `FlightRecorder`.
-        store: keys of this group in the store where its ranks met, for any small values that they share.
-        completed_everywhere: for a group made by `shrink`, what the old one had completed on all ranks of this one.
-        completed_somewhere: what it had completed on one of them at least.
+        recorder: the last operations of this rank, see `FlightRecorder`.
+        store: the keys of this group in the store where its ranks met, for small values that the ranks share.
+        completed_everywhere: for a group made by `shrink`, the calls that the old group had completed on all ranks of
+            this one.
+        completed_somewhere: the calls that the old group had completed on at least one rank of this one.
     """
 
     def __init__(self, comm: Communicator, spec: GroupSpec, origin: Origin) -> None:
@@ -111,18 +176,18 @@ class ProcessGroup:
         self.completed_everywhere, self.completed_somewhere = spec.completed
         dispatcher = Dispatcher(self, comm, spec, dry=origin.dry)
         if origin.dry:
-            from aiocoll.group.interceptors.dry_run import DryRun  # few groups are
+            from aiocoll.group.interceptors.dry_run import DryRun  # few groups are dry runs
 
             dispatcher.intercept(DryRun(dispatcher))
         elif spec.options.debug == "detail" and len(comm.ranks) > 1:
             from aiocoll.group.interceptors.verify import Verifier  # few groups compare all calls
 
             verifier = Verifier(dispatcher)
-            dispatcher.intercept(verifier, verifier.tell_wrong)
-        # Bound once: most calls are short.
+            dispatcher.intercept(verifier, verifier.report_wrong_call)
+        # Cached: an attribute lookup is a noticeable part of a short call.
         self._one = dispatcher.one
         if dispatcher.native is not None:
-            self._one = dispatcher.native.one  # type: ignore[assignment]  # which takes no argument by its name
+            self._one = dispatcher.native.one  # type: ignore[assignment]  # takes positional arguments only
         self._check_rank, self._rank = dispatcher.check_rank, comm.rank
         objects, coalescer = Objects(dispatcher), Coalescer(dispatcher)
         reconfigurer = Reconfigurer(dispatcher, objects, origin, spec)
@@ -145,7 +210,7 @@ class ProcessGroup:
 
     @property
     def timeout(self) -> float:
-        """Seconds an operation may take by default; `math.inf` is no limit."""
+        """Default number of seconds that an operation may take; `math.inf` means no limit."""
         return self._parts.comm.timeout
 
     @timeout.setter
@@ -167,7 +232,7 @@ class ProcessGroup:
         return self._rank
 
     def size(self) -> int:
-        """Return the number of ranks.
+        """Return the number of ranks in the group.
 
         Returns:
             At least 1; it never changes.
@@ -175,35 +240,35 @@ class ProcessGroup:
         return len(self.global_ranks)
 
     def backend_for(self, device: str) -> str:
-        """Name what carries out collectives on arrays of a device.
+        """Return the name of the backend that carries out collectives on arrays of a device.
 
         Args:
             device: a kind of device, such as "cpu".
 
         Returns:
-            Name of the backend. For CUDA arrays "aio" uses NCCL where all ranks can, "nccl" nothing else; see
+            Name of the backend. For CUDA arrays, "aio" uses NCCL if all ranks can, and "nccl" uses only NCCL; see
             `aiocoll.backends`.
 
         Raises:
             ValueError: the group has no backend for that device.
         """
         if device not in self._parts.devices:
-            has = f"group {self.group_name!r}; it has one for {', '.join(map(repr, self._parts.devices))}"
-            raise ValueError(f"device={device!r} has no backend in {has}")
+            available = f"group {self.group_name!r}; available: {', '.join(map(repr, self._parts.devices))}"
+            raise ValueError(f"device={device!r} has no backend in {available}")
         return self._parts.devices[device]
 
     # -- collectives on arrays
 
     def allreduce(self, tensor: S, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[S]:
-        """Reduce `tensor` over all ranks, in place; every rank gets the same bits.
+        """Reduce `tensor` over all ranks, in place; every rank gets bitwise the same result.
 
             rank 0  [a0 a1]         [a0+b0 a1+b1]
             rank 1  [b0 b1]   ->    [a0+b0 a1+b1]
 
-        Sparse arrays, for SUM and AVG only: scipy.sparse COO, CSR and CSC, and torch COO, in place, with or without
-        dense dimensions; of torch CSR a new tensor is the result. Every rank gets the union of all ranks' entries,
-        sorted, one per place: a sum that is zero stays stored. Entries of one place in one array are added up first. A
-        thread reads a large array; what is wrong with its indices is then the work's error, on all ranks.
+        Sparse arrays are accepted for SUM and AVG. Scipy.sparse COO, CSR and CSC, and torch COO with or without dense
+        dimensions are reduced in place; torch CSR yields a new tensor. Every rank gets the union of all ranks' entries,
+        sorted, one per position. A sum of zero stays stored. Entries of one array at the same position are added up
+        first. A thread reads a large array; an error in its indices then fails the work on all ranks.
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number.
@@ -215,29 +280,29 @@ class ProcessGroup:
             Work that yields `tensor`; for a number, the reduced number of the same type.
 
         Raises:
-            TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
+            TypeError: `tensor` is not an array or number, or `op` is not defined on its dtype.
             ValueError: `tensor` is read-only; or it is sparse, and `op` is neither SUM nor AVG.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: small: 1 step, n (p-1) bytes sent per rank, or of more than four ranks that share memory 2 steps, n bytes,
-            and n (p-1) from rank 0; large: 2 (p-1) steps, 2 n (p-1)/p bytes. Sparse: an allgather of the counts, then
-            one of all entries (4 or 8 bytes each, and the value), or a dense allreduce if that is cheaper; see
-            `aiocoll.group.sparse_reduce`.
+        Cost: small tensors take 1 step, n (p-1) bytes sent per rank. With more than four ranks that share memory they
+            take 2 steps, n bytes, and n (p-1) from rank 0. Large tensors take 2 (p-1) steps, 2 n (p-1)/p bytes. Sparse
+            arrays take an allgather of the counts, then an allgather of all entries, or a dense allreduce if that is
+            cheaper. An entry has 4 or 8 bytes and its value; see `aiocoll.group.sparse_reduce`.
         Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002 (ring); Traeff, arXiv 2410.14234 (circulant);
             Bruck et al. 1997 (bruck); Rabenseifner 2004 (pairwise); Traeff and Hunold 2020 and Bayatpour et al. 2017
             (between hosts); Renggli et al. 2019, arXiv 1802.08021 (sparse).
         """
         try:
             return self._one("allreduce", tensor, op, None, True, timeout, key)
-        except TypeError as error:  # found out only here, where no other call pays for it
+        except TypeError as error:  # an earlier check for sparse arrays would slow down every call
             return self._parts.collectives.reduce_sparse(error, tensor, op, None, timeout, key)
 
     def reduce(
         self, tensor: S, root: int, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[S]:
-        """Reduce `tensor` over all ranks into `root`'s; the other ranks' tensors stay as they are.
+        """Reduce `tensor` over all ranks into the root's tensor; the other ranks' tensors stay unchanged.
 
-        Of sparse arrays as in `allreduce`.
+        Sparse arrays are accepted as in `allreduce`.
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number.
@@ -250,13 +315,14 @@ class ProcessGroup:
             Work that yields `tensor`, which at the root holds the result; for a number, the reduced number at the root.
 
         Raises:
-            TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
-            ValueError: `root` is no rank of the group, or its tensor is read-only; or it is sparse, and `op` is neither
-                SUM nor AVG.
+            TypeError: `tensor` is not an array or number, or `op` is not defined on its dtype.
+            ValueError: `root` is not a rank of the group, or its tensor is read-only; or the tensor is sparse, and `op`
+                is neither SUM nor AVG.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: small: 1 step at the root or log2(p) steps; large: a pipelined chain, n bytes sent per rank. Sparse: an
-            allgather of the counts, then a gather of all entries, or a dense reduce if that is cheaper.
+        Cost: small tensors take 1 step at the root or log2(p) steps; large ones a pipelined chain, n bytes sent per
+            rank. Sparse arrays take an allgather of the counts, then a gather of all entries, or a dense reduce if that
+            is cheaper.
         Source: Thakur, Rabenseifner and Gropp 2005 (binomial tree); Rabenseifner 2004 (pairwise); Karonis et al. 2000
             (between hosts).
         """
@@ -267,29 +333,29 @@ class ProcessGroup:
             return self._parts.collectives.reduce_sparse(error, tensor, op, root, timeout, key)
 
     def broadcast(self, tensor: S, root: int, *, timeout: Timeout = None, key: str | None = None) -> Work[S]:
-        """Copy `root`'s tensor to all ranks.
+        """Copy the root's tensor to all ranks.
 
-        Sparse arrays need the same shape and dtype on all ranks, not the same entries: those of the root replace
-        theirs, in place as in `allreduce`.
+        Sparse arrays need the same shape and dtype on all ranks, but not the same entries. The root's entries replace
+        the entries of the other ranks, in place as in `allreduce`.
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number. It is read at the
                 root and written elsewhere.
-            root: rank whose tensor it is.
+            root: rank whose tensor is copied.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
         Returns:
-            Work that yields `tensor`; for a number, that of the root.
+            Work that yields `tensor`; for a number, the root's number.
 
         Raises:
-            TypeError: `tensor` is no array or number.
-            ValueError: `root` is no rank of the group, or another rank's tensor is read-only.
+            TypeError: `tensor` is not an array or number.
+            ValueError: `root` is not a rank of the group, or another rank's tensor is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: small: up to p-1 sends of the root, or a tree of log(p) levels; large: a pipelined chain, n bytes sent per
-            rank. Sparse: an allgather of the counts, then a broadcast of the entries (4 or 8 bytes each, and the
-            value).
+        Cost: small tensors take up to p-1 sends of the root, or a tree of log(p) levels; large ones a pipelined chain,
+            n bytes sent per rank. Sparse arrays take an allgather of the counts, then a broadcast of the entries (4 or
+            8 bytes each, and the value).
         Source: Thakur, Rabenseifner and Gropp 2005 (tree); Karonis et al. 2000, Traeff and Hunold 2020 (between hosts).
         """
         root = self._check_rank(root, "root")
@@ -299,7 +365,7 @@ class ProcessGroup:
             return self._parts.collectives.broadcast_sparse(error, tensor, root, timeout, key)
 
     def scan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
-        """Reduce over ranks 0 to this one, in place (inclusive prefix).
+        """Reduce `tensor` over ranks 0 to this one, in place (inclusive prefix).
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number.
@@ -311,16 +377,16 @@ class ProcessGroup:
             Work that yields `tensor`; for a number, the reduced number.
 
         Raises:
-            TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
+            TypeError: `tensor` is not an array or number, or `op` is not defined on its dtype.
             ValueError: `op` is AVG, or `tensor` is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: small: 1 step, up to n (p-1) bytes sent per rank; large: a pipelined chain, n bytes.
+        Cost: small tensors take 1 step, up to n (p-1) bytes sent per rank; large ones a pipelined chain, n bytes.
         """
         return self._parts.collectives.scan("scan", tensor, op, timeout, key)
 
     def exscan(self, tensor: N, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None) -> Work[N]:
-        """Reduce over the ranks below this one, in place (exclusive prefix); rank 0's tensor stays as it is.
+        """Reduce `tensor` over the ranks below this one, in place (exclusive prefix); rank 0's stays unchanged.
 
         Args:
             tensor: an array of any shape, of the same number of elements on every rank; or a number.
@@ -332,45 +398,46 @@ class ProcessGroup:
             Work that yields `tensor`; for a number, the reduced number.
 
         Raises:
-            TypeError: `tensor` is no array or number, or `op` is not defined on its dtype.
+            TypeError: `tensor` is not an array or number, or `op` is not defined on its dtype.
             ValueError: `op` is AVG, or `tensor` is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: small: 1 step, up to n (p-1) bytes sent per rank; large: a pipelined chain, n bytes.
+        Cost: small tensors take 1 step, up to n (p-1) bytes sent per rank; large ones a pipelined chain, n bytes.
         """
         return self._parts.collectives.scan("exscan", tensor, op, timeout, key)
 
     def barrier(self, *, timeout: Timeout = None, key: str | None = None) -> Work[None]:
-        """Wait until all ranks have called it.
+        """Wait until all ranks have entered the barrier.
 
         Args:
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
         Returns:
-            Work that is done once all ranks have called it.
+            Work that is done once all ranks have entered.
 
         Raises:
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: ceil(log2 p) steps without data; of ranks that share memory 1 step up to four, 2 steps up to 64 of them.
+        Cost: ceil(log2 p) steps without data. Ranks that share memory take 1 step if they are at most four, and 2 steps
+            if they are at most 64.
         Source: Hensgen, Finkel and Manber 1988 (dissemination); Karonis et al. 2000 (between hosts); Mellor-Crummey
             and Scott 1991 (in shared memory).
         """
         return self._parts.collectives.barrier(timeout, key)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> Work[None]:
-        """Wait until all ranks have called it; if some do not, rank 0 says which.
+        """Wait until all ranks have entered the barrier; at the timeout, report the missing ranks.
 
         Args:
             timeout: seconds; None is the group's.
-            wait_all_ranks: on rank 0: name every rank that is missing, not only the first of them.
+            wait_all_ranks: on rank 0: report every missing rank, not only the first one.
 
         Returns:
-            Work that is done once all ranks have called it.
+            Work that is done once all ranks have entered.
 
         Raises:
-            CollectiveTimeoutError: on every rank, saying ``Ranks 1, 3 failed to pass monitoredBarrier in ... ms``.
+            CollectiveTimeoutError: on every rank, with ``Ranks 1, 3 failed to pass monitoredBarrier in ... ms``.
             GroupError: the operation fails, see `ProcessGroup`.
 
         Cost: 2 steps without data, through rank 0: slower than `barrier` with many ranks.
@@ -394,11 +461,11 @@ class ProcessGroup:
     ) -> Work[list[Any]]:
         """Gather every rank's tensor on every rank.
 
-        Of sparse arrays, whose shapes may differ from rank to rank, the results are new arrays in the format of
-        `tensor`; `outputs` is None.
+        Sparse arrays may have different shapes on different ranks. They yield new arrays in the format of `tensor`;
+        `outputs` is None.
 
         Args:
-            outputs: one array per rank, with as many elements as that rank's tensor. None, then on all ranks, makes
+            outputs: one array per rank, with as many elements as that rank's tensor. None, on all ranks, allocates
                 NumPy arrays with rows like those of `tensor`; on a CUDA device, arrays like `tensor`.
             tensor: this rank's array; the number of elements may differ from rank to rank.
             timeout: seconds; None is the group's.
@@ -408,12 +475,13 @@ class ProcessGroup:
             Work that yields the list of outputs, in rank order.
 
         Raises:
-            TypeError: an argument is no array, or dtypes differ.
-            ValueError: `outputs` has not one array per rank, or one is read-only or shares memory with another.
+            TypeError: an argument is not an array, or dtypes differ.
+            ValueError: `outputs` does not have one array per rank, or one is read-only or shares memory with another.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: n (p-1) bytes sent per rank; 1 step, log2(p) steps or p-1 pipelined steps, by size. Without outputs, one
-            small step before. Sparse: n are the bytes of the entries, 4 or 8 each, and the value.
+        Cost: n (p-1) bytes sent per rank; 1 step, log2(p) steps or p-1 pipelined steps, depending on the size. Without
+            outputs, one small step precedes. For sparse arrays, n is the number of bytes of the entries: 4 or 8 each,
+            and the value.
         Source: Bruck et al. 1997 (circulant); Patarasuk and Yuan 2009 (ring); Karonis et al. 2000, Traeff and Hunold
             2020 (between hosts).
         """
@@ -422,7 +490,7 @@ class ProcessGroup:
     def allgather_into_tensor(
         self, output: A, tensor: Array, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[A]:
-        """Gather every rank's tensor, all of the same count, into one array, in rank order.
+        """Gather every rank's tensor, all with the same number of elements, into one array in rank order.
 
         Args:
             output: an array of p times the elements of `tensor`.
@@ -434,12 +502,12 @@ class ProcessGroup:
             Work that yields `output`.
 
         Raises:
-            TypeError: an argument is no array, or dtypes differ.
-            ValueError: `output` has another number of elements, or is read-only.
+            TypeError: an argument is not an array, or dtypes differ.
+            ValueError: `output` has a wrong number of elements, or is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: that of `allgather`.
-        Source: that of `allgather`.
+        Cost: as for `allgather`.
+        Source: as for `allgather`.
         """
         return self._parts.collectives.allgather_into_tensor(output, tensor, timeout, key)
 
@@ -464,16 +532,16 @@ class ProcessGroup:
         timeout: Timeout = None,
         key: str | None = None,
     ) -> Work[list[Any] | None]:
-        """Gather every rank's tensor at `root`.
+        """Gather every rank's tensor at the root.
 
-        Of sparse arrays as in `allgather`.
+        Sparse arrays are accepted as in `allgather`.
 
         Args:
-            outputs: at the root one array per rank, or None, which makes NumPy arrays, of at most 4 GiB each, with
+            outputs: at the root one array per rank, or None. None allocates NumPy arrays of at most 4 GiB each, with
                 rows like those of `tensor`; on a CUDA device, or in a block, arrays like `tensor`. Elsewhere None or
                 [].
             tensor: this rank's array; the number of elements may differ from rank to rank.
-            root: rank that gets them.
+            root: rank that gets the tensors.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
@@ -481,24 +549,24 @@ class ProcessGroup:
             Work that yields the list of outputs at the root, None elsewhere.
 
         Raises:
-            TypeError: an argument is no array, or dtypes differ.
-            ValueError: `root` is no rank of the group, or `outputs` is not as described.
+            TypeError: an argument is not an array, or dtypes differ.
+            ValueError: `root` is not a rank of the group, or `outputs` is not as described.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: 1 step; n bytes sent per rank, of all ranks received at the root. Sparse: an allgather of the counts
-            before.
+        Cost: 1 step; n bytes sent per rank; the root receives the tensors of all ranks. For sparse arrays, an allgather
+            of the counts precedes.
         """
         return self._parts.collectives.gather(outputs, tensor, root, timeout, key)
 
     def scatter(
         self, output: A, inputs: Sequence[Array] | None, root: int, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[A]:
-        """Send array r of `root`'s `inputs` to rank r's `output`.
+        """Send `inputs[r]` of the root to the `output` of rank r.
 
         Args:
-            output: receives this rank's array; the number of elements may differ from rank to rank.
+            output: array that receives this rank's input; the number of elements may differ from rank to rank.
             inputs: at the root one array per rank; elsewhere None or [].
-            root: rank whose arrays they are.
+            root: rank that sends its arrays.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
@@ -506,9 +574,9 @@ class ProcessGroup:
             Work that yields `output`.
 
         Raises:
-            TypeError: an argument is no array, or dtypes differ.
-            ValueError: `root` is no rank of the group, `inputs` is not as described, or `output` is read-only or shares
-                memory with another rank's input.
+            TypeError: an argument is not an array, or dtypes differ.
+            ValueError: `root` is not a rank of the group, `inputs` is not as described, or `output` is read-only or
+                shares memory with another rank's input.
             GroupError: the operation fails, see `ProcessGroup`.
 
         Cost: 1 step; the root sends the arrays of the other ranks.
@@ -524,12 +592,12 @@ class ProcessGroup:
         timeout: Timeout = None,
         key: str | None = None,
     ) -> Work[A]:
-        """Reduce array r of all ranks' `inputs` into rank r's `output`.
+        """Reduce `inputs[r]` over all ranks into the `output` of rank r.
 
         Args:
-            output: as many elements as input r has, on rank r.
-            inputs: one array per rank; array r has the same number of elements on every rank, and different arrays may
-                have different numbers.
+            output: on rank r, an array of as many elements as `inputs[r]`.
+            inputs: one array per rank. `inputs[r]` has the same number of elements on every rank; different arrays may
+                have different numbers of elements.
             op: how to reduce.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
@@ -538,12 +606,13 @@ class ProcessGroup:
             Work that yields `output`.
 
         Raises:
-            TypeError: an argument is no array, dtypes differ, or `op` is not defined on them.
-            ValueError: `inputs` has not one array per rank, or `output` has another number of elements or is read-only.
+            TypeError: an argument is not an array, dtypes differ, or `op` is not defined on them.
+            ValueError: `inputs` does not have one array per rank, or `output` has a wrong number of elements or is
+                read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: n (p-1)/p bytes sent per rank, where n are the bytes of all inputs of a rank: half of an allreduce; 1
-            step, log2(p) steps or p-1 pipelined steps, by size.
+        Cost: n (p-1)/p bytes sent per rank, half as many as for an allreduce; n is the number of bytes of all inputs of
+            a rank. 1 step, log2(p) steps or p-1 pipelined steps, depending on the size.
         Source: Rabenseifner 2004 (pairwise); Traeff, arXiv 2410.14234 (circulant); Patarasuk and Yuan 2009 (ring).
         """
         return self._parts.collectives.reduce_scatter(output, inputs, op, timeout, key)
@@ -551,10 +620,10 @@ class ProcessGroup:
     def reduce_scatter_tensor(
         self, output: A, input: Array, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[A]:
-        """Reduce all ranks' `input` and leave the r-th of p equal parts in rank r's `output`.
+        """Reduce `input` over all ranks, and write part r of p equal parts into the `output` of rank r.
 
         Args:
-            output: a p-th of the elements of `input`.
+            output: an array of 1/p of the elements of `input`.
             input: an array of the same number of elements on every rank.
             op: how to reduce.
             timeout: seconds; None is the group's.
@@ -564,22 +633,22 @@ class ProcessGroup:
             Work that yields `output`.
 
         Raises:
-            TypeError: an argument is no array, dtypes differ, or `op` is not defined on them.
-            ValueError: `input` has not p times the elements of `output`, or `output` is read-only.
+            TypeError: an argument is not an array, dtypes differ, or `op` is not defined on them.
+            ValueError: `input` does not have p times the elements of `output`, or `output` is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: that of `reduce_scatter`.
-        Source: that of `reduce_scatter`.
+        Cost: as for `reduce_scatter`.
+        Source: as for `reduce_scatter`.
         """
         return self._parts.collectives.reduce_scatter_tensor(output, input, op, timeout, key)
 
     def alltoall(
         self, outputs: Sequence[A], inputs: Sequence[Array], *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[A]]:
-        """Send `inputs[r]` to rank r, and receive what rank r sends in `outputs[r]`.
+        """Send `inputs[r]` to rank r, and receive the array from rank r in `outputs[r]`.
 
         Args:
-            outputs: one array per rank, with as many elements as that rank sends here.
+            outputs: one array per rank, with as many elements as that rank sends to this one.
             inputs: one array per rank, of any number of elements.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
@@ -588,12 +657,12 @@ class ProcessGroup:
             Work that yields the list of outputs.
 
         Raises:
-            TypeError: an argument is no array, or dtypes differ.
-            ValueError: a list has not one array per rank, or an output is read-only or shares memory with an input or
-                another output.
+            TypeError: an argument is not an array, or dtypes differ.
+            ValueError: a list does not have one array per rank, or an output is read-only or shares memory with an
+                input or another output.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: 1 step; n (p-1)/p bytes sent per rank, where n are the bytes of all its inputs.
+        Cost: 1 step; n (p-1)/p bytes sent per rank, where n is the number of bytes of all its inputs.
         """
         return self._parts.collectives.alltoall(outputs, inputs, timeout, key)
 
@@ -607,12 +676,11 @@ class ProcessGroup:
         timeout: Timeout = None,
         key: str | None = None,
     ) -> Work[A]:
-        """Cut `input` along its first dimension, send part r to rank r, and put what arrives into `output`.
+        """Split `input` along its first dimension, send part r to rank r, and receive the parts in `output`.
 
         Args:
-            output: an array of as many elements as all that it receives, part by part in rank order.
-            input: an array of any shape, sent part by part along its first dimension; must not share memory with
-                `output`.
+            output: an array of as many elements as all received parts together; it holds them in rank order.
+            input: an array of any shape, which is split along its first dimension; must not share memory with `output`.
             output_split_sizes: rows from each rank; None for equal parts.
             input_split_sizes: rows to each rank; None for equal parts.
             timeout: seconds; None is the group's.
@@ -622,42 +690,45 @@ class ProcessGroup:
             Work that yields `output`.
 
         Raises:
-            TypeError: an argument is no array, or dtypes differ.
-            ValueError: the sizes do not add up to the rows of their array, `output` is read-only, or both share memory.
+            TypeError: an argument is not an array, or dtypes differ.
+            ValueError: the sizes do not add up to the rows of their array, `output` is read-only, or `input` and
+                `output` share memory.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: that of `alltoall`.
+        Cost: as for `alltoall`.
         """
         return self._parts.collectives.alltoall_base(output, input, output_split_sizes, input_split_sizes, timeout, key)
 
-    # -- calls that travel together
+    # -- several calls as one operation
 
     def coalescing(self) -> Batch:
-        """Record the calls on this group made in the block, and in tasks started in it, and carry them out together.
+        """Record the calls that the block, and tasks started in it, make on this group, and carry them out together.
 
             async with pg.coalescing():
                 for gradient in gradients:
                     pg.allreduce(gradient)
 
-        Calls of the same kind, dtype, op and root become one operation; where all ranks share memory and run the
-        accelerator, small ones are carried out each by itself, in about 2 µs. All ranks record the same calls in the
-        same order; together they take one number. Leaving the block sends them and waits for all; awaiting one of them
-        inside sends what is recorded at the end of this turn of the loop. The order in which the calls of a block are
-        carried out is not defined: none may write where another one reads or writes. Calls on CUDA arrays are one group
-        of NCCL calls; those that NCCL cannot carry out are staged one by one.
+        Calls of the same kind, dtype, op and root become one operation. If all ranks share memory and run the
+        accelerator, each small call remains a separate operation, which takes about 2 µs. All ranks record the same
+        calls in the same order; together the calls take one sequence number.
 
-        If an exception leaves the block, nothing more is sent, and the works that were not sent raise an error with
-        that exception as its cause.
+        Leaving the block starts the recorded calls and waits for all of them. Awaiting a work inside the block starts
+        them at the end of the current loop iteration. The calls of a block are carried out in any order, so no call may
+        write memory that another one reads or writes. Calls on CUDA arrays become one group of NCCL calls; calls that
+        NCCL cannot carry out are staged one by one.
+
+        If an exception leaves the block, nothing more is sent. The works that were not sent raise an error with that
+        exception as its cause.
 
         Returns:
-            What ``async with`` enters, and gives.
+            An async context manager, which ``async with`` binds to its target.
 
         Raises:
-            RuntimeError: on entering: the block is inside another one of the same group.
+            RuntimeError: on entering: the block is inside another block of the same group.
             ValueError: on sending: two calls share memory that one of them writes.
-            CollectiveMismatchError: on sending: the ranks have recorded different calls; it names some that differ.
+            CollectiveMismatchError: on sending: the ranks have recorded different calls; it names some of them.
 
-        Cost: that of one call on all arrays of a kind, and two copies of each that is small; large ones travel alone.
+        Cost: as for one call on all arrays of a kind, and two copies of each small array; large ones are not fused.
         """
         return self._parts.coalescer.block()
 
@@ -684,14 +755,14 @@ class ProcessGroup:
             Work that yields the list of tensors.
 
         Raises:
-            TypeError: `tensors` is no list of arrays, or `op` is not defined on their dtype.
-            ValueError: a tensor is read-only, or two of them share memory.
+            TypeError: `tensors` is not a list of arrays, or `op` is not defined on their dtype.
+            ValueError: a tensor is read-only, or two tensors share memory.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: that of one `allreduce` of all of them, and two copies of each that is small; large ones travel alone.
+        Cost: as for one `allreduce` of all tensors, and two copies of each small tensor; large ones are not fused.
         """
         check_list(tensors, "tensors")
-        return self._parts.coalescer.as_one(
+        return self._parts.coalescer.start_list(
             "ALLREDUCE_COALESCED", lambda: [self.allreduce(each, op, timeout=timeout) for each in tensors], key
         )
 
@@ -706,7 +777,7 @@ class ProcessGroup:
     def allgather_into_tensor_coalesced(
         self, outputs: Any, inputs: Any, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
-        """Gather every rank's `inputs[i]` into `outputs[i]`, for all i, as one operation per dtype.
+        """Gather every rank's `inputs[i]` into `outputs[i]`, for each i, as one operation per dtype.
 
         Args:
             outputs: a list of arrays, each of p times the elements of its input.
@@ -718,16 +789,16 @@ class ProcessGroup:
             Work that yields the list of outputs.
 
         Raises:
-            TypeError: an argument is no list of arrays, or the dtypes of a pair differ.
+            TypeError: an argument is not a list of arrays, or the dtypes of a pair differ.
             ValueError: the lists differ in length, or an output has a wrong number of elements or is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: that of one `allgather_into_tensor` of all of them, and two copies of each that is small; large ones
-            travel alone.
+        Cost: as for one `allgather_into_tensor` of all inputs, and two copies of each small array; large ones are not
+            fused.
         """
         each = pairs(outputs, inputs)
         call = partial(self.allgather_into_tensor, timeout=timeout)
-        return self._parts.coalescer.as_one(
+        return self._parts.coalescer.start_list(
             "ALLGATHER_INTO_TENSOR_COALESCED", lambda: [call(*pair) for pair in each], key
         )
 
@@ -754,10 +825,10 @@ class ProcessGroup:
     def reduce_scatter_tensor_coalesced(
         self, outputs: Any, inputs: Any, op: ReduceOp = SUM, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[Any]]:
-        """Reduce all ranks' `inputs[i]` and leave part r in rank r's `outputs[i]`, for all i, as one call.
+        """Reduce `inputs[i]` over all ranks, and write part r into `outputs[i]` of rank r, for each i, as one call.
 
         Args:
-            outputs: a list of arrays, each of a p-th of the elements of its input.
+            outputs: a list of arrays, each of 1/p of the elements of its input.
             inputs: a list of as many arrays; each has the same number of elements on every rank.
             op: how to reduce.
             timeout: seconds; None is the group's.
@@ -767,60 +838,61 @@ class ProcessGroup:
             Work that yields the list of outputs.
 
         Raises:
-            TypeError: an argument is no list of arrays, the dtypes of a pair differ, or `op` is not defined on them.
+            TypeError: an argument is not a list of arrays, the dtypes of a pair differ, or `op` is not defined on them.
             ValueError: the lists differ in length, or an output has a wrong number of elements or is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: that of one `reduce_scatter_tensor` of all of them, and two copies of each that is small; large ones
-            travel alone.
+        Cost: as for one `reduce_scatter_tensor` of all inputs, and two copies of each small array; large ones are not
+            fused.
         """
         each = pairs(outputs, inputs)
         call = partial(self.reduce_scatter_tensor, op=op, timeout=timeout)
-        return self._parts.coalescer.as_one(
+        return self._parts.coalescer.start_list(
             "REDUCE_SCATTER_TENSOR_COALESCED", lambda: [call(*pair) for pair in each], key
         )
 
     # -- messages between two ranks
 
     def send(self, tensor: M, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
-        """Send `tensor` to rank `dst`; done when the memory may be reused, not when it has been received.
+        """Send `tensor` to rank `dst`; the work is done when the memory may be reused, perhaps before the receive.
 
-        Of a sparse array (as in `allreduce`) only the entries travel, and are received in one of its shape and dtype.
+        Only the entries of a sparse array (as in `allreduce`) are sent. The receive passes a sparse array of the same
+        shape and dtype.
 
         Args:
             tensor: an array of any shape, of less than 4 GiB.
             dst: a rank of the group, which may be this one; or `PROC_NULL`, to send nothing.
-            tag: a number from 0 to 2**30 - 1, which the receive gives, too.
+            tag: a number from 0 to 2**30 - 1; the receive passes the same tag.
             timeout: seconds; None is the group's.
 
         Returns:
             Work that yields `tensor`.
 
         Raises:
-            TypeError: `tensor` is no array, or `dst` or `tag` no number.
-            ValueError: `dst` is no rank of the group, `tag` is out of range, or `tensor` is too long.
+            TypeError: `tensor` is not an array, or `dst` or `tag` is not a number.
+            ValueError: `dst` is not a rank of the group, `tag` is out of range, or `tensor` is too long.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: one message of n bytes. Sparse: 4 or 8 bytes per entry, and its value.
+        Cost: one message of n bytes. A sparse array takes 4 or 8 bytes per entry, and its value.
         """
         return self._parts.messages.send(tensor, dst, tag, timeout)
 
     def recv(self, tensor: M, src: int, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
-        """Receive a message of rank `src` in `tensor`.
+        """Receive a message from rank `src` in `tensor`.
 
         Args:
-            tensor: an array of the number of elements and the dtype of the message; or a sparse one of its shape and
-                dtype, whose entries are replaced, as in `broadcast`.
+            tensor: an array with the number of elements and the dtype of the message. For a sparse message, a sparse
+                array of the same shape and dtype, whose entries are replaced as in `broadcast`.
             src: a rank of the group, which may be this one; or `PROC_NULL`, to receive nothing.
-            tag: that of the send.
+            tag: tag of the send.
             timeout: seconds; None is the group's.
 
         Returns:
             Work that yields `tensor`.
 
         Raises:
-            TypeError: `tensor` is no array, or `src` or `tag` no number.
-            ValueError: `src` is no rank of the group, `tag` is out of range, or `tensor` is read-only.
+            TypeError: `tensor` is not an array, or `src` or `tag` is not a number.
+            ValueError: `src` is not a rank of the group, `tag` is out of range, or `tensor` is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
         Cost: one message of n bytes.
@@ -828,18 +900,18 @@ class ProcessGroup:
         return self._parts.messages.recv(tensor, self._check_rank(src, "src", null=True), tag, timeout)
 
     def recv_anysource(self, tensor: M, tag: int = 0, *, timeout: Timeout = None) -> Work[M]:
-        """Receive the next message of any rank in `tensor`; `work.source_rank()` tells whose it was.
+        """Receive the next message from any rank in `tensor`; `work.source_rank()` returns the sender.
 
         Args:
-            tensor: an array of the number of elements and the dtype of the message; or a sparse one, as for `recv`.
-            tag: that of the send.
+            tensor: an array with the number of elements and the dtype of the message; or a sparse array, as for `recv`.
+            tag: tag of the send.
             timeout: seconds; None is the group's.
 
         Returns:
             Work that yields `tensor`.
 
         Raises:
-            TypeError: `tensor` is no array, or `tag` no number.
+            TypeError: `tensor` is not an array, or `tag` is not a number.
             ValueError: `tag` is out of range, or `tensor` is read-only.
             GroupError: the operation fails, see `ProcessGroup`.
 
@@ -868,7 +940,7 @@ class ProcessGroup:
                 memory with that of another operation.
             GroupError: an operation fails, see `ProcessGroup`.
 
-        Cost: a message each.
+        Cost: one message per operation.
         """
         return self._parts.messages.batch(operations, timeout)
 
@@ -876,16 +948,16 @@ class ProcessGroup:
         """Send an object to rank `dst`.
 
         Args:
-            obj: what `aiocoll.codec` can write, of 16 MiB at most.
+            obj: an object that `aiocoll.codec` can encode, of at most 16 MiB.
             dst: a rank of the group, which may be this one; or `PROC_NULL`, to send nothing.
-            tag: a number from 0 to 2**30 - 1, which the receive gives, too.
+            tag: a number from 0 to 2**30 - 1; the receive passes the same tag.
             timeout: seconds; None is the group's.
 
         Returns:
             Work that yields None.
 
         Raises:
-            SerializationError: `obj` cannot travel; names its type and its path.
+            SerializationError: `obj` cannot be encoded; the message names the type and the path.
             TypeError, ValueError: `dst` or `tag` is wrong.
             GroupError: the operation fails, see `ProcessGroup`.
 
@@ -894,11 +966,11 @@ class ProcessGroup:
         return self._parts.messages.send_object(obj, dst, tag, timeout)
 
     def recv_object(self, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[Any]:
-        """Receive an object of rank `src`, or of any rank.
+        """Receive an object from rank `src`, or from any rank.
 
         Args:
-            src: a rank of the group, or `PROC_NULL`, which yields None; None takes the next object of any rank.
-            tag: that of the send.
+            src: a rank of the group, or `PROC_NULL`, which yields None; None receives the next object from any rank.
+            tag: tag of the send.
             timeout: seconds; None is the group's.
 
         Returns:
@@ -913,40 +985,40 @@ class ProcessGroup:
         return self._parts.messages.recv_object(src, tag, timeout)
 
     def incoming(self, tag: int = 0) -> AsyncIterator[tuple[int, Any]]:
-        """Iterate over the messages with `tag` that no receive has asked for, in order of arrival.
+        """Iterate over the messages with `tag` that match no posted receive, in order of arrival.
 
-        A message is taken only when it is yielded, so cancelling a step loses none, and the iterator can go on; several
-        tasks may share it. It ends when this rank closes the group.
+        A message is removed from the queue only when it is yielded. So cancelling a step loses no message, and the
+        iterator remains usable. Several tasks may share the iterator. It ends when this rank closes the group.
 
         Args:
-            tag: that of the sends.
+            tag: tag of the sends.
 
         Returns:
-            An iterator over pairs ``(source, message)``: a rank, and a 1-D array or the object that was sent. A
-            message of a structured dtype, of dates or of texts is an array of its bytes.
+            An iterator over pairs ``(source, message)``: a rank, and the object or array that was sent. Arrays are 1-D.
+            A message of a structured dtype, of dates or of texts is an array of its bytes.
 
         Raises:
-            TypeError, ValueError: `tag` is wrong; or the next message is a sparse array, which stays for `recv`.
+            TypeError, ValueError: `tag` is wrong; or the next message is a sparse array, which remains for `recv`.
             GroupError: the group is closed or fails, see `ProcessGroup`.
 
-        Cost: one message each.
+        Cost: one message per step.
         """
         return self._parts.messages.incoming(tag)
 
     def probe(self, source: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work[Envelope]:
-        """Wait for a message that could be received, and tell what it is, without receiving it.
+        """Wait for a message that could be received, and describe it without receiving it.
 
             envelope = await pg.probe(tag=3)
             x = np.empty(envelope.count, envelope.dtype)
             await pg.recv(x, envelope.source, tag=3)
 
-        The next receive from that source with that tag gets the message. A receive that was posted earlier, and fits,
-        takes it first: a probe does not see it. Several probes see the same message, until a receive or `incoming`
-        takes it; tasks that take messages of one tag from each other use `incoming`. Cancelling a probe loses nothing.
+        The next receive from that source with that tag gets the message. A message that matches a receive posted
+        earlier is not visible to probes. Several probes see the same message until a receive or `incoming` takes it.
+        Tasks that compete for the messages of one tag use `incoming`. Cancelling a probe loses no message.
 
         Args:
             source: a rank of the group, or `PROC_NULL`; None is any rank.
-            tag: that of the send.
+            tag: tag of the send.
             timeout: seconds; None is the group's.
 
         Returns:
@@ -954,21 +1026,21 @@ class ProcessGroup:
 
         Raises:
             TypeError, ValueError: `source` or `tag` is wrong.
-            GroupError: no such message comes in time, or the group fails, see `ProcessGroup`.
+            GroupError: no such message arrives in time, or the group fails, see `ProcessGroup`.
 
-        Cost: none of its own.
+        Cost: none; the message is sent anyway.
         """
         return self._parts.messages.probe(source, tag, timeout)
 
     def iprobe(self, source: int | None = None, tag: int = 0) -> Envelope | None:
-        """Tell what the next message is, if there is one now; otherwise as `probe`.
+        """Describe the next message without waiting or receiving it; see `probe`.
 
-        It looks at what has come meanwhile, but connections are opened, and long computations of the loop go on, only
-        while the program awaits something: a loop that only calls this, without an await, may wait for ever.
+        It checks for messages that have arrived. Connections are opened, and long computations continue, only while the
+        program awaits something. So a program that calls `iprobe` repeatedly without an await may never get a message.
 
         Args:
             source: a rank of the group, or `PROC_NULL`; None is any rank.
-            tag: that of the send.
+            tag: tag of the send.
 
         Returns:
             The `Envelope`; None if there is no such message.
@@ -977,11 +1049,11 @@ class ProcessGroup:
             TypeError, ValueError: `source` or `tag` is wrong.
             GroupError: the group is closed or has failed.
 
-        Cost: none of its own.
+        Cost: none; the message is sent anyway.
         """
         return self._parts.messages.iprobe(source, tag)
 
-    # -- objects
+    # -- collectives on objects
 
     @overload
     def broadcast_object(
@@ -994,11 +1066,11 @@ class ProcessGroup:
     def broadcast_object(
         self, obj: object = None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[Any]:
-        """Send `root`'s object to all ranks.
+        """Send the root's object to all ranks.
 
         Args:
-            obj: at the root what `aiocoll.codec` can write, of 16 MiB at most; ignored elsewhere.
-            root: rank whose object it is.
+            obj: at the root an object that `aiocoll.codec` can encode, of at most 16 MiB; ignored elsewhere.
+            root: rank whose object is sent.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
@@ -1006,11 +1078,11 @@ class ProcessGroup:
             Work that yields the root's object: `obj` itself there, a new one elsewhere.
 
         Raises:
-            SerializationError: `obj` cannot travel; names its type and its path.
-            TypeError, ValueError: `root` is no rank of the group.
+            SerializationError: `obj` cannot be encoded; the message names the type and the path.
+            TypeError, ValueError: `root` is not a rank of the group.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: 1 step: p-1 messages of the root.
+        Cost: 1 step: p-1 messages from the root.
         """
         return self._parts.objects.broadcast(obj, root, timeout, key)
 
@@ -1018,7 +1090,7 @@ class ProcessGroup:
         """Gather every rank's object on every rank.
 
         Args:
-            obj: what `aiocoll.codec` can write, of 16 MiB at most.
+            obj: an object that `aiocoll.codec` can encode, of at most 16 MiB.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
@@ -1026,33 +1098,33 @@ class ProcessGroup:
             Work that yields the list of objects, in rank order.
 
         Raises:
-            SerializationError: `obj` cannot travel; names its type and its path.
+            SerializationError: `obj` cannot be encoded; the message names the type and the path.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: 1 step: p-1 messages of every rank.
+        Cost: 1 step: p-1 messages from every rank.
         """
         return self._parts.objects.allgather(obj, timeout, key)
 
     def gather_object(
         self, obj: T, root: int = 0, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[list[T] | None]:
-        """Gather every rank's object at `root`.
+        """Gather every rank's object at the root.
 
         Args:
-            obj: what `aiocoll.codec` can write, of 16 MiB at most.
-            root: rank that gets them.
+            obj: an object that `aiocoll.codec` can encode, of at most 16 MiB.
+            root: rank that gets the objects.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
         Returns:
-            Work that yields the list of objects, in rank order, at the root, None elsewhere.
+            Work that yields the list of objects in rank order at the root, None elsewhere.
 
         Raises:
-            SerializationError: `obj` cannot travel; names its type and its path.
-            TypeError, ValueError: `root` is no rank of the group.
+            SerializationError: `obj` cannot be encoded; the message names the type and the path.
+            TypeError, ValueError: `root` is not a rank of the group.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: 1 step: a message of every other rank.
+        Cost: 1 step: one message from every other rank.
         """
         return self._parts.objects.gather(obj, root, timeout, key)
 
@@ -1067,11 +1139,11 @@ class ProcessGroup:
     def scatter_object(
         self, objs: Sequence[Any] | None, root: int = 0, *, timeout: Timeout = None, key: str | None = None
     ) -> Work[Any]:
-        """Send the r-th of `root`'s objects to rank r.
+        """Send `objs[r]` of the root to rank r.
 
         Args:
-            objs: at the root one object per rank, each of 16 MiB at most; ignored elsewhere.
-            root: rank whose objects they are.
+            objs: at the root one object per rank, each of at most 16 MiB; ignored elsewhere.
+            root: rank whose objects are sent.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
@@ -1079,35 +1151,35 @@ class ProcessGroup:
             Work that yields this rank's object.
 
         Raises:
-            SerializationError: an object cannot travel; names its type and its path.
-            TypeError, ValueError: `root` is no rank of the group, or `objs` has not one object per rank.
+            SerializationError: an object cannot be encoded; the message names the type and the path.
+            TypeError, ValueError: `root` is not a rank of the group, or `objs` does not have one object per rank.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: 1 step: p-1 messages of the root.
+        Cost: 1 step: p-1 messages from the root.
         """
         return self._parts.objects.scatter(objs, root, timeout, key)
 
     def alltoall_object(self, objs: Sequence[T], *, timeout: Timeout = None, key: str | None = None) -> Work[list[T]]:
-        """Send the r-th object to rank r.
+        """Send `objs[r]` to rank r, and receive an object from every rank.
 
         Args:
-            objs: one object per rank, each of 16 MiB at most.
+            objs: one object per rank, each of at most 16 MiB.
             timeout: seconds; None is the group's.
             key: match by this key instead of by order.
 
         Returns:
-            Work that yields the list of what every rank has sent here, in rank order.
+            Work that yields the list of the objects received from every rank, in rank order.
 
         Raises:
-            SerializationError: an object cannot travel; names its type and its path.
-            ValueError: `objs` has not one object per rank.
+            SerializationError: an object cannot be encoded; the message names the type and the path.
+            ValueError: `objs` does not have one object per rank.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: 1 step: p-1 messages of every rank.
+        Cost: 1 step: p-1 messages from every rank.
         """
         return self._parts.objects.alltoall(objs, timeout, key)
 
-    # -- calls that are made again and again
+    # -- plans
 
     def plan(self, call: Callable[P, Work[T]], /, *args: P.args, **kwargs: P.kwargs) -> CallPlan[T]:
         """Check a call once, to start it many times.
@@ -1117,24 +1189,25 @@ class ProcessGroup:
                 gradients[:] = ...
                 await plan.start()
 
-        The arguments are checked here, and nothing starts. The plan holds the arrays: each start takes what is in them
-        then, and leaves its result there. A start takes its place among the calls of the group as the call itself
-        would. Calls on contiguous arrays of the host are cheaper to start than to make; any other call is made anew.
+        The arguments are checked here, and nothing starts. The plan holds the arrays: each start reads their current
+        contents, and writes its result there. A start takes its place in the order of the group's calls as the call
+        itself would. Starting a plan is cheaper than the call if its arrays are contiguous host arrays; otherwise each
+        start repeats the whole call.
 
         Args:
             call: a method of this group: any collective, send or receive, of arrays or objects, or `batch`.
-            args: its arguments.
-            kwargs: likewise.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
 
         Returns:
-            A plan; its `start` returns what the call returns.
+            A plan; its `start` returns the work of the call.
 
         Raises:
-            TypeError: `call` is no such method of this group; or what the call raises.
-            ValueError: what the call raises.
+            TypeError: `call` is not such a method of this group; or the call raises it.
+            ValueError: the call raises it.
             GroupError: the group is closed or has failed.
 
-        Cost: that of the call, at each start.
+        Cost: as for the call, at each start.
         """
         return make_plan(self._parts.dispatcher, call, args, kwargs)
 
@@ -1145,67 +1218,70 @@ class ProcessGroup:
     @overload
     async def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]: ...
     async def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-        """Make an array, of any content, in memory that the other ranks of this host can read.
+        """Allocate an uninitialized array in memory that the other ranks of this host can read in place.
 
-            ordinary array       rank 0 copies a piece into shared memory; rank 1 reduces it from there
-            array of `empty`     rank 1 reduces it from where it lies
+            ordinary array       rank 0 copies a piece into shared memory; rank 1 reduces that copy
+            array of `empty`     rank 1 reduces rank 0's memory in place
 
-        An `allreduce` of more than 64 KiB on such arrays copies nothing that it does not have to, where all ranks of
-        the group are on one host and share memory, and the op is applied in pieces (of float16 and narrower, sums are
-        not). It gives the same bits as on other arrays, which other ranks may use. A slice of it, another shape of it
-        or a tensor that shares its memory is as good. All other calls treat it as any other array.
+        An `allreduce` of more than 64 KiB on such arrays avoids that copy, if all ranks of the group are on one host
+        and share memory. The op must be applicable in pieces; sums of float16 and narrower dtypes are not. The result
+        has the same bits as with ordinary arrays, and other ranks may pass ordinary arrays. Slices, reshaped views and
+        tensors that share the memory work as well. All other calls treat the array as any other array.
 
-        The call is local: other ranks need not make it. The memory is released with the last view of the array. It also
-        serves the groups that `shrink` and `new_group` make of the same ranks.
+        The call is local: other ranks need not make it. The memory is released with the last view of the array. The
+        array also works in the groups that `shrink` and `new_group` make of the same ranks.
 
         Args:
             shape: a number of elements, or a tuple.
-            dtype: one that can be exchanged, as NumPy takes it; bfloat16 and float8 are those of ml_dtypes.
+            dtype: a NumPy dtype of elements that can be exchanged; ml_dtypes has bfloat16 and float8.
 
         Returns:
-            The array, C-contiguous. It lies in ordinary memory if it is small, if other memory would gain nothing, or
-            (a warning says so once) if there is none.
+            A C-contiguous array. It is in ordinary memory if it is small, if shared memory would save nothing, or if
+            shared memory is not available; in the last case a warning is logged once.
 
         Raises:
-            TypeError: `shape` or `dtype` is none, or such elements cannot be exchanged.
-            ValueError: a negative number, or more bytes than there are addresses.
-            MemoryError: there is no memory at all.
+            TypeError: `shape` or `dtype` is invalid, or such elements cannot be exchanged.
+            ValueError: `shape` has a negative number, or the array exceeds the address space.
+            MemoryError: not even ordinary memory is available.
             GroupClosedError: this rank has closed the group.
             GroupRevokedError: the group has failed.
 
-        Cost: 0.3 ms per MiB, in many turns of the loop; 1 file descriptor here, before Python 3.13 2 here and 1 at
-            the right neighbour, so make few large arrays and slice them. The first call on each also passes it on.
+        Cost: 0.3 ms per MiB, spread over many loop iterations, and 1 file descriptor on this rank. Before Python 3.13
+            it is 2 on this rank and 1 at the right neighbour. So make few large arrays and slice them. The first call
+            on each array also passes its descriptor to that neighbour.
         """
         return await empty(self._parts.dispatcher, shape, dtype)
 
     @contextlib.contextmanager
     def time_estimator(self) -> Iterator[Estimate]:
-        """Predict how long the calls in this block would take, in place of making them.
+        """Predict the duration of the calls in this block instead of making them.
 
             with pg.time_estimator() as estimate:
                 pg.allreduce(gradients)
                 pg.barrier()
             print(estimate.seconds, estimate.calls)
 
-        The calls check their arguments, send nothing, take no number and leave arrays as they are; their works have
-        ended, and yield what they are given (objects: None). The block is local: other ranks need not enter one. Tasks
-        started in the block predict, too; other groups, and other tasks, go on as always.
+        The calls check their arguments, send nothing, take no sequence number and leave arrays unchanged. Their works
+        have ended, and yield the caller's arrays (object calls yield None). The block is local: other ranks need not
+        enter one. Tasks started in the block predict, too. Other groups and other tasks are not affected.
 
-        The prediction is for calls that all ranks make together, on a machine that does nothing else: the formulas of
-        `aiocoll.algorithms.cost` with the numbers of the machine, which are defaults unless `aiocoll bench --tune` has
-        measured them. Calls count one after the other, also where they would overlap. Of objects only the bytes that
-        this rank sends are known; of gather and scatter, off the root, those of equal shares. Sparse arrays count as if
-        all ranks' had the same size and were sent as they are. All hosts count as equally far from each other. What
-        ``debug="detail"`` adds is left out.
+        The prediction assumes that all ranks make the calls together, on an otherwise idle machine. It applies the
+        formulas of `aiocoll.algorithms.cost` to the parameters of the machine. These are defaults unless
+        ``aiocoll bench --tune`` has measured them. The times of all calls are added up, even where calls would overlap.
+
+        The prediction is less exact for some calls. For objects only the bytes that this rank sends are known. For
+        gather and scatter, ranks other than the root assume equal shares. Sparse arrays are assumed to have the same
+        size on all ranks and to be sent as they are. All hosts are assumed to be equally distant from each other. The
+        additional steps of ``debug="detail"`` are left out.
 
         It is accurate enough to compare calls, and to know the order of magnitude of one; see the table in
         ``docs/estimates.md``, which ``bench/estimate.py`` measures.
 
         Returns:
-            What ``with`` enters; it gives the `Estimate`, which is complete at the end of the block.
+            A context manager, which ``with`` binds to the `Estimate`. The estimate is complete at the end of the block.
 
         Raises:
-            TypeError: from a call in the block on CUDA arrays, of which nothing has been measured.
+            TypeError: from a call in the block on CUDA arrays, for which there are no measurements.
             GroupError: the group is closed or revoked.
         """
         self._parts.dispatcher.check()
@@ -1226,28 +1302,29 @@ class ProcessGroup:
         local: bool = False,
         order: Literal["group", "given"] = "group",
     ) -> Work[Self | None]:
-        """Make a group of some of the ranks, or several that have no rank in common.
+        """Make a group of some of the ranks, or several groups that have no rank in common.
 
-        Every rank of this group calls it, in the same order and with the same lists; it is local and sends nothing.
-        The new group shares all connections with this group, can be split again, and is closed by itself or with this
-        one. It fails on its own: a failure of this group, other than the death of a common rank, does not concern it.
+        Every rank of this group calls it, in the same order and with the same lists. It is local and sends nothing. The
+        new group shares all connections with this group, can be split again, and is closed separately or with this
+        group. It also fails separately: a failure of this group does not affect it, except the death of a common rank.
 
-        Ranks that have named different lists cannot talk to each other in the groups that come of it. The first
-        collective there tells them so within half a second.
+        Ranks that passed different lists cannot exchange messages in the resulting groups. The first collective there
+        reports the mismatch within half a second.
 
         Args:
-            ranks: of this group; or a list of such lists.
-            timeout: seconds an operation of the new group may take by default; None is this group's.
-            group_name: of the new group, or of each of them, not that of another open one.
-            local: only the ranks in a list call it, as often as each other with that list. Ranks that name different
-                lists are then not told: a collective ends at its timeout.
-            order: how the new group numbers its ranks: as this one does ("group"), or as the list does ("given").
+            ranks: a list of ranks of this group; or a list of such lists.
+            timeout: default number of seconds that an operation of the new group may take; None is this group's.
+            group_name: name of the new group, or of each of them; different from the names of open groups.
+            local: only the ranks in a list call it, each of them equally often with that list. Different lists are then
+                not reported: a collective fails at its timeout.
+            order: numbering of the ranks in the new group: as in this group ("group"), or as in the list ("given").
 
         Returns:
             Work that is done, and yields the group this rank is in, or None.
 
         Raises:
-            TypeError, ValueError: the lists are empty, name a rank twice, or one that is none; or the name is taken.
+            TypeError, ValueError: the lists are empty, or name a rank twice or a rank that does not exist; or the name
+                is already in use.
             GroupError: the group is closed or revoked.
 
         Cost: nothing is sent.
@@ -1256,71 +1333,69 @@ class ProcessGroup:
         return self._parts.reconfigurer.split(ranks, timeout, group_name, ending, local, order)
 
     async def shrink(self, exclude: Iterable[int] | None = None, *, assume_dead: Iterable[int] | None = None) -> Self:
-        """Make a new group of the ranks that are alive and call this, numbered anew in the same order.
+        """Make a new group of the ranks that are alive and make this call, numbered from 0 in the same order.
 
-        On a failed group it keeps all ranks that live. On a healthy one it keeps all but `exclude`, and revokes the old
-        group: what is pending on this rank fails, so await it before. The new group works at once, and its
-        `completed_everywhere` and `completed_somewhere` tell where to resume. The old one is of no more use: close it
-        at any time.
+        On a failed group, the new group has all ranks that are alive. On a healthy group, it has all ranks but
+        `exclude`, and the old group is revoked: pending works on this rank fail, so await them before. The new group is
+        usable at once. Its `completed_everywhere` and `completed_somewhere` show where to resume. The old group is no
+        longer usable: close it at any time.
 
-        Lost ranks that are not proven dead are tried again first, for 2.5 s at most: a reset connection does not cost a
-        rank its place. A death is proven by a process of the same host that sees it, or by the process that started the
-        rank.
+        First, `shrink` reconnects to lost ranks that are not proven dead, for at most 2.5 s. So a reset connection does
+        not exclude a rank. A process on the same host, or the process that started the rank, can prove its death.
 
-        Ranks that do not call it within 6 s are left out, if the others are enough to be sure that no other part of the
-        group goes on: all ranks that are not proven dead have to answer, or more than half of all ranks of the group,
-        or half of them with the lowest.
+        Ranks that do not call `shrink` within 6 s are left out. The others continue only if no second part of the group
+        can do so, too. So one of these must take part: all ranks not proven dead; more than half of all ranks; or half
+        of all ranks, including the lowest one.
 
-        Cancelling it does not take this rank's vote back: it may be counted as a member. Call it again then, or close
-        the group.
+        Cancelling it does not withdraw this rank's vote: the rank may be counted as a member. Then call `shrink` again,
+        or close the group.
 
         Args:
-            exclude: ranks of this group to go on without; give the same on all ranks. Where they differ, a rank is
-                out if any that takes part excludes it.
-            assume_dead: ranks of this group that the program knows to be dead where nobody can prove it: their host has
-                lost power, say. **If one of them lives and goes on as well, there are two groups**, each of which takes
-                itself for the only one: whatever they write, they write twice.
+            exclude: ranks of this group to leave out; pass the same on all ranks. If the ranks differ, a rank is left
+                out if any participant excludes it.
+            assume_dead: ranks of this group that the program knows to be dead although no process can prove it, for
+                example because their host has lost power. **If one of them is alive and continues, there are two
+                groups.** Each considers itself the only one, so their external effects happen twice.
 
         Returns:
             The new group.
 
         Raises:
-            ValueError: an argument names this rank, or one that is none.
-            PeerLostError: too few ranks could be reached to be sure that the others do not go on by themselves; its
-                message and `ranks` name the others.
-            GroupError: this rank is out: it was excluded, was taken for dead, or called too late. Or the group was
-                shrunk before, or is closed.
+            ValueError: an argument names this rank, or a rank that does not exist.
+            PeerLostError: too few ranks could be reached, so the other ranks might continue as a separate group;
+                the message and `ranks` name the other ranks.
+            GroupError: this rank is left out: it was excluded, was assumed dead, or called too late. Or the group was
+                already shrunk, or is closed.
 
-        Cost: a few small messages once all living ranks have called it.
+        Cost: a few small messages once all ranks that are alive have made the call.
         """
         group: Self = await self._parts.reconfigurer.shrink(exclude, assume_dead)
         return group
 
     async def grow(self, n: int, timeout: Timeout = None, *, at_least: int | None = None) -> Self:
-        """Make a new group of the ranks of this one, which keep their numbers, and `n` newcomers after them.
+        """Make a new group of the ranks of this group, which keep their numbers, followed by `n` newcomers.
 
-        All ranks call it; newcomers call ``new_group(join=True)`` with the same ``init_method`` or store, before or
-        after. The new group has connections of its own: nothing of an older one is heard in it. This one stays as it
-        is: close it when it is no longer needed. A process that takes the place of a lost one comes in like this, too:
-        `shrink`, then `grow`.
+        All ranks call it. Newcomers call ``new_group(join=True)`` with the same ``init_method`` or store, before or
+        after. The new group has its own connections, so it receives no messages of older groups. This group stays
+        unchanged: close it when it is no longer needed. To replace a lost process, call `shrink`, then `grow`.
 
         Args:
             n: number of newcomers, the same on all ranks.
-            timeout: seconds to wait for them, and then for all to meet; None is the group's.
-            at_least: when the time is over, go on with those that have come if there are so many; None: only with `n`.
+            timeout: seconds to wait for the newcomers, and then for all ranks to meet; None is the group's.
+            at_least: at the timeout, continue if at least this many newcomers have arrived; None requires `n`.
 
         Returns:
             The new group.
 
         Raises:
-            TypeError, ValueError: `n` or `at_least` is no positive number, or differs between ranks.
-            RendezvousError: too few came, or not all could meet; this group is as before. Newcomers that came keep
-                waiting.
-            StoreUnavailableError: the store where the ranks met is gone, so nobody can be found there.
-            GroupError: this group has failed, before or meanwhile, as all ranks hear at once: `shrink` it, and let what
-                comes of it grow. Newcomers assigned by then raise `RendezvousError`, the others keep waiting.
+            TypeError, ValueError: `n` or `at_least` is not a positive number, or differs between ranks.
+            RendezvousError: too few newcomers arrived, or not all ranks could meet. This group is unchanged, and
+                newcomers that have arrived keep waiting.
+            StoreUnavailableError: the store where the ranks met is gone, so newcomers cannot be found there.
+            GroupError: this group has failed, before or during the call; all ranks raise it at once. Call `shrink`,
+                then `grow` on the new group. Newcomers with an assignment raise `RendezvousError`; others keep waiting.
 
-        Cost: that of `new_group`, after an `allgather_object`.
+        Cost: as for `new_group`, after an `allgather_object`.
         """
         group: Self = await self._parts.reconfigurer.grow(n, timeout, at_least)
         return group
@@ -1328,52 +1403,53 @@ class ProcessGroup:
     async def merge_remote_group(
         self, store: Store, size: int, timeout: Timeout = None, group_name: str | None = None
     ) -> Self:
-        """Make a group of all ranks of this one and of others that it has never met.
+        """Make a group of all ranks of this group and of groups of other jobs.
 
-        All ranks of all these groups call it. The new group has connections of its own; the old ones stay as they are.
-        Ranks are numbered group by group, and in a group in their order. Groups follow each other by their lowest rank
-        in their job, then by their names, then in the order of their coming. Groups with a job key need the same one.
+        All ranks of all these groups call it. The new group has its own connections; the old groups stay unchanged.
+        Ranks are numbered group by group, and inside a group in their order. Groups are sorted by their lowest rank in
+        their job, then by name, then by arrival. Groups with a job key need the same key.
 
         Args:
-            store: that all these ranks share; it stays open.
+            store: a store that all these ranks share; it stays open.
             size: number of ranks of the new group.
-            timeout: seconds the others have to come, and then all to meet; and that an operation of the new group may
-                take by default. None is this group's.
-            group_name: of the new group, the same on all ranks; several mergers at once in one store need different
-                ones. None is "merged".
+            timeout: seconds to wait for the other groups, and then for all ranks to meet. Also the default timeout of
+                operations of the new group. None is this group's.
+            group_name: name of the new group, the same on all ranks. Merges at the same time in one store need
+                different names. None is "merged".
 
         Returns:
             The new group.
 
         Raises:
-            RendezvousError: too few ranks came, or too many, or they want different sizes, or could not meet; this
-                group is as before.
+            RendezvousError: too few or too many ranks arrived, they passed different sizes, or they could not meet;
+                this group is unchanged.
             StoreUnavailableError: the store is gone.
             GroupError: this group has failed.
 
-        Cost: that of `new_group`.
+        Cost: as for `new_group`.
         """
         group: Self = await self._parts.reconfigurer.merge(store, size, timeout, group_name)
         return group
 
     async def split(self, color: int | str | None, key: int = 0) -> Self | None:
-        """Make a group of the ranks that give the same colour, for each colour.
+        """Make a group of the ranks that pass the same color, for each color.
 
-        All ranks of this group call it, in the same order as other calls; unlike for `split_group`, a rank need not
-        know what the others give. The new group shares all connections with this one, as one that `split_group` makes.
+        All ranks of this group call it, in the same order as other calls. Unlike with `split_group`, a rank need not
+        know the arguments of the other ranks. The new group shares all connections with this group, as with
+        `split_group`.
 
         Args:
-            color: of the group that this rank is to be in: any number or text. None: of none.
-            key: ranks of the new group are numbered by their keys, and ranks with the same key as in this group.
+            color: an int or str that selects the group of this rank; None: no group.
+            key: an int; ranks of the new group are sorted by their keys, then by their numbers in this group.
 
         Returns:
-            The group this rank is in; None if it has given no colour.
+            The group this rank is in; None if `color` is None.
 
         Raises:
             TypeError: `color` or `key` is of another type.
             GroupError: the operation fails, see `ProcessGroup`.
 
-        Cost: that of `allgather_object`.
+        Cost: as for `allgather_object`.
         """
         group: Self | None = await self._parts.reconfigurer.split_by_color(
             color, key, lambda: self._parts.lifetime.is_ending
@@ -1381,26 +1457,26 @@ class ProcessGroup:
         return group
 
     def cart(self, dims: Sequence[int], periods: bool | Sequence[bool] | None = None) -> CartesianGroup[Self] | None:
-        """Make a group of the first ranks whose ranks form a grid.
+        """Make a group of the first ranks of this group, arranged as a grid.
 
             cart = pg.cart([0, 0], periods=[True, False])  # a cylinder
             below, above = cart.shift(axis=0)
             await cart.halo(u)
 
-        All ranks of this group call it, in the same order as other calls that make groups, and with the same
-        arguments; it is local and sends nothing. Ranks are numbered along the last axis first, and keep their order.
+        All ranks of this group call it, in the same order as other calls that make groups, and with the same arguments.
+        It is local and sends nothing. Ranks keep their order, and the last coordinate changes fastest.
 
         Args:
-            dims: number of ranks along each axis. Those that are 0 are chosen so that all ranks are in the grid, as
+            dims: number of ranks along each axis. Zeros are replaced so that all ranks are in the grid, by lengths as
                 equal as possible, the largest first.
-            periods: whether each axis goes round, its last rank next to its first; None: none does.
+            periods: whether each axis is periodic: its last rank is a neighbour of its first. None: no axis is.
 
         Returns:
             The `CartesianGroup`; None on ranks beyond the grid.
 
         Raises:
-            TypeError, ValueError: `dims` are more ranks than there are, no multiple of the ranks can have the lengths
-                that are given, or an argument is no list of ints or bools.
+            TypeError, ValueError: `dims` needs more ranks than the group has, or does not divide their number; or an
+                argument is not a list of ints or bools.
             GroupError: the group is closed or has failed.
 
         Cost: nothing is sent.
@@ -1408,7 +1484,7 @@ class ProcessGroup:
         made: CartesianGroup[Self] | None = make_cartesian(self, self._parts.dispatcher.size, dims, periods)
         return made
 
-    # -- life
+    # -- state and lifetime
 
     def add_hook(self, hook: Hook) -> HookHandle:
         """Call `hook` when operations of this group start and end; see `aiocoll.hooks`.
@@ -1417,21 +1493,21 @@ class ProcessGroup:
             hook: an object with `on_start(info)`, `on_end(info)`, or both.
 
         Returns:
-            What removes it again.
+            A handle whose `remove` method removes the hook.
 
         Raises:
-            TypeError: it has neither method.
+            TypeError: `hook` has neither method.
         """
         return self._parts.comm.hooks.add(hook)
 
     def stats(self) -> GroupStats:
-        """Return what this rank has done in the group so far: counts, bytes, times, and whom it has waited for.
+        """Return the counters of this rank in the group: calls, bytes, times, and waits for other ranks.
 
-        All operations are counted from the start of the group: collectives, messages, objects and blocks, on CUDA
-        arrays, too. Any thread may ask, at any time, also after the group was closed or revoked.
+        Counters start when the group is made. They include collectives, messages, objects and blocks, also on CUDA
+        arrays. Any thread may call it, at any time, also after the group was closed or revoked.
 
         Returns:
-            Numbers that do not change any more; `str()` of them is a table.
+            An immutable snapshot; `str()` formats it as a table.
 
         Raises:
             RuntimeError: the group was made with ``GroupOptions(stats=False)``.
@@ -1439,18 +1515,18 @@ class ProcessGroup:
         return self._parts.lifetime.stats()
 
     def pending(self) -> list[Work[Any]]:
-        """List the works that have not ended.
+        """Return the works that have not ended.
 
         Returns:
-            The works, oldest first; those that a block has recorded come last.
+            The works, oldest first; works recorded by a block come last.
         """
         return self._parts.lifetime.pending()
 
     async def drain(self) -> None:
-        """Wait until all works pending now have ended.
+        """Wait until all currently pending works have ended.
 
         Raises:
-            GroupError: a work failed; it is the error of the first that did, of whatever type.
+            GroupError: a work failed. The error of the first failed work is raised, whatever its type.
         """
         await self._parts.lifetime.drain()
 
@@ -1469,7 +1545,7 @@ class ProcessGroup:
         """Revoke the group at once, on all ranks: every pending work fails.
 
         Args:
-            reason: what the error says on all ranks.
+            reason: text for the error on all ranks.
 
         Raises:
             RuntimeError: called in another process, thread or event loop than the group's.
@@ -1477,23 +1553,23 @@ class ProcessGroup:
         self._parts.lifetime.abort(reason)
 
     def report_death(self, rank: int, reason: str) -> None:
-        """Tell all ranks that the process of a rank is gone, where the program, or what runs it, knows that it is.
+        """Report to all ranks that the process of a rank has died, as the program or its supervisor knows.
 
-        All groups with that rank fail, on all ranks, with ``PeerLostError(how="killed")``. To `shrink` the rank is
-        proven dead: it is not tried again, not waited for and not counted. The report may come when the group has
-        failed already, and while `shrink` waits. Reports of ranks that have ended, or are known to be dead, do nothing.
+        All groups with that rank fail, on all ranks, with ``PeerLostError(how="killed")``. `shrink` treats the rank as
+        proven dead: it does not reconnect to it, wait for it or count it. The report may be made after the group has
+        failed, and while `shrink` waits. Reports about ranks that have ended, or are known to be dead, have no effect.
 
-        **If the rank lives after all**, it is out as soon as it receives the report: its groups fail, its `shrink`
-        raises `GroupError`, and what it sends is ignored. If two ranks report each other, at most one of them
-        continues. Without a majority of the job, `shrink` waits up to a second for a reported rank whose connection is
-        still open. So there are two groups only if the report is wrong and cannot reach the rank within that second.
+        **If the rank is alive**, it is excluded as soon as it receives the report: its groups fail, its `shrink` raises
+        `GroupError`, and its messages are ignored. If two ranks report each other, at most one of them continues.
+        Without a majority of the job, `shrink` waits up to a second for a reported rank whose connection is still open.
+        So there are two groups only if the report is wrong and cannot reach the rank within that second.
 
         Args:
             rank: rank of this group.
-            reason: what the errors say about it.
+            reason: text for the errors.
 
         Raises:
-            TypeError, ValueError: `rank` is no other rank of this group, or `reason` no text.
+            TypeError, ValueError: `rank` is not another rank of this group, or `reason` is not a str.
             RuntimeError: called in another process, thread or event loop than the group's.
 
         Cost: a small message to every rank.
@@ -1501,10 +1577,10 @@ class ProcessGroup:
         self._parts.lifetime.report_death(rank, reason)
 
     async def shutdown(self) -> None:
-        """Close the group: wait for works that have started (at most `timeout`), say goodbye, release everything.
+        """Close the group: wait for started works (at most `timeout`), send goodbyes, release all resources.
 
-        Idempotent. A peer whose operation needs this rank gets `PeerLostError` with ``how="left"``; no other operation
-        is disturbed. Groups that were split off from this one and are open are closed first.
+        Idempotent. A peer whose operation needs this rank gets `PeerLostError` with ``how="left"``; other operations
+        are not affected. Open groups that were split off from this group are closed first.
 
         Raises:
             RuntimeError: called in another process, thread or event loop than the group's.

@@ -1,4 +1,4 @@
-"""Makes groups from others: `shrink`, `grow`, `split_group` and `merge_remote_group`."""
+"""The maker of groups from other groups: `shrink`, `grow`, `split_group`, `split` and `merge_remote_group`."""
 
 from __future__ import annotations
 
@@ -37,31 +37,30 @@ __all__ = ["ADOPTED", "Reconfigurer", "strip_generation"]
 
 T = TypeVar("T")
 
-#: The key of the first call in a group that has grown.
+#: Key of the first call in a grown group: a broadcast that confirms to newcomers that the old ranks continue.
 ADOPTED = "aiocoll/adopted"
-#: Seconds in which the group detects a death that the store, or a new connection, noticed first
-#: (contract: 1 s).
-NEWS = 1.0
+#: Seconds within which the group detects a death; a store or a new connection may notice it earlier (contract: 1 s).
+DETECTION_TIME = 1.0
 
 
 class Reconfigurer:
-    """Makes groups from the ranks of one group; `ProcessGroup` documents the calls.
+    """The maker of further groups from one group; `ProcessGroup` documents the calls.
 
     Args:
-        dispatcher: of the group.
+        dispatcher: dispatcher of the group.
         objects: the object collectives of the group.
         origin: the origin of the group.
-        spec: the properties of the group.
+        spec: name and options of the group.
 
     Attributes:
-        parent: reconfigurer of the group that this one was split off from.
-        parts: open groups split off from this one, with their reconfigurers.
+        parent: reconfigurer of the group that this group was split off from; None without one.
+        parts: open groups split off from this group, with their reconfigurers.
     """
 
     def __init__(self, dispatcher: Dispatcher, objects: Objects, origin: Origin, spec: GroupSpec) -> None:
         self.parent: Reconfigurer | None = None
         self.parts: dict[Any, Reconfigurer] = {}
-        # How often this rank has made a group of the same ranks by themselves.
+        # Local splits made so far, counted by list of ranks.
         self._local: Counter[tuple[int, ...]] = Counter()
         self._dispatcher = dispatcher
         self._comm = dispatcher.comm
@@ -74,8 +73,8 @@ class Reconfigurer:
     async def shrink(self, exclude: Iterable[int] | None, assume_dead: Iterable[int] | None) -> Any:
         """Make a group of the ranks that are alive."""
         comm, d = self._comm, self._dispatcher
-        excluded = self._others(exclude, "exclude")
-        assumed = self._others(assume_dead, "assume_dead")
+        excluded = self._check_others(exclude, "exclude")
+        assumed = self._check_others(assume_dead, "assume_dead")
         d.check_owner()
         agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         if agreement.taken:
@@ -85,54 +84,61 @@ class Reconfigurer:
             )
         comm.revoke(
             GroupError(
-                f"group {comm.name!r} was given up by rank {d.rank}, which called shrink()",
+                f"group {comm.name!r} was replaced: rank {d.rank} called shrink()",
                 group=comm.name,
                 ranks=[d.rank],
             ),
-            # The others may still be completing what is complete here; what is incomplete here will not complete there.
+            # Other ranks may still complete operations that are complete here, but none that is in flight here.
             tell=bool(len(comm.in_flight)),
         )
         outcome = await agreement.shrink(excluded, assumed, report(comm))
         members: list[int] = sorted(outcome["members"], key=comm.ranks.index)
         completed = Completed.of(outcome["everywhere"]), Completed.of(outcome["somewhere"])
-        spec = self._spec._replace(name=_following(comm.name), timeout=comm.timeout, completed=completed)
+        spec = self._spec._replace(name=_successor_name(comm.name), timeout=comm.timeout, completed=completed)
         group = self._origin.derive(agreement.identity(outcome["members"]), members, spec)
         if self.parent is not None:
-            self.parent._adopt(group)
+            self.parent._add_part(group)
         return group
 
-    def _others(self, ranks: Iterable[int] | None, what: str) -> set[int]:
-        """Check ranks to continue without; return them numbered as in the job."""
+    def _check_others(self, ranks: Iterable[int] | None, what: str) -> set[int]:
+        """Check the ranks to leave out; return their numbers in the job."""
         comm, d = self._comm, self._dispatcher
         found = {comm.ranks[d.check_rank(rank, what)] for rank in ranks or ()}
         if comm.endpoint.rank in found:
-            raise ValueError(f"{what} names rank {d.rank}, which is calling: a rank that is to go does not shrink")
+            raise ValueError(f"{what} names this rank, {d.rank}: a rank that leaves must not call shrink()")
         return found
 
     # -- growing
 
     async def grow(self, n: int, timeout: Timeout, at_least: int | None) -> Any:
-        """Make a group of this one's ranks and newcomers."""
+        """Make a group of this group's ranks and newcomers."""
         least = n if at_least is None else at_least
         n, least = to_int(n, "n"), to_int(least, "at_least")
         if n < 1:
-            raise ValueError(f"n={n}: give the number of newcomers, at least 1")
+            raise ValueError(f"n={n}: the number of newcomers must be at least 1")
         if not 1 <= least <= n:
             raise ValueError(f"at_least={least}: must be from 1 to n={n}")
         limit = self._dispatcher.limit(timeout)
         return await self.take_in(n, least, limit, limit)
 
     async def take_in(self, most: int, least: int, come: float, meet: float) -> Any:
-        """Make a group of this one's ranks and newcomers: `come` and `meet` are the seconds for each of it."""
+        """Make a group of this group's ranks and newcomers.
+
+        Args:
+            most: most newcomers to add.
+            least: fewest newcomers to continue with at the timeout.
+            come: seconds to wait for newcomers.
+            meet: seconds for all ranks to meet.
+        """
         comm = self._comm
         self._dispatcher.check()
-        invitation = Invitation(most, least, len(comm.ranks), _following(comm.name))
+        invitation = Invitation(most, least, len(comm.ranks), _successor_name(comm.name))
         assignment = await self._unless_revoked(self._assign(invitation, come, meet))
-        async with self._calling_off(assignment):
-            return await self._grown(assignment, meet)
+        async with self._notify_newcomers_on_failure(assignment):
+            return await self._meet_newcomers(assignment, meet)
 
     async def await_newcomer(self) -> None:
-        """Wait until there is a newcomer that a group could take in."""
+        """Wait until a newcomer has arrived."""
         await self._origin.await_newcomer()
 
     async def _assign(self, invitation: Invitation, come: float, meet: float) -> Assignment:
@@ -141,18 +147,18 @@ class Reconfigurer:
         for name, asked in (("n", most), ("at_least", least)):
             if len(set(asked)) > 1:
                 raise ValueError(
-                    f"the ranks of group {comm.name!r} called grow() with {name}={list(asked)}: give the same {name}"
+                    f"the ranks of group {comm.name!r} called grow() with {name}={list(asked)}: pass the same {name}"
                 )
         if self._origin.dry:
             return (await self._origin.invite(invitation, come))._replace(rank=comm.rank)
-        return await (self._invite(invitation, come) if comm.rank == 0 else self._invited())
+        return await (self._invite(invitation, come) if comm.rank == 0 else self._receive_assignment())
 
-    async def _grown(self, assignment: Assignment, limit: float) -> Any:
-        """Meet the newcomers, and continue with them only if all ranks of this group do."""
+    async def _meet_newcomers(self, assignment: Assignment, limit: float) -> Any:
+        """Meet the newcomers, and agree with all ranks of this group to continue in the new group."""
         comm = self._comm
         agreement = comm.endpoint.agreements.voter(comm.id, comm.growths, comm.ranks)
         try:
-            group = await self._unless_revoked(self._meet_anew(assignment, limit, comm.timeout))
+            group = await self._unless_revoked(self._meet(assignment, limit, comm.timeout))
         except BaseException as error:
             agreement.decline(assignment.prefix, str(error) or "a rank was cancelled")
             raise
@@ -161,38 +167,38 @@ class Reconfigurer:
         except BaseException:
             await group.shutdown()
             raise
-        # Tell the newcomers that this group continues: one that is not told does not continue. If the group fails now,
-        # the next call on it says so.
+        # Confirm to the newcomers that this group continues; without the confirmation they do not continue. If the new
+        # group fails now, its next call raises.
         with contextlib.suppress(GroupError):
             await group.broadcast_object(True, 0, key=ADOPTED)
         return group
 
     async def _invite(self, invitation: Invitation, limit: float) -> Assignment:
-        """As rank 0, wait for the newcomers, and tell the other ranks the outcome."""
+        """Wait for the newcomers on rank 0, and broadcast the outcome."""
         comm = self._comm
         try:
             assignment = await self._origin.invite(invitation, limit)
         except StoreTimeoutError as error:
             text = (
-                f"group {comm.name!r} cannot grow: the store where its ranks met has stopped ({error}), so newcomers "
-                "do not find it. Continue the process that serves it, and call grow() again"
+                f"group {comm.name!r} cannot grow: the store where its ranks met does not answer ({error}), so "
+                "newcomers cannot find the group. Continue the process that serves the store, and call grow() again"
             )
-            self._tell(text, gone=True)
+            self._broadcast_error(text, gone=True)
             raise StoreUnavailableError(text) from error
         except StoreUnavailableError as error:
-            await self._dispatcher.runtime.sleep(NEWS)
+            await self._dispatcher.runtime.sleep(DETECTION_TIME)
             text = (
-                f"group {comm.name!r} cannot grow: the store where its ranks met is gone ({error}), so "
-                "newcomers do not find it. Start all ranks again, and host the store outside of them: run a "
-                "StoreServer in the process that starts them, and give them AIOCOLL_STORE=launcher and its address as "
-                "MASTER_ADDR and MASTER_PORT"
+                f"group {comm.name!r} cannot grow: the store where its ranks met is gone ({error}), so newcomers "
+                "cannot find the group. Restart all ranks, with the store in another process: run a StoreServer in the "
+                "process that starts the ranks, and set AIOCOLL_STORE=launcher, and MASTER_ADDR and MASTER_PORT to its "
+                "address"
             )
-            self._tell(text, gone=True)
+            self._broadcast_error(text, gone=True)
             raise StoreUnavailableError(text) from error
         except BaseException as error:
-            self._tell(f"group {comm.name!r} did not grow: {str(error) or 'rank 0 was cancelled'}")
+            self._broadcast_error(f"group {comm.name!r} did not grow: {str(error) or 'rank 0 was cancelled'}")
             raise
-        return await self._pass_on(assignment)
+        return await self._broadcast_assignment(assignment)
 
     # -- splitting
 
@@ -205,14 +211,14 @@ class Reconfigurer:
         local: bool = False,
         order: str = "group",
     ) -> Work[Any]:
-        """Make a group of some of the ranks, or several disjoint groups."""
+        """Make a group of some of the ranks, or several groups without common ranks."""
         comm, d = self._comm, self._dispatcher
         self._check_open(is_ending)
         limit = d.limit(timeout)
         _check_name(group_name)
         if order not in ("group", "given"):
             raise ValueError(f"order={order!r} must be 'group' or 'given'")
-        mine = next((each for each in _disjoint(ranks, d.check_rank) if d.rank in each), [])
+        mine = next((each for each in _check_disjoint(ranks, d.check_rank) if d.rank in each), [])
         if mine and any(group.name == group_name for group in d.endpoint.groups.values()):
             raise ValueError(f"group_name={group_name!r} is the name of an open group; give every group its own")
         members = mine if order == "given" else sorted(mine)
@@ -220,7 +226,7 @@ class Reconfigurer:
             made = self._split_locally(members, limit, group_name) if members else None
             return finished_work(d.endpoint, "SPLIT_GROUP", d, made)
         completion = Completion(d.endpoint, "SPLIT_GROUP", None, None, d)
-        # Counted first: ranks number their splits in the same way, whatever becomes of them.
+        # The number is taken first, so that all ranks number their splits equally even if one fails.
         number = len(comm.splits)
         comm.splits.append(None)
         try:
@@ -230,7 +236,7 @@ class Reconfigurer:
         return Work(completion)
 
     def _split_locally(self, ranks: Sequence[int], limit: float, name: str | None) -> Any:
-        """Make a group without the other ranks: these ranks count such calls separately."""
+        """Make a group without a call on the other ranks; such calls are counted by their list of ranks."""
         comm = self._comm
         members = tuple(comm.ranks[rank] for rank in ranks)
         identity = comm.endpoint.group_id(f"{comm.id}\0local\0{members}\0{self._local[members]}")
@@ -238,14 +244,14 @@ class Reconfigurer:
         return self.derive(identity, members, f"{comm.name}/{identity:x}" if name is None else name, limit)
 
     async def split_by_color(self, color: Any, key: Any, is_ending: Callable[[], bool]) -> Any:
-        """Make a group of the ranks that give the same colour, in the order of their keys."""
+        """Make a group of the ranks that pass the same color, sorted by their keys."""
         comm = self._comm
         self._check_open(is_ending())
         if color is not None and not isinstance(color, str):
-            color = to_int(_unless_bool(color), "color", "an int, a str or None")
-        asked = [color, to_int(_unless_bool(key), "key")]
-        self._objects.dump(asked)  # a colour that cannot be sent raises before a number is taken
-        # Taken here, where all ranks make the same calls in the same order, and not when the colours are known.
+            color = to_int(_bool_to_int(color), "color", "an int, a str or None")
+        asked = [color, to_int(_bool_to_int(key), "key")]
+        self._objects.dump(asked)  # a color that cannot be encoded must raise before the call takes a number
+        # The split takes its number here, in call order, and not later when the colors are known.
         number = len(comm.splits)
         comm.splits.append(None)
 
@@ -255,7 +261,7 @@ class Reconfigurer:
             mine = sorted((its, rank) for rank, (each, its) in enumerate(rows) if each == color and color is not None)
             return self._split_off(number, [rank for _, rank in mine], comm.timeout, None)
 
-        # Made even if this task is cancelled before the colours are known: the other ranks count on this one.
+        # The group is made even if this task is cancelled, since the other ranks expect this rank in it.
         group = await self._objects.allgather(asked, None, None, make)
         self._check_open(is_ending())
         return group
@@ -266,22 +272,22 @@ class Reconfigurer:
             raise GroupClosedError(f"group {self._comm.name!r} is being closed by this rank", group=self._comm.name)
 
     def _split_off(self, number: int, mine: Sequence[int], limit: float, name: str | None) -> Any:
-        """Make the group of the ranks `mine` by split `number` of this one; None if there are none."""
+        """Make the group of the ranks `mine`, by split `number` of this group; return None if `mine` is empty."""
         comm = self._comm
         split = comm.splits[number] = Split(comm.id, number, name, tuple(comm.ranks[rank] for rank in mine))
         if not mine:
             return None
-        # Each group of one call has its own lowest rank.
+        # The groups of one call differ in their lowest rank.
         name = f"{comm.name}/{number}.{min(mine)}" if name is None else name
         group = self.derive(split.identity(), split.ranks, name, limit)
         parts_of(group).comm.sender.split_off(comm.sender, split)
         return group
 
     def derive(self, identity: int, ranks: Sequence[int], name: str, timeout: float) -> Any:
-        """Make a group of some ranks, numbered as in the job, that is closed together with this one."""
+        """Make a group of some ranks, given by their numbers in the job; it is closed together with this group."""
         spec = self._spec._replace(name=name, timeout=timeout, completed=(None, None))
         group = self._origin.derive(identity, ranks, spec)
-        self._adopt(group)
+        self._add_part(group)
         return group
 
     def open_groups(self) -> list[Any]:
@@ -289,12 +295,12 @@ class Reconfigurer:
         return [self._dispatcher.group, *(group for part in self.parts.values() for group in part.open_groups())]
 
     def leave_parent(self) -> None:
-        """This group is closed."""
+        """Remove this group from the parts of its parent, after it was closed."""
         if self.parent is not None:
             del self.parent.parts[self._dispatcher.group]
 
-    def _adopt(self, group: Any) -> None:
-        """Close `group` with this one."""
+    def _add_part(self, group: Any) -> None:
+        """Add `group` to the parts of this group, which are closed together with it."""
         family = parts_of(group).reconfigurer
         family.parent = self
         self.parts[group] = family
@@ -302,13 +308,13 @@ class Reconfigurer:
     # -- merging
 
     async def merge(self, store: Store, size: int, timeout: Timeout, group_name: str | None) -> Any:
-        """Make a group of all ranks of this one and of others that it has never met."""
+        """Make a group of all ranks of this group and of groups of other jobs."""
         comm, d = self._comm, self._dispatcher
         if not isinstance(store, Store):
             raise TypeError(f"store must be a Store, not {type(store).__name__}")
         size = to_int(size, "size")
         if size < d.size:
-            raise ValueError(f"size={size}: the new group has all {d.size} ranks of this one, and more")
+            raise ValueError(f"size={size} must be at least {d.size}: the new group includes all ranks of this group")
         _check_name(group_name)
         limit = d.limit(timeout)
         name = "merged" if group_name is None else group_name
@@ -321,49 +327,54 @@ class Reconfigurer:
         comm = self._comm
         asked = await self._objects.allgather([party.size, name], limit, None)
         if any(each != asked[0] for each in asked):
-            raise ValueError(f"the ranks of group {comm.name!r} called merge_remote_group() with [size, name]={asked}")
+            raise ValueError(
+                f"the ranks of group {comm.name!r} called merge_remote_group() with [size, name]={asked}: "
+                "pass the same values"
+            )
         if self._origin.dry:
             assignment = Assignment("", comm.rank, party.size, name)
         elif comm.rank != 0:
-            assignment = await self._invited()
+            assignment = await self._receive_assignment()
         else:
             assignment = await self._find_assignment(store, party, name, limit)
-        async with self._calling_off(assignment, store):
-            return await self._meet_anew(assignment, limit, limit, store)
+        async with self._notify_newcomers_on_failure(assignment, store):
+            return await self._meet(assignment, limit, limit, store)
 
     async def _find_assignment(self, store: Store, party: Party, name: str, limit: float) -> Assignment:
-        """As rank 0, find the other groups, and tell the ranks of this one the outcome."""
+        """Find the other groups on rank 0, and broadcast the outcome."""
         try:
             assignment = await find_assignment(store, party, name, limit)
         except BaseException as error:
             gone = isinstance(error, StoreUnavailableError)
             if gone:
-                await self._dispatcher.runtime.sleep(NEWS)
-            self._tell(f"group {party.name!r} was not merged: {str(error) or 'rank 0 was cancelled'}", gone=gone)
+                await self._dispatcher.runtime.sleep(DETECTION_TIME)
+            self._broadcast_error(
+                f"group {party.name!r} was not merged: {str(error) or 'rank 0 was cancelled'}", gone=gone
+            )
             raise
-        return await self._pass_on(assignment, store)
+        return await self._broadcast_assignment(assignment, store)
 
     # -- meeting other ranks
 
-    async def _meet_anew(self, assignment: Assignment, limit: float, timeout: float, store: Store | None = None) -> Any:
-        """Meet the newcomers."""
+    async def _meet(self, assignment: Assignment, limit: float, timeout: float, store: Store | None = None) -> Any:
+        """Meet the other ranks of the new group, and make it."""
         self._dispatcher.check()
         spec = self._spec._replace(name=assignment.name, timeout=timeout, completed=(None, None))
         try:
             return await self._origin.meet_anew(assignment, limit, spec, store)
         except AiocollError as error:
             if not isinstance(error.__cause__, TimeoutError):
-                await self._dispatcher.runtime.sleep(NEWS)
+                await self._dispatcher.runtime.sleep(DETECTION_TIME)
             raise
 
     async def _unless_revoked(self, doing: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `doing`; if this group fails or is closed meanwhile, cancel it and raise the reason."""
+        """Return the result of `doing`; if this group fails or is closed first, cancel `doing` and raise the cause."""
         comm, d = self._comm, self._dispatcher
         task = d.loop.create_task(doing, name=f"aiocoll growth of {comm.name}")
 
         def stop() -> None:
             if comm.cause is not None:
-                d.failures.retrieved(comm.cause)  # it is raised below
+                d.failures.retrieved(comm.cause)  # raised below
             task.cancel()
 
         comm.on_revoked.append(stop)
@@ -383,10 +394,12 @@ class Reconfigurer:
         raise failure_by(comm.cause)
 
     @contextlib.asynccontextmanager
-    async def _calling_off(self, assignment: Assignment, store: Store | None = None) -> AsyncIterator[None]:
-        """If the block fails, tell the newcomers that have an assignment not to wait for this group.
+    async def _notify_newcomers_on_failure(
+        self, assignment: Assignment, store: Store | None = None
+    ) -> AsyncIterator[None]:
+        """If the block fails, notify newcomers with an assignment that this group does not come.
 
-        A task that is cancelled before it has begun runs none of its code, so this is no part of what a task runs.
+        This must enclose the task that does the work: a task cancelled before its first step runs none of its code.
         """
         try:
             yield
@@ -396,41 +409,41 @@ class Reconfigurer:
             await self._origin.call_off(assignment, f"the group that was to meet them {reason}", store)
             raise
 
-    async def _pass_on(self, assignment: Assignment, store: Store | None = None) -> Assignment:
-        """As rank 0, send the others their assignments."""
-        async with self._calling_off(assignment, store):
+    async def _broadcast_assignment(self, assignment: Assignment, store: Store | None = None) -> Assignment:
+        """Broadcast the assignment from rank 0 to the other ranks."""
+        async with self._notify_newcomers_on_failure(assignment, store):
             await self._objects.broadcast({"seat": list(assignment)}, 0, None, None)
         return assignment
 
-    def _tell(self, text: str, gone: bool = False) -> None:
-        """Raise the error on the other ranks, too, unless the group has failed: then they know."""
+    def _broadcast_error(self, text: str, gone: bool = False) -> None:
+        """Raise an error on the other ranks, too; a failed group has reported its own failure."""
         with contextlib.suppress(GroupError):
-            # Rank 0 raises without waiting for the others; it may even be cancelled.
+            # Rank 0 raises its error without waiting for the other ranks; it may even be cancelled.
             work = self._objects.broadcast({"error": text, "gone": gone}, 0, None, None)
             completion_of(work).note_await()
 
-    async def _invited(self) -> Assignment:
+    async def _receive_assignment(self) -> Assignment:
         # Rank 0 enforces the timeout; its death, or a failure of the group, ends this wait.
-        told = await self._objects.broadcast(None, 0, float("inf"), None)
-        if "error" in told:
-            raise (StoreUnavailableError if told["gone"] else RendezvousError)(told["error"])
-        assignment = Assignment(*told["seat"])
+        outcome = await self._objects.broadcast(None, 0, float("inf"), None)
+        if "error" in outcome:
+            raise (StoreUnavailableError if outcome["gone"] else RendezvousError)(outcome["error"])
+        assignment = Assignment(*outcome["seat"])
         return assignment._replace(rank=assignment.rank + self._comm.rank)
 
 
-def _following(name: str) -> str:
-    """Return the name of the group that comes after the one called `name`."""
+def _successor_name(name: str) -> str:
+    """Return the name of the successor of the group `name`."""
     first, _, number = name.rpartition("~")
     return f"{first}~{int(number) + 1}" if first and number.isdecimal() else f"{name}~1"
 
 
 def strip_generation(name: str) -> str:
-    """Return a name without the numbers that `shrink` and `grow` append to it, or to the name before a `/`."""
+    """Return a group name without the numbers that `shrink` and `grow` append, at its end or before a `/`."""
     return re.sub(r"~\d+(?=/|$)", "", name) if "~" in name else name
 
 
-def _unless_bool(value: Any) -> Any:
-    """Return a bool, which may be a colour, as the integer that it is; else `value`."""
+def _bool_to_int(value: Any) -> Any:
+    """Return a bool as an int, and any other value unchanged."""
     return int(value) if isinstance(value, bool) else value
 
 
@@ -441,23 +454,23 @@ def _check_name(name: Any) -> None:
         count_bytes("group_name", name)
 
 
-def _disjoint(ranks: Any, check_rank: Callable[[Any, str], int]) -> list[list[int]]:
-    """Return the lists of ranks in `ranks`, checked."""
+def _check_disjoint(ranks: Any, check_rank: Callable[[Any, str], int]) -> list[list[int]]:
+    """Return the lists of ranks in `ranks`; raise if one is invalid or two lists share a rank."""
     if isinstance(ranks, (str, bytes)) or not hasattr(ranks, "__iter__"):
         raise TypeError(f"ranks must be a list of ranks, or a list of such lists, not {type(ranks).__name__}")
     given = list(ranks)
-    # An array of no dimensions, which is a number, cannot be iterated over in spite of its method.
+    # A 0-d array is a number: it has `__iter__`, but cannot be iterated over.
     nested = bool(given) and all(hasattr(each, "__iter__") and getattr(each, "shape", None) != () for each in given)
     lists = {f"ranks[{index}]": list(each) for index, each in enumerate(given)} if nested else {"ranks": given}
     owners: dict[int, str] = {}
     checked = []
     for name, each in lists.items():
         if not each:
-            raise ValueError(f"{name} is empty: name at least one rank")
+            raise ValueError(f"{name} is empty: it must name at least one rank")
         checked.append([check_rank(rank, f"{name}[{index}]") for index, rank in enumerate(each)])
         for rank in checked[-1]:
             if (owner := owners.setdefault(rank, name)) != name:
-                raise ValueError(f"{owner} and {name} both name rank {rank}: groups of one call share no rank")
+                raise ValueError(f"{owner} and {name} both name rank {rank}: lists of one call must not share ranks")
         if len(set(checked[-1])) < len(each):
             twice = next(rank for rank in checked[-1] if checked[-1].count(rank) > 1)
             raise ValueError(f"{name} names rank {twice} more than once")

@@ -1,8 +1,11 @@
-"""Sends and receives of sparse arrays: only their entries travel, each with its place.
+"""Sends and receives of sparse arrays: only entries are sent, each with its position.
 
-The code of such a message is a hash of the dtype and shape. Its payload is the number of entries, then the entries, and
-zeros in place of those that were added up with others: a large array is announced, with the most bytes that it may
-take, before it is read, so that no later message overtakes it. It is read, and made, in a thread.
+The dtype code of such a message is a hash of the dtype and shape. The payload is the number of entries, then the
+entries, then padding with zeros.
+
+A thread reads a large array. The message is announced before that, so that no later message overtakes it. The announced
+length is the largest possible one. Reading adds up entries at the same position, so fewer may be left: hence the
+padding. The receiver also builds a large array in a thread.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ _COUNT = np.dtype(np.int64)
 
 
 def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: float, longest: int) -> MessageCall:
-    """Return the call of a send of a sparse array to rank `dst`; see `ProcessGroup.send`."""
+    """Prepare a send of a sparse array to rank `dst`; see `ProcessGroup.send`."""
     array = sparse_array(tensor)
-    total = _most(array, min(array.stored, array.size))
+    total = _message_nbytes(array, min(array.stored, array.size))
     if total > longest:
         raise ValueError(f"tensor has {total} bytes; a message holds at most {longest}: send it in parts")
     signature, matching = _signature("SEND_SPARSE", array), dispatcher.comm.matching
@@ -47,14 +50,14 @@ def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: 
     packed = _pack(array.read()) if array.effort <= sparse_reduce.INLINE else None
 
     def make(_: int, completion: Completion) -> OutboundMessage:
-        view = _to_come(total) if packed is None else packed.data
+        view = _placeholder(total) if packed is None else packed.data
         message: OutboundMessage
         if packed is not None:
             kind = MessageToSelf if to_self else OutboundMessage
             message = kind(matching, dst, tag, Content(code, view), completion)
         else:
-            late = _LateToSelf if to_self else _LateSend
-            message = late(matching, dst, tag, Content(code, view), completion)
+            announced = _AnnouncedSendToSelf if to_self else _AnnouncedSend
+            message = announced(matching, dst, tag, Content(code, view), completion)
             message.task = lambda: _pack(array.read(), total)
         message.signature = signature
         completion.shape = array.shape
@@ -64,7 +67,7 @@ def send_sparse(dispatcher: Dispatcher, tensor: Any, dst: int, tag: int, limit: 
 
 
 def recv_sparse(dispatcher: Dispatcher, tensor: Any, src: int | None, tag: int, limit: float) -> MessageCall:
-    """Return the call of a receive of a sparse array, from rank `src` or from any; see `ProcessGroup.recv`."""
+    """Prepare a receive of a sparse array from rank `src`, or from any rank; see `ProcessGroup.recv`."""
     array, matching = sparse_array(tensor), dispatcher.comm.matching
     signature = _signature("RECV_SPARSE", array)
 
@@ -87,14 +90,14 @@ def _code(signature: Signature) -> int:
     return SPARSE | crc32(repr(signature[1:5]).encode()) % SPARSE
 
 
-def _most(array: SparseArray, count: int) -> int:
-    """Return the bytes of a message with that many entries."""
+def _message_nbytes(array: SparseArray, count: int) -> int:
+    """Return the number of bytes of a message with `count` entries."""
     like = empty_entries(array)
     return _COUNT.itemsize + count * (like.places.itemsize + like.values.itemsize * math.prod(like.values.shape[1:]))
 
 
 def _pack(entries: Entries, total: int | None = None) -> NDArray[np.uint8]:
-    """Return the payload of a message, of `total` bytes or as many as it needs."""
+    """Return the payload of a message, padded to `total` bytes."""
     body = pack(entries)
     used = _COUNT.itemsize + len(body)
     payload = np.empty(used if total is None else total, np.uint8)
@@ -104,71 +107,71 @@ def _pack(entries: Entries, total: int | None = None) -> NDArray[np.uint8]:
     return payload
 
 
-def _to_come(nbytes: int) -> memoryview:
-    """Return a view of `nbytes` bytes, all of them the same byte, in place of memory that is not written yet."""
+def _placeholder(nbytes: int) -> memoryview:
+    """Return a view of `nbytes` zero bytes, without the memory for them, as a placeholder of a later payload."""
     return np.broadcast_to(np.uint8(0), nbytes).data
 
 
-class _LateSend(OutboundMessage):
-    """A send that is announced, and read meanwhile in a thread.
+class _AnnouncedSend(OutboundMessage):
+    """A send of a large sparse array, which is announced first, then read in a thread.
 
     Attributes:
-        task: reads it, and returns the payload.
+        task: reads the array, and returns the payload.
     """
 
     task: Callable[[], NDArray[np.uint8]]
 
     def enter(self) -> None:
-        """Announce it, and read it."""
+        """Announce the message, and start reading the array."""
         self._sends.outgoing[self.peer, self.id] = self
         self._message = Announced(self, 0, self._view, 0)
         self.comm.channels[self.peer].kick(self._message)
-        run_in_thread(self, self.task, self._is_read)
+        run_in_thread(self, self.task, self._on_payload)
 
     def succeed(self, result: Any) -> None:
         """End successfully."""
         super().succeed(result)
-        # It may have been sent before the receiver has answered its announcement.
+        # The payload may have been sent before the receiver has answered the announcement.
         self.comm.channels[self.peer].drop(self)
-        del self._message  # which has this send
+        del self._message  # breaks a reference cycle
 
-    def _is_read(self, payload: NDArray[np.uint8]) -> None:
+    def _on_payload(self, payload: NDArray[np.uint8]) -> None:
         self._message.view = payload.data
         self._message.limit = self._message.total
         self.comm.channels[self.peer].kick(self._message)
 
 
-class _LateToSelf(MessageToSelf):
-    """The same to this rank itself.
+class _AnnouncedSendToSelf(MessageToSelf):
+    """A send of a large sparse array to this rank itself, which is announced first, then read in a thread.
 
     Attributes:
-        task: reads it, and returns the payload.
+        task: reads the array, and returns the payload.
     """
 
     task: Callable[[], NDArray[np.uint8]]
 
     def enter(self) -> None:
-        """Announce it, and read it."""
+        """Announce the message, and start reading the array."""
         self._sends.outgoing[self.peer, self.id] = self
-        self._is_asked = self._is_there = False
+        self._is_requested = self._is_ready = False
         self._deliver(FrameKind.READY, EAGER, 0)
-        run_in_thread(self, self.task, self._is_read)
+        run_in_thread(self, self.task, self._on_payload)
 
     def asked(self) -> None:
-        """A receive has matched it."""
-        self._is_asked = True
-        if self._is_there:
+        """Handle a matching receive; the payload is delivered once it has been read."""
+        self._is_requested = True
+        if self._is_ready:
             super().asked()
 
-    def _is_read(self, payload: NDArray[np.uint8]) -> None:
+    def _on_payload(self, payload: NDArray[np.uint8]) -> None:
         self.read_from(payload.data)
-        self._is_there = True
-        if self._is_asked:
+        self._is_ready = True
+        if self._is_requested:
             super().asked()
 
 
 class _SparseReceive(PostedReceive):
-    """A receive of a sparse array, which gets new entries.
+    """A receive of a sparse array, whose entries are replaced.
 
     Attributes:
         array: the sparse array.
@@ -177,28 +180,29 @@ class _SparseReceive(PostedReceive):
     array: SparseArray
 
     def match(self, arrival: InboundMessage) -> None:
-        """Become the receiver of `arrival`, as soon as there is memory for it."""
-        total, most = arrival.total, _most(self.array, self.array.size)
+        """Match this receive with `arrival`, once memory for its payload is allocated."""
+        total, most = arrival.total, _message_nbytes(self.array, self.array.size)
         if arrival.code != self.code:
             super().match(arrival)
         elif not _COUNT.itemsize <= total <= most:
             self.comm.broke(
-                self, ProtocolError(f"rank {arrival.peer} sent {total} bytes of an array of at most {most}")
+                self,
+                ProtocolError(f"rank {arrival.peer} sent a sparse array of {total} bytes, expected at most {most}"),
             )
         elif total <= 8 * sparse_reduce.INLINE:
             self.put_in(memoryview(bytearray(total)))
             super().match(arrival)
         else:
             self.claim(arrival)
-            run_in_thread(self, lambda: self._make_room(total), lambda _: super(_SparseReceive, self).match(arrival))
+            run_in_thread(self, lambda: self._allocate(total), lambda _: super(_SparseReceive, self).match(arrival))
 
     def needs(self, peer: int) -> bool:
-        """Whether only `peer` could complete it: no rank once the message is here."""
+        """Return whether only `peer` can complete this receive; False for all ranks once the message has arrived."""
         is_here = self.arrival is not None and self.arrival.complete
         return not is_here and super().needs(peer)
 
     def finish(self) -> None:
-        """Store the entries."""
+        """Build the array from the received entries, in a thread if there are many."""
         assert self.view is not None
         if len(self.view) <= 8 * sparse_reduce.INLINE:
             try:
@@ -210,16 +214,18 @@ class _SparseReceive(PostedReceive):
         else:
             run_in_thread(self, self._build, self._store)
 
-    def _make_room(self, total: int) -> None:
-        (room,) = sparse_reduce.rooms([total])
+    def _allocate(self, total: int) -> None:
+        (room,) = sparse_reduce.allocate_blocks([total])
         self.put_in(room.data)
 
     def _build(self) -> Callable[[], Any]:
         packed = np.frombuffer(self.view or b"", np.uint8)
         count = int(packed[: _COUNT.itemsize].view(_COUNT)[0])
-        end = _most(self.array, count)
+        end = _message_nbytes(self.array, count)
         if count < 0 or end > len(packed):
-            raise ValueError(f"{count} entries came in {len(packed)} bytes: their sender is broken")
+            raise ValueError(
+                f"received a sparse array of {count} entries in {len(packed)} bytes, which is inconsistent"
+            )
         return self.array.build(entries_of(self.array, packed[_COUNT.itemsize : end]))
 
     def _store(self, store: Callable[[], Any]) -> None:

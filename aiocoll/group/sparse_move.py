@@ -1,6 +1,6 @@
-"""Broadcast, allgather and gather of sparse arrays: only their entries travel, each with its place.
+"""Broadcast, allgather and gather of sparse arrays: only entries are sent, each with its position.
 
-All ranks first exchange how much that is, 8 bytes each. Large arrays are read and made in a thread.
+First all ranks exchange the sizes, in 8 bytes each. A thread reads and builds large arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiocoll.engine.operations.signature import Signature
 from aiocoll.engine.operations.stepped import StepGenerator, Stepped, collective, exchange
 from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.prepared_call import FactoryCall
-from aiocoll.group.sparse_reduce import BYTES, SparseInput, calculate, gather_bytes, rooms
+from aiocoll.group.sparse_reduce import BYTES, SparseInput, allocate_blocks, calculate, gather_bytes
 from aiocoll.work import Work
 
 __all__ = ["broadcast_sparse", "gather_sparse"]
@@ -69,7 +69,7 @@ def _dimensions(array: SparseArray) -> str:
 
 
 def _send(given: SparseInput, tensor: Any) -> StepGenerator[Any]:
-    """Broadcast the entries, as the root."""
+    """Broadcast the entries of the root; this is the root's part."""
     block = yield from calculate(given.array.effort, lambda: pack(given.read()))
     yield from exchange(len(block))
     yield from _spread(given, block)
@@ -77,22 +77,22 @@ def _send(given: SparseInput, tensor: Any) -> StepGenerator[Any]:
 
 
 def _receive(given: SparseInput, tensor: Any) -> StepGenerator[Any]:
-    """Receive the entries of a broadcast, and return the caller's array or what replaces it."""
+    """Receive the entries of a broadcast, and return the caller's array or a new one."""
     array = given.array
     nbytes = int((yield from exchange(0)).sum())
-    (block,) = yield from calculate(nbytes // 8, lambda: rooms([nbytes]))
+    (block,) = yield from calculate(nbytes // 8, lambda: allocate_blocks([nbytes]))
     yield from _spread(given, block)
     store = yield from calculate(nbytes // 8, lambda: array.build(entries_of(array, block)))
     return store()
 
 
 def _spread(given: SparseInput, block: NDArray[Any]) -> StepGenerator[None]:
-    plan = given.dispatcher.planner.compiled("broadcast", BYTES, (len(block),), None, None, given.root)
+    plan = given.dispatcher.planner.build_plan("broadcast", BYTES, (len(block),), None, None, given.root)
     yield from collective("spread", plan, [block])
 
 
 def _gather(given: SparseInput, tensor: Any) -> StepGenerator[list[Any] | None]:
-    """Gather the entries; each block begins with the shape, which may differ from rank to rank."""
+    """Gather the blocks of all ranks: a shape, which may differ from rank to rank, then the entries."""
     array = given.array
     head = np.array(array.shape, np.int64).view(np.uint8)
 

@@ -1,15 +1,16 @@
-"""Allreduce and reduce of sparse arrays: the result stores the union of all ranks' positions, with the sums there.
+"""Allreduce and reduce of sparse arrays: the result has the union of all ranks' positions, with the sums there.
 
-1. Each rank sorts its entries and adds up those at one position; then all ranks exchange their numbers of entries.
-2. If there are few: an allgather of uneven sizes gives every rank all entries, and each adds them up in rank order.
-   For a reduce, a gather gives them to the root.
-3. If there are many, a dense array is cheaper: the entries are summed by a dense allreduce or reduce, and one bit per
-   position, combined by OR over all ranks, tells which ones the result stores.
+1. Each rank sorts its entries, and adds up entries at the same position. Then all ranks exchange their numbers of
+   entries.
+2. If there are few entries, an allgather of uneven sizes gives every rank all entries, and each rank adds them up in
+   rank order. For a reduce, a gather gives the entries to the root.
+3. If there are many entries, a dense array is cheaper. A dense allreduce or reduce adds up the entries. One bit per
+   position, combined by OR over all ranks, marks the positions that the result stores.
 
-An average is the sum divided by the number of ranks; where a rank has no entry it has a zero.
+An average is the sum divided by the number of ranks; a missing entry counts as zero.
 
-All ranks choose the same of 2 and 3, from the counts. Each step is an operation of its own, with an id derived
-from the call's. Arithmetic on more than some thousand numbers is done in a thread.
+From the counts, all ranks choose the same of steps 2 and 3. Each step is a separate operation, with an id derived from
+the call's id. A thread does arithmetic on more than a few thousand numbers.
 
 Renggli, Ashkboos, Aghagolzadeh, Alistarh and Hoefler, "SparCML: high-performance sparse communication for machine
 learning" (SC 2019), arXiv:1802.08021: sparse allgather, and when to switch to dense vectors.
@@ -38,20 +39,20 @@ from aiocoll.group.dispatch.dispatcher import Dispatcher, Timeout
 from aiocoll.group.prepared_call import FactoryCall
 from aiocoll.work import Work
 
-__all__ = ["BYTES", "SparseInput", "calculate", "dense_pays", "gather_bytes", "reduce_sparse", "rooms"]
+__all__ = ["BYTES", "SparseInput", "allocate_blocks", "calculate", "gather_bytes", "is_dense_faster", "reduce_sparse"]
 
 T = TypeVar("T")
 
-#: Numbers processed on the loop: at 25 ns each, the slowest processing of them, about 200 µs. Waking a thread and
-#: being woken by it takes about as long.
+#: Most numbers processed in the event loop. At 25 ns each, the slowest case, they take about 200 µs; handing work to a
+#: thread and back takes about as long.
 INLINE = 8192
-#: Seconds per entry that merging takes more than writing it into a dense array and out again: a search among many, and
-#: an addition where it was found (measured with a million entries: 40 ns against 12).
+#: Additional seconds per entry of merging, compared with writing the entry into a dense array and reading it again.
+#: Merging searches a sorted list and adds (measured with a million entries: 40 ns against 12 ns).
 MERGE = 28e-9
-#: Seconds per byte of a dense array and its marks that are made, and looked through again (measured: 0.9 ns for 5).
+#: Seconds per byte of creating a dense array with its marks, and scanning it (measured: 0.9 ns for 5 bytes).
 SWEEP = 0.2e-9
 
-#: What packed entries are.
+#: Dtype of packed entries.
 BYTES = by_name("uint8")
 _INT64 = by_name("int64")
 
@@ -64,8 +65,8 @@ def reduce_sparse(
     kernel(op, array.dtype, dispatcher.size)
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise ValueError(
-            f"op={op!r} is not defined on sparse arrays, only SUM and AVG are: places without an entry would take part "
-            "as zeros; make the arrays dense"
+            f"op={op!r} is not defined on sparse arrays, since positions without an entry would count as zeros: use "
+            "SUM or AVG, or make the arrays dense"
         )
     limit = dispatcher.limit(timeout)
     given = SparseInput.of(dispatcher, array, root)
@@ -78,19 +79,19 @@ def reduce_sparse(
     def make(identity: int, completion: Completion) -> Operation:
         return Stepped(dispatcher.comm, identity, plan, _reduce(given, op, tensor), completion)
 
-    # What all others are sent, if they are few: each entry with its place.
+    # Bytes sent to all other ranks if there are few entries: each entry with its position.
     nbytes = given.nbytes * (dispatcher.size - 1)
     return dispatcher.start(FactoryCall(signature, make, limit, key, array.shape, tensor, nbytes))
 
 
 class SparseInput(NamedTuple):
-    """The input of this rank.
+    """The input of this rank in a call on sparse arrays.
 
     Attributes:
-        dispatcher: of the group.
+        dispatcher: dispatcher of the group.
         array: the sparse array.
-        root: of the call; None if all ranks get the result.
-        entries: its entries, if it was decoded at the call because that is fast.
+        root: root of the call; None if all ranks get the result.
+        entries: entries of a small array, which is read at the call; None for a large one.
     """
 
     dispatcher: Dispatcher
@@ -100,12 +101,12 @@ class SparseInput(NamedTuple):
 
     @classmethod
     def of(cls, dispatcher: Dispatcher, array: SparseArray, root: int | None) -> SparseInput:
-        """Return the input of a rank that sends its entries; a small array is decoded, so that errors raise here."""
+        """Make the input of a rank that sends entries; a small array is read now, so that its errors raise here."""
         return cls(dispatcher, array, root, array.read() if array.effort <= INLINE else None)
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes its entries take, each with its place."""
+        """Approximate number of bytes of the entries, with their positions."""
         array = self.array
         return array.effort * (array.dtype.itemsize + _INT64.itemsize // max(array.width, 1))
 
@@ -115,42 +116,42 @@ class SparseInput(NamedTuple):
         return self.root in (None, self.dispatcher.rank)
 
     def read(self) -> Entries:
-        """Return its entries; may run in a thread."""
+        """Return the entries; may run in a thread."""
         return self.array.read() if self.entries is None else self.entries
 
 
 def calculate(effort: int, task: Callable[[], T]) -> StepGenerator[T]:
-    """Return the result of a calculation with `effort` numbers, here or in a thread."""
+    """Run `task`, a calculation with `effort` numbers, and return its result; a thread runs a long one."""
     return (yield from in_thread(task)) if effort > INLINE else task()
 
 
 def gather_bytes(given: SparseInput, packed: NDArray[Any], sizes: list[int]) -> StepGenerator[list[NDArray[Any]]]:
-    """Return the bytes of all ranks, of these sizes; nothing on a rank that does not receive."""
+    """Gather one block of bytes per rank, of these sizes; return an empty list on a rank that does not receive."""
     dispatcher, root = given.dispatcher, given.root
     blocks: list[NDArray[Any]] = []
     if given.is_receiver:
-        blocks = yield from calculate(sum(sizes) // 8, lambda: rooms(sizes))
+        blocks = yield from calculate(sum(sizes) // 8, lambda: allocate_blocks(sizes))
         counts = tuple(sizes)
     else:
         counts = tuple(size if rank == dispatcher.rank else 0 for rank, size in enumerate(sizes))
     kind, agreed = ("allgather", None) if root is None else ("gather", ())
-    # Hardly any two calls have the same counts: the plan is not worth keeping.
-    plan = dispatcher.planner.compiled(kind, BYTES, (counts,), None, None, root, agreed)
+    # The plan is not cached, since the next call is unlikely to have the same counts.
+    plan = dispatcher.planner.build_plan(kind, BYTES, (counts,), None, None, root, agreed)
     yield from collective("gather", plan, [*(blocks or (None for _ in sizes)), packed])
     return blocks
 
 
-def rooms(sizes: Sequence[int]) -> list[NDArray[Any]]:
-    """Return new memory in parts of so many bytes."""
+def allocate_blocks(sizes: Sequence[int]) -> list[NDArray[Any]]:
+    """Allocate blocks of these numbers of bytes, with all their pages mapped."""
     whole = np.empty(sum(sizes), np.uint8)
-    # New memory is mapped page by page when it is written, up to a millisecond each: not on the loop.
+    # The first write to a page maps it, which may take a millisecond and would block the event loop later.
     whole[:: mmap.PAGESIZE] = 0
     ends = accumulate(sizes)
     return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _reduce(given: SparseInput, op: ReduceOp, tensor: Any) -> StepGenerator[Any]:
-    """Reduce, and return the caller's array or what replaces it."""
+    """Reduce a sparse array, and return the caller's array or a new one."""
     array = given.array
 
     def read() -> tuple[Entries, NDArray[Any]]:
@@ -162,7 +163,7 @@ def _reduce(given: SparseInput, op: ReduceOp, tensor: Any) -> StepGenerator[Any]
     row = array.width * array.dtype.itemsize
     entry = own.places.itemsize + row
     passes, machine = 2 if given.root is None else 1, given.dispatcher.comm.tuning.machine
-    if dense_pays(int(counts.sum()), entry, array.size, row, len(counts), machine, passes):
+    if is_dense_faster(int(counts.sum()), entry, array.size, row, len(counts), machine, passes):
         store = yield from _add_dense(given, own, op)
     else:
         blocks = yield from gather_bytes(given, packed, (counts * entry).tolist())
@@ -173,14 +174,14 @@ def _reduce(given: SparseInput, op: ReduceOp, tensor: Any) -> StepGenerator[Any]
 def _merge(
     given: SparseInput, own: Entries, blocks: list[NDArray[Any]], counts: list[int], op: ReduceOp
 ) -> StepGenerator[Callable[[], Any] | None]:
-    """Merge the entries of all ranks, and return what stores the result; None on a rank that does not receive."""
+    """Merge the entries of all ranks; return a function that stores the result, None on other ranks than receivers."""
     array = given.array
     if not given.is_receiver:
         return None
 
     def merge() -> Callable[[], Any]:
         parts = [unpack(block, count, own) for block, count in zip(blocks, counts, strict=True)]
-        # Makes averages of sums.
+        # For AVG, `divide` turns the sums into averages.
         wide = by_name("float32") if array.dtype.kind == "half" else array.dtype
         divide = kernel(op, wide, len(counts)).finalize
         return array.build(merged(parts, array.dtype, divide))
@@ -189,7 +190,7 @@ def _merge(
 
 
 def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[Callable[[], Any] | None]:
-    """Add dense arrays, and return what stores the result; None on a rank that does not receive."""
+    """Reduce dense arrays; return a function that stores the result, None on other ranks than receivers."""
     array, root, plans = given.array, given.root, given.dispatcher.plans
     effort = array.size * array.width
     dense, bits = yield from calculate(effort, lambda: scattered(own, array.size))
@@ -203,22 +204,25 @@ def _add_dense(given: SparseInput, own: Entries, op: ReduceOp) -> StepGenerator[
     return (yield from calculate(effort, lambda: array.build(gathered(dense, bits, array.size, own))))
 
 
-def dense_pays(total: int, entry: int, size: int, row: int, world_size: int, machine: Machine, passes: int = 2) -> bool:
-    """Whether a dense reduction takes less time than gathering the entries.
+def is_dense_faster(
+    total: int, entry: int, size: int, row: int, world_size: int, machine: Machine, passes: int = 2
+) -> bool:
+    """Return whether a dense reduction takes less time than gathering the entries.
 
-    A rank receives the entries of the others; or, once or twice, the dense array less its own part, and one bit per
-    position. Entries are merged; a dense array is created and scanned. (In SparCML only bytes count.)
+    With sparse arrays, a rank receives and merges the entries of the other ranks. With dense arrays, it receives, once
+    or twice, the array without its own part and one bit per position, and it creates and scans the array. The model of
+    SparCML counts only bytes.
 
     Args:
-        total: entries of all ranks.
-        entry: bytes of one: place and values.
-        size: places of the array.
-        row: bytes of the values of one place.
+        total: number of entries of all ranks.
+        entry: bytes of one entry: position and values.
+        size: number of positions in the array.
+        row: bytes of the values at one position.
         world_size: number of ranks.
-        machine: of the medium.
-        passes: how often a dense reduction moves its array: twice for an allreduce, once for a reduce.
+        machine: parameters of the machine.
+        passes: number of times that a dense reduction moves its array: 2 for an allreduce, 1 for a reduce.
     """
     share = (world_size - 1) / world_size
     sparse = total * (entry * share * machine.beta + MERGE)
     dense = size * (row + 1 / 8) * passes * share * machine.beta + size * (row + 1) * SWEEP
-    return world_size > 1 and dense < sparse  # a rank alone has nothing to merge
+    return world_size > 1 and dense < sparse  # a single rank merges nothing

@@ -1,4 +1,4 @@
-"""`ProcessGroup.stats`: the counters of one rank in one group at one moment, as objects, as text and as plain data."""
+"""Snapshots of the counters of one rank in one group, for `ProcessGroup.stats`: as objects, text and plain data."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["GroupStats", "OperationStats", "PeerStats", "add_stats", "stats_of"]
 
 @dataclass(frozen=True, slots=True)
 class OperationStats:
-    """All operations of one kind that this rank has ended in the group.
+    """The counters of one kind of operation on this rank.
 
-    What ranks carry out as one is one: a block of `ProcessGroup.coalescing` is a COALESCED, whatever it holds.
+    A block of `ProcessGroup.coalescing` counts as one operation, COALESCED.
 
     Attributes:
         op: name of the operation in capitals.
-        algorithm: what carries it out; None where there is only one way, as for messages.
-        transport: what carries the bytes: "memory", "shm", "unix", "tcp", "nccl", or several with "+" between; "" if
-            none of them was needed.
-        calls: how many have completed.
-        failures: how many have failed; receives that were withdrawn count in neither.
-        nbytes: bytes of the caller's main arrays, of those that have completed, not what was sent for them; of a block
-            those of all its calls; 0 for objects and sparse arrays.
-        seconds: that these took together, each from its start to its end: where they overlap, more than has passed.
-        histogram: how many took how long: pairs of a bound in seconds, which is a power of two, and how many took less
-            than it, but at least half of it; those in which there are none are left out.
+        algorithm: name of the algorithm; None if there is only one, as for messages.
+        transport: transport of the data: "memory", "shm", "unix", "tcp", "nccl", or several joined by "+"; "" if no
+            data was sent.
+        calls: number of completed operations.
+        failures: number of failed operations; withdrawn receives count neither as completed nor as failed.
+        nbytes: bytes of the caller's main arrays in completed operations, which may differ from the bytes sent. For a
+            block, the sum over its calls; 0 for objects and sparse arrays.
+        seconds: sum of the durations of completed operations; may exceed the elapsed time if operations overlap.
+        histogram: pairs of a bound in seconds, a power of two, and a count: the number of operations that took less
+            than the bound, but at least half of it. Pairs with a count of 0 are left out.
     """
 
     op: str
@@ -44,13 +44,13 @@ class OperationStats:
     histogram: tuple[tuple[float, int], ...]
 
     def quantile(self, q: float) -> float | None:
-        """Estimate the seconds that a share of them did not exceed, from the histogram.
+        """Estimate a quantile of the durations from the histogram.
 
         Args:
-            q: the share, from 0 to 1: 0.5 for the median.
+            q: share of operations, from 0 to 1: 0.5 for the median.
 
         Returns:
-            Seconds, within a factor of two of the true value; None if none has completed.
+            Seconds, within a factor of two of the true value; None if no operation has completed.
 
         Raises:
             ValueError: `q` is not between 0 and 1.
@@ -59,40 +59,39 @@ class OperationStats:
             raise ValueError(f"q={q!r}: must be from 0 to 1")
         wanted, before = q * self.calls, 0
         for bound, calls in self.histogram:
-            if before + calls >= wanted:  # as if those of a bucket were spread evenly
+            if before + calls >= wanted:  # assumes an even distribution inside a bucket
                 return bound / 2 * (1 + (wanted - before) / calls)
             before += calls
         return None
 
     @property
     def p50(self) -> float | None:
-        """Median of their seconds, estimated; see `quantile`."""
+        """Estimated median of the durations in seconds; see `quantile`."""
         return self.quantile(0.5)
 
     @property
     def p99(self) -> float | None:
-        """Seconds that 99 of 100 did not exceed, estimated; see `quantile`."""
+        """Estimated 99th percentile of the durations in seconds; see `quantile`."""
         return self.quantile(0.99)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """How this rank has waited for another one in collectives.
+    """The waits of this rank for one other rank in collectives.
 
-    It has waited for the rank whose data came last and completed the collective here: the wait lasted from the start on
-    this rank until then. Where each rank hears directly of each other, which is the case between two ranks and for most
-    small operations in shared memory, that is the one that came last. In a ring or a tree it is a neighbour, and where
-    rank 0 reduces for all it is that one, which may itself have waited: look for the rank that others wait for, and
-    that has waited least itself.
+    Each collective counts as a wait for the rank whose data arrived last and completed it here. The wait lasts from the
+    start of the collective on this rank until then. If all ranks exchange data directly, this is the rank that made the
+    call last. That holds between two ranks, and for most small operations in shared memory. In a ring or a tree it is a
+    neighbour, and if rank 0 reduces for all ranks, it is rank 0; these may have waited themselves. So look for the rank
+    that others wait for, and that has waited least itself.
 
     Attributes:
-        rank: of the other one, in the group.
-        times: collectives that this rank has waited for it.
-        seconds: together, from the start to its arrival.
-        recent_times: the same in the last minute.
-        recent_seconds: the same in the last minute.
-        missing: collectives pending now in which it is known to be missing, which ranks find out after a quarter of a
-            second.
+        rank: the other rank, as numbered in the group.
+        times: number of collectives in which this rank has waited for the other one.
+        seconds: sum of these waits.
+        recent_times: number of these waits in the last minute.
+        recent_seconds: sum of the waits in the last minute.
+        missing: number of pending collectives in which the rank is known to be missing; this is known after 0.25 s.
     """
 
     rank: int
@@ -105,21 +104,21 @@ class PeerStats:
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """What one rank has done in one group; `ProcessGroup.stats` makes it.
+    """A snapshot of the counters of one rank in one group; `ProcessGroup.stats` makes it.
 
-    Numbers of the same group only grow: the difference of two is what happened between them, divided by that of `time`
-    a rate. ``print(pg.stats())`` shows a table.
+    Counters of a group only grow. So the difference of two snapshots counts the events between them; divided by the
+    difference of `time`, it is a rate. ``print(pg.stats())`` shows a table.
 
     Attributes:
-        group: its name.
+        group: name of the group.
         rank: this rank.
         size: number of ranks.
-        time: seconds on the clock of the group, when the numbers were read.
-        since: seconds on that clock, when counting began: when the group was made.
-        pending: operations in flight, messages too.
-        oldest: seconds for which the oldest of these has been; 0 if there is none.
-        operations: by kind, sorted by name.
-        peers: ranks that this one has waited for or that are missing, sorted by rank.
+        time: time of the snapshot, in seconds on the clock of the group.
+        since: time when the group was made and counting began, in seconds on the same clock.
+        pending: number of operations in flight, including messages.
+        oldest: age of the oldest pending operation in seconds; 0 if there is none.
+        operations: counters by kind of operation, sorted by name.
+        peers: ranks that this rank has waited for or that are missing, sorted by rank.
     """
 
     group: str
@@ -134,38 +133,39 @@ class GroupStats:
 
     @property
     def calls(self) -> int:
-        """All operations that have completed."""
+        """Number of all completed operations."""
         return sum(each.calls for each in self.operations)
 
     @property
     def failures(self) -> int:
-        """All operations that have failed."""
+        """Number of all failed operations."""
         return sum(each.failures for each in self.operations)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all operations that have completed."""
+        """Bytes of all completed operations."""
         return sum(each.nbytes for each in self.operations)
 
     @property
     def waited(self) -> float:
-        """Seconds for which this rank has waited for others in collectives."""
+        """Seconds that this rank has waited for other ranks in collectives."""
         return sum(each.seconds for each in self.peers)
 
     def slowest(self) -> PeerStats | None:
-        """Return the rank that was waited for longest in the last minute.
+        """Return the rank that this rank waited for longest in the last minute.
 
         Returns:
-            What is known of it; None if none was waited for.
+            The counters of that rank; None without waits.
         """
         late = [each for each in self.peers if each.recent_times]
         return max(late, key=lambda each: each.recent_seconds, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data, which JSON can hold.
+        """Return the snapshot as plain data, which can be written as JSON.
 
         Returns:
-            A dict with the attributes; in `operations` and `peers` are dicts, the former with p50 and p99.
+            A dict with the attributes. `operations` and `peers` are lists of dicts; those of `operations` also have p50
+            and p99.
         """
         data = asdict(self)
         for row, each in zip(data["operations"], self.operations, strict=True):
@@ -178,10 +178,10 @@ class GroupStats:
 
 
 def stats_of(comm: Communicator) -> GroupStats:
-    """Return the stats of this rank's part in a group; any thread may ask.
+    """Return the stats of this rank in a group; any thread may call it.
 
     Raises:
-        RuntimeError: the group does not count.
+        RuntimeError: the group has no counters.
     """
     if not comm.journal.counts:
         raise RuntimeError(
@@ -229,7 +229,7 @@ def _peers(comm: Communicator, pending: list[Operation], now: float) -> Iterable
 
 
 def add_stats(first: GroupStats, second: GroupStats) -> GroupStats:
-    """Add up the stats of two groups; the rest, such as the name, is that of the second."""
+    """Add up the counters of two groups; the other values, such as the name, are those of the second group."""
     operations = {(each.op, each.algorithm, each.transport): each for each in first.operations}
     for each in second.operations:
         kind = each.op, each.algorithm, each.transport
@@ -316,7 +316,7 @@ def _waits(each: PeerStats) -> Sequence[str]:
 
 
 def _table(head: Sequence[str], words: int, rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yield the lines of a table; the first columns are words, the others numbers."""
+    """Yield the lines of a table; the first `words` columns are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         cells = [

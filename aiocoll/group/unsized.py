@@ -1,4 +1,4 @@
-"""Allgather and gather without outputs: the result is new arrays, as long as what each rank gives."""
+"""Allgather and gather without outputs: they allocate arrays of the lengths that the ranks contribute."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["allgather_unsized", "gather_unsized"]
 
 
 def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, key: str | None) -> Work[list[Any]]:
-    """Start an allgather without outputs: first all ranks exchange the lengths."""
+    """Start an allgather without outputs; its first step exchanges the lengths."""
     limit = dispatcher.limit(timeout)
     signature = Signature("ALLGATHER_ALLOCATED", source.dtype.name, (), None, None)
     dtype = array_dtype(source.dtype)
@@ -45,7 +45,7 @@ def allgather_unsized(dispatcher: Dispatcher, source: Buffer, timeout: Timeout, 
 def gather_unsized(
     dispatcher: Dispatcher, source: Buffer, root: int, timeout: Timeout, key: str | None
 ) -> Work[list[Any] | None]:
-    """Start the root's part of a gather without outputs; the other ranks carry out the plan of any gather."""
+    """Start the root's part of a gather without outputs; the other ranks carry out an ordinary gather."""
     limit = dispatcher.limit(timeout)
     signature = Signature("GATHER", source.dtype.name, (), root, None)
     comm, dtype, own = dispatcher.comm, array_dtype(source.dtype), np.empty_like(source.array)
@@ -54,7 +54,7 @@ def gather_unsized(
         comm.others,
         lambda received: _gather(source, own, dtype, received),
         are_arrays=True,
-        may_be_chunked=dispatcher.planner.relays_blocks(),
+        may_be_chunked=dispatcher.planner.can_relay_blocks(),
     )
 
     def make(identity: int, completion: Completion) -> Operation:
@@ -64,7 +64,7 @@ def gather_unsized(
 
 
 def _allgather(dispatcher: Dispatcher, source: Buffer, dtype: np.dtype[Any]) -> StepGenerator[list[Any]]:
-    """Exchange the numbers of elements, then the elements."""
+    """Exchange the numbers of elements, then the elements; return the array of each rank."""
     counts: list[int] = (yield from exchange(source.count)).tolist()
     outputs = [np.empty(_shape(source, count), dtype) for count in counts]
     plan = dispatcher.plans.plan("allgather", source.dtype, (tuple(counts),))
@@ -73,20 +73,20 @@ def _allgather(dispatcher: Dispatcher, source: Buffer, dtype: np.dtype[Any]) -> 
 
 
 def _gather(source: Buffer, own: NDArray[Any], dtype: np.dtype[Any], received: Mapping[int, memoryview]) -> Steps:
-    """Copy the part of this rank, the root, and return the parts of all ranks as arrays."""
+    """Copy the root's own part, and return the parts of all ranks as arrays."""
     array, step = source.array, max(SEGMENT // source.array.itemsize, 1)
     for start in range(0, array.size, step):
         own[start : start + step] = array[start : start + step]
         yield
     for rank, part in received.items():
         if part.nbytes % dtype.itemsize:
-            raise ProtocolError(f"rank {rank} sent {part.nbytes} bytes, which is no whole number of {dtype} elements")
+            raise ProtocolError(f"rank {rank} sent {part.nbytes} bytes, which is not a multiple of the size of {dtype}")
     parts = [np.frombuffer(received[rank], np.uint8) if rank in received else own for rank in range(len(received) + 1)]
     return [part.reshape(_shape(source, part.size)) for part in (part.view(dtype) for part in parts)]
 
 
 def _shape(like: Buffer, count: int) -> Sequence[int]:
-    """Return the shape of an array of `count` elements: that of `like`, or as many rows of it; otherwise flat."""
+    """Return a shape for `count` elements: the shape of `like`, or rows like those of `like`, or else a flat one."""
     if count == like.count:
         return like.shape
     row = prod(like.shape[1:])

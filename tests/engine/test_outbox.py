@@ -168,7 +168,7 @@ async def test_part_of_an_element_is_refused_by_name() -> None:
         lines = comm_of(pgs[1]).channels[0].shared.lane_writer._lines  # type: ignore[union-attr]
         for slot in range(SMALL_SLOTS):
             lines[(slot << 3) + 2] = 23
-        with pytest.raises(ProtocolError, match="rank 1 sent 23 bytes, which is no whole number of float64 elements"):
+        with pytest.raises(ProtocolError, match="rank 1 sent 23 bytes, which is not a multiple of the size of float64"):
             await pgs[0].gather(None, np.ones(3), 0)
 
 

@@ -137,7 +137,7 @@ def test_a_rank_that_hears_of_it_late_learns_that_it_is_out() -> None:
     [
         (2, REASON, ValueError, "rank=2 is not a rank of group"),
         ("1", REASON, TypeError, "rank must be a rank"),
-        (None, REASON, ValueError, "is this rank itself, which lives"),
+        (None, REASON, ValueError, "is this rank, which is alive"),
         (1, 5, TypeError, "reason must be a str, not int"),
     ],
 )

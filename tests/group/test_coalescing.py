@@ -404,7 +404,9 @@ async def test_a_failed_receive_is_raised_at_the_end_unless_somebody_has_looked(
 @pytest.mark.ranks(2)
 async def test_a_block_does_not_nest_in_one_of_its_own_group(pg: ProcessGroup) -> None:
     async with pg.coalescing():
-        with pytest.raises(RuntimeError, match="is coalescing here already: blocks of one group do not nest"):
+        with pytest.raises(
+            RuntimeError, match="already has a coalescing block here, and blocks of one group do not nest"
+        ):
             async with pg.coalescing():
                 pass
 
@@ -528,7 +530,7 @@ async def test_an_exception_inside_sends_nothing_more(pg: ProcessGroup, frames: 
     assert batch.seq is None
     assert pg.pending() == []
     for work in works:
-        with pytest.raises(GroupError, match=r"the call was not sent: its coalescing block .* KeyError: 'mine'") as e:
+        with pytest.raises(GroupError, match=r"call was not sent: .* its coalescing block .* KeyError: 'mine'") as e:
             await work
         assert isinstance(e.value.__cause__, KeyError)
     assert tensor.tolist() == [1.0] * 4

@@ -17,7 +17,7 @@ import pytest
 from aiocoll import GroupClosedError, GroupError, GroupRevokedError, ProcessGroup, ReduceOp
 from aiocoll.engine.communicator import Communicator
 from aiocoll.engine.operations.shm_ring import order
-from aiocoll.group.dispatch.planner import CIRCLE
+from aiocoll.group.dispatch.planner import RING_RANKS
 from aiocoll.testing import run_processes
 from aiocoll.transport.frame import SEGMENT
 from aiocoll.transport.shm.chunk_queue import ChunkQueueWriter, Chunks
@@ -103,7 +103,7 @@ SIZES = [2, 3, 4, 7]
 
 def possible(case: Case) -> bool:
     op, dtype, world_size = case.get("op"), case.get("dtype"), case.get("world_size", 0)
-    if world_size > CIRCLE and op not in (None, "SUM"):
+    if world_size > RING_RANKS and op not in (None, "SUM"):
         return False  # they go round in frames, whatever the array
     return op is None or dtype is None or allowed(op, dtype)
 
@@ -491,8 +491,8 @@ async def test_it_is_an_array_of_that_shape_and_dtype(pg: ProcessGroup, shape: A
         ((2, None), "f4", TypeError, "shape must be an int or a tuple of ints"),
         (-1, "f4", ValueError, "shape=-1 has a negative number"),
         ((3, -4), "f4", ValueError, "has a negative number"),
-        (1 << 62, "f4", ValueError, "there are not so many addresses"),
-        (3, "no such", TypeError, "dtype='no such' is no dtype"),
+        (1 << 62, "f4", ValueError, "which exceeds the address space"),
+        (3, "no such", TypeError, "dtype='no such' is not a NumPy dtype"),
         (3, object, TypeError, "dtype object refers to objects"),
         (3, ">f4", TypeError, "foreign byte order"),
         (3, ">i4", TypeError, "in foreign byte order"),
@@ -554,7 +554,7 @@ async def test_without_memory_it_is_an_ordinary_array(
 
     with caplog.at_level(logging.WARNING, "aiocoll"):
         await run_ranks(2, rank, transport="shm")
-    told = [record.getMessage() for record in caplog.records if "gives ordinary memory" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "returns ordinary memory" in record.getMessage()]
     assert len(told) == 2, "once per rank"
     assert os.strerror(code) in told[0]
 

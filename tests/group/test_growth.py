@@ -378,7 +378,7 @@ async def test_wrong_numbers_of_newcomers(n: int, at_least: Any, error: type[Exc
 
 async def test_ranks_that_want_other_numbers_of_newcomers() -> None:
     async def rank(pg: ProcessGroup) -> None:
-        with pytest.raises(ValueError, match=r"called grow\(\) with at_least=\[1, 2\]: give the same at_least"):
+        with pytest.raises(ValueError, match=r"called grow\(\) with at_least=\[1, 2\]: pass the same at_least"):
             await pg.grow(2, at_least=pg.rank() + 1)
 
     await on_ranks({"store": HashStore()}, 2, rank)

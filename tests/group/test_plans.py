@@ -35,7 +35,7 @@ from ..ranks import LINKS, over
 
 def is_quick(plan: CallPlan[Any]) -> bool:
     """Whether a start checks nothing again."""
-    again: Any = plan._again
+    again: Any = plan._start_call
     return again.func.__name__ == "_start_again"
 
 

@@ -109,13 +109,13 @@ async def test_a_message_has_ends_and_no_signature(pg: ProcessGroup) -> None:
 async def test_a_call_that_starts_again_has_a_list_of_its_own(pg: ProcessGroup) -> None:
     """An operation may add to the list that it is given."""
     planned = PlannedCall(dispatcher_of(pg).plans.plan("barrier", None, ()), [], (3,), "result", 2.0, "key", list)
-    again = planned.again()
+    again = planned.prepare_again()
     assert again.arrays == []
     assert again.arrays is not planned.arrays
     for name in ("plan", "shape", "result", "limit", "key", "unwrap"):
         assert getattr(again, name) == getattr(planned, name)
     (message, _), *_ = kept(pg, lambda: pg.send(np.ones(1), 0)).calls
-    assert message.again() is message
+    assert message.prepare_again() is message
 
 
 @pytest.mark.ranks(2)

@@ -250,7 +250,7 @@ async def test_what_cannot_be_written_is_logged_and_nothing_else(
     assert "on purpose" in str(await pg.wait_revoked())
     await pg.shutdown()
     (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
-    assert f"the dump {where / file_name('world:0', 0)} could not be written" in record.getMessage()
+    assert f"cannot write the dump {where / file_name('world:0', 0)}" in record.getMessage()
     assert (record.group, record.rank) == ("world:0", 0)  # type: ignore[attr-defined]
     assert fault == "a file" or list(where.glob("*")) == []
 

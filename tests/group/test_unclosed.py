@@ -117,7 +117,7 @@ def test_shutdown_that_waits_for_works_is_cut_short_at_the_end_of_the_loop() -> 
     """Also where a program closes its generators and does not cancel its tasks."""
     loop = asyncio.new_event_loop()
     with unclosed() as found:
-        works = loop.run_until_complete(pending(lambda pg: parts_of(pg).lifetime.begin_end()))
+        works = loop.run_until_complete(pending(lambda pg: parts_of(pg).lifetime.start_shutdown()))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         check_closed(works)

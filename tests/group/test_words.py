@@ -69,7 +69,7 @@ async def test_a_missing_argument_names_the_call(pg: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.LAND], ids=["MIN", "PRODUCT", "LAND"])
 async def test_ops_on_sparse_arrays(pg: ProcessGroup, op: ReduceOp) -> None:
-    refused = r"is not defined on sparse arrays, only SUM and AVG are: .*; make the arrays dense$"
+    refused = r"is not defined on sparse arrays, since .*: use SUM or AVG, or make the arrays dense$"
     with pytest.raises(ValueError, match=refused):
         pg.allreduce(scipy_sparse.eye(3).tocoo(), op)
 

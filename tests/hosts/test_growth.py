@@ -42,7 +42,7 @@ async def test_with_the_store_in_rank_0_growing_fails_and_says_what_to_do(
     await kill_the_first(started)
     for process in started[1:]:
         assert (await process.result()).endswith(
-            "so newcomers do not find it. Start all ranks again, and host the store outside of them: run a StoreServer "
-            "in the process that starts them, and give them AIOCOLL_STORE=launcher and its address as MASTER_ADDR and "
-            "MASTER_PORT"
+            "so newcomers cannot find the group. Restart all ranks, with the store in another process: run a "
+            "StoreServer in the process that starts the ranks, and set AIOCOLL_STORE=launcher, and MASTER_ADDR and "
+            "MASTER_PORT to its address"
         )

@@ -92,7 +92,7 @@ def test_a_stopped_rank_that_was_replaced_learns_of_it_when_it_goes_on(ranks: Ra
     # The others told it what they did before and after they agreed, over different links: either may come first.
     assert cause in {
         "ranks 0, 2 of group 'world:0' continued as a new group",
-        *(f"group 'world:0' was given up by rank {rank}, which called shrink()" for rank in (0, 2)),
+        *(f"group 'world:0' was replaced: rank {rank} called shrink()" for rank in (0, 2)),
     }
     assert refusal.startswith("rank 1 was excluded: ranks 0, 2 continued without it")
     assert not list(ranks.temporary.iterdir())

@@ -163,7 +163,7 @@ async def test_wrong_calls() -> None:
             (None, 2, None, TypeError, "store must be a Store, not NoneType"),
             (store, 2.0, None, TypeError, "size must be an int, not float"),
             (store, True, None, TypeError, "size must be an int, not bool"),
-            (store, 1, None, ValueError, "size=1: the new group has all 2 ranks of this one"),
+            (store, 1, None, ValueError, "size=1 must be at least 2: the new group includes all ranks"),
             (store, 2, 3, TypeError, "group_name must be a str or None, not int"),
         ]
         for place, size, name, kind, words in wrong:

@@ -165,7 +165,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             (("test_in_parts.py",), ("test_lists.py",), ("test_call_cache.py",)),
         ),
         "prepared calls": Subject(
-            ("PlannedCall.again", "Batch.take"),
+            ("PlannedCall.prepare_again", "Batch.take"),
             (("test_prepared_call.py",), ("group/test_plans.py",), ("test_coalescing.py",)),
         ),
         "what is kept": Subject(
@@ -177,7 +177,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
                 "PostedReceive.succeed",
                 "ProgramExecutor._progress",
                 "Compared._conclude",
-                "_LateSend.succeed",
+                "_AnnouncedSend.succeed",
                 "DeviceSend.succeed",
             ),
             (("group/test_garbage.py",), ("gpu/test_garbage.py",)),
@@ -207,7 +207,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "blocking": Subject(
             ("LoopThread.post", "BlockingGroup.submit"), (("test_blocking.py", "test_loop_thread.py"),)
         ),
-        "sparse messages": Subject(("_LateSend._is_read",), (("test_sparse_messages.py",),)),
+        "sparse messages": Subject(("_AnnouncedSend._on_payload",), (("test_sparse_messages.py",),)),
         "steps": Subject(("Stepped.fail", "Children.start"), (("test_stepped.py",),)),
         "devices": Subject(
             (

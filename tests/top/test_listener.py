@@ -167,7 +167,7 @@ async def test_a_folder_that_others_may_enter_is_refused_and_the_group_goes_on(
     with caplog.at_level(logging.WARNING):
         assert await run_ranks(2, rank, options=options(str(tmp_path))) == [2.0, 2.0]
     assert (
-        f"aiocoll top cannot show it: top_dir='{tmp_path}': other users may enter the folder; run `chmod 700` on it"
+        f"cannot show this group: top_dir='{tmp_path}': other users may enter the folder; run `chmod 700` on it"
         in caplog.text
     )
     assert os.listdir(tmp_path) == []
@@ -183,7 +183,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(run_ranks(1, rank, options=options(str(tmp_path / "file" / "top")))) == [1.0]
-    assert "aiocoll top cannot show it" in caplog.text
+    assert "aiocoll top cannot show this group" in caplog.text
 
 
 def test_nobody_listens_where_time_is_virtual(tmp_path: Path) -> None:

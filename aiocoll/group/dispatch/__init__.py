@@ -1,1 +1,1 @@
-"""How the checked calls of a group become operations, and the interceptors that may take them before that."""
+"""The path from a checked call to an operation: dispatcher, plans, devices, and interceptors."""

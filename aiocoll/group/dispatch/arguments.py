@@ -1,4 +1,4 @@
-"""Checks of the arrays of one call against each other."""
+"""Checks of a call's arrays: dtypes, counts, devices, and shared memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ndarray: Final = np.ndarray
 
 
 class Arguments:
-    """Checks the arrays given to collectives and makes buffers of them.
+    """The checks of arrays passed to collectives, which convert them to buffers.
 
     Args:
-        rank: this one.
+        rank: this rank.
         size: number of ranks.
     """
 
@@ -29,7 +29,15 @@ class Arguments:
         self._size = size
 
     def blocks(self, arrays: Any, name: str, like: Buffer | None, of: str, *, writable: bool = True) -> list[Any]:
-        """Return a buffer per array, all like `like`, called `of` (None: like the first); outputs must not overlap."""
+        """Return one buffer per array; all must have the dtype and device of `like`, or else of the first array.
+
+        Args:
+            arrays: one array per rank.
+            name: name of the list in errors.
+            like: buffer to compare with; None: the first array.
+            of: name of `like` in errors.
+            writable: whether the arrays are outputs, which must not share memory.
+        """
         blocks = [view(each, name=f"{name}[{rank}]", writable=writable) for rank, each in enumerate(arrays)]
         like = blocks[0] if like is None else like
         place: Any = type(like.array)
@@ -39,22 +47,22 @@ class Arguments:
             if type(block.array) is not place or place is not _ndarray:
                 same_place(block, name, like, of, rank)
         if writable and (found := clash([block.array for block in blocks])) is not None:
-            raise ValueError(f"{name}[{found[0]}] and {name}[{found[1]}] share memory: give every rank its own")
+            raise ValueError(f"{name}[{found[0]}] and {name}[{found[1]}] share memory: pass one array per rank")
         return blocks
 
-    def check_spared(self, blocks: Sequence[Buffer | None], source: Buffer) -> None:
-        """Refuse outputs of other ranks that share memory with this rank's contribution."""
+    def check_outputs_separate(self, blocks: Sequence[Buffer | None], source: Buffer) -> None:
+        """Raise if an output of another rank shares memory with this rank's contribution."""
         for rank, block in enumerate(blocks):
             if rank != self._rank and block is not None and overlaps(block.array, source.array):
                 raise ValueError(f"tensor shares memory with the output of rank {rank}: it would be overwritten")
 
     def check_none(self, arrays: Any, name: str, root: int) -> None:
-        """Refuse arrays on ranks other than the root."""
+        """Raise if a rank other than the root passes arrays."""
         if arrays is not None and (not hasattr(arrays, "__len__") or len(arrays)):
             raise ValueError(f"{name} must be None or [] on rank {self._rank}: only the root, rank {root}, has {name}")
 
     def whole(self, array: Any, name: str, like: Buffer, of: str, count: int, *, writable: bool = True) -> Buffer:
-        """Return the buffer of an array that holds `count` elements like those of `like`, which is called `of`."""
+        """Return the buffer of an array; raise unless it has `count` elements and the dtype and device of `like`."""
         buffer = view(array, name=name, writable=writable)
         if buffer.dtype is not like.dtype:
             raise TypeError(f"{name} has dtype {buffer.dtype.name}, expected {like.dtype.name}")
@@ -62,21 +70,21 @@ class Arguments:
         if type(buffer.array) is not place or place is not _ndarray:
             same_place(buffer, name, like, of)
         if buffer.count != count:
-            raise ValueError(f"{name} has {buffer.count} elements, expected {count}: world size times the part")
+            raise ValueError(f"{name} has {buffer.count} elements, expected {count}, {self._size} times those of {of}")
         return buffer
 
     def same_count(self, block: Any, other: Buffer, name: str, other_name: str) -> None:
-        """Refuse two arrays of different counts."""
+        """Raise if two arrays have different numbers of elements."""
         if block.count != other.count:
             raise ValueError(f"{name} has {block.count} elements, {other_name} has {other.count}; they must be equal")
 
     def splits(self, buffer: Buffer, sizes: Sequence[int] | None, name: str) -> list[int]:
-        """Return how many elements of `buffer` each rank gets."""
+        """Return the number of elements of `buffer` for each rank."""
         rows = buffer.shape[0] if buffer.shape else 1
         if sizes is None:
             if rows % self._size:
                 raise ValueError(
-                    f"{name} has {rows} rows, which {self._size} ranks cannot share equally: give {name}_split_sizes"
+                    f"{name} has {rows} rows, not a multiple of {self._size} ranks: pass {name}_split_sizes"
                 )
             sizes = [rows // self._size] * self._size
         try:
@@ -93,7 +101,7 @@ class Arguments:
 
 
 def slices(whole: Buffer, counts: Sequence[int]) -> list[Buffer]:
-    """Cut a buffer; the parts share its memory, staged or not."""
+    """Split a buffer into parts of `counts` elements, which share its memory."""
     parts, start, unit = [], 0, whole.dtype.unit
     for count in counts:
         part = Buffer(whole.array[start : start + count * unit], whole.dtype, (count,), None)

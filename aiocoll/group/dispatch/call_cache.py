@@ -1,11 +1,11 @@
-"""The plans of one group's calls, by what identifies a call: nearly every one is like an earlier one.
+"""The call cache of one group: plans by kind, dtype, op, root and sizes of the call.
 
-Of plain arrays like those of an earlier call nothing is left to check but that what is written shares no memory with
-anything else: the look-up replaces the work of `view`, of cutting and of planning, in a fraction of their time.
+Nearly every call equals an earlier one. If its arrays are plain, one check is left: written arrays must not share
+memory with others. The lookup replaces `view`, splitting and planning, and takes a fraction of their time.
 
-A *plain* array is an `ndarray` that is `carray`: contiguous, aligned and writeable. Its plan is found by its own dtype.
-Of dtypes that are equal, one may be an alias that NumPy would convert, such as `long` and `longlong`: so a plan that is
-found counts only if it stores the very same dtype.
+A *plain* array is an `ndarray` that is `carray`: contiguous, aligned and writeable. Its plan is found by its dtype.
+Equal dtypes may be aliases that NumPy would convert, such as `long` and `longlong`. Therefore a cached plan is used
+only if it has the identical dtype object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aiocoll.group.dispatch.planner import Planner
 
 __all__ = ["PLANS", "CallCache", "Found"]
 
-#: Plans kept per group: a program has few call sites, and a plan of many ranks has some hundred actions.
+#: Plans kept per group. A program has few call sites, and a plan for many ranks has some hundred actions.
 PLANS = 256
 
 #: The plan of a call, and its flat arrays.
@@ -35,16 +35,16 @@ _share: Final = np.may_share_memory
 
 
 class CallCache:
-    """Finds the plans of one group's calls, and has those made that it does not know.
+    """A cache of the plans of one group's calls; missing plans are made by the planner.
 
     Args:
-        planner: makes them.
-        rank: this one.
+        planner: makes missing plans.
+        rank: this rank.
         size: number of ranks.
 
     Attributes:
-        known: the plans, by kind of call, dtype, op, root, and all shapes or sizes. The op is known by its id, since
-            hashing it costs more than the rest of the look-up; the plan keeps it alive. The dtype is that of NumPy for
+        known: plans by kind of call, dtype, op, root, and all shapes or sizes. The key has the op's id, since hashing
+            the op costs more than the rest of the lookup; the plan keeps the op alive. The dtype is a NumPy dtype for
             plain arrays, and a `DType` for all others.
     """
 
@@ -57,7 +57,7 @@ class CallCache:
     # -- calls on plain arrays
 
     def one(self, kind: str, tensor: Any, op: ReduceOp | None, root: Any) -> Plan | None:
-        """Return the plan of a call on one array of the same count on all ranks; None if that is not plain."""
+        """Return the plan of a call on one array with equal counts on all ranks; None if the array is not plain."""
         if type(tensor) is not _ndarray or not tensor.flags.carray:
             return None
         dtype = tensor.dtype
@@ -68,22 +68,22 @@ class CallCache:
         return plan if plan is not None and plan.storage is dtype else None
 
     def parts(self, kind: str, whole: Any, other: Any, op: ReduceOp | None) -> Found | None:
-        """Find a call on an array of as many equal parts as there are ranks.
+        """Return the plan and the flat arrays of a call on an array of one equal part per rank.
 
         Args:
             kind: "allgather", "reduce_scatter", or "alltoall".
-            whole: the array of all parts; of an alltoall, the input.
-            other: an array of one part; of an alltoall, the output.
-            op: how it reduces, if it does.
+            whole: the array of all parts; for an alltoall, the input.
+            other: an array of one part; for an alltoall, the output.
+            op: op of a reduction; None otherwise.
 
         Returns:
-            None if its arrays are not plain, or not right.
+            None if the arrays are not plain, or do not pass the checks.
         """
         plan = self.plan_of_parts(kind, whole, other, op)
         return None if plan is None else (plan, self.flatten(kind, whole, other))
 
     def plan_of_parts(self, kind: str, whole: Any, other: Any, op: ReduceOp | None) -> Plan | None:
-        """Return the plan of a call on an array of equal parts; arguments and result as of `parts`."""
+        """Return the plan of a call on an array of equal parts; for arguments and result, see `parts`."""
         if type(whole) is not _ndarray or type(other) is not _ndarray:
             return None
         dtype = whole.dtype
@@ -97,7 +97,7 @@ class CallCache:
         return plan if plan is not None and plan.storage is dtype else None
 
     def flatten(self, kind: str, whole: Any, other: Any) -> list[Any]:
-        """Return the flat arrays of a call on an array of equal parts, as its plan numbers them."""
+        """Return the flat arrays of a call on an array of equal parts, in the order of its plan."""
         arrays = self._cut(whole)
         if kind == "alltoall":
             arrays += self._cut(other)
@@ -108,17 +108,17 @@ class CallCache:
     def lists(
         self, kind: str, blocks: Any, other: Any, *, root: int | None = None, op: ReduceOp | None = None
     ) -> Found | None:
-        """Find a call on a list of an array per rank.
+        """Return the plan and the flat arrays of a call on a list of one array per rank.
 
         Args:
             kind: "allgather", "gather", "scatter", "reduce_scatter", or "alltoall".
-            blocks: an array per rank; of an alltoall, the inputs. None on a rank that has none.
-            other: the array of this rank alone; of an alltoall, the outputs.
-            root: the root, if there is one.
-            op: how it reduces, if it does.
+            blocks: one array per rank; for an alltoall, the inputs. None on a rank without a list.
+            other: the single array of this rank; for an alltoall, the outputs.
+            root: root of the call; None without one.
+            op: op of a reduction; None otherwise.
 
         Returns:
-            None if its arrays are not plain, or not right.
+            None if the arrays are not plain, or do not pass the checks.
         """
         if blocks is None:
             blocks = ()
@@ -155,7 +155,7 @@ class CallCache:
         return plan, arrays if count else [*[None] * self._size, *arrays]
 
     def plan_of_lists(self, kind: str, blocks: Any, other: Any, op: ReduceOp | None, root: int | None) -> Plan | None:
-        """Return the plan of a call on lists; arguments and result as of `lists`."""
+        """Return the plan of a call on lists; for arguments and result, see `lists`."""
         found = self.lists(kind, blocks, other, root=root, op=op)
         return None if found is None else found[0]
 
@@ -166,7 +166,7 @@ class CallCache:
         return self.plan("barrier", None, ())
 
     def of_buffer(self, kind: str, buffer: Buffer, op: ReduceOp | None, root: Any) -> Plan:
-        """Return the plan of a call on one buffer of the same count on all ranks."""
+        """Return the plan of a call on one buffer with equal counts on all ranks."""
         key = kind, buffer.dtype, id(op), root, buffer.shape
         found = self.known.get(key)
         return found or self._keep(key, self._planner.plan(kind, buffer.dtype, (buffer.count,), op=op, root=root))
@@ -187,7 +187,7 @@ class CallCache:
         return found or self._keep(key, self._planner.plan(kind, dtype, sizes, op=op, root=root, agreed=agreed))
 
     def counting_plan(self, signature: Signature) -> Plan:
-        """Return the plan of the step in which all ranks exchange one number each, for a call with this signature."""
+        """Return the plan of the step in which all ranks of a call exchange one number each."""
         key = (signature,)
         return self.known.get(key) or self._keep(key, self._planner.counting_plan(signature))
 
@@ -196,7 +196,7 @@ class CallCache:
     def _new_plain(
         self, key: tuple[Any, ...], dtype: np.dtype[Any], sizes: tuple[Any, ...], op: ReduceOp | None, root: int | None
     ) -> Plan | None:
-        """Make the plan of a call on plain arrays; None if that needs another dtype than theirs."""
+        """Make the plan of a call on plain arrays; return None if the arrays need conversion to another dtype."""
         try:
             element = of_numpy(dtype)
         except TypeError:
@@ -208,13 +208,13 @@ class CallCache:
         return self._keep(key, self._planner.plan(kind, element, sizes, op=op, root=root, agreed=agreed))
 
     def _keep(self, key: tuple[Any, ...], plan: Plan) -> Plan:
-        """Remember the plan of a call."""
+        """Store the plan of a call in the cache, which is emptied when full."""
         if len(self.known) >= PLANS:
             self.known.clear()
         self.known[key] = plan
         return plan
 
-    # -- sizes, as planners take them
+    # -- sizes, in the planner's form
 
     def _sizes_of_parts(self, kind: str, whole: Any, other: Any) -> tuple[Any, ...] | None:
         size = self._size
@@ -225,7 +225,7 @@ class CallCache:
         if kind != "alltoall":
             return (counts,) if other.size == count else None
         if other.size != whole.size or any(each.ndim and each.shape[0] % size for each in (whole, other)):
-            return None  # parts are rows
+            return None  # each part must be whole rows
         return counts, counts
 
     def _sizes_of_lists(self, kind: str, sizes: list[int], count: int, root: int | None) -> tuple[Any, ...] | None:
@@ -244,17 +244,17 @@ class CallCache:
     # -- lists and parts
 
     def _is_list(self, arrays: Any) -> bool:
-        """Whether it is a plain list of one array per rank."""
+        """Return whether `arrays` is a list or tuple of one array per rank."""
         return (type(arrays) is list or type(arrays) is tuple) and len(arrays) == self._size
 
     def _clash(self, arrays: list[Any], count: int, kind: str) -> bool:
-        """Whether any array that is written shares memory with another one; the first `count` are the blocks."""
+        """Return whether a written array shares memory with another one; the first `count` arrays are the blocks."""
         blocks, others = arrays[:count], arrays[count:]
         written, read = (blocks, others) if kind in ("allgather", "gather") else (others, blocks)
         return clash(written, read) is not None
 
     def _cut(self, whole: Any) -> list[Any]:
-        """Return the flat parts of an array, by rank."""
+        """Split a flattened array into one equal part per rank."""
         flat = whole if whole.ndim == 1 else whole.reshape(-1)
         count = len(flat) // self._size
         return [flat[start : start + count] for start in range(0, len(flat), count)]

@@ -21,7 +21,7 @@ DEVICE_VERSION: Final = 1
 
 
 class DeviceCalls(Protocol):
-    """The calls of one group on the device of this rank, from its first call with a device array.
+    """The calls of one group on the device of this rank, made at its first call on a device array.
 
     Attributes:
         kind: of the device.
@@ -32,40 +32,40 @@ class DeviceCalls(Protocol):
         """The kind of device."""
 
     def check(self, arrays: Sequence[DeviceArray | None]) -> bool:
-        """Refuse arrays that the group cannot take, or not now; return whether the thread's device is theirs.
+        """Raise if the group cannot use these arrays; return whether they are on the thread's current device.
 
         Raises:
-            ValueError: they are on another device than those of earlier calls.
+            ValueError: the arrays are on another device than the arrays of earlier calls.
             RuntimeError: the state of the caller's stream forbids calls.
         """
 
     def call(self, call: PlannedCall, at_once: bool) -> PreparedCall:
-        """Return a call on arrays that were checked; `at_once`: it starts now, on the current device."""
+        """Return the call that carries out a planned call; `at_once`: it starts now, on the current device."""
 
     def batched(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
-        """Return what makes the operation of several collectives; `ordered`: it starts in the order of the program."""
+        """Return a factory of one operation for several collectives; `ordered`: it starts in program order."""
 
     def together(self, arrays: Iterable[DeviceArray]) -> contextlib.AbstractContextManager[None]:
-        """Let the messages of these arrays, which are started in the block, be one call of the device's library."""
+        """Combine the messages of these arrays that start in the block into one library call."""
 
     def sending(self, array: DeviceArray, dst: int, tag: int, code: int) -> Make:
-        """Return what makes a send to rank `dst`; `code` is that of the dtype."""
+        """Return a factory of a send operation to rank `dst`; `code` is the code of the dtype."""
 
     def receiving(self, array: DeviceArray, src: int | None, tag: int, code: int) -> Make:
-        """Return what makes a receive from rank `src`, or from any; `code` is that of the dtype."""
+        """Return a factory of a receive operation from rank `src`, or any rank; `code` is the code of the dtype."""
 
     async def close(self) -> None:
-        """End the use of the device in order, if the other ranks do so too."""
+        """Stop using the device in order, if the other ranks do so, too."""
 
     async def release(self) -> None:
-        """Release the device resources of the group, which has ended."""
+        """Release the device resources of the group after its end."""
 
 
 class DeviceBackend(Protocol):
-    """Collectives and messages on arrays of one kind of device.
+    """A backend that carries out collectives and messages on arrays of one kind of device.
 
     Attributes:
-        kind: of the device, as programs name it: "kind" and "kind:0" are devices of it.
+        kind: kind of device, as programs name it: "kind" and "kind:0" are devices of this kind.
         label: the kind in error messages.
         library: the name of the backend that moves arrays between devices without the host.
     """
@@ -88,16 +88,16 @@ class DeviceBackend(Protocol):
     def calls(
         self, comm: Communicator, arrays: Sequence[DeviceArray | None], *, forced: bool, ahead: bool
     ) -> DeviceCalls:
-        """Return the calls of a group that is called with arrays of this kind for the first time.
+        """Return the device calls of a group, at its first call on arrays of this kind.
 
         Args:
-            comm: this rank's part in the group.
-            arrays: of the call; None where this rank has none.
-            forced: the group must use `library`.
-            ahead: launch calls before they are compared, if all ranks do.
+            comm: this rank's communicator of the group.
+            arrays: arrays of the call; None where this rank has no array.
+            forced: whether the group must use `library`.
+            ahead: whether to launch calls before they are compared, if all ranks do.
 
         Raises:
-            BackendUnavailableError: the device cannot be used; the message says what to install.
+            BackendUnavailableError: the device cannot be used; the message names the package to install.
         """
 
 

@@ -1,4 +1,4 @@
-"""How a checked call becomes an operation in flight: find its plan, number it, make its completion."""
+"""The dispatcher of a group: it finds the plan of a checked call, numbers the call and starts its operation."""
 
 from __future__ import annotations
 
@@ -37,40 +37,40 @@ from aiocoll.work import Work
 
 __all__ = ["PROC_NULL", "Dispatcher", "Timeout"]
 
-#: In place of the other rank of a message: there is none, and the message ends at once. No rank has this number, and
-#: what a program may compute by mistake, such as ``rank - 1`` on rank 0, is another one.
+#: Stands for the other rank of a message that is not sent: the message ends at once. It is not -1, which a program may
+#: compute by mistake, as ``rank - 1`` on rank 0.
 PROC_NULL: Final = -2
 
 Timeout = float | timedelta | None
-#: Takes the error in a call, the call's signature, the shape of its main array, its timeout and key.
-TellWrong = Callable[[ValueError, Signature, tuple[int, ...], Timeout, str | None], Work[Any]]
+#: Arguments: the error in a call, the call's signature, the shape of its main array, its timeout and key.
+ReportWrongCall = Callable[[ValueError, Signature, tuple[int, ...], Timeout, str | None], Work[Any]]
 _ndarray: Final = np.ndarray
 _thread: Final = threading.get_ident
 
 
 class Dispatcher:
-    """Starts all calls of a group.
+    """The part of a group that starts all its calls.
 
-    A `root`, `rank` or `key` that comes from the user is annotated `Any`: it may have any type until it is checked.
+    An unchecked `root`, `rank` or `key` from the user is annotated `Any`.
 
     Args:
-        group: the `ProcessGroup`, to which completions refer.
-        comm: this rank's part in the group.
-        spec: what the group was made with.
-        dry: the other ranks do not exist, and nothing is carried out.
+        group: the `ProcessGroup`; completions refer to it.
+        comm: this rank's communicator of the group.
+        spec: name and options of the group.
+        dry: whether this is a dry run: the other ranks do not exist, and nothing is carried out.
 
     Attributes:
         comm, group, dry: as given.
-        options: the group's, resolved.
-        rank, size: of the group.
+        options: resolved options of the group.
+        rank, size: this rank, and the number of ranks.
         planner: makes the plans of calls.
-        plans: finds the plans of calls like earlier ones.
+        plans: finds the plans of calls that equal earlier ones.
         interceptor: takes all calls outside of blocks; set by `intercept`.
-        failures: of works whose outcome nobody has retrieved.
-        closed: this rank has closed the group.
-        in_steps: calls that have not ended, and start one operation after the other, of which the engine knows one.
-        native: the calls that the accelerator carries out; None without it.
-        device_calls: the group's calls on the device of this rank, from the first call on arrays there.
+        failures: failures of works whose outcome was never retrieved.
+        closed: whether this rank has closed the group.
+        stepped_calls: pending calls of several consecutive operations; the engine knows only the current operation.
+        native: the calls that the accelerator carries out; None without the accelerator.
+        device_calls: the group's calls on this rank's device; None before the first call on device arrays.
     """
 
     def __init__(self, group: Any, comm: Communicator, spec: GroupSpec, *, dry: bool) -> None:
@@ -83,13 +83,13 @@ class Dispatcher:
         self.planner = Planner(comm, dry=dry)
         self.plans = CallCache(self.planner, comm.rank, len(comm.ranks))
         self.interceptor: Interceptor | None = None
-        self._tell_wrong: TellWrong | None = None
+        self._report_wrong_call: ReportWrongCall | None = None
         self.failures = UnretrievedFailures(comm.name, comm.rank)
         self.closed = False
-        self.in_steps: dict[Completion, None] = {}
+        self.stepped_calls: dict[Completion, None] = {}
         self.device_calls: DeviceCalls | None = None
         self._backends = spec.devices
-        # Direct references: what a call needs of the engine took ten look-ups.
+        # Cached: reaching these through `comm.endpoint` took ten attribute lookups per call.
         self.endpoint = comm.endpoint
         self.runtime = comm.endpoint.runtime
         self.loop = comm.endpoint.loop
@@ -104,16 +104,16 @@ class Dispatcher:
     # -- checks of the group
 
     def check(self) -> None:
-        """Refuse a call that this group cannot accept, before it is numbered."""
-        # A loop that runs, in this thread, is the running one: which that is takes Python 3.11 a system call.
+        """Raise if the group cannot accept a call now; called before the call takes a number."""
+        # `is_running` in the loop's own thread is enough: on Python 3.11, finding the running loop is a system call.
         if _thread() != self.runtime.thread or not self._is_running() or self.closed or self.comm.gate[BARRED]:
             self.check_owner()
         if self.comm.cause is not None:
             self.comm.raise_if_revoked()
 
     def check_owner(self) -> None:
-        """Refuse a call from a wrong process, thread or loop, or after the group was closed."""
-        self.check_place()
+        """Raise if the caller is in a wrong process, thread or event loop, or if the group is closed."""
+        self.check_caller()
         if self.closed:
             raise self.closed_error()
 
@@ -121,8 +121,8 @@ class Dispatcher:
         """Return the error of a call after this rank has closed the group."""
         return GroupClosedError(f"group {self.comm.name!r} was closed by this rank", group=self.comm.name)
 
-    def check_place(self) -> None:
-        """Refuse a call from another process, thread or event loop."""
+    def check_caller(self) -> None:
+        """Raise if the caller is in another process, thread or event loop than the group, or in a hook."""
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"group {self.comm.name!r} was made in process {self._pid}; a forked child cannot use it: "
@@ -130,13 +130,13 @@ class Dispatcher:
             )
         if asyncio._get_running_loop() is not self.loop:
             raise RuntimeError(
-                f"group {self.comm.name!r} belongs to another event loop (or there is none running here): from "
-                "another thread let that loop make the call, `async def call(): return await pg.allreduce(x)`, by "
-                "`asyncio.run_coroutine_threadsafe(call(), loop).result()`"
+                f"group {self.comm.name!r} belongs to another event loop (or no loop runs in this thread); from "
+                "another thread, make the call in that loop: define `async def call(): return await pg.allreduce(x)` "
+                "and run `asyncio.run_coroutine_threadsafe(call(), loop).result()`"
             )
         if method := self.comm.hooks.calling:
             raise RuntimeError(
-                f"{method} called group {self.comm.name!r}, which has called this hook: let a task of its own do that"
+                f"{method} called group {self.comm.name!r}, but hooks must not call their group; start a task that does"
             )
         self.runtime.thread = _thread()
 
@@ -147,7 +147,7 @@ class Dispatcher:
         self.comm.set_timeout(seconds(timeout, "timeout"))
 
     def limit(self, timeout: Timeout) -> float:
-        """Return how many seconds a call may take."""
+        """Return the timeout of a call in seconds; None is the group's default."""
         return self.comm.timeout if timeout is None else seconds(timeout, "timeout")
 
     # -- collectives on arrays
@@ -162,7 +162,7 @@ class Dispatcher:
         timeout: Timeout,
         key: Any,
     ) -> Work[Any]:
-        """Start a collective on one tensor or number, of the same count on all ranks."""
+        """Start a collective on one tensor or number with the same number of elements on all ranks."""
         # hot path: inlined from `CallCache.one`
         if type(tensor) is _ndarray and tensor.flags.carray:
             dtype, shape = tensor.dtype, tensor.shape
@@ -175,9 +175,9 @@ class Dispatcher:
         if op is not None and buffer.dtype.kind == "record":
             buffer = paired(buffer, op, writable=writable)
         plan = self.plans.of_buffer(kind, buffer, op, root)
-        return self.start(self.on_buffers(plan, (buffer,), buffer, buffer.result, timeout, key))
+        return self.start(self.make_call(plan, (buffer,), buffer, buffer.result, timeout, key))
 
-    def on_buffers(
+    def make_call(
         self,
         plan: Plan,
         buffers: Sequence[Buffer | None],
@@ -187,16 +187,16 @@ class Dispatcher:
         key: Any,
         wholes: Sequence[Buffer] = (),
     ) -> PreparedCall:
-        """Return the call of a plan on buffers that were checked.
+        """Return a call that carries out a plan on checked buffers.
 
         Args:
-            plan: what to do.
-            buffers: numbered as the program's; None where this rank has none.
+            plan: plan of the call.
+            buffers: numbered as in the plan's program; None where this rank has no buffer.
             main: the buffer that error messages describe.
             result: result of the work.
-            timeout: the call's.
-            key: the call's.
-            wholes: buffers of which `buffers` are parts; if staged, they are copied back at the end.
+            timeout: timeout of the call.
+            key: key of the call.
+            wholes: buffers that contain `buffers` as parts; if staged, they are copied back at the end.
         """
         arrays: list[Any] = []
         staged = [whole for whole in wholes if whole.writeback is not None] if wholes else []
@@ -207,7 +207,7 @@ class Dispatcher:
         unwrap = _unstage(staged, result) if staged else None
         shape = () if main is None else main.shape
         call = PlannedCall(plan, arrays, shape, result, self.limit(timeout), key, unwrap)
-        # Of none of them the last one is missing.
+        # The last array is never None. It shows whether the arrays are on a device.
         return call if not arrays or type(arrays[-1]) is _ndarray else self._on_device(call)
 
     # -- any call
@@ -219,7 +219,7 @@ class Dispatcher:
         self.check()
         if (interceptor := self.interceptor_here()) is not None:
             return interceptor.take(call)
-        # Not for a message: its operation has its own id.
+        # A message takes no number: its operation has its own id.
         identity, seq = (P2P, None) if call.signature is None else self.numbered(call.key)
         completion = Completion(self.endpoint, call.op, seq, call.key, self)
         call.expect(completion)
@@ -241,9 +241,9 @@ class Dispatcher:
         key: Any,
         unwrap: Callable[[], Any] | None = None,
     ) -> Work[Any]:
-        """Start the `PlannedCall` of these arguments, which is made only for an interceptor."""
+        """Start a planned call; its `PlannedCall` is made only if an interceptor takes the call."""
         comm = self.comm
-        # hot path: inlined from `check`, and from `interceptor_here` where no other block is inside that of this group
+        # hot path: inlined from `check`, and from `interceptor_here` for the case that this group's block is innermost
         if _thread() != self.runtime.thread or not self._is_running() or self.closed or comm.gate[BARRED]:
             self.check()
         if comm.gate[DIVERTS]:
@@ -275,28 +275,28 @@ class Dispatcher:
 
     # -- interceptors
 
-    def intercept(self, interceptor: Interceptor, tell_wrong: TellWrong | None = None) -> None:
+    def intercept(self, interceptor: Interceptor, report_wrong_call: ReportWrongCall | None = None) -> None:
         """Let `interceptor` take all calls of the group that no block takes.
 
         Args:
-            interceptor: who.
-            tell_wrong: gets calls whose lists do not have exactly one entry per rank; by default, these raise here.
+            interceptor: takes the calls.
+            report_wrong_call: starts calls whose lists do not have exactly one entry per rank; None: they raise.
         """
         self.interceptor = interceptor
-        self._tell_wrong = tell_wrong
+        self._report_wrong_call = report_wrong_call
         self.comm.gate[DIVERTS] = True
 
     def refuse(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: Any
     ) -> Work[Any]:
-        """Raise the error of a call, or report it to all ranks."""
-        if self._tell_wrong is None or self.block_here() is not None:
+        """Raise the error of a call, or report it to all ranks if an interceptor does so."""
+        if self._report_wrong_call is None or self.block_here() is not None:
             raise wrong
-        return self._tell_wrong(wrong, signature, shape, timeout, key)
+        return self._report_wrong_call(wrong, signature, shape, timeout, key)
 
     @contextlib.contextmanager
     def scoped(self, interceptor: Interceptor) -> Iterator[None]:
-        """Let `interceptor` take the calls on this group made in this block."""
+        """Let `interceptor` take the calls on this group inside a ``with`` block."""
         self._scopes += 1
         self.comm.gate[DIVERTS] = True
         try:
@@ -307,28 +307,28 @@ class Dispatcher:
             self.comm.gate[DIVERTS] = self.closed or self._scopes > 0 or self.interceptor is not None
 
     def interceptor_here(self) -> Interceptor | None:
-        """Return the interceptor of calls here: that of a block, or the group's own."""
+        """Return the interceptor of calls in the current context: the block's, or the group's own."""
         return self.block_here() or self.interceptor
 
     def block_here(self) -> Interceptor | None:
-        """Return the interceptor of calls here, if it is that of a block."""
+        """Return the interceptor of the block in the current context; None outside of blocks."""
         return interceptor_in_scope(self) if self._scopes else None
 
     def check_block(self, kind: str) -> None:
-        """Refuse a kind of call that the block here would record, but cannot."""
+        """Raise if the current block records calls, but cannot record this kind of call."""
         block = self.block_here()
         if block is not None and block.records and not spec_of(kind).recordable:
-            raise RuntimeError(f"{kind}() takes several steps, which a coalescing block cannot record: call it outside")
+            raise RuntimeError(f"a coalescing block cannot record {kind}(), which takes several steps; call it outside")
 
     def close(self) -> None:
-        """Accept no more calls."""
+        """Refuse all further calls."""
         self.closed = True
         self.comm.gate[DIVERTS] = True
 
     # -- numbers and keys
 
     def numbered(self, key: Any) -> tuple[int, int]:
-        """Take the next number, or the next count of `key`; return the operation id and the number."""
+        """Take the next sequence number, or the next count of `key`; return the operation id and the number."""
         comm = self.comm
         if key is None:
             identity = comm.gate[ENTERED] + 1
@@ -343,7 +343,7 @@ class Dispatcher:
             raise
 
     def check_key(self, key: Any) -> None:
-        """Refuse an invalid key."""
+        """Raise if a key is invalid."""
         if not isinstance(key, str):
             raise TypeError(f"key must be a str or None, not {type(key).__name__}")
         try:
@@ -354,8 +354,8 @@ class Dispatcher:
     # -- ranks
 
     def check_rank(self, rank: Any, name: str, *, null: bool = False) -> int:
-        """Return `rank` if it is one of this group's, or, with `null`, `PROC_NULL`."""
-        if type(rank) is not int:  # in a plain number there is nothing to find out
+        """Return `rank` as an int; raise if it is not a rank of this group or, with `null`, `PROC_NULL`."""
+        if type(rank) is not int:  # a plain int needs no conversion
             rank = to_int(rank, name, "a rank (int)")
         number: int = rank
         if not 0 <= number < self.size and not (null and number == PROC_NULL):
@@ -363,8 +363,8 @@ class Dispatcher:
             raise ValueError(f"{what} of group {self.comm.name!r}: ranks are 0 to {self.size - 1}")
         return number
 
-    def miscounted(self, values: Any, name: str, what: str) -> ValueError | None:
-        """Return the error of `values` unless it is a sequence of one `what` per rank."""
+    def count_error(self, values: Any, name: str, what: str) -> ValueError | None:
+        """Return an error if `values` is not a sequence of one `what` per rank, else None."""
         if not hasattr(values, "__len__") or not hasattr(values, "__getitem__") or isinstance(values, Mapping):
             given = "None" if values is None else type(values).__name__
         elif len(values) != self.size:
@@ -376,7 +376,7 @@ class Dispatcher:
     # -- arrays on devices
 
     def on_device(self, arrays: Sequence[Any]) -> DeviceCalls:
-        """Return the group's calls on the device of these arrays, which are checked."""
+        """Check device arrays, and return the group's calls on their device."""
         self.check()
         if self.device_calls is None:
             return self._first_on_device(arrays)
@@ -384,7 +384,7 @@ class Dispatcher:
         return self.device_calls
 
     def _on_device(self, call: PlannedCall) -> PreparedCall:
-        """Return a call that is on arrays of a device as what carries it out there."""
+        """Return the call that carries out a planned call on device arrays."""
         if self.dry:
             plan, arrays = call.plan, call.arrays
 
@@ -396,7 +396,7 @@ class Dispatcher:
         is_current = False
         if calls is None:
             calls = self.on_device(call.arrays)
-        else:  # the group is checked as the call is started
+        else:  # the group itself is checked when the call starts
             is_current = self._check_arrays(calls, call.arrays)
         return calls.call(call, is_current and not self.comm.gate[DIVERTS])
 
@@ -408,32 +408,32 @@ class Dispatcher:
         return self.device_calls
 
     def _check_arrays(self, calls: DeviceCalls, arrays: Sequence[Any]) -> bool:
-        """Refuse arrays that the group cannot take; return whether the thread's device is theirs."""
-        last = arrays[-1]  # never None, and all arrays of a call are of one kind
+        """Raise if the group cannot use these arrays; return whether they are on the thread's current device."""
+        last = arrays[-1]  # the last array is never None, and all are on one kind of device
         if last.kind != calls.kind:
             raise ValueError(
-                f"group {self.comm.name!r} works on {devices.get(calls.kind).label} devices, where the arrays of its "
-                f"first call were; these are on {last.label} devices: make a group for each kind"
+                f"group {self.comm.name!r} works on {devices.get(calls.kind).label} devices, where its first device "
+                f"arrays were; these are on {last.label} devices: make a group for each kind of device"
             )
         return calls.check(arrays)
 
-    def as_one(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
-        """Return what makes one operation of several collectives on device arrays, which have been checked.
+    def make_batch(self, calls: Sequence[PreparedCall], ordered: bool) -> Make:
+        """Return a factory of one operation for several collectives on checked device arrays.
 
         Args:
             calls: the collectives.
-            ordered: it starts at its place in the order of the program.
+            ordered: whether the operation starts at its place in the program order.
         """
         assert self.device_calls is not None
         return self.device_calls.batched(calls, ordered)
 
     def batched(self, arrays: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-        """Let messages of these device arrays, which start in the block, be one call of the device's library."""
+        """Combine the messages of these device arrays that start in the block into one library call."""
         return contextlib.nullcontext() if self.device_calls is None else self.device_calls.together(arrays)
 
 
 def _unstage(staged: Sequence[Buffer], result: Any) -> Callable[[], Any]:
-    """Copy staging buffers back; replace what they stand for in the result."""
+    """Return a function that copies staging buffers back, and returns the result with the user's arrays."""
 
     def unwrap() -> Any:
         made: Mapping[int, Any] = {id(buffer.result): buffer.finish() for buffer in staged}

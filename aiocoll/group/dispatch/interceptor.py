@@ -1,8 +1,8 @@
-"""Interceptors, which may take calls before the engine does, and the blocks in which they do.
+"""The interface of interceptors, which take calls instead of the engine, and the scopes of interceptors.
 
-Most calls go straight from the group to the engine. An *interceptor* gets them first: that of a block around the call,
-such as `ProcessGroup.coalescing`, or the group's own, such as that of ``debug="detail"``. It starts calls later, in
-another way, or not at all, and returns the work.
+Most calls go directly from the group to the engine. An *interceptor* gets calls first. It belongs to a block around the
+call, such as `ProcessGroup.coalescing`, or to the whole group, as with ``debug="detail"``. It returns the work, and
+starts the call later, in another way, or not at all.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Interceptor", "Wrapper", "interceptor_in_scope", "scope_here", "scop
 
 
 class Interceptor(Protocol):
-    """Takes calls in place of the engine.
+    """A receiver of calls in place of the engine.
 
     Attributes:
-        moves_nothing: what it takes ends at once, without a look at the arrays.
-        records: it keeps calls, to start them later.
-        native: what records plain calls in C; None: nothing does.
+        moves_nothing: whether calls end at once, without an access to the arrays.
+        records: whether it keeps calls, to start them later.
+        native: recorder of plain calls in C; None without one.
     """
 
     moves_nothing: bool
@@ -37,11 +37,11 @@ class Interceptor(Protocol):
     native: Any
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Return the work of `call`; called once all its arguments are checked."""
+        """Take `call`, whose arguments have been checked, and return its work."""
 
 
 class Wrapper(ABC):
-    """An interceptor that makes the operations of collectives children of its own."""
+    """An interceptor that carries out each collective as a child of its own operation."""
 
     moves_nothing = False
     records = False
@@ -49,20 +49,20 @@ class Wrapper(ABC):
 
     @abstractmethod
     def take(self, call: PreparedCall) -> Work[Any]:
-        """As in `Interceptor`."""
+        """Take `call`, whose arguments have been checked, and return its work."""
 
     @abstractmethod
     def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:
-        """Return what is entered in place of the operation that `make` makes."""
+        """Return the operation that replaces, and later starts, the operation of `make`."""
 
 
 class _Scope:
-    """A block around calls; after its end, it does not take the calls of tasks that outlive it.
+    """A block around calls; after its end, calls of tasks that outlive it are no longer intercepted.
 
     Attributes:
-        group: the group whose calls it takes.
-        interceptor: takes them; None after the end of the block.
-        outer: the block around this one.
+        group: the group whose calls are intercepted.
+        interceptor: takes the calls; None after the end of the block.
+        outer: the enclosing block, or None.
     """
 
     __slots__ = ("group", "interceptor", "outer")
@@ -74,13 +74,13 @@ class _Scope:
 
 
 _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("aiocoll_scope", default=None)
-#: Returns the innermost block of any group.
+#: Returns the innermost scope, of any group.
 scope_here = _scope.get
 
 
 @contextlib.contextmanager
 def scoped(group: object, interceptor: Interceptor) -> Iterator[None]:
-    """Let `interceptor` take the calls on `group` in this block, and in tasks started in it, until the block ends."""
+    """Let `interceptor` take the calls on `group` inside a ``with`` block, and of tasks started in it."""
     scope = _Scope(group, interceptor, _scope.get())
     token = _scope.set(scope)
     try:
@@ -91,7 +91,7 @@ def scoped(group: object, interceptor: Interceptor) -> Iterator[None]:
 
 
 def interceptor_in_scope(group: object) -> Interceptor | None:
-    """Return the interceptor of the calls on `group` here; None if no block has one."""
+    """Return the interceptor of the innermost open block around calls on `group`; None without one."""
     scope = _scope.get()
     while scope is not None and (scope.group is not group or scope.interceptor is None):
         scope = scope.outer

@@ -1,4 +1,4 @@
-"""The origin of a group, which can make other groups of its ranks."""
+"""The interface of a group's origin, which makes further groups of its ranks."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ __all__ = ["Origin"]
 
 
 class Origin(Protocol):
-    """Has made a group, and can make another one of its ranks.
+    """The maker of a group, which can make further groups of its ranks.
 
     Attributes:
-        dry: the other ranks do not exist: they are neither told nor waited for.
+        dry: whether this is a dry run: the other ranks do not exist, and no messages are exchanged.
     """
 
     dry: bool
 
     def store(self, identity: int) -> Store:
-        """Return the keys of a group in the store where its ranks met."""
+        """Return a view of the store where the ranks met, restricted to the keys of one group."""
 
     def derive(self, identity: int, ranks: Sequence[int], spec: GroupSpec) -> Any:
-        """Make a group of some of the ranks, all of which have agreed to it."""
+        """Make a group of some of the ranks, which have all agreed to it."""
 
     async def invite(self, invitation: Invitation, timeout: float) -> Assignment:
-        """Assign ranks to newcomers; return this rank's assignment among them."""
+        """Wait for newcomers and assign ranks to them; return the assignment of this rank."""
 
     async def await_newcomer(self) -> None:
-        """Wait until there is a newcomer."""
+        """Wait until a newcomer has arrived."""
 
     async def meet_anew(self, assignment: Assignment, limit: float, spec: GroupSpec, store: Store | None = None) -> Any:
-        """Meet newcomers, within `limit` seconds, in a world of its own; in `store` if it is not where all met."""
+        """Meet the other ranks of an assignment within `limit` seconds, and make the group; None is the job's store."""
 
     async def call_off(self, assignment: Assignment, reason: str, store: Store | None = None) -> None:
-        """Publish to newcomers of the same world why the ranks cannot meet."""
+        """Publish to the newcomers of an assignment the reason why the ranks cannot meet."""
 
     async def release(self) -> None:
-        """A group is closed."""
+        """Release the resources of a closed group."""
 
     def drop(self, group: Any) -> None:
-        """As `release`, of an open group whose event loop does not run: close sockets, descriptors and threads now."""
+        """Release an open group whose event loop does not run: close sockets, descriptors and threads at once."""

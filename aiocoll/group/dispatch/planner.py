@@ -1,4 +1,4 @@
-"""How a call becomes a plan: its algorithm, its program, and its executor."""
+"""The planner of a group: it selects the algorithm, program and executor of a call."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from aiocoll.transport.frame import SEGMENT
 
 __all__ = ["Planner"]
 
-#: Ranks up to which the ring of chunk queues, two steps per rank, pays for sizes just too large for one step.
-CIRCLE = 4
-#: Ranks up to which each reduces a small tensor of all; of more, one does it for all, which takes a fraction of the
-#: processor time, and no longer (`bench/RESULTS.md`).
-EACH_REDUCES = 4
-#: Ranks up to which barriers go through slots; to tell one other rank takes a microsecond and a half.
+#: Most ranks for which the ring of chunk queues (two steps per rank) is faster just above the one-step sizes.
+RING_RANKS = 4
+#: Most ranks for which every rank reduces a small tensor itself. With more ranks, one rank reduces for all: this takes
+#: a fraction of the CPU time, and is not slower (`bench/RESULTS.md`).
+ONESHOT_RANKS = 4
+#: Most ranks for which barriers go through slots; notifying one other rank takes 1.5 µs.
 BARRIER_IN_SLOTS = 64
-#: Bytes of all contributions that a rank reads from slots, at most: to fold them takes some 150 microseconds.
+#: Most bytes of contributions that a rank reads from slots for one call; reducing them takes about 150 µs.
 READ_AT_ONCE = 2 * SEGMENT
 
 _INT64 = by_name("int64")
-#: Collectives of large messages that processes read in each other's memory, and the algorithm for it: each rank reads
-#: straight from those that have something for it, so nothing has to be passed on.
+#: Collectives whose large messages are read in place, with their algorithms. Each rank reads directly from the ranks
+#: that have data for it.
 _IN_PLACE = {"allreduce": "ring", "reduce_scatter": "ring", "allgather": "direct", "broadcast": "linear"}
 
 
 class Planner:
-    """Makes the plans of one group; its `CallCache` keeps them.
+    """The maker of one group's plans; the group's `CallCache` keeps them.
 
     Args:
-        comm: this rank's part in the group.
-        dry: nothing is carried out: plans have no steps, since some algorithms have as many as ranks.
+        comm: this rank's communicator of the group.
+        dry: whether this is a dry run. Its plans have no steps, since some algorithms have one step per rank.
     """
 
     def __init__(self, comm: Communicator, *, dry: bool) -> None:
@@ -52,7 +52,7 @@ class Planner:
         self._size = len(comm.ranks)
         self._dry = dry
         # The algorithm of small allreduces and barriers in shared memory.
-        self._small = "oneshot" if self._size <= EACH_REDUCES else "central"
+        self._small = "oneshot" if self._size <= ONESHOT_RANKS else "central"
 
     def plan(
         self,
@@ -67,23 +67,23 @@ class Planner:
         """Make the plan of a call.
 
         Args:
-            kind: the collective, as `algorithms.select` calls it.
-            dtype: of the elements; None for a barrier.
-            sizes: counts in elements, as `algorithms.select.build` takes them.
-            op: how it reduces.
-            root: its root.
-            agreed: the counts that all ranks know to be equal; by default all of `sizes`.
+            kind: name of the collective, as in `algorithms.select`.
+            dtype: dtype of the elements; None for a barrier.
+            sizes: numbers of elements, in the form of `algorithms.select.build`.
+            op: op of a reduction; None otherwise.
+            root: root of the call; None without one.
+            agreed: the counts that must be equal on all ranks; by default all of `sizes`.
         """
-        # First, since it checks the op.
+        # Must come first: it checks the op.
         made = kernel(op, dtype, self._size) if spec_of(kind).reduces else None  # type: ignore[arg-type]
         if made is not None and made.of_one is not None and kind == "exscan":
-            made = made._replace(prescale=made.of_one)  # rank 1 gets what rank 0 gave
+            made = made._replace(prescale=made.of_one)  # rank 1's result is rank 0's contribution alone
         name = None if op is None else op.wire_name
-        plan = self.compiled(kind, dtype, sizes, made, name, root, agreed)
+        plan = self.build_plan(kind, dtype, sizes, made, name, root, agreed)
         plan.op = op
         return plan
 
-    def compiled(
+    def build_plan(
         self,
         kind: str,
         dtype: DType | None,
@@ -93,7 +93,7 @@ class Planner:
         root: int | None,
         agreed: tuple[int, ...] | None = None,
     ) -> Plan:
-        """Make a plan; `made` is the kernel that reduces, `reduce` the name of the op on the wire."""
+        """Make a plan as `plan` does, from a kernel `made` and `reduce`, the name of the op in signatures."""
         counts = _flat(sizes)
         signature = Signature(
             kind.upper(),
@@ -107,7 +107,7 @@ class Planner:
             0 if dtype is None else dtype.itemsize
         )
         if kind == "allreduce" and self._size == 1 and made is not None and made.prescale is made.of_one is None:
-            # A rank alone returns its input; reducing it with itself took as long as the rest of the call.
+            # A single rank returns its input. Running the reduction took as long as the rest of the call.
             return Plan(signature, Program((), (), "alone"), dtype, made, ProgramExecutor)
         algorithm = choose(
             kind,
@@ -119,10 +119,12 @@ class Planner:
             hosts=self._comm.hosts,
         )
         executor: Executor = ProgramExecutor
-        relays = self._relays(kind, algorithm, nbytes, made)
+        relays = self._uses_chunk_queues(kind, algorithm, nbytes, made)
         if not relays and dtype is not None and (made is None or made.prescale is None):
-            relays = self._relays_natively(kind, sizes, dtype.itemsize, root or 0, made)
-        in_place = not (relays and self._comm.is_on_all_cards("native")) and self._reads(kind, nbytes, sizes, made)
+            relays = self._uses_native_queues(kind, sizes, dtype.itemsize, root or 0, made)
+        in_place = not (relays and self._comm.is_on_all_cards("native")) and self._can_read_in_place(
+            kind, nbytes, sizes, made
+        )
         if in_place:
             algorithm = _IN_PLACE[kind]
         elif made is None or made.prescale is None:
@@ -130,7 +132,7 @@ class Planner:
                 algorithm, executor = name, SlotProgram
             elif relays:
                 algorithm, executor = "relay", ShmRing
-        if dtype is not None and (unit := dtype.unit) != 1:  # programs count elements of the storage
+        if dtype is not None and (unit := dtype.unit) != 1:  # programs count elements of the storage dtype
             sizes = tuple(
                 tuple(each * unit for each in size) if isinstance(size, tuple) else size * unit for size in sizes
             )
@@ -156,7 +158,7 @@ class Planner:
         return plan
 
     def counting_plan(self, signature: Signature) -> Plan:
-        """Make the plan of the step in which all ranks exchange one number each, for a call with this signature."""
+        """Make the plan of the step in which all ranks of a call exchange one number each."""
         counts = (1,) * self._size
         nbytes = _INT64.itemsize * self._size
         algorithm = choose("allgather", nbytes, self._size, tuning=self._comm.tuning, hosts=self._comm.hosts)
@@ -167,14 +169,14 @@ class Planner:
     def _program(
         self, kind: str, algorithm: str, sizes: tuple[Any, ...], root: int | None, made: Kernel | None
     ) -> Program:
-        """Return what this rank does, step by step."""
+        """Return the program of this rank: its steps in the algorithm."""
         if self._dry:
             return Program((), (), algorithm)
         program = build(kind, algorithm, self._rank, self._size, *sizes, root=root or 0, hosts=self._comm.hosts)
         return program if made is None or made.prescale is None else self._scaled(program, kind, sizes, root)
 
     def _slot_algorithm(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> str | None:
-        """Return the algorithm of a call whose contributions all fit into slots; None if they do not."""
+        """Return the algorithm of a call through slots; None if its contributions do not fit into slots."""
         if not self._comm.chunk_nbytes or self._size == 1:
             return None
         if kind == "barrier":
@@ -182,32 +184,32 @@ class Planner:
         if not nbytes or (kind, "oneshot") not in IN_SLOTS:
             return None
         longest = nbytes // sum(sizes[0]) * max(sizes[0]) if isinstance(sizes[0], tuple) else nbytes
-        if not self._fits(longest):
+        if not self._fits_in_slots(longest):
             return None
         if kind != "allreduce":
             return "oneshot"
         return self._small if made is not None and self._is_portable(made) else None
 
-    def _relays(self, kind: str, algorithm: str, nbytes: int, made: Kernel | None) -> bool:
-        """Whether a call goes through the ring of chunk queues."""
+    def _uses_chunk_queues(self, kind: str, algorithm: str, nbytes: int, made: Kernel | None) -> bool:
+        """Return whether a call goes through the ring of chunk queues, with or without the accelerator."""
         piece = self._comm.chunk_nbytes
         if not piece or self._size == 1 or not nbytes or (made is not None and (made.ordered or made.prescale)):
             return False
         if kind != "allreduce":
             return False
         pieces = 2 * (self._size - 1) * (nbytes // (self._size * piece) + 2)
-        return (self._size <= CIRCLE or algorithm == "ring") and pieces < MOST_PIECES
+        return (self._size <= RING_RANKS or algorithm == "ring") and pieces < MOST_PIECES
 
-    def _relays_natively(
+    def _uses_native_queues(
         self, kind: str, sizes: tuple[Any, ...], itemsize: int, root: int, made: Kernel | None
     ) -> bool:
-        """Return whether a call goes through chunk queues because all ranks have the accelerator."""
+        """Return whether a call goes through chunk queues, which requires the accelerator on all ranks."""
         comm = self._comm
         kinds = BETWEEN_TWO if self._size == 2 else ROUND
         if kind not in kinds or self._size == 1 or not comm.chunk_nbytes or (made is not None and made.ordered):
             return False
         if kind == "scan" and made is not None and (made.finalize or made.of_one):
-            return False  # rank 0 has something to do
+            return False  # rank 0 would have to transform its own data
         if self._size == 2:
             messages = messages_between_two(kind, sizes, self._rank, root)
         else:
@@ -219,16 +221,16 @@ class Planner:
             return False
         return comm.is_on_all_cards("native")
 
-    def relays_blocks(self) -> bool:
-        """Return whether large blocks that only their two ends know go through chunk queues."""
+    def can_relay_blocks(self) -> bool:
+        """Return whether large blocks whose size only their two ranks know go through chunk queues."""
         return self._size == 2 and bool(self._comm.chunk_nbytes) and self._comm.is_on_all_cards("native")
 
     def _is_portable(self, made: Kernel) -> bool:
-        """Whether several ranks may compute the same element: they get the same bits, those of a NaN included."""
+        """Return whether ranks that compute the same element get the same bits, NaN payloads included."""
         return made.portable and (not made.nan_varies or self._comm.makes_same_nans)
 
-    def _reads(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> bool:
-        """Whether all messages of a call are so large that they are read where they lie."""
+    def _can_read_in_place(self, kind: str, nbytes: int, sizes: tuple[Any, ...], made: Kernel | None) -> bool:
+        """Return whether all messages of a call are large enough to be read in place."""
         comm = self._comm
         if not comm.chunk_nbytes or self._size == 1 or kind not in _IN_PLACE or (made and made.ordered):
             return False
@@ -237,16 +239,16 @@ class Planner:
         elif kind != "broadcast":
             nbytes = nbytes // max(sum(sizes[0]), 1) * min(sizes[0])
         limit = comm.tuning.single_copy.limit(kind, self._size, reduces=made is not None)
-        return not self._fits(nbytes) and nbytes >= limit and comm.is_on_all_cards("reads")
+        return not self._fits_in_slots(nbytes) and nbytes >= limit and comm.is_on_all_cards("reads")
 
     def _is_small(self, program: Program, dtype: DType | None) -> bool:
-        """Whether all messages of a program, of which only their two ends know the count, fit into slots."""
+        """Return whether all messages of a program fit into slots; only their two ranks know their counts."""
         itemsize, largest = 1 if dtype is None else dtype.storage.itemsize, self._comm.slots.largest
         blocks = [action.region.count * itemsize for action in program.actions if action.peer >= 0]
         return bool(blocks) and max(blocks) <= largest
 
-    def _fits(self, nbytes: int) -> bool:
-        """Whether contributions of so many bytes fit into slots, and one rank can read all of them in a callback."""
+    def _fits_in_slots(self, nbytes: int) -> bool:
+        """Return whether contributions of `nbytes` fit into slots, and a rank can read all of them in one callback."""
         return nbytes <= self._comm.slots.largest and nbytes * (self._size - 1) <= READ_AT_ONCE
 
     def _scaled(self, program: Program, kind: str, sizes: tuple[Any, ...], root: int | None) -> Program:

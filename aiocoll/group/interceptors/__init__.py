@@ -1,1 +1,1 @@
-"""Interceptors, which take the calls of a group in place of the engine: blocks, verification, dry runs, estimates."""
+"""Interceptors, which take the calls of a group instead of the engine: blocks, verification, dry runs, estimates."""

@@ -1,4 +1,4 @@
-"""Coalescing: the calls of a block are fused; and the calls on lists of tensors."""
+"""Coalescing: blocks whose calls are fused, and calls on lists of tensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Batch", "Coalescer", "check_list", "pairs"]
 
 
 class Batch:
-    """A block of ``async with`` whose calls travel together; `ProcessGroup.coalescing` makes it and says what it does.
+    """An ``async with`` block whose calls are carried out together; see `ProcessGroup.coalescing`.
 
     Attributes:
-        seq: the number of the last flush, to look up in `completed_everywhere`; None before the first.
+        seq: sequence number of the last flush, to look up in `completed_everywhere`; None before the first flush.
     """
 
     moves_nothing = False
@@ -37,7 +37,7 @@ class Batch:
         self._flusher = flusher
         self._open = open_batches
         self._failures: list[DeferredCompletion] = []
-        #: Records calls until the next flush.
+        #: The recorded calls until the next flush.
         self.recording: Recording
         self.native: Any = None
         self._started: list[Completion] = []
@@ -48,14 +48,14 @@ class Batch:
         d.check()
         if isinstance(d.block_here(), Batch):
             raise RuntimeError(
-                f"group {d.comm.name!r} is coalescing here already: blocks of one group do not nest. Make the "
-                "calls in the outer block, or await one of its works to send what it has recorded"
+                f"group {d.comm.name!r} already has a coalescing block here, and blocks of one group do not nest: make "
+                "the calls in the outer block, or await one of its works to send its recorded calls"
             )
-        # The interceptor outside of the block takes the fused calls.
+        # The interceptor outside the block takes the fused calls.
         self._outer = d.interceptor_here()
-        self._record()
+        self._start_recording()
         self._open[self] = None
-        d.comm.on_revoked.append(self._revoked)
+        d.comm.on_revoked.append(self._on_revoked)
         self._scope = d.scoped(self)
         self._scope.__enter__()
         return self
@@ -68,19 +68,19 @@ class Batch:
                 return
             self._flush()
             for completion in self._started:
-                await _end_of(completion)
+                await _wait_end(completion)
         finally:
             for completion in self._started:
                 if completion.withdraw is not None and not completion.waiters:
                     completion.withdraw()
-            self._dispatcher.comm.on_revoked.remove(self._revoked)
+            self._dispatcher.comm.on_revoked.remove(self._on_revoked)
             del self._open[self]
-            # They have this block.
+            # These hold references to this block: break the cycles.
             self._started.clear()
             self.native = self.recording.native = None
             del self.recording
         for each in self._failures:
-            # A receive that was withdrawn does not matter any more.
+            # A withdrawn receive is not a failure.
             if not getattr(each, "retrieved", False) and not isinstance(each.exception, asyncio.CancelledError):
                 each.note_retrieval()
                 assert each.exception is not None
@@ -89,7 +89,7 @@ class Batch:
     # -- recording
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Record a call."""
+        """Record a call, and return its work."""
         if type(call) is not PlannedCall or call.key is not None:
             if call.key is not None:
                 self._dispatcher.check_key(call.key)
@@ -114,11 +114,11 @@ class Batch:
     # -- flushing
 
     def _flush(self) -> None:
-        """Start all recorded calls; raise the error if that fails."""
+        """Start all recorded calls; raise the error if one cannot start."""
         recording = self.recording
         if recording.is_empty():
             return
-        self._record()
+        self._start_recording()
         if self._dispatcher.failures.watching:
             recording.note_awaits()
         part = self._flusher.flush(recording, self._outer)
@@ -129,39 +129,39 @@ class Batch:
             started.append(part)
         self._started = [completion for completion in started if not completion.done]
 
-    def _record(self) -> None:
-        """Record calls for the next flush."""
+    def _start_recording(self) -> None:
+        """Start a new recording, for the next flush."""
         self.recording = Recording(self._dispatcher, self._flush_quietly, self._failures.append)
         if self._outer is None:
             self._flusher.record_natively(self.recording)
         self.native = self.recording.native
 
     def _flush_quietly(self) -> None:
-        """Flush for an await, which gets any error through its work."""
+        """Flush for an awaiting task, which gets errors through its work."""
         with contextlib.suppress(Exception):
             self._flush()
 
     def _drop(self, error: BaseException) -> None:
-        """The block has failed: send nothing more."""
+        """Fail the recorded calls of a block that an exception has left; send nothing more."""
         cause = GroupError(
-            f"the call was not sent: its coalescing block on rank {self._dispatcher.rank} of group "
-            f"{self._dispatcher.comm.name!r} was left by {describe(error)}",
+            f"the call was not sent: an exception left its coalescing block on rank {self._dispatcher.rank} of group "
+            f"{self._dispatcher.comm.name!r}: {describe(error)}",
             group=self._dispatcher.comm.name,
             ranks=[self._dispatcher.rank],
         )
         cause.__cause__ = error
-        # The code that left the block knows the reason.
+        # The exception itself propagates to the caller, so it does not count as unretrieved.
         self._dispatcher.failures.expect(error)
         self.recording.fail(cause)
 
-    def _revoked(self) -> None:
-        """The group has failed, or this rank has closed it."""
+    def _on_revoked(self) -> None:
+        """Fail the recorded calls after the group was revoked or closed."""
         cause = self._dispatcher.comm.cause
         self.recording.fail(self._dispatcher.closed_error() if cause is None else failure_by(cause))
 
 
 class Coalescer:
-    """Makes the blocks of one group, and the calls on lists of tensors.
+    """The maker of one group's blocks, and of its calls on lists of tensors.
 
     Args:
         dispatcher: of the group.
@@ -173,18 +173,18 @@ class Coalescer:
         self._batches: dict[Batch, None] = {}
 
     def block(self) -> Batch:
-        """Return a block that records calls."""
+        """Return a new block that records calls."""
         return Batch(self._dispatcher, self._flusher, self._batches)
 
-    def as_one(self, op: str, calls: Callable[[], object], key: str | None) -> Work[list[Any]]:
-        """Make `calls` one call, within a block or not."""
+    def start_list(self, op: str, calls: Callable[[], object], key: str | None) -> Work[list[Any]]:
+        """Start the calls that `calls` makes as one call named `op`; inside a block, record them there."""
         d = self._dispatcher
         d.check()
         if key is not None:
             d.check_key(key)
         block = d.block_here()
         inside = isinstance(block, Batch) and key is None
-        recording = block.recording if isinstance(block, Batch) and inside else Recording(d, _nothing)
+        recording = block.recording if isinstance(block, Batch) and inside else Recording(d, _flush_nothing)
         if not inside and d.interceptor_here() is None:
             self._flusher.record_natively(recording)
         before = len(recording.members)
@@ -208,7 +208,7 @@ class Coalescer:
         return work
 
     def deferred(self) -> list[Completion]:
-        """Return the calls that the engine does not know: a block has not sent them, or an interceptor holds them."""
+        """Return the calls unknown to the engine: recorded by a block, or held by an interceptor."""
         calls = [call for block in self._batches for call in block.recorded()]
         for flush in self._flusher.intercepted:
             calls += flush.stands_for()
@@ -216,7 +216,7 @@ class Coalescer:
 
 
 class _Collector:
-    """Records the calls on a list of tensors, which are parts of one call."""
+    """An interceptor that records the calls on a list of tensors as parts of one call."""
 
     moves_nothing = False
     records = True
@@ -229,7 +229,7 @@ class _Collector:
     def take(self, call: PreparedCall) -> Work[Any]:
         """Record a call on arrays."""
         if not isinstance(call, PlannedCall):
-            raise TypeError("the tensors of a list must be dense arrays")
+            raise TypeError("the tensors of a list must be dense arrays: make one call per sparse array")
         recording = self._recording
         completion = MemberCompletion(recording, call.op, None, None, None)
         if type(call) is PlannedCall:
@@ -239,33 +239,33 @@ class _Collector:
             completion.call = call
         completion.arrays = call.arrays
         completion.value = call.result
-        completion.unwrap, call.unwrap = call.unwrap, None  # once is enough
+        completion.unwrap, call.unwrap = call.unwrap, None  # the completion alone unwraps the result
         recording.limit = min(recording.limit, call.limit)
         recording.members.append(completion)
         return Work(completion)
 
 
-def _nothing() -> None:
-    """Nothing to do: calls that start by themselves need no flush."""
+def _flush_nothing() -> None:
+    """Do nothing: the recording of a list outside of blocks is flushed at once by its maker."""
 
 
 def check_list(tensors: Any, name: str) -> None:
-    """Refuse anything but a list of arrays."""
+    """Raise unless `tensors` is a list of arrays."""
     if not isinstance(tensors, Sequence) or isinstance(tensors, str | bytes):
         raise TypeError(f"{name} must be a list of arrays, not {type(tensors).__name__}")
 
 
 def pairs(outputs: Any, inputs: Any) -> list[tuple[Any, Any]]:
-    """Return each output with its input."""
+    """Return pairs of an output and its input; raise unless both lists have the same length."""
     check_list(outputs, "outputs")
     check_list(inputs, "inputs")
     if len(outputs) != len(inputs):
-        raise ValueError(f"outputs has {len(outputs)} arrays, inputs has {len(inputs)}: give one output for each input")
+        raise ValueError(f"outputs has {len(outputs)} arrays, inputs has {len(inputs)}: pass one output per input")
     return list(zip(outputs, inputs, strict=True))
 
 
-async def _end_of(completion: Completion) -> None:
-    """Wait for the end as an await does, but leave the error to other code."""
+async def _wait_end(completion: Completion) -> None:
+    """Wait for a completion as awaiting its work does, but do not raise its error."""
     if not completion.done:
         completion.progress.spin(completion)
     if not completion.done:

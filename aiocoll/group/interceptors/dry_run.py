@@ -1,4 +1,4 @@
-"""Dry runs: all calls succeed at once, and nothing is sent."""
+"""The interceptor of dry runs: all calls succeed at once, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DryRun"]
 
 
 class DryRun:
-    """Takes the calls of a group whose other ranks do not exist.
+    """An interceptor that completes the calls of a group whose other ranks do not exist.
 
     Args:
         dispatcher: of the group.
@@ -29,7 +29,7 @@ class DryRun:
         self._dispatcher = dispatcher
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Number a call as usual, and complete it with this rank's own data in place of the others'."""
+        """Take a number for a call as usual, and complete it with this rank's data in place of the other ranks'."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         completion = Completion(d.endpoint, call.op, seq, call.key, d)
@@ -49,5 +49,5 @@ class _Instant(Operation):
     __slots__ = ()
 
     def enter(self) -> None:
-        """End."""
+        """Succeed at once."""
         self.succeed(self.completion.value)

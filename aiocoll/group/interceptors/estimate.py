@@ -1,4 +1,4 @@
-"""Estimates of how long calls would take, from measurements of this machine; nothing is sent."""
+"""Estimated durations of calls, from measurements of this machine; nothing is sent."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class Predicted(NamedTuple):
 
     Attributes:
         op: name of the operation in capitals.
-        nbytes: bytes of the whole vector of a collective, as `aiocoll.algorithms.choose` takes them; of a message its
-            own bytes.
+        nbytes: bytes of the whole vector of a collective, as for `aiocoll.algorithms.choose`; bytes of a message.
         algorithm: name of the algorithm that would be used; None if there is only one.
-        seconds: from the call to its end.
+        seconds: time from the call to its end.
     """
 
     op: str
@@ -41,7 +40,7 @@ class Estimate:
     """The estimates of the calls in a block of `ProcessGroup.time_estimator`.
 
     Attributes:
-        calls: each of them, in order.
+        calls: one estimate per call, in order.
     """
 
     def __init__(self) -> None:
@@ -49,12 +48,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """The total time of the calls, one after the other."""
+        """The sum of the times of all calls."""
         return sum(call.seconds for call in self.calls)
 
 
 class Estimator:
-    """Takes the calls of one block, and adds their estimates."""
+    """An interceptor that estimates the calls of one block instead of starting them."""
 
     moves_nothing = True
     records = False
@@ -65,16 +64,16 @@ class Estimator:
         self._estimate = estimate
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Add the estimate of a call."""
+        """Add the estimate of a call, and return a work that has ended."""
         if call.signature is not None and call.signature.device != "cpu":
             label = devices.get(call.signature.device).label
-            raise TypeError(f"{call.op} is on {label} arrays, of which nothing has been measured: pass host arrays")
+            raise TypeError(f"{call.op} is on {label} arrays, for which there are no measurements: pass host arrays")
         d = self._dispatcher
         self._estimate.calls.append(_prediction(d.comm, call))
         completion = Completion(d.endpoint, call.op, None, call.key, d)
         call.expect(completion)
         completion.finish(call.result)
-        completion.note_await()  # there is nothing to wait for
+        completion.note_await()  # no warning if the program does not await it
         work: Work[Any] = Work(completion)
         return work
 
@@ -91,7 +90,7 @@ def _prediction(comm: Communicator, call: PreparedCall) -> Predicted:
     if spec.method is Method.PROGRAM:
         algorithm = choose(spec.kind, call.nbytes, size, tuning=comm.tuning, hosts=comm.hosts)
         return _of_program(comm, call.op, call.nbytes, algorithm)
-    # Their messages go straight from rank to rank.
+    # These calls send each message directly from rank to rank.
     sends = 0 if spec.receivers is Participants.ROOT else size - 1
     receives = 0 if spec.senders is Participants.ROOT else size - 1
     load = Load(min(size - 1, 1), sends, receives, call.nbytes, 0, 0)
@@ -99,7 +98,7 @@ def _prediction(comm: Communicator, call: PreparedCall) -> Predicted:
 
 
 def _of_program(comm: Communicator, op: str, nbytes: int, algorithm: str) -> Predicted:
-    """Predict what an algorithm takes."""
+    """Return the estimate of a call that is carried out by this algorithm."""
     kind, machine, size, seconds = op.lower(), comm.tuning.machine, len(comm.ranks), 0.0
     if (kind, algorithm) in two_level.ALGORITHMS:
         seconds = two_level.predict(algorithm, kind, nbytes, comm.hosts, machine)
@@ -109,7 +108,7 @@ def _of_program(comm: Communicator, op: str, nbytes: int, algorithm: str) -> Pre
 
 
 def _whole(signature: Signature, comm: Communicator) -> int:
-    """Return the elements of the whole vector."""
+    """Return the number of elements of the whole vector of a call."""
     if signature.counts:
         return sum(signature.counts)
     known = max(sum(signature.sends), sum(signature.receives))

@@ -1,8 +1,11 @@
-"""Which recorded calls are fused into one operation, and its plan; calculated once for equal lists of calls.
+"""The fusion of recorded calls: selection of the calls to fuse, and plans of the fused operations.
 
-Where the accelerator runs on all ranks, small calls are single: packing 100 of 4 KiB takes twice as long (bench/).
+The layout of a list of calls is computed once, and kept for equal lists.
 
-Decisions that must be equal on all ranks depend only on the equal parts of their calls; else see `Bucket.stamps`.
+If all ranks run the accelerator, small calls are not fused: packing 100 calls of 4 KiB takes twice as long (bench/).
+
+All ranks must make the same decisions. Therefore these depend only on the parts of the calls that are equal on all
+ranks. `Bucket.stamps` detects differences in the other parts.
 """
 
 from __future__ import annotations
@@ -27,74 +30,73 @@ from aiocoll.group.dispatch.planner import Planner
 
 __all__ = ["LARGE", "Fuser"]
 
-#: Bytes of the whole vector from which on a call is not fused: copying it takes longer than a message of its own.
-#: It is the same on all ranks, or they would fuse different calls. Counts that only the ends of a message know do not
-#: tell: calls that have such are always fused.
+#: Bytes of the whole vector from which a call is not fused: copying it takes longer than a separate message. The limit
+#: is the same on all ranks, so that they fuse the same calls. Calls whose counts only two ranks know are always fused.
 LARGE = 128 * 1024
-#: Most calls whose arrays are copied in one chunk.
+#: Most calls whose arrays are copied as one chunk.
 MOST = 128
-#: Lists of calls whose layouts are kept.
+#: Number of layouts kept.
 LAYOUTS = 16
 #: Bytes of a stamp.
 STAMP = 8
 
-#: As what elements that only move are fused.
+#: Dtype for fusing elements that are moved but not reduced.
 _BYTES = by_name("uint8")
 
-#: What was called: a plan, or the signature of what has none.
+#: A recorded call: its plan, or its signature if it has no plan.
 Called = Plan | Signature
 
 
 class Fuser:
-    """Decides how a list of calls is carried out.
+    """The maker of layouts: how a list of recorded calls is carried out.
 
     Args:
-        comm: this rank's part in the group.
-        planner: of the group.
+        comm: this rank's communicator of the group.
+        planner: planner of the group.
     """
 
     def __init__(self, comm: Communicator, planner: Planner) -> None:
         self._rank = comm.rank
         self._size = len(comm.ranks)
         self._planner = planner
-        #: Whether small calls go by themselves: the accelerator takes a microsecond for one, less than packing does.
+        #: Whether small calls are not fused: the accelerator carries out one in 1 µs, which is less than packing takes.
         self.has_singles = bool(comm.chunk_nbytes) and self._size > 1 and comm.is_on_all_cards("native")
         self._small = comm.slots.small if self.has_singles else 0
         self._layouts: dict[tuple[bool, bool, tuple[Called, ...]], Layout] = {}
 
-    def layout(self, calls: tuple[Called, ...], together: bool = True, *, apart: bool = False) -> Layout:
+    def layout(self, calls: tuple[Called, ...], together: bool = True, *, allow_singles: bool = False) -> Layout:
         """Return the layout of a list of calls.
 
         Args:
-            calls: the list.
-            together: the calls on a device are one bucket, else one each.
-            apart: in a group that `has_singles`, small calls are carried out each by itself.
+            calls: the recorded calls.
+            together: whether all calls on a device form one bucket, instead of one bucket each.
+            allow_singles: whether small calls are not fused, if the group `has_singles`.
         """
         layouts = self._layouts
-        key = together, apart, calls
+        key = together, allow_singles, calls
         found = layouts.get(key)
         if found is None:
             if len(layouts) >= LAYOUTS:
                 del layouts[next(iter(layouts))]
-            found = layouts[key] = self._lay_out(calls, together, apart and self.has_singles)
+            found = layouts[key] = self._lay_out(calls, together, allow_singles and self.has_singles)
         return found
 
-    def _lay_out(self, calls: tuple[Called, ...], together: bool, apart: bool) -> Layout:
+    def _lay_out(self, calls: tuple[Called, ...], together: bool, allow_singles: bool) -> Layout:
         names = _Names()
         entries = [names.entry(call) for call in calls]
         manifest = Manifest([entry.signature for entry in entries])
         fingerprint = crc32(b"".join(entry.hash for entry in entries), crc32(b"coalesced"))
         members: dict[Any, list[int]] = {}
         for position, (call, entry) in enumerate(zip(calls, entries, strict=True)):
-            # Calls that are not fused have a bucket of their own.
+            # A call that is not fused gets its own bucket.
             bucket: object = position
             if isinstance(call, Signature):
                 if together and call.device != "cpu":
                     bucket = call.device
             elif not _is_large(call):
-                bucket = *entry.signature[:2], *entry.signature[3:5], apart and self._is_single(call)
+                bucket = *entry.signature[:2], *entry.signature[3:5], allow_singles and self._is_single(call)
             members.setdefault(bucket, []).append(position)
-        buckets = [self._bucket(calls, positions, apart) for positions in members.values()]
+        buckets = [self._bucket(calls, positions, allow_singles) for positions in members.values()]
         singles: list[Plan | None] = [None] * len(calls)
         made: dict[int, Plan] = {}
         for bucket in buckets:
@@ -110,22 +112,22 @@ class Fuser:
         return Layout(signature, fingerprint, tuple(buckets), tuple(singles) if made else ())
 
     def _is_single(self, plan: Plan) -> bool:
-        """Whether a call is carried out by itself; of a call with private counts, no rank knows those of all others."""
+        """Return whether a call counts as small; always so if only two ranks know its counts."""
         if plan.kernel is not None and (plan.kernel.ufunc is None or not plan.kernel.portable):
-            return False  # a function of Python reduces
+            return False  # a Python function reduces
         if plan.signature.spec.private:
             return True
         longest = max(plan.signature.counts, default=0) * plan.unit * plan.itemsize
         return plan.executor is SlotProgram and longest <= self._small
 
-    def _bucket(self, calls: Sequence[Called], positions: Sequence[int], apart: bool) -> Bucket:
+    def _bucket(self, calls: Sequence[Called], positions: Sequence[int], allow_singles: bool) -> Bucket:
         plans = [call for call in (calls[position] for position in positions) if isinstance(call, Plan)]
         if not plans:
             return Bucket(tuple(positions), None)
         signature, spec = plans[0].signature, plans[0].signature.spec
         reads = spec.inputs(self._rank, self._size, signature.root)
         writes = spec.outputs(self._rank, self._size, signature.root)
-        if apart and self._is_single(plans[0]):
+        if allow_singles and self._is_single(plans[0]):
             return Bucket(tuple(positions), plans[0], reads=reads, writes=writes, single=True)
         if len(positions) == 1:
             return Bucket(tuple(positions), plans[0].copy(), reads=reads, writes=writes)
@@ -151,17 +153,17 @@ class Fuser:
         return bucket._replace(plan=self._fused(plans[0], sizes))
 
     def _fused(self, like: Plan, sizes: Sequence[int | None]) -> Plan:
-        """Make the plan of calls like `like`, fused; a prescaling factor has been applied already."""
+        """Make the plan of fused calls like `like`; packing has already applied any prescaling factor."""
         signature, spec, kernel = like.signature, like.signature.spec, like.kernel
         if kernel is not None and kernel.prescale is not None:
             kernel = kernel._replace(prescale=None)
         dtype = _BYTES if like.unit != 1 else like.dtype
         agreed = () if spec.private else None
         given = spec.sizes(sizes, self._rank)
-        return self._planner.compiled(spec.kind, dtype, given, kernel, signature.reduce, signature.root, agreed)
+        return self._planner.build_plan(spec.kind, dtype, given, kernel, signature.reduce, signature.root, agreed)
 
     def _counts(self, spec: Spec, plan: Plan) -> tuple[int | None, ...]:
-        """Return the elements of each buffer, of the plan's storage."""
+        """Return the number of elements in each buffer, counted in the plan's storage dtype."""
         signature, unit = plan.signature, plan.unit
         counts = spec.counts(signature.counts, signature.sends, signature.receives, self._rank, signature.root)
         return counts if unit == 1 else tuple(None if count is None else count * unit for count in counts)
@@ -173,13 +175,14 @@ class _Entry(NamedTuple):
 
 
 class _Names:
-    """The signatures of a list's calls on all ranks; user functions of one name are numbered in order."""
+    """The signatures of a list's calls as all ranks see them; user functions with equal names are numbered in order."""
 
     def __init__(self) -> None:
         self._functions: dict[str, list[Any]] = {}
         self._known: dict[int, _Entry] = {}
 
     def entry(self, call: Called) -> _Entry:
+        """Return the signature of a call, and its hash."""
         known = self._known.get(id(call))
         if known is None:
             signature = call if isinstance(call, Signature) else self._named(call)
@@ -202,12 +205,12 @@ def _is_large(plan: Plan) -> bool:
 
 
 def _columns(rows: Iterable[tuple[int | None, ...]]) -> tuple[tuple[int, ...] | None, ...]:
-    """Return by buffer what the rows say by call."""
+    """Transpose counts by call and buffer into counts by buffer and call."""
     return tuple(None if column[0] is None else column for column in zip(*rows, strict=True))
 
 
 def _cuts(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[int]:
-    """Cut a list of calls so that a part has `CHUNK` bytes and `MOST` calls, or is one call."""
+    """Yield the bounds of parts with at most `CHUNK` bytes and `MOST` calls; a larger call is a part by itself."""
     yield 0
     start = nbytes = 0
     sizes = [sum(each) * itemsize for each in zip(*(column for column in counts if column is not None), strict=True)]
@@ -220,7 +223,7 @@ def _cuts(counts: Sequence[tuple[int, ...] | None], itemsize: int) -> Iterable[i
 
 
 def _stamp(counts: tuple[int, ...], size: int, storage: np.dtype[Any]) -> NDArray[Any]:
-    """Hash counts, as elements of a buffer."""
+    """Return a hash of `counts` in the form of buffer elements."""
     stamp = np.zeros(size * storage.itemsize, np.uint8)
     stamp[:STAMP] = np.frombuffer(blake2b(repr(counts).encode(), digest_size=STAMP).digest(), np.uint8)
     return stamp.view(storage)

@@ -1,4 +1,4 @@
-"""Recorded calls and how they are started: one number for all; one operation for fused calls, one for each other."""
+"""Recorded calls and their start: all take one number; fused calls are one operation, other calls one each."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ __all__ = ["Flusher", "Recording"]
 
 
 class Recording:
-    """Calls that are started together, and the progress that their completions need.
+    """Recorded calls, which are started together, and the progress interface of their completions.
 
     Args:
-        dispatcher: of the group.
-        flush: starts them.
+        dispatcher: dispatcher of the group.
+        flush: starts the recorded calls.
         failed: called with each completion that fails.
 
     Attributes:
-        members: collectives without a key: they take one number.
-        loose: messages between two ranks, and collectives with a key, with their calls.
-        lists: calls on lists, with their members.
+        members: collectives without a key; together they take one number.
+        loose: messages between two ranks, and collectives with a key: completions with their calls.
+        lists: calls on lists: completions with their members.
         limit: smallest timeout of the members, in seconds.
-        followed: completions that end after some of these.
-        flushed: they have been started.
-        native: records plain calls in C, as works among the members; None: nothing does.
+        followed: further completions that the block waits for.
+        flushed: whether the calls have been started.
+        native: records plain calls in C, as works among the members; None without the accelerator.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Recording:
         self.native: Any = None
         self.loose: list[tuple[DeferredCompletion, PreparedCall]] = []
         self.lists: list[tuple[DeferredCompletion, list[Member]]] = []
-        # The lists of works that the accelerator has recorded.
+        # For works recorded by the accelerator: the completion of the list call that they belong to.
         self._wholes: dict[Work[Any], Completion] = {}
         self.limit = inf
         self.followed: list[Completion] = []
@@ -78,24 +78,24 @@ class Recording:
         self._wanted = False
 
     def spin(self, completion: Completion) -> None:
-        """A task awaits `completion`: start its call at the end of this turn of the loop, or poll."""
+        """Make progress for a task that awaits `completion`: schedule the flush, or poll if the calls have started."""
         if self.flushed:
             self._dispatcher.endpoint.spin(completion)
         else:
             self.want()
 
     def want(self) -> None:
-        """Start the recorded calls at the end of this turn of the loop."""
+        """Schedule the start of the recorded calls for the end of this loop iteration."""
         if not self._wanted and not self.flushed:
             self._wanted = True
             self.runtime.call_soon(self._flush)
 
     def follow(self, completion: Completion) -> None:
-        """Let the block also wait for `completion`."""
+        """Add a completion that the block also waits for."""
         self.followed.append(completion)
 
     def keep(self, call: PreparedCall) -> Work[Any]:
-        """Record a call that is not fused."""
+        """Record a call that has no plan or has a key, and return its work."""
         completion = DeferredCompletion(self, call.op, None, call.key, self._dispatcher)
         call.expect(completion)
         if call.signature is not None and call.key is None:
@@ -117,7 +117,7 @@ class Recording:
         return list(dict.fromkeys(each))
 
     def note_awaits(self) -> None:
-        """Record that the end of the block waits for all of them, which works of the accelerator do not ask for."""
+        """Mark all completions as awaited, since the block awaits them; works of the accelerator need no mark."""
         members = [member for member in self.members if type(member) is not Work]
         for completion in (*members, *(whole for whole, _ in self.lists), *(loose for loose, _ in self.loose)):
             completion.note_await()
@@ -125,7 +125,7 @@ class Recording:
     def deferred(
         self, plan: Plan, arrays: list[Any], facts: tuple[Any, ...], waiters: Any, guard: Any, work: Any
     ) -> DeferredCompletion:
-        """Return the completion of a call that was recorded in C; for the last arguments, see `make_completion`."""
+        """Return the completion of a call recorded in C; for the last four arguments, see `make_completion`."""
         whole = self._wholes.get(work)
         completion: DeferredCompletion
         if whole is None:
@@ -138,7 +138,7 @@ class Recording:
         return completion
 
     def add_list(self, whole: DeferredCompletion, members: list[Member]) -> None:
-        """Let recorded calls be the members of a call on a list."""
+        """Add a call on a list, whose members are recorded calls."""
         for member in members:
             if type(member) is Work:
                 self._wholes[member] = whole
@@ -147,20 +147,20 @@ class Recording:
         self.lists.append((whole, members))
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to start."""
+        """Return whether there are no calls to start."""
         return not (self.members or self.loose or self.lists)
 
     def fail(self, error: BaseException) -> None:
-        """Start nothing: fail all calls with `error`."""
+        """Fail all recorded calls with `error`; none is started."""
         self.flushed, self.native = True, None
         fail([*map(completion_of_member, self.members), *(loose for loose, _ in self.loose)], error)
         self.settle(error)
 
     def settle(self, error: BaseException | None) -> None:
-        """End the calls on lists: their members have ended, all with `error`, or each by itself."""
+        """End the calls on lists after their members, with `error`, or with the members' results or first error."""
         for whole, members in self.lists:
             if not whole.done:
-                # One may have failed without the group.
+                # A member may have failed although the group has not.
                 wrong = error or next((wrong for wrong in map(_failure, members) if wrong is not None), None)
                 if wrong is None:
                     whole.finish([each.result() if type(each) is Work else each.result for each in members])
@@ -170,19 +170,19 @@ class Recording:
         self._wholes = {}
 
     def _withdraw(self, receive: DeferredCompletion) -> None:
-        """Drop a receive that has not started and that no task waits for any more."""
+        """Cancel a recorded receive whose last awaiting task was cancelled."""
         self.loose = [(each, call) for each, call in self.loose if each is not receive]
         receive.finish(None, asyncio.CancelledError())
 
 
 class Flusher:
-    """Starts the recorded calls of one group.
+    """The starter of one group's recorded calls.
 
     Args:
-        dispatcher: of the group.
+        dispatcher: dispatcher of the group.
 
     Attributes:
-        intercepted: flushes that the engine does not know, since an interceptor holds them.
+        intercepted: pending flushes held by an interceptor, which are unknown to the engine.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -192,7 +192,7 @@ class Flusher:
         self._fuser = Fuser(dispatcher.comm, dispatcher.planner)
 
     def record_natively(self, recording: Recording) -> None:
-        """Let the accelerator record plain calls, if small ones go by themselves."""
+        """Let the accelerator record plain calls, if the group does not fuse small ones."""
         native = self._dispatcher.native
         if native is not None and self._fuser.has_singles:
             recording.native = native.block(recording)
@@ -202,24 +202,24 @@ class Flusher:
 
         Args:
             recording: the calls.
-            outer: takes them in place of the engine.
+            outer: interceptor that takes the calls in place of the engine; None without one.
             key: match the flush by this key instead of by a number.
 
         Returns:
-            The completion of the flush; None if no member is in it.
+            The completion of the flush; None if it has no members.
         """
         d = self._dispatcher
         wrapper = outer if isinstance(outer, Wrapper) else None
         if wrapper is not None:
-            outer = None  # it is the engine that takes the calls, as children of others
+            outer = None  # the engine takes the calls, as children of the wrapper's operations
         recording.flushed = True
         native = recording.native
         try:
             d.check()
-            layout, members = self._laid_out(recording, outer is None, outer is None and wrapper is None)
+            layout, members = self._lay_out(recording, outer is None, outer is None and wrapper is None)
             if recording.loose:
                 self._start_all_loose(recording.loose, outer, wrapper)
-                # One of them may have revoked the group.
+                # One of these calls may have revoked the group.
                 self._comm.raise_if_revoked()
         except Exception as error:
             d.failures.expect(error)
@@ -245,7 +245,7 @@ class Flusher:
             alone = len(layout.buckets) == 1 and outer is None and wrapper is None and key is None
             call = self._bucket_call(layout, bucket, arrays, members, limit, key, alone)
             if outer is None:
-                make = _in_flush(self._comm, call, layout, limit)
+                make = _make_bucket_operation(self._comm, call, layout, limit)
                 flush.children.start(flush, f"bucket {number} of {identity}", make, ended)
             else:
                 _at_end(completion_of(outer.take(call)), ended)
@@ -275,8 +275,8 @@ class Flusher:
             packer.advance()
         return completion
 
-    def _laid_out(self, recording: Recording, together: bool, apart: bool) -> tuple[Layout, list[Member]]:
-        """Return the layout of recorded calls, and the calls; refuse those that share memory."""
+    def _lay_out(self, recording: Recording, together: bool, allow_singles: bool) -> tuple[Layout, list[Member]]:
+        """Return the layout of recorded calls, and their members; raise if the calls share written memory."""
         d, members, native = self._dispatcher, recording.members, recording.native
         if native is None:
             calls = tuple([member.plan or member.call.signature for member in members])
@@ -284,7 +284,7 @@ class Flusher:
             recording.limit = min(recording.limit, native.limit)
             plans = zip(native.plans(members), members, strict=True)
             calls = tuple([plan or member.plan or member.call.signature for plan, member in plans])
-        layout = self._fuser.layout(calls, together, apart=apart)
+        layout = self._fuser.layout(calls, together, allow_singles=allow_singles)
         if native is None:
             check_no_overlap(layout, members)
         elif not native.are_disjoint(members):
@@ -309,14 +309,14 @@ class Flusher:
         key: str | None,
         alone: bool = False,
     ) -> PreparedCall:
-        """Return the call that a bucket is; one that is `alone` in its flush starts when that does."""
+        """Return the call that carries out a bucket; `alone`: the bucket is the only one of the flush."""
         if bucket.plan is not None:
             return PlannedCall(bucket.plan, arrays, (), None, limit, key)
         own: list[PreparedCall] = [members[position].call for position in bucket.members]
         if len(own) == 1:
             own[0].key = key
             return own[0]
-        return FactoryCall(layout.signature, self._dispatcher.as_one(own, alone), limit, key)  # on a device
+        return FactoryCall(layout.signature, self._dispatcher.make_batch(own, alone), limit, key)  # on a device
 
     def _start_all_loose(
         self,
@@ -324,7 +324,7 @@ class Flusher:
         outer: Interceptor | None,
         wrapper: Wrapper | None,
     ) -> None:
-        """Start messages, and collectives with a key; a call that cannot start fails alone."""
+        """Start messages, and collectives with a key; a call that cannot start does not affect the others."""
         d = self._dispatcher
         with d.batched(array for _, call in calls if isinstance(call, MessageCall) for array in call.arrays or ()):
             for completion, call in calls:
@@ -334,11 +334,11 @@ class Flusher:
                     continue
                 try:
                     self._comm.raise_if_revoked()
-                    d.enter(self._loose(completion, call, wrapper))
+                    d.enter(self._make_loose(completion, call, wrapper))
                 except Exception as error:
                     fail([completion], error)
 
-    def _loose(self, completion: DeferredCompletion, call: PreparedCall, wrapper: Wrapper | None) -> Operation:
+    def _make_loose(self, completion: DeferredCompletion, call: PreparedCall, wrapper: Wrapper | None) -> Operation:
         """Return the operation of a message, or of a collective with a key."""
         if call.signature is None:
             return call.operation(self._comm, P2P, completion)
@@ -349,16 +349,16 @@ class Flusher:
 
 
 def _failure(member: Member) -> BaseException | None:
-    """Return the error of a call that has ended; None if it has ended well."""
+    """Return the error of an ended call; None if it succeeded."""
     error: BaseException | None = member.exception() if type(member) is Work else member.exception
     return error
 
 
-def _in_flush(comm: Communicator, call: PreparedCall, layout: Layout, limit: float) -> Make:
-    """Make the operation of a bucket: the flush is what the ranks talk about."""
+def _make_bucket_operation(comm: Communicator, call: PreparedCall, layout: Layout, limit: float) -> Make:
+    """Return a factory of a bucket's operation, which is reported under the signature of the whole flush."""
 
     def make(identity: int, completion: Completion) -> Operation:
-        # Of a monitored barrier its own: only that one knows better than the flush why it expires.
+        # A monitored barrier keeps its own timeout, since its error names the missing ranks.
         completion.expect(call.shape, call.limit if call.op == MonitoredBarrier.OP else limit, call.result)
         operation = call.operation(comm, identity, completion)
         operation.signature, operation.fingerprint = layout.signature, layout.fingerprint
@@ -368,7 +368,7 @@ def _in_flush(comm: Communicator, call: PreparedCall, layout: Layout, limit: flo
 
 
 def _device_spans(members: Sequence[Member], rank: int, size: int) -> Iterator[Span]:
-    """Return where the CUDA arrays of members are."""
+    """Yield the address ranges of the members' device arrays."""
     for position, member in enumerate(members):
         call = None if type(member) is Work or member.plan is not None else member.call
         if call is not None and call.is_on_device:
@@ -380,7 +380,7 @@ def _device_spans(members: Sequence[Member], rank: int, size: int) -> Iterator[S
 
 
 def _follow(completion: Completion, follower: DeferredCompletion) -> None:
-    """End `follower` as `completion` ends."""
+    """End `follower` together with `completion`, with the same outcome."""
 
     def ended(result: Any, error: BaseException | None) -> None:
         follower.source = completion.source
@@ -393,7 +393,7 @@ def _follow(completion: Completion, follower: DeferredCompletion) -> None:
 
 
 def _at_end(completion: Completion, ended: Ended) -> None:
-    """Call `ended` at the end of a call that an interceptor has taken, or now."""
+    """Call `ended` when an intercepted call ends; at once if it has ended."""
     completion.note_await()
     if completion.done:
         ended(completion.result, completion.exception)

@@ -1,4 +1,4 @@
-"""Groups with ``debug="detail"``: the calls of all ranks are compared before a collective moves data."""
+"""The interceptor of ``debug="detail"``: all ranks compare their calls before a collective moves data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Verifier"]
 
 
 class Verifier(Wrapper):
-    """Lets all ranks of a group compare their calls before a collective moves data.
+    """An interceptor that compares the calls of all ranks before a collective moves data.
 
     If op, shape, dtype, device, counts, root or reduce op differ, the await raises `CollectiveMismatchError` on every
-    rank, with all kinds of calls that were made; arrays are unchanged, and the group stays usable. The same holds for a
-    list that has not exactly one entry per rank, for which other groups raise `ValueError` on this rank alone.
-    Other errors in the arguments of one rank raise at the call as usual.
+    rank. The error lists the different calls. Arrays are unchanged, and the group stays usable. The same applies to a
+    list that does not have exactly one entry per rank; other groups raise `ValueError` on this rank alone. Other errors
+    in the arguments of one rank raise at the call as usual.
 
     Every collective completes only when all ranks have called it. Messages between two ranks are not compared.
 
@@ -38,7 +38,7 @@ class Verifier(Wrapper):
         self._dispatcher = dispatcher
 
     def take(self, call: PreparedCall) -> Work[Any]:
-        """Start a call: a message between two ranks at once, a collective when it has been compared."""
+        """Start a message at once, or a collective after its comparison."""
         d = self._dispatcher
         identity, seq = (P2P, None) if call.signature is None else d.numbered(call.key)
         completion = Completion(d.endpoint, call.op, seq, call.key, d)
@@ -52,13 +52,13 @@ class Verifier(Wrapper):
         return work
 
     def wrap(self, identity: int, signature: Signature, make: Make, completion: Completion) -> Operation:
-        """Return the comparison of a call, which is carried out as its child."""
+        """Return the operation that compares a call on all ranks, then carries it out as a child."""
         return Compared(self._dispatcher.comm, identity, signature, make, completion)
 
-    def tell_wrong(
+    def report_wrong_call(
         self, wrong: ValueError, signature: Signature, shape: tuple[int, ...], timeout: Timeout, key: str | None
     ) -> Work[Any]:
-        """Take part in a collective with a call that cannot be carried out."""
+        """Report a wrong call to all ranks, as part of their comparison."""
         d = self._dispatcher
         d.check()
         limit = d.limit(timeout)

@@ -1,4 +1,4 @@
-"""What `aiocoll top` shows of one rank's part in one group: made in another thread, whenever a viewer asks."""
+"""The state of one rank in one group for `aiocoll top`, collected in another thread at each request of a viewer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from aiocoll.log import logger
 from aiocoll.top.listener import join, leave
 from aiocoll.unretrieved import line_of
 
-__all__ = ["ShownGroup", "show"]
+__all__ = ["GroupView", "offer_to_top"]
 
-#: Rows of operations, ranks that were waited for, and pending operations: those that matter most.
+#: Most rows for kinds of operations, for ranks that were waited for, and for pending operations; the rest is cut off.
 ROWS: Final = 64
 PEERS: Final = 256
 PENDING: Final = 8
-#: Characters of a text.
+#: Most characters of a text.
 LONGEST: Final = 500
 
 
-class ShownGroup:
-    """One rank's part in a group, for viewers.
+class GroupView:
+    """The state of one rank in one group, for viewers.
 
     Args:
-        comm: the rank's part.
-        directory: where viewers find it.
+        comm: communicator of the rank.
+        directory: directory where viewers find the rank.
     """
 
     def __init__(self, comm: Communicator, directory: str) -> None:
@@ -36,7 +36,7 @@ class ShownGroup:
         self._directory = directory
 
     def shown(self) -> dict[str, Any]:
-        """Return its state as plain data."""
+        """Return the current state as plain data."""
         comm = self._comm
         endpoint = comm.endpoint
         now = comm.stamp()
@@ -51,7 +51,7 @@ class ShownGroup:
             "rank": comm.rank,
             "size": len(comm.ranks),
             "host": socket.gethostname(),
-            # A viewer knows the state of a process, but not whose it is until it answers: one that is stopped may not.
+            # A stopped process does not answer. With these process ids, viewers still know which rank it is.
             "processes": [cards[rank]["process"][1] if cards[rank]["host"] == mine else None for rank in comm.ranks],
             "state": "open" if comm.cause is None else "revoked",
             "cause": None if comm.cause is None else str(cause_of(comm.cause)["text"])[:LONGEST],
@@ -67,18 +67,18 @@ class ShownGroup:
         }
 
     def close(self) -> None:
-        """Show it no more."""
+        """Stop answering viewers."""
         leave(self, self._directory)
 
 
-def show(comm: Communicator, directory: str) -> ShownGroup | None:
-    """Show a group to `aiocoll top`; None, and a warning, if that is not possible, which is no failure of the group."""
-    shown = ShownGroup(comm, directory)
+def offer_to_top(comm: Communicator, directory: str) -> GroupView | None:
+    """Offer a group to `aiocoll top`; if that is not possible, log a warning and return None."""
+    view = GroupView(comm, directory)
     try:
-        join(shown, directory, comm.runtime.ticks)
+        join(view, directory, comm.runtime.ticks)
     except (OSError, RuntimeError) as error:
         logger.warning(
-            "group %r, rank %d: aiocoll top cannot show it: top_dir=%r: %s",
+            "group %r, rank %d: aiocoll top cannot show this group: top_dir=%r: %s",
             comm.name,
             comm.rank,
             directory,
@@ -86,7 +86,7 @@ def show(comm: Communicator, directory: str) -> ShownGroup | None:
             extra=comm.log_extra,
         )
         return None
-    return shown
+    return view
 
 
 def _in_flight(comm: Communicator, operation: Operation, now: float) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _in_flight(comm: Communicator, operation: Operation, now: float) -> dict[str
 
 
 def _slow(comm: Communicator, pending: list[Operation], now: float) -> list[tuple[int, float, str]]:
-    """Return the ranks that have not answered for long, for how many seconds, and what their processes do."""
+    """Return the silent ranks, with the seconds since their last answer and the states of their processes."""
     found: dict[int, tuple[float, str]] = {}
     for operation in pending[:PENDING]:
         finding = comm.stalls.finding(operation.id) if operation.peer is None else None
@@ -114,7 +114,7 @@ def _slow(comm: Communicator, pending: list[Operation], now: float) -> list[tupl
 
 
 def _counted(comm: Communicator) -> dict[str, Any]:
-    from aiocoll.group.stats import stats_of  # not every rank is watched
+    from aiocoll.group.stats import stats_of  # few ranks are watched
 
     if not comm.journal.counts:
         return {"counted": False, "operations": [], "peers": []}
