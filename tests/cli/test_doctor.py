@@ -163,8 +163,8 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
             {"MASTER_ADDR": "127.0.0.1"},
             "explicit variables (MASTER_ADDR)",
             "world_size is missing: give world_size= with init_method='env://', or set WORLD_SIZE in the environment; "
-            "start the ranks with `aiocoll run`, torchrun, mpiexec or srun, or set AIOCOLL_SINGLETON=1 to run the program "
-            "alone, as a group of one rank",
+            "start the ranks with `aiocoll run`, torchrun, mpiexec or srun, or set AIOCOLL_SINGLETON=1 to run the "
+            "program alone, as a group of one rank",
             True,
         ),
     ],
