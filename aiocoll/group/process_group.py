@@ -1199,7 +1199,7 @@ class ProcessGroup:
         ``debug="detail"`` adds is left out.
 
         It is accurate enough to compare calls, and to know the order of magnitude of one; see the table in
-        ``docs/estimates.md``, which ``bench/estimate.py`` measures.
+        ``docs/metrics.md``, which ``bench/estimate.py`` measures.
 
         Returns:
             What ``with`` enters; it gives the `Estimate`, which is complete at the end of the block.
