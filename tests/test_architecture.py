@@ -140,12 +140,12 @@ def test_the_wire_page_has_all_kinds_of_what_is_sent() -> None:
     assert f"this is version {WIRE_VERSION} (`WIRE_VERSION`)" in " ".join(page.split())
 
 
-#: What each page says in running text and tables: programs and output are checked elsewhere. Two pages are left out,
-#: which name files of other projects, and those of former times.
+#: What each page says in running text and tables: programs and output are checked elsewhere. One page is left
+#: out, which names files of other projects.
 PROSE = {
     path.name: re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M)
     for path in [generate.ROOT / "README.md", *generate.DOCS.glob("*.md")]
-    if path.name not in ("reference-tests.md", "history.md")
+    if path.name != "reference-tests.md"
 }
 CONTRIBUTORS = {"architecture.md", *re.findall(r"^\| `docs/([\w-]+\.md)` \|", PAGE, re.M)} & PROSE.keys()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
 import builtins
 import importlib
 import inspect
@@ -27,7 +28,7 @@ def spelled() -> set[str]:
     found: set[str] = set()
     for line in (ROOT / PAGE).read_text().splitlines():
         if line.startswith("|"):
-            _, _, middle, _, _ = line.split("|")
+            _, _, middle, *_ = line.split("|")
             found.update(re.findall("`([^`]+)`", middle))
     return found
 
@@ -43,7 +44,7 @@ async def test_every_name_is_there_and_takes_these_arguments(pg: ProcessGroup) -
         assert parser.parse_args(command.split()[1:]).nproc > 1
     await (work := pg.barrier())
     names = {name: importlib.import_module(name) for name in ("aiocoll", "asyncio", "socket", "time")}
-    names |= vars(builtins) | {"np": np, "pg": pg, "work": work}
+    names |= vars(builtins) | {"np": np, "pg": pg, "work": work} | await execute(code(PAGE, "One-sided calls"))
     for text in texts:
         for node in ast.walk(ast.parse(text.removeprefix("await "))):
             if isinstance(node, ast.Attribute):
@@ -64,8 +65,9 @@ def test_the_port_prints_what_one_process_computes(tmp_path: Path) -> None:
     shown = code(PAGE, "A program and its port", language="text")
     assert shown == f"[0] {abs(change).max():.6f} {u[1:-1].sum():.6f}\n"
     write(files(PAGE), tmp_path)
-    (command,) = commands(PAGE)
-    assert shell(command, tmp_path) == shown
+    alone, two = commands(PAGE)
+    assert shell(two, tmp_path) == shown
+    assert re.fullmatch(r"0\.\d{6} \d\.\d{6}\n", shell(alone, tmp_path))
 
 
 @pytest.mark.ranks(4)
@@ -74,6 +76,24 @@ async def test_the_lowest_rank_of_the_smallest_is_found(pg: ProcessGroup) -> Non
     rank = pg.rank()
     values, ranks = await space["minloc"](pg, np.array([2.0, 3.0 - rank, rank % 2]))
     assert (values.tolist(), ranks.tolist()) == ([2.0, 0.0, 0.0], [0, 3, 0])
+
+
+@pytest.mark.ranks(3)
+async def test_window_of_rank_0_is_read_and_changed_by_all_ranks(pg: ProcessGroup) -> None:
+    space = await execute(code(PAGE, "One-sided calls"))
+    window = np.zeros(8)
+    serving = asyncio.create_task(space["serve"](pg, window)) if pg.rank() == 0 else None
+    before = [float(await space["call"](pg, 0, "accumulate", 5, 1.0)) for _ in range(10)]
+    everyone = sorted(value for values in await pg.allgather_object(before) for value in values)
+    assert everyone == [float(number) for number in range(30)]
+    if pg.rank() == 2:
+        assert await space["call"](pg, 0, "put", 3, 1.5) == 0.0
+    await pg.barrier()
+    assert await space["call"](pg, 0, "get", 3, None) == 1.5
+    await pg.barrier()
+    if serving is not None:
+        assert window.tolist() == [0.0, 0.0, 0.0, 1.5, 0.0, 30.0, 0.0, 0.0]
+        serving.cancel()
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""`Overlap` averages gradients, in buckets and one by one; the program of docs/overlap.md says what the page shows."""
+"""`Overlap` averages gradients, in buckets and one by one; the program of docs/training.md says what the page shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pages import code, commands, execute, files, is_shown, shell, write
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.torch
 
-PAGE = "docs/overlap.md"
+PAGE = "docs/training.md"
 WIDTH = 16
 
 
@@ -109,7 +109,7 @@ async def test_compressed_gradients_and_buffers(pg: ProcessGroup) -> None:
 @pytest.mark.slow
 def test_the_program_of_the_page_says_what_it_shows(tmp_path: Path) -> None:
     write(files(PAGE), tmp_path)
-    (measure,) = commands(PAGE)
+    _, measure = commands(PAGE)
     # A smaller model than the one whose times are on the page.
     said = shell(re.sub(r"8 1024 256.*", "2 32 8", measure), tmp_path)
-    assert is_shown(code(PAGE, "How to check it", language="text"), said), said
+    assert is_shown(code(PAGE, "How to check the overlap", language="text"), said), said

@@ -231,7 +231,7 @@ async def test_blocks_that_differ_say_what_the_page_says(pg: ProcessGroup) -> No
 async def test_an_estimate_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     async def body(pg: ProcessGroup) -> None:
         gradients = np.ones(1000)
-        await execute(code("docs/estimates.md", "Estimating time"), pg=pg, gradients=gradients)
+        await execute(code("docs/metrics.md", "Estimating time"), pg=pg, gradients=gradients)
         assert gradients.tolist() == [1.0] * 1000
 
     await run_ranks(1, body)

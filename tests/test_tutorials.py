@@ -35,7 +35,7 @@ def die(mine):
 def test_ranks_train_a_model(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     write(files(TRAINING), tmp_path)
-    (script,) = commands(TRAINING)
+    script, _ = commands(TRAINING)
     said = shell(script, tmp_path)
     lines = sorted(said.splitlines())
     told = [re.fullmatch(r"(.*) \(([0-9a-f]{8})\), error (0\.0\d+)", line) for line in lines]

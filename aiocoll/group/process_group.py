@@ -1275,7 +1275,7 @@ class ProcessGroup:
         additional steps of ``debug="detail"`` are left out.
 
         It is accurate enough to compare calls, and to know the order of magnitude of one; see the table in
-        ``docs/estimates.md``, which ``bench/estimate.py`` measures.
+        ``docs/metrics.md``, which ``bench/estimate.py`` measures.
 
         Returns:
             A context manager, which ``with`` binds to the `Estimate`. The estimate is complete at the end of the block.

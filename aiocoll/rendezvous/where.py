@@ -270,8 +270,8 @@ def _number(name: str, value: int | None, env: Mapping[str, str], when: str) -> 
     if variable not in env:
         from_environment = env or when.endswith("'env://'")
         hint = (
-            f", set {variable} in the environment, or start the ranks with {COMMANDS}; a "
-            "program that nothing has started as a rank is a group of one with AIOCOLL_SINGLETON=1"
+            f", or set {variable} in the environment; start the ranks with {COMMANDS}, or set AIOCOLL_SINGLETON=1 to "
+            "run the program alone, as a group of one rank"
             if from_environment
             else ""
         )

@@ -162,9 +162,9 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
         (
             {"MASTER_ADDR": "127.0.0.1"},
             "explicit variables (MASTER_ADDR)",
-            "world_size is missing: give world_size= with init_method='env://', set WORLD_SIZE in the environment, or "
-            "start the ranks with `aiocoll run`, torchrun, mpiexec or srun; a program that nothing has started as a "
-            "rank is a group of one with AIOCOLL_SINGLETON=1",
+            "world_size is missing: give world_size= with init_method='env://', or set WORLD_SIZE in the environment; "
+            "start the ranks with `aiocoll run`, torchrun, mpiexec or srun, or set AIOCOLL_SINGLETON=1 to run the "
+            "program alone, as a group of one rank",
             True,
         ),
     ],

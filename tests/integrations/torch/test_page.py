@@ -1,4 +1,4 @@
-"""The programs of docs/pytorch.md run, and say what the page shows."""
+"""Programs of docs/pytorch.md and docs/porting.md print what the pages show."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="needs torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 PAGE = "docs/pytorch.md"
+PORTING = "docs/porting.md"
 
 
 def test_programs_of_the_page_say_what_it_shows(tmp_path: Path) -> None:
@@ -25,3 +26,10 @@ def test_programs_of_the_page_say_what_it_shows(tmp_path: Path) -> None:
     ):
         said = shell(command, tmp_path)
         assert is_shown(shown, said), said
+
+
+def test_coroutines_train_with_a_sampler_and_a_loader(tmp_path: Path) -> None:
+    write(files(PORTING), tmp_path)
+    (epochs,) = commands(PORTING)
+    printed = shell(epochs, tmp_path)
+    assert set(code(PORTING, "What works", language="text").splitlines()) <= set(printed.splitlines()), printed

@@ -15,8 +15,9 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 SIZE = 2
 #: What 2.13 does not forward to a group in Python; see docs/pytorch.md.
-NAMES = ("compiled", "ddp", "ddp_with_buffers_and_unused_parameters", "ddp_without_synchronization_in_some_steps",
-         "dtensor", "edges", "fp16_hook", "fsdp_with_a_checkpoint", "functional_collectives", "hybrid_sharding",
+NAMES = ("compiled", "ddp", "ddp_with_a_sampler_and_loader_workers", "ddp_with_buffers_and_unused_parameters",
+         "ddp_without_synchronization_in_some_steps", "dtensor", "edges", "fp16_hook", "fsdp_with_a_checkpoint",
+         "functional_collectives", "hybrid_sharding",
          "messages", "objects", "pipeline", "powersgd", "tensor_parallel", "zero")  # fmt: skip
 
 

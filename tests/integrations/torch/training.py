@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 SIZE = 2
 STEPS = 10
@@ -56,6 +57,19 @@ def full(value: Any) -> Tensor:
 @program
 def ddp() -> list[Tensor]:
     return train(DistributedDataParallel(net()))
+
+
+@program
+def ddp_with_a_sampler_and_loader_workers() -> list[Tensor]:
+    data = torch.randn(40, 16, generator=torch.Generator().manual_seed(7))
+    sampler = DistributedSampler(data)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=1)  # type: ignore[arg-type]
+    model = DistributedDataParallel(net())
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            model(batch).square().mean().backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
 @program
