@@ -349,7 +349,7 @@ async def test_a_length_takes_no_memory_in_a_link(flavour: str) -> None:
                     passing.decline(sock)
                 sock.send(HEADER.pack(FrameKind.DATA, 0, 0, 0, 1, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF))
                 error = await rank.errors.get()
-                assert "rank 1 sent a frame of kind 1 and length 4294967295" in str(error)
+                assert "rank 1 sent an invalid frame of kind 1 and length 4294967295" in str(error)
         assert resident() - before < 16 << 20
 
 
