@@ -202,7 +202,7 @@ class _Lazy(list[Channel]):
         super().__init__([None] * len(ranks))  # type: ignore[list-item]
         self._channels = channels
         self._ranks = ranks
-        channels.to(rank)  # as in a small group; this channel never gets a link
+        channels.to(rank)  # small groups also have this rank's channel to itself, which never gets a link
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
@@ -211,5 +211,5 @@ class _Lazy(list[Channel]):
         return found
 
     def __iter__(self) -> Iterator[Channel]:
-        # Channels opened by peers count, too: they may hold buffers of this group.
+        # Include channels that peers have opened: they may hold buffers of this group.
         return self._channels.made(self._ranks)

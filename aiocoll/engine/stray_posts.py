@@ -65,7 +65,7 @@ class StrayPosts:
                     _compare(group, rank, op, fingerprint)
                 except Exception as error:
                     group.crashed(error)
-        if unread or heads:  # they may be early: this rank may still make the matching call
+        if unread or heads:  # these posts may be early: this rank may still make the matching calls
             self.watch()
 
 

@@ -35,7 +35,7 @@ __all__ = ["SlotProgram"]
 
 
 class SlotProgram(Operation):
-    """One rank's part in one collective. Arguments are those of `ProgramExecutor`."""
+    """The part of one rank in one collective. Arguments are those of `ProgramExecutor`."""
 
     __slots__ = ("_arrays", "_framed", "_has_folded", "_inputs", "_missing", "_plan", "_round", "_seen", "_unsent")
 
