@@ -95,7 +95,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, seed: int = 0, latency: tuple[float, float] | None = None) -> None:
         self.random = random.Random(seed)
-        #: Separate, so that a draw from `random` does not change the order of tasks.
+        # Separate from `random`, so that a draw from `random` does not change the order of tasks.
         self._order = random.Random(f"order {seed}")
         self._now = 0.0
         self._ticks = 0
@@ -130,7 +130,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now += seconds
 
     def _shuffle(self) -> None:
-        """Shuffle the callbacks of a turn as far as asyncio leaves their order open.
+        """Shuffle the callbacks of a loop iteration as far as asyncio does not define their order.
 
         Timers with the same deadline change places, and so do adjacent steps of tasks. A callback of `call_soon` keeps
         its place among all others, as asyncio promises.
