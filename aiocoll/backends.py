@@ -31,7 +31,7 @@ _factories: dict[str, Callable[..., Any]] = {}
 
 #: The built-in backend that carries out the calls of a backend named after a device library, such as "aio" for "nccl".
 _libraries: dict[str, str] = {}
-#: Backends that programs for torch.distributed name. In aiocoll these programs need no backend name.
+#: Names of torch.distributed backends that aiocoll lacks. A program for torch.distributed can leave them out.
 _OTHERS = {"gloo", "mpi", "threaded", "ucc", "xccl"}
 
 

@@ -308,7 +308,7 @@ def _check_together(advertise: str | None, port_range: tuple[int, int] | None) -
     if port is not None and (port_range is None or port_range[0] != port_range[1]):
         raise ValueError(
             f"advertise={advertise!r} names a port, but port_range={port_range!r} is not one port; set "
-            f"port_range=({port}, {port}), or twice the port to which NAT translates {port}"
+            f"port_range=({port}, {port}), or the one local port to which NAT forwards port {port}"
         )
 
 

@@ -135,14 +135,14 @@ class _Tag:
     Attributes:
         code: the code of the tag.
         built: the part of a long container that has been built from its pieces; None for other kinds.
-        alike: the keys of the container by hash, see `check_keys`.
+        by_hash: the keys of the container by hash, see `check_keys`.
     """
 
-    __slots__ = ("alike", "built", "code")
+    __slots__ = ("built", "by_hash", "code")
 
     def __init__(self, code: int) -> None:
         self.code = code
-        self.alike: dict[int, Any] = {}
+        self.by_hash: dict[int, Any] = {}
         self.built: Any = None
         if code & IN_PIECES:
             kind = code & ~IN_PIECES
@@ -198,7 +198,7 @@ class _Decoder:
             return _whole(tag, items)
         if sequence := SEQUENCES.get(code):
             if code in (SET, FROZENSET):
-                _check_set(items, tag.alike)
+                _check_set(items, tag.by_hash)
             return sequence(items)
         if code == PICKLE:
             return self._unpickle(items)
@@ -215,12 +215,12 @@ class _Decoder:
         if type(whole.built) is list:
             whole.built.extend(items)
         elif type(whole.built) is set:
-            _check_set(items, whole.alike)
+            _check_set(items, whole.by_hash)
             whole.built.update(items)
         else:
             if len(items) != 1 or type(items[0]) is not dict:
                 raise SerializationError("a piece of a dict is not a dict")
-            check_keys(items[0], whole.alike)
+            check_keys(items[0], whole.by_hash)
             whole.built.update(items[0])
 
     def _unpickle(self, items: list[Any]) -> Any:
@@ -240,7 +240,7 @@ def _whole(tag: _Tag, items: list[Any]) -> Any:
     return tag.built if kind in (LIST, SET, DICT) else SEQUENCES[kind](tag.built)
 
 
-def _check_set(items: list[Any], alike: dict[int, Any]) -> None:
+def _check_set(items: list[Any], by_hash: dict[int, Any]) -> None:
     if len(items) > HASHED_PIECE:
         raise SerializationError(f"{len(items)} elements of a set in one piece")
-    check_keys(items, alike)
+    check_keys(items, by_hash)

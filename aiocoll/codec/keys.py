@@ -26,7 +26,7 @@ _UNIQUE = frozenset({str, bytes, bool, type(None)})
 #: A smaller int is its own hash, except -1, which has the hash of -2.
 _MODULUS = sys.hash_info.modulus
 #: Maximum number of keys with the same hash, if comparing them takes about 0.1 µs for each value in them.
-_MAX_ALIKE = 128
+_MAX_SAME_HASH = 128
 #: Factor by which comparisons are slower between a number of a `_SLOW` type and one of another type, or between times
 #: with a time zone.
 _SLOWER = 16
@@ -56,7 +56,7 @@ class _Profile(NamedTuple):
     spread: int = 1
 
 
-class _Alike:
+class _SameHash:
     """A set of keys with the same hash.
 
     Args:
@@ -79,19 +79,19 @@ class _Alike:
         # Comparing two frozensets compares each element with the elements of the same hash in the other frozenset.
         cost: int = mine.spread**mine.depth
         if mine.is_slow and mine.is_mixed:
-            cost *= _MAX_ALIKE if mine.is_large else _SLOWER
-        most = max(1, _MAX_ALIKE // cost)
+            cost *= _MAX_SAME_HASH if mine.is_large else _SLOWER
+        most = max(1, _MAX_SAME_HASH // cost)
         if self._count > most:
             why = "" if cost == 1 else " that are slow to compare"
             raise RefusedError(f"more than {most} keys with the same hash{why}; send a list of pairs instead")
 
 
-def check_keys(keys: Iterable[Any], alike: dict[int, Any]) -> None:
+def check_keys(keys: Iterable[Any], by_hash: dict[int, Any]) -> None:
     """Check that comparing the keys of the same hash does not take too long.
 
     Args:
         keys: the keys of a dict, or the elements of a set.
-        alike: the earlier keys, by hash: one key, or the `_Alike` of several keys. This function adds `keys`.
+        by_hash: the earlier keys, by hash: one key, or the `_SameHash` of several keys. This function adds `keys`.
 
     Raises:
         RefusedError: comparing the keys would take too long.
@@ -101,10 +101,10 @@ def check_keys(keys: Iterable[Any], alike: dict[int, Any]) -> None:
         if kind in _UNIQUE or (kind is int and -_MODULUS < key < _MODULUS):
             continue
         code = hash(key)
-        if (earlier := alike.setdefault(code, key)) is key:
+        if (earlier := by_hash.setdefault(code, key)) is key:
             continue
-        if type(earlier) is not _Alike:
-            earlier = alike[code] = _Alike(earlier)
+        if type(earlier) is not _SameHash:
+            earlier = by_hash[code] = _SameHash(earlier)
         earlier.add(key)
 
 
@@ -117,8 +117,8 @@ def _profile(key: Any) -> _Profile:
         parts = [_profile(each) for each in key]
         patterns = frozenset(part.pattern for part in parts)
         joined = _joined(parts, (kind, patterns), is_mixed=len(patterns) > 1)
-        alike = max(Counter(map(hash, key)).values(), default=1)
-        return joined._replace(depth=joined.depth + 1, spread=max(joined.spread, alike))
+        largest = max(Counter(map(hash, key)).values(), default=1)
+        return joined._replace(depth=joined.depth + 1, spread=max(joined.spread, largest))
     if kind is dt.datetime or kind is dt.time:
         return _Profile((kind, key.tzinfo is None), is_slow=key.tzinfo is not None, is_mixed=key.tzinfo is not None)
     numbers = (key.numerator, key.denominator) if kind is Fraction else (key,)

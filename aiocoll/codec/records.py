@@ -121,9 +121,7 @@ def _split_zone(zone: zoneinfo.ZoneInfo) -> tuple[str]:
 
 def _divisible(*numbers: int) -> tuple[int, ...]:
     if max(number.bit_length() for number in numbers) > _MAX_DIVISOR:
-        raise RefusedError(
-            f"a range or Fraction has an integer of more than {_MAX_DIVISOR} bits, which takes too long to receive"
-        )
+        raise RefusedError(f"a range or Fraction has an integer of over {_MAX_DIVISOR} bits, which is not supported")
     return numbers
 
 

@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 Combine = Callable[[Array, Array, Array], Any]
 Fold = Callable[[Sequence[Array], Array], None]
 Kind = Literal["sum", "product", "select"]
-# A ufunc and its second operand.
+# The last step of a reduction: a ufunc and its second operand.
 Finalize = tuple[np.ufunc, float]
 
 # Elements per piece that `dtypes` converts: two float32 arrays of 128 KiB, and the scratch arrays of the conversions.

@@ -160,7 +160,7 @@ class Relay(NamedTuple):
     def chunks(self, regions: tuple[Region, ...]) -> int:
         """Return the number of chunks per step for `puts` or `takes`: as many as the longest region needs.
 
-        In a ring `puts` contains all parts, so all ranks compute the same number.
+        In a ring, `puts` and `takes` each contain all parts, so all ranks compute the same number.
         """
         return -(-max((region.count for region in regions), default=0) // self.chunk)
 

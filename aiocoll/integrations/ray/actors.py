@@ -142,7 +142,7 @@ class group:
         return results
 
     async def _call_one(self, number: int, method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of one actor. If it fails, abort the group, so that other actors do not wait for it."""
+        """Call a method of one actor. If it fails, report its death or abort the group: the others must not wait."""
         try:
             return await ask(self._actors[number], method, *args)
         except RayActorError as error:

@@ -91,7 +91,7 @@ class DialAddresses:
     def __init__(self, rank: int, host: str, key: bytes | None, transport: str) -> None:
         self.host = host
         #: The reason why ranks with the same host in their cards are not dialled by unix socket; None if they are.
-        self.apart: str | None = None
+        self.unix_trouble: str | None = None
         self.may_use_unix = transport != "tcp" and _AF_UNIX is not None
         self._rank = rank
         self._key = key
@@ -198,7 +198,7 @@ class Dial:
             self._patience = None
 
     def interrupt(self, now: float) -> None:
-        """End the current step, so that the dialler checks at once what has changed."""
+        """End the current step, so that the dialler checks at once whether the link is open or the transport closed."""
         if self.limit is not None and not self.limit.expired():
             self.limit.reschedule(now)
 
@@ -267,7 +267,7 @@ class Dialler:
 
     @property
     def trouble(self) -> str:
-        """Reason why a dialled peer is not reached yet, or was not when its dial was cancelled; "" without one."""
+        """Reason why a dialled peer has not been reached; "" if no peer is dialled. It stays after a cancelled dial."""
         now = self._runtime.time()
         return next((str(dial.failure(now)) for dial in self._dials.values()), self._trouble)
 
@@ -330,7 +330,7 @@ class Dialler:
                 async with asyncio.timeout(None) as dial.limit:
                     if promised is not None:
                         dial.record_answer()
-                        dial.reason = "the connection that it opens is not complete"
+                        dial.reason = "the connection that the peer opens is not complete"
                         await asyncio.wait([promised])
                     else:
                         return await self._attempt(dial, key, adopt)
@@ -430,7 +430,7 @@ class Dialler:
         if exchange.peer.rank != peer:
             raise AuthenticationError(f"rank {exchange.peer.rank} answered at {target.label} instead of rank {peer}")
         if not self._crossing.may_confirm(key):
-            raise _RetryError("the connection that it opened came first")
+            raise _RetryError("the connection that the peer opened is used")
         # The peer has proven the job key: from here on only `connect_timeout` applies.
         dial.stop()
         dial.allow(dial.seconds_left(self._runtime.time(), self._options.connect_timeout, impatient=False))
@@ -438,7 +438,7 @@ class Dialler:
             send_message(stream, confirmation)
             adopted = await adopt(stream, exchange.peer)
         if adopted is None:
-            raise _RetryError("the connection that it opened came first")
+            raise _RetryError("the connection that the peer opened is used")
         return adopted
 
 

@@ -77,7 +77,7 @@ class CarrierUse:
 
     Args:
         carrier: the carrier that this rank offers, or None.
-        carries_all: the carrier makes all data links, not only those between hosts.
+        carries_all: the carrier makes all data links, not only those over TCP.
 
     Attributes:
         used: whether the ranks have agreed to use it.
@@ -118,7 +118,7 @@ class LinkTable:
         self._pool = BufferPool()
         self._silence = Silence(runtime)
         self._links: dict[Key, _Link] = {}
-        # The number of ended links, and the peer's number when the open link was made.
+        # The number of ended links of this rank; and that of the peer, at the time when the open link was made.
         self._ended: Counter[Key] = Counter()
         self._theirs: dict[Key, int] = {}
         # The streams of data links that may have further connections, by peer.

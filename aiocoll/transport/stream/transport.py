@@ -122,7 +122,7 @@ class StreamTransport:
 
     @property
     def trouble(self) -> str:
-        """Reason why a dialled rank is not reached yet, or was not when its dial was cancelled; "" without one."""
+        """Reason why a dialled rank has not been reached; "" if no rank is dialled. It stays after a cancelled dial."""
         return self._dialler.trouble
 
     def all_met(self) -> None:
@@ -177,7 +177,7 @@ class StreamTransport:
     def stand_apart(self, host: str, trouble: str) -> None:
         """From now on, identify as being on `host`, because ranks of this host cannot be reached by unix sockets."""
         self._addresses.host = host
-        self._addresses.apart = trouble
+        self._addresses.unix_trouble = trouble
 
     async def listen_tcp(
         self,
@@ -245,12 +245,12 @@ class StreamTransport:
         """Open a connection for `transport.stream.probe.measure`. It raises the same errors as `connect`."""
         target = self._addresses.find(peer, card)
         stream = await self._dialler.connect((peer, ConnKind.PROBE), target, self._links.adopt_bare)
-        assert stream is not None  # no link uses a probe connection, so the peer's connection never replaces it
+        assert stream is not None  # None would mean a link of this kind, but a probe never becomes a link
         return stream
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
         """Return the medium of the data link to `peer` ("none" before the first), and why it is not shared memory."""
-        trouble = self._dialler.detours.get(peer) or self._addresses.apart or self._links.sharing.trouble
+        trouble = self._dialler.detours.get(peer) or self._addresses.unix_trouble or self._links.sharing.trouble
         return self._links.carrier(peer), trouble
 
     def catch_up(self) -> None:
@@ -409,7 +409,7 @@ class StreamTransport:
                 stream = await self._dialler.connect((peer, ConnKind.STRIPE), target, self._links.adopt_bare)
             except (AiocollError, OSError):
                 return
-            assert stream is not None  # no link uses this connection, so the peer's connection never replaces it
+            assert stream is not None  # None would mean a link of this kind, but a stripe never becomes one
             added = False
             try:
                 await receive_message(stream, len(_TAKEN))
