@@ -152,7 +152,7 @@ class Channels:
             shared.unmap()
 
     def departed(self, rank: int, group: int) -> None:
-        """Record that a rank has left a group: it reads none of this rank's later posts there."""
+        """Record that a rank has left a group, and will not read further posts of this rank there."""
         if (channel := self._channels.get(rank)) is not None and channel.shared is not None:
             channel.shared.departed(group)
 

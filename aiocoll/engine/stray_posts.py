@@ -39,7 +39,7 @@ class StrayPosts:
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator]) -> None:
         self.outboxes: tuple[tuple[int, PeerOutbox], ...] = ()
         self.links: tuple[tuple[int, SharedMemoryLink], ...] = ()
-        # By rank, the number of the next chunk at the last check.
+        # The number of the next chunk at the last check, by rank.
         self._heads: dict[int, int] = {}
         self._runtime = runtime
         self._groups = groups

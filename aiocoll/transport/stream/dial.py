@@ -347,7 +347,7 @@ class Dialler:
                     doubtful = doubtful or time()
                     if time() >= doubtful + _DOUBT:
                         raise AuthenticationError(
-                            f"{dial.target.label} should be rank {key[0]}'s, but {error}"
+                            f"expected rank {key[0]} at {dial.target.label}, but {error}"
                         ) from error
                 with suppress(TimeoutError):
                     async with asyncio.timeout(None) as dial.limit:

@@ -44,7 +44,7 @@ def find_route(
         RendezvousError: the address by which others reach this host cannot be determined.
     """
     known = bool(interface) or bind not in (None, "any")
-    master = stores[rank] or None if together or known else _way_out(rank, stores)
+    master = stores[rank] or None if together or known else _route_target(rank, stores)
     host = routable_address(master, interface, bind)
     return host, routable_address(master, interface) if is_wildcard(host) else host
 
@@ -62,8 +62,8 @@ def is_own(host: str) -> bool:
     return True
 
 
-def _way_out(rank: int, stores: Mapping[int, str]) -> str:
-    """Return a remote address such that this host's local address on the route to it is reachable by peers."""
+def _route_target(rank: int, stores: Mapping[int, str]) -> str:
+    """Return a remote address. The local address on the route to it is the one by which peers reach this host."""
     mine = stores[rank]
     if mine and not is_loopback(mine):
         return mine
