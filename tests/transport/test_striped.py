@@ -243,13 +243,13 @@ async def test_the_loop_calls_for_the_connection_that_is_written_to() -> None:
 
         send()
         streams = [stripe.stream for stripe in ends.stream._stripes]
-        first = streams.index(ends.stream._on.stream)
+        first = streams.index(ends.stream._current.stream)
         ends.drain((first + 1) % 3)
         ends.stream.start_writing(send)
         written = {first}
         for _ in range(30):
             before = calls
-            number = streams.index(ends.stream._on.stream)
+            number = streams.index(ends.stream._current.stream)
             written.add(number)
             ends.drain(number)
             await until(lambda before=before: calls > before)

@@ -199,7 +199,7 @@ class ShmRing(Operation):
                 return True
             if self._relay.copy is not None and not going:
                 going = self._copy_next(*self._relay.copy)
-            if self._has_moved_all() and not self._unsent and self._is_read():
+            if self._is_complete() and not self._unsent and self._is_read():
                 self._end()
                 if self._takes:
                     self.set_waited_for(self._right if self._pointed else self._left)
@@ -217,7 +217,7 @@ class ShmRing(Operation):
         """Continue in the next loop iteration."""
         self.look()
 
-    def _has_moved_all(self) -> bool:
+    def _is_complete(self) -> bool:
         copy = self._relay.copy
         has_copied = copy is None or self._copied == copy[0].count
         return has_copied and self._put == len(self._puts) and self._taken == len(self._takes)

@@ -25,8 +25,8 @@ __all__ = [
     "host_identity",
     "is_missing",
     "is_outage",
+    "is_transient",
     "is_wildcard",
-    "may_pass",
     "open_tcp",
     "open_unix",
     "reach",
@@ -159,7 +159,7 @@ def remove_unix(name: str) -> None:
             os.rmdir(os.path.dirname(name))
 
 
-def _lack_of_a_peer(sock: socket.socket) -> int:
+def _find_connect_error(sock: socket.socket) -> int:
     """Return the errno that explains why a newly connected TCP socket has no peer; 0 if it has one."""
     try:
         met_itself = sock.getsockname() == sock.getpeername()  # possible when dialling a free port of this host
@@ -210,7 +210,7 @@ async def reach(
                 loop.remove_writer(sock)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not code and family != getattr(socket, "AF_UNIX", None):
-            code = _lack_of_a_peer(sock)
+            code = _find_connect_error(sock)
         if code:
             raise OSError(code, os.strerror(code))
     except BaseException:
@@ -219,7 +219,7 @@ async def reach(
     return sock
 
 
-def may_pass(error: OSError) -> bool:
+def is_transient(error: OSError) -> bool:
     """Return whether to dial again after an error: it may be temporary, or the peer may not listen yet."""
     passing = isinstance(error, ConnectionError | FileNotFoundError | BlockingIOError)
     return passing or error.errno in _SHORTAGES or is_outage(error)

@@ -386,7 +386,7 @@ class Dialler:
         except OSError as error:
             if not address.is_outage(error):
                 dial.record_answer()
-            if address.may_pass(error):
+            if address.is_transient(error):
                 raise _RetryError(error.strerror or str(error)) from None
             raise target.unreachable(key[0], str(error)) from error
         finally:

@@ -111,17 +111,17 @@ class StripedStream:
 
     __slots__ = (
         "_ahead",
+        "_current",
+        "_delivered",
         "_error",
         "_expected",
-        "_given",
         "_head",
+        "_is_scheduled",
         "_kept",
         "_left",
         "_loop",
         "_next",
-        "_on",
         "_readable",
-        "_soon",
         "_stripes",
         "_writable",
         "bound",
@@ -137,17 +137,17 @@ class StripedStream:
         self._loop = loop
         self._readable: Callable[[], object] | None = None
         self._writable: Callable[[], object] | None = None
-        self._soon = False
+        self._is_scheduled = False
         self._error: OSError | None = None
         # The block that is being sent: its connection, the unsent part of its header, the number of its unsent bytes,
         # and the number of the next block.
-        self._on = self._stripes[0]
+        self._current = self._stripes[0]
         self._head = memoryview(b"")
         self._left = 0
         self._next = 0
         # The number of the block to deliver next, the bytes of it that have been delivered, and complete later blocks.
         self._expected = 0
-        self._given = 0
+        self._delivered = 0
         self._kept: dict[int, bytearray] = {}
         # Number of bytes received of later blocks, complete or not.
         self._ahead = 0
@@ -176,7 +176,7 @@ class StripedStream:
             wanted = min(self._left, size - taken)
             head = len(self._head)
             try:
-                sent = self._on.stream.send_parts([self._head, *_cut(views, taken, taken + wanted)])
+                sent = self._current.stream.send_parts([self._head, *_cut(views, taken, taken + wanted)])
             except BlockingIOError:
                 break
             self._head = self._head[sent:]
@@ -193,10 +193,10 @@ class StripedStream:
         """Receive some bytes; return their number, or 0 if the other end sends no more."""
         got = 0
         try:
-            while got < len(space) and (more := self._give(space[got:])):
+            while got < len(space) and (more := self._deliver(space[got:])):
                 got += more
             for stripe in self._stripes:
-                self._keep(stripe)
+                self._store_early(stripe)
         except OSError as error:
             self._error = self._error or error
         self._watch()
@@ -223,12 +223,12 @@ class StripedStream:
     def start_writing(self, writable: Callable[[], object]) -> None:
         """Call `writable` whenever the stream accepts data."""
         self._writable = writable
-        self._on.stream.start_writing(writable)
+        self._current.stream.start_writing(writable)
 
     def stop_writing(self) -> None:
         """Stop calling `writable`."""
         self._writable = None
-        self._on.stream.stop_writing()
+        self._current.stream.stop_writing()
 
     def shutdown(self) -> None:
         """Shut down the sending side of all connections."""
@@ -244,11 +244,11 @@ class StripedStream:
     def _begin(self, nbytes: int) -> None:
         """Start a block for the next `nbytes` to send, or for the maximum block size if that is less."""
         self._left = min(nbytes, BLOCK)
-        before = self._on
-        self._on = before if len(self._stripes) == 1 else self._choose(self._left)
-        if self._writable is not None and self._on is not before:
+        before = self._current
+        self._current = before if len(self._stripes) == 1 else self._choose(self._left)
+        if self._writable is not None and self._current is not before:
             before.stream.stop_writing()
-            self._on.stream.start_writing(self._writable)
+            self._current.stream.start_writing(self._writable)
         self._head = memoryview(_HEAD.pack(self._next, self._left))
         self._next += 1
 
@@ -267,7 +267,7 @@ class StripedStream:
         """Return the connection on which a block arrives; None if its header has not arrived."""
         return next((stripe for stripe in self._stripes if stripe.block == block), None)
 
-    def _look(self, stripe: _Stripe) -> None:
+    def _receive_header(self, stripe: _Stripe) -> None:
         """Receive the header of a block. A connection error is raised only after all other data has been delivered."""
         try:
             stripe.find_block()
@@ -277,21 +277,21 @@ class StripedStream:
         if stripe.block is not None and (stripe.block < self._expected or stripe.block in self._kept):
             raise ProtocolError(f"received block {stripe.block} twice")
 
-    def _give(self, space: memoryview) -> int:
+    def _deliver(self, space: memoryview) -> int:
         """Deliver some bytes of the next block; return their number."""
         kept, stripe = self._kept.get(self._expected), None
         if kept is None:
             for each in self._stripes:
                 if each.block is None and not each.ended and self._find(self._expected) is None:
-                    self._look(each)
+                    self._receive_header(each)
             stripe = self._find(self._expected)
             if stripe is None:
                 return 0
             kept = stripe.ahead
-        if self._given < len(kept):
-            part = memoryview(kept)[self._given : self._given + len(space)]
+        if self._delivered < len(kept):
+            part = memoryview(kept)[self._delivered : self._delivered + len(space)]
             space[: len(part)] = part
-            self._given += len(part)
+            self._delivered += len(part)
             self._ahead -= len(part)
             got = len(part)
         else:
@@ -300,19 +300,19 @@ class StripedStream:
                 got = stripe.receive_into(space)
             except BlockingIOError:
                 return 0
-        if self._given == len(kept) and (stripe is None or not stripe.left):
+        if self._delivered == len(kept) and (stripe is None or not stripe.left):
             self._kept.pop(self._expected, None)
             self._expected += 1
-            self._given = 0
+            self._delivered = 0
             if stripe is not None:
                 stripe.block, stripe.ahead = None, bytearray()
         return got
 
-    def _keep(self, stripe: _Stripe) -> None:
+    def _store_early(self, stripe: _Stripe) -> None:
         """Receive later blocks that arrive on a connection, and keep them until their turn."""
         while self._ahead < AHEAD and not stripe.ended:
             if stripe.block is None:
-                self._look(stripe)
+                self._receive_header(stripe)
             if stripe.block in (None, self._expected):
                 return
             space = memoryview(bytearray(stripe.left))
@@ -329,9 +329,9 @@ class StripedStream:
 
     def _watch(self) -> None:
         """Watch the connections whose data can be received now, and stop watching those whose data must wait."""
-        going_on = [stripe for stripe in self._stripes if not stripe.ended]
+        open_stripes = [stripe for stripe in self._stripes if not stripe.ended]
         full = self._ahead >= AHEAD
-        due = [each for each in going_on or self._stripes[:1] if not full or each.block in (None, self._expected)]
+        due = [each for each in open_stripes or self._stripes[:1] if not full or each.block in (None, self._expected)]
         for stripe in self._stripes:
             if self._readable is not None and stripe in due:
                 if not stripe.watched:
@@ -340,17 +340,17 @@ class StripedStream:
             elif stripe.watched:
                 stripe.watched = False
                 stripe.stream.stop_reading()
-        if self._readable is not None and not self._soon and self._holds():
-            self._soon = True
-            self._loop.call_soon(self._again)
+        if self._readable is not None and not self._is_scheduled and self._has_buffered():
+            self._is_scheduled = True
+            self._loop.call_soon(self._read_again)
 
-    def _holds(self) -> bool:
+    def _has_buffered(self) -> bool:
         """Return whether there are received bytes to deliver, which the event loop does not report."""
         stripe = self._find(self._expected)
-        return self._expected in self._kept or (stripe is not None and self._given < len(stripe.ahead))
+        return self._expected in self._kept or (stripe is not None and self._delivered < len(stripe.ahead))
 
-    def _again(self) -> None:
-        self._soon = False
+    def _read_again(self) -> None:
+        self._is_scheduled = False
         if self._readable is not None:
             self._readable()
             self._watch()

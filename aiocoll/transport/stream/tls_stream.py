@@ -36,7 +36,7 @@ class TlsStream(SocketStream):
         dialled: whether this end has opened the connection.
     """
 
-    __slots__ = ("_held", "_readable", "_soon", "_ssl", "_tls", "_who", "bound")
+    __slots__ = ("_held", "_is_scheduled", "_readable", "_ssl", "_tls", "_who", "bound")
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, tls: Tls, who: str, *, dialled: bool
@@ -47,7 +47,7 @@ class TlsStream(SocketStream):
         self._tls = tls
         self._who = who
         self._readable: Callable[[], object] | None = None
-        self._soon = False
+        self._is_scheduled = False
         # Number of bytes in the encrypted record that the socket has not accepted yet.
         self._held = 0
 
@@ -108,14 +108,14 @@ class TlsStream(SocketStream):
             if not more:
                 return got
             got += more
-        self._look_again()
+        self._schedule_read()
         return got
 
     def start_reading(self, readable: Callable[[], object]) -> None:
         """Call `readable` whenever there is data to receive."""
         self._readable = readable
         super().start_reading(self._read)
-        self._look_again()
+        self._schedule_read()
 
     def stop_reading(self) -> None:
         """Stop calling `readable`."""
@@ -128,24 +128,24 @@ class TlsStream(SocketStream):
 
     def _read(self) -> None:
         if self._readable is not None:
-            self._soon = True  # check for remaining bytes once, after `_readable` has received its data
+            self._is_scheduled = True  # check for remaining bytes once, after `_readable` has received its data
             try:
                 self._readable()
             finally:
-                self._soon = False
-            self._look_again()
+                self._is_scheduled = False
+            self._schedule_read()
 
     def _broken(self, error: ssl.SSLError) -> ConnectionError:
         return _broken(error, self._tls, self._who)
 
-    def _look_again(self) -> None:
+    def _schedule_read(self) -> None:
         """Schedule another read if there are decrypted bytes left, which the event loop does not report."""
-        if self._readable is not None and not self._soon and self._ssl.pending():
-            self._soon = True
-            self._loop.call_soon(self._again)
+        if self._readable is not None and not self._is_scheduled and self._ssl.pending():
+            self._is_scheduled = True
+            self._loop.call_soon(self._read_again)
 
-    def _again(self) -> None:
-        self._soon = False
+    def _read_again(self) -> None:
+        self._is_scheduled = False
         self._read()
 
 

@@ -166,7 +166,7 @@ class StreamTransport:
                 with await address.reach(self._runtime.loop, socket.AF_UNIX, address.unix_address(name)) as sock:
                     foreign = peer_trouble(sock)
             except OSError as error:
-                if address.is_missing(error) or not address.may_pass(error):
+                if address.is_missing(error) or not address.is_transient(error):
                     return f"unix socket {name} cannot be reached ({error.strerror})"
                 await self._runtime.sleep(_TRY_AGAIN)
                 continue
