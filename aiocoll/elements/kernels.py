@@ -46,8 +46,8 @@ class Kernel(NamedTuple):
         ordered: the reduction must be one `fold` over the inputs of all ranks, in rank order.
         portable: the bits of an element do not depend on its index in the arrays, so that several ranks may compute the
             same element.
-        nan_varies: sign and payload of a NaN depend on the SIMD level, on the index of the element and on the length of
-            the arrays, even if the kernel is `portable`; see `aiocoll.elements.nan_fingerprint`.
+        nan_varies: sign and payload of a NaN depend on the SIMD level, on the element's index and on the length of the
+            arrays. This also holds for a `portable` kernel; see `aiocoll.elements.nan_fingerprint`.
         of_one: ``of_one(src, out)``, the reduction of one rank's data; None if that is the data itself. A rank may also
             apply it to its own data first.
         ufunc: the NumPy ufunc that alone is the reduction, over all inputs in order; None if there is none.

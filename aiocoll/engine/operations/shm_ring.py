@@ -264,7 +264,7 @@ class ShmRing(Operation):
         elif step in self._messages:
             message = self._messages.pop(step)
         else:
-            return  # the longest message has more chunks than this one
+            return  # this message has fewer chunks than the longest one
         message.limit = min((chunk + 1) * self._nbytes, message.total)
         if message.limit < message.total:
             self._messages[step] = message

@@ -335,7 +335,9 @@ class Dialler:
                     else:
                         return await self._attempt(dial, key, adopt)
             except TimeoutError:
-                if promised is None and left >= self._options.handshake_timeout:  # a shorter attempt shows nothing
+                if (
+                    promised is None and left >= self._options.handshake_timeout
+                ):  # a shorter attempt does not prove silence
                     dial.reason = _SILENT
             except _NoRouteError as error:
                 assert dial.target.instead is not None

@@ -1,8 +1,8 @@
 """A link over a byte stream, TCP or unix: non-blocking calls, one permanent reader, no task per message.
 
 Many small frames are read at once into a buffer of the link and delivered from there. A large frame is received in two
-parts. Its header goes through the buffer. Its payload is received directly into memory that the engine provides, or
-into the buffer if it will be reduced, so that it is reduced while it is in the cache.
+parts. Its header goes through the buffer. Its payload is received directly into memory that the engine provides. A
+payload that will be reduced is received into the buffer, and reduced there while it is in the cache.
 
 Small frames are also sent in batches. The first frame is sent at once. Frames that follow soon are collected in a
 batch. The batch is sent when it is full, when a large frame follows, when an await polls or ends, or at the end of the
@@ -46,7 +46,7 @@ CLOSELY = 100e-6
 #: Buffers per `sendmsg`; far below every system's IOV_MAX (1024).
 IOVECS = 64
 #: Socket buffer sizes in each direction on one host. They hold a few segments, so that sender and receiver overlap
-#: without a wake-up per segment, but not so many that the bytes leave the cache before they are read. Measured from
+#: without a wake-up per segment. With more segments the bytes would leave the cache before they are read. Measured from
 #: 128 KiB to 4 MiB. TCP needs more, since it counts its overhead and acknowledges. Between hosts the kernel tunes them.
 UNIX_BUFFER = 2 * SEGMENT
 LOOPBACK_BUFFER = 8 * SEGMENT

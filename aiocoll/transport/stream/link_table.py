@@ -90,7 +90,7 @@ class CarrierUse:
         self._agreed = asyncio.Event()
 
     def agree(self, used: bool) -> None:
-        """Set the agreement of the ranks to use the carrier or not."""
+        """Set whether the ranks have agreed to use the carrier."""
         self.used = used
         self._agreed.set()
 

@@ -5,7 +5,7 @@
               <------   from the first packet to the last: bytes, and seconds
 
 The packets are sent faster than the network carries them. The time between the first and the last is therefore the time
-that the bytes take on the slowest part of the path, as in Dovrolis, Ramanathan and Moore, "What do packet dispersion
+that the bytes take on the slowest part of the path. Source: Dovrolis, Ramanathan and Moore, "What do packet dispersion
 techniques measure?", INFOCOM 2001. Each train of packets is as long as the TCP window at that time, so that it is sent
 without a stop. The answer to a train without packets arrives after one round trip.
 
