@@ -1,12 +1,12 @@
-"""Backends by name: which exist, which devices each serves, and how ``"cpu:aio,cuda:nccl"`` and the like are read.
+"""Backends by name, the devices that each serves, and the syntax of the argument `backend`: ``"cpu:aio,cuda:nccl"``.
 
-    name     devices         what it is
-    aio      cpu, cuda       the library's own; CUDA arrays by NCCL, or through the host where the ranks cannot use it
-    nccl     cuda            the library's own; requires NCCL for CUDA arrays
-    fake     cpu, cuda       moves nothing; for dry runs, see `aiocoll.rendezvous.dry_run`
+    name     devices         description
+    aio      cpu, cuda       aiocoll; CUDA arrays by NCCL, or through the host if the ranks cannot use NCCL
+    nccl     cuda            aiocoll; requires NCCL for CUDA arrays
+    fake     cpu, cuda       transfers no data; for dry runs, see `aiocoll.rendezvous.dry_run`
 
-CUDA arrays need the extra `cuda12` or `cuda13`; that it is missing is an error at the first call on such an array.
-`register_backend` adds others.
+CUDA arrays need the extra `cuda12` or `cuda13`. Without it, the first call on a CUDA array raises an error.
+`register_backend` adds other backends.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ __all__ = [
     "sole_backend",
 ]
 
-#: Third-party factories by name of the backend.
+#: Group factories of third-party backends, by name of the backend.
 _factories: dict[str, Callable[..., Any]] = {}
 
 
-#: The library's own backend by the name that requires a library for the arrays of one kind of device.
+#: The built-in backend that carries out the calls of a backend named after a device library, such as "aio" for "nccl".
 _libraries: dict[str, str] = {}
-#: What programs for torch.distributed name; they need nothing in its place.
+#: Names of torch.distributed backends that aiocoll lacks. A program for torch.distributed can leave them out.
 _OTHERS = {"gloo", "mpi", "threaded", "ucc", "xccl"}
 
 
 class Backend(str):
     """The name of an existing backend, in lower case: ``Backend("AIO") == "aio" == Backend.AIO``.
 
-    A registered backend is an attribute, too. `GLOO`, `MPI`, `UCC` and `XCCL` are names that programs for
-    torch.distributed compare with: there is no such backend unless it was registered.
+    Each registered backend is also an attribute. `GLOO`, `MPI`, `UCC` and `XCCL` exist because programs for
+    torch.distributed compare with them. These backends do not exist unless they are registered.
 
     Attributes:
         backend_list: all names.
@@ -47,8 +47,8 @@ class Backend(str):
         backend_capability: the devices that each backend serves.
 
     Raises:
-        TypeError: `name` is no str.
-        ValueError: there is no such backend; the message lists the existing ones.
+        TypeError: `name` is not a str.
+        ValueError: there is no such backend. The message lists the existing ones.
     """
 
     __slots__ = ()
@@ -72,25 +72,25 @@ class Backend(str):
             raise TypeError(f"backend must be a str, not {type(name).__name__}")
         lower = name.lower()
         if lower != cls.UNDEFINED and lower not in cls.backend_list:
-            hint = ", or leave it out: that one is torch's" if lower in _OTHERS else ", or register it"
-            raise ValueError(f"backend={name!r} is not known: use {', '.join(cls.backend_list)}{hint}")
+            hint = ", or leave backend out: only torch has this one" if lower in _OTHERS else ", or register it"
+            raise ValueError(f"backend={name!r} is not known; use {', '.join(cls.backend_list)}{hint}")
         return super().__new__(cls, lower)
 
     @classmethod
     def register_backend(cls, name: str, factory: Callable[..., Any], devices: str | Iterable[str] = ("cpu",)) -> None:
-        """Make `new_group(backend=name)` call `factory(store, rank, world_size, timeout, device, options=...)`.
+        """Register a factory of groups for `new_group(backend=name)`.
 
-        `new_group` returns what the factory returns, unchecked: it need not be a `ProcessGroup`. A later factory of
-        the same name replaces the earlier one.
+        `new_group` then calls `factory(store, rank, world_size, timeout, device, options=...)` and returns its result
+        unchecked. The result need not be a `ProcessGroup`. A later factory replaces an earlier one of the same name.
 
         Args:
-            name: any name but those of the library's own.
-            factory: returns the group, or an awaitable of it. `timeout` is in seconds, `device` what the caller gave,
-                `options` a `GroupOptions` with every field set.
-            devices: the kinds of device it serves; it becomes the default of those that have none.
+            name: any name except those of built-in backends.
+            factory: returns the group, or an awaitable of it. `timeout` is in seconds, `device` is the caller's
+                argument, `options` is a `GroupOptions` with every field set.
+            devices: the kinds of device that the backend serves. It becomes the default of those that have none.
 
         Raises:
-            TypeError: `name` is no str, or `factory` cannot be called.
+            TypeError: `name` is not a str, or `factory` is not callable.
             ValueError: `name` is reserved or not a valid name, or `devices` is empty.
         """
         if not isinstance(name, str):
@@ -98,13 +98,13 @@ class Backend(str):
         lower = name.lower()
         own = lower in cls.backend_list and lower not in _factories
         if own or lower == cls.UNDEFINED or not lower.replace("-", "_").isidentifier():
-            raise ValueError(f"name={name!r} cannot be registered: choose another name, of letters, digits, _ and -")
+            raise ValueError(f"name={name!r} cannot be registered; choose another name, of letters, digits, _ and -")
         if not callable(factory):
             raise TypeError(f"factory must be callable, not {type(factory).__name__}")
         served = (devices,) if isinstance(devices, str) else tuple(devices)
         if not served or not all(isinstance(device, str) and device.isidentifier() for device in served):
             raise ValueError(
-                f"devices={devices!r} must name kinds of device, such as 'cpu' or {[*cls.default_device_backend_map]}"
+                f"devices={devices!r}: must be kinds of device, such as 'cpu' or {[*cls.default_device_backend_map]}"
             )
         _factories[lower] = factory
         if lower not in cls.backend_list:
@@ -120,17 +120,17 @@ register_backend = Backend.register_backend
 
 
 def serve_device(kind: str, library: str) -> None:
-    """Let the library's own backend serve a kind of device, and `library` be the backend that requires it there.
+    """Make the built-in backends serve a kind of device, and add the backend `library`, which requires that library.
 
     Args:
-        kind: of the device; its backend is registered in `aiocoll.group.dispatch.devices`.
-        library: what moves arrays between such devices, in lower case.
+        kind: the kind of device. Its device backend is registered in `aiocoll.group.dispatch.devices`.
+        library: name of the library that transfers arrays between such devices, in lower case.
 
     Raises:
         ValueError: `library` is the name of another backend.
     """
     if library in _factories or Backend.backend_capability.get(library, (kind,)) != (kind,):
-        raise ValueError(f"library={library!r} is another backend: choose the name of the library for {kind!r} devices")
+        raise ValueError(f"library={library!r} is another backend; use the name of the library for {kind!r} devices")
     if library not in Backend.backend_list:
         Backend.backend_list.insert(Backend.backend_list.index(Backend.FAKE), library)
     for own in (Backend.AIO, Backend.FAKE):
@@ -144,23 +144,23 @@ def serve_device(kind: str, library: str) -> None:
 
 
 def _format() -> str:
-    """Return what to write for several devices, in words."""
+    """Return the remedy for a malformed list of devices and backends, for error messages."""
     own = {kind: name for kind, name in Backend.default_device_backend_map.items() if name not in _factories}
     return f"write pairs of device and backend, such as '{','.join(map(':'.join, own.items()))}'"
 
 
 class BackendConfig:
-    """Which backend serves which device.
+    """The backend of each device, parsed from the argument `backend`.
 
     Args:
-        backend: a name, for all devices that the backend serves; or pairs of device and name, separated by commas;
-            None or "undefined" is the library's own.
+        backend: a name, for all devices that the backend serves; or pairs of device and name, separated by commas.
+            None or "undefined" means "aio".
 
     Attributes:
-        device_backend_map: backend by device, in the order given.
+        device_backend_map: backend by device, in the given order.
 
     Raises:
-        TypeError: `backend` is no str.
+        TypeError: `backend` is neither a str nor None.
         ValueError: a backend is unknown or does not serve its device, a device is named twice, or a pair is malformed.
     """
 
@@ -183,7 +183,7 @@ class BackendConfig:
             name = Backend(text)
             if device not in Backend.backend_capability.get(name, ()):
                 served = ", ".join(Backend.backend_capability.get(name, ()))
-                raise ValueError(f"backend={backend!r}: {name!r} does not serve device {device!r}, but {served}")
+                raise ValueError(f"backend={backend!r}: {name!r} does not serve device {device!r}; it serves {served}")
             self.device_backend_map[device] = name
 
     def __repr__(self) -> str:
@@ -195,27 +195,27 @@ class BackendConfig:
 
 
 def factory_of(backend: str) -> Callable[..., Any] | None:
-    """Return the group factory of a third-party backend; None for the library's own."""
+    """Return the group factory of a third-party backend; None for built-in backends."""
     return _factories.get(backend)
 
 
 def kind_of(device: str, name: str) -> str:
-    """Return the kind of a device, the argument `name`: "cuda" of "cuda:0".
+    """Return the kind of a device, such as "cuda" for "cuda:0". `name` is the argument's name in error messages.
 
     Raises:
-        ValueError: its index is no number from 0.
+        ValueError: its index is not a number from 0.
     """
     kind, colon, index = device.partition(":")
     if colon and not (index.isascii() and index.isdecimal()):
-        raise ValueError(f"{name}={device!r}: the index {index!r} must be a number from 0, such as in '{kind}:0'")
+        raise ValueError(f"{name}={device!r}: the index {index!r} must be a number from 0, as in '{kind}:0'")
     return kind
 
 
 def refuse_device(device: str, devices: Mapping[str, str]) -> None:
-    """Refuse a device, such as "cpu" or "cuda:0", that a group with these backends does not serve.
+    """Check that a group with these backends serves a device, such as "cpu" or "cuda:0".
 
     Raises:
-        ValueError: it has no backend, or its index is no number.
+        ValueError: the device has no backend, or its index is not a number.
     """
     if kind_of(device, "device") not in devices:
         served = ", ".join(f"{name!r} ({serves})" for name, serves in devices.items())
@@ -225,7 +225,7 @@ def refuse_device(device: str, devices: Mapping[str, str]) -> None:
 def sole_backend(devices: Mapping[str, str]) -> str:
     """Return the one backend that makes a group for these devices.
 
-    One that names the library of a device is the library's own backend, which then requires that library there.
+    The backend of a device library, such as "nccl", is the built-in backend "aio", which then requires that library.
 
     Raises:
         ValueError: the devices need more than one backend.
@@ -235,6 +235,6 @@ def sole_backend(devices: Mapping[str, str]) -> str:
         together = " and ".join(map(repr, [Backend.AIO, *map(str, _libraries)]))
         raise ValueError(
             f"backend={','.join(map(':'.join, devices.items()))!r}: a group has one backend for all its devices (only "
-            f"{together} go together); make one group for each"
+            f"{together} can be combined); make one group for each backend"
         )
     return str(names[0])

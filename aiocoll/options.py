@@ -2,7 +2,7 @@
 
     option        environment             default
     transport     AIOCOLL_TRANSPORT       "auto"
-    interface     AIOCOLL_INTERFACE       none: the one that routes to the master
+    interface     AIOCOLL_INTERFACE       none: the interface with the route to the master
     bind          AIOCOLL_BIND            none: the address of that interface
     port_range    AIOCOLL_PORT_RANGE      none: any free port
     advertise     AIOCOLL_ADVERTISE       none: the address and the port on which this rank listens
@@ -20,9 +20,9 @@
     tuning        AIOCOLL_TUNING          none: the file of `aiocoll bench --tune` in the user's cache, if there is one
     dump_dir      AIOCOLL_DUMP_DIR        none: no files; SIGUSR2 prints to standard error
     stats         AIOCOLL_STATS           yes
-    top_dir       AIOCOLL_TOP_DIR         none, or the folder that `aiocoll run` has made: `aiocoll top` shows nothing
+    top_dir       AIOCOLL_TOP_DIR         none: `aiocoll top` shows nothing; `aiocoll run` sets the variable
 
-An unknown `AIOCOLL_` variable or an unusable value is an error that says what is allowed.
+An unknown `AIOCOLL_` variable or an invalid value raises an error that lists the allowed ones.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from aiocoll.transport.registry import AUTO, transports
 
 __all__ = ["GroupOptions", "job_key", "read_key_file", "seconds"]
 
-#: 128 bits: too many keys to try one by one.
+#: 128 bits: too many possible keys to guess.
 _MIN_KEY_BYTES = 16
-#: Far above any key, and small enough that a wrong file or descriptor does no harm.
+#: Far above the length of any key, and small enough that reading a wrong file or descriptor is harmless.
 _MAX_KEY_BYTES = 4096
 
 _PREFIX = "AIOCOLL_"
@@ -66,7 +66,7 @@ class _Unset(Enum):
     UNSET = "unset"
 
 
-# Typed Any, so that the fields can have the types they have after `resolve`.
+# Typed as Any, so that the fields can have the types that they have after `resolve`.
 _UNSET: Final[Any] = _Unset.UNSET
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -94,8 +94,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "tls_key": None,
     "job_id": None,
     "job_key": None,
-    "spin_us": 50.0,  # two wake-ups through the kernel: after that, suspending costs no more than polling has
-    "warn_after": 30.0,  # longer than a checkpoint or a first compilation usually takes
+    "spin_us": 50.0,  # the time of two wake-ups by the kernel: longer polling costs more than suspending
+    "warn_after": 30.0,  # longer than most checkpoints and first compilations
     "debug": "off",
     "verify": "behind",
     "allow_pickle": False,
@@ -109,49 +109,50 @@ _DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class GroupOptions:
-    """How a group communicates; options that are not given come from the environment, else from the defaults.
+    """The options of a group. An option that is not given comes from the environment, else from the defaults.
 
     Attributes:
         transport: `"auto"` (the fastest available), `"tcp"`, `"unix"` (one host only), `"shm"`, or the name of a
-            transport that another package registers, see `aiocoll.plugins`; every rank must give the same.
+            transport that another package registers, see `aiocoll.plugins`. It must be equal on every rank.
         interface: name of the network interface whose address this rank publishes to its peers.
-        bind: local address to listen on and to publish, or `"any"` to listen on all.
-        port_range: the first and the last TCP port that this rank may listen on, for firewalls that are open there
-            only; each rank of a host takes one, and another one while its group grows.
-        advertise: numeric address by which ranks on other hosts reach this rank where that is not one of its host, as
-            behind NAT, like `"203.0.113.5"`; with a port, like `"203.0.113.5:40000"`, if that is translated, too: then
-            `port_range` is the one port that it leads to.
-        connections: most connections of the data link to a rank on another host that this rank dials, at least 1; None:
-            as many as fill the link, four at most.
-        single_copy: whether ranks of one host read large arrays in each other's memory, where the kernel gives leave;
-            only ranks that both say so.
-        encryption: `"auto"`: TLS 1.3 between hosts and off the loopback; `"tls"`: for all TCP connections, on one host,
-            too; `"none"`: nothing is encrypted, if every rank says so.
-        tls_ca: path of a PEM file with the certificates of a CA. Then whoever is at the other end of a TLS connection
-            has to have a certificate of it that names its part in the job, see `docs/security.md`; if a rank has these
-            three files, all need them. They are read whenever a group is made.
-        tls_certificate: path of a PEM file with the certificate of this rank, and those between it and the CA, if any.
-        tls_key: path of a PEM file with its private key, without a passphrase, accessible to this user alone.
-        job_id: name of the job, the same on all ranks: in certificates, and to tell connections of jobs apart.
+        bind: local address to listen on and to publish, or `"any"` to listen on all addresses.
+        port_range: the first and the last TCP port that this rank may listen on, for firewalls. Each rank of a host
+            uses one port, and a second one while its group grows.
+        advertise: numeric address by which ranks on other hosts reach this rank, such as `"203.0.113.5"`, if NAT
+            translates it. Add a port, as in `"203.0.113.5:40000"`, if NAT also translates the port. `port_range` must
+            then be the one local port to which NAT forwards.
+        connections: maximum number of connections of each data link that this rank dials to another host, at least 1.
+            None means as many as fill the network, at most four.
+        single_copy: whether ranks of one host read large arrays directly in each other's memory. Both ranks must set
+            it, and the kernel must permit it.
+        encryption: `"auto"`: TLS 1.3 for connections between hosts and on all interfaces but the loopback. `"tls"`: for
+            all TCP connections, also on one host. `"none"`: no encryption, if every rank has this value.
+        tls_ca: path of a PEM file with the certificates of a CA. The peer of every TLS connection must then have a
+            certificate of this CA that names its part in the job, see `docs/security.md`. If one rank has these three
+            files, all ranks need them. They are read whenever a group is made.
+        tls_certificate: path of a PEM file with the certificate of this rank, and intermediate certificates, if any.
+        tls_key: path of a PEM file with the private key, without a passphrase, accessible only to this user.
+        job_id: name of the job, equal on all ranks. It is used in certificates, and keeps the connections of different
+            jobs separate.
         job_key: secret that all ranks of the job share, at least 16 bytes; a string is encoded as UTF-8.
-        spin_us: microseconds an await may poll in one iteration of the loop before it suspends; 0 = never polls.
-        warn_after: seconds after which a pending operation is logged with the ranks it waits for; inf = never.
-        debug: `"detail"` compares every collective on all ranks before data moves; every rank must agree.
-        verify: of calls on CUDA arrays that NCCL carries out: `"behind"` launches them at the call and compares the
-            ranks' calls behind that, so that arrays of a mismatch are undefined; `"before"`, also if only one rank says
-            so, launches when all ranks have called the same.
-        allow_pickle: whether objects that msgpack cannot express may be sent as pickles; every rank must agree.
+        spin_us: maximum microseconds for which an await polls in one loop iteration before it suspends; 0 = no polling.
+        warn_after: seconds after which a pending operation is logged with the ranks that it waits for; inf = never.
+        debug: `"detail"` compares every collective on all ranks before data moves. It must be equal on every rank.
+        verify: order of launch and comparison for calls that NCCL carries out. `"behind"` launches at the call and
+            compares afterwards: after a mismatch the arrays are undefined. `"before"` launches after all ranks have
+            made the same call; one rank with this value is enough.
+        allow_pickle: whether objects that msgpack cannot encode may be sent as pickles. It must be equal on every rank.
         host_id: ranks with different values behave as if on different hosts (for tests).
-        tuning: path of a file made by `aiocoll bench --tune`; only rank 0 reads it, and tells the others.
+        tuning: path of a file made by `aiocoll bench --tune`. Only rank 0 reads it, and sends it to the other ranks.
         dump_dir: directory for dumps of this rank's last operations, written when the group fails and on SIGUSR2; see
             `aiocoll.group.flight_recorder`.
         stats: whether this rank counts its operations, for `ProcessGroup.stats`.
-        top_dir: directory, for this user alone, in which this process listens for `aiocoll top`; `aiocoll run` makes
-            one per job.
+        top_dir: directory, accessible only to this user, in which this process listens for `aiocoll top`. `aiocoll run`
+            makes one per job.
 
     Raises:
         TypeError: a value has a wrong type.
-        ValueError: a value is not allowed; the message lists the allowed ones.
+        ValueError: a value is not allowed. The message lists the allowed values.
     """
 
     transport: Literal["auto", "tcp", "unix", "shm"] | str = _UNSET
@@ -194,19 +195,19 @@ class GroupOptions:
 
     @classmethod
     def resolve(cls, explicit: GroupOptions | None, environ: Mapping[str, str]) -> GroupOptions:
-        """Return options with every field set: explicit values, else the environment, else the defaults.
+        """Return options with every field set: from explicit values, else the environment, else the defaults.
 
-        `job_key` is the exception: the function of that name reads it from the environment, and removes it there.
+        `job_key` does not come from the environment: the function `job_key` reads and removes it there.
 
         Args:
-            explicit: what the program gives, or None.
-            environ: the environment, as `os.environ`.
+            explicit: the options of the program, or None.
+            environ: the environment, such as `os.environ`.
 
         Returns:
             New options.
 
         Raises:
-            ValueError: a variable is unknown or its value unusable; the message names both and what is allowed.
+            ValueError: a variable is unknown, or its value is invalid. The message lists the allowed ones.
         """
         resolved = cls(**{**_DEFAULTS, **_from_environ(environ), **(explicit._given() if explicit else {})})
         _check_together(resolved.advertise, resolved.port_range)
@@ -222,7 +223,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         if variable not in names:
             known = ", ".join(sorted({*names, *_ELSEWHERE}))
-            raise ValueError(f"{variable}={environ[variable]!r}: there is no such variable; known are {known}")
+            raise ValueError(f"{variable}={environ[variable]!r}: unknown variable; use one of {known}")
         name = names[variable]
         value = _parse(name, variable, environ[variable])
         _CHECKS[name](variable, value)
@@ -306,8 +307,8 @@ def _check_together(advertise: str | None, port_range: tuple[int, int] | None) -
     port = None if advertise is None else parse_advertised(advertise)[1]
     if port is not None and (port_range is None or port_range[0] != port_range[1]):
         raise ValueError(
-            f"advertise={advertise!r} names a port, so this rank has to listen on the one port that it leads to: give "
-            f"port_range=({port}, {port}), or the port that it is translated to; it is {port_range!r}"
+            f"advertise={advertise!r} names a port, but port_range={port_range!r} is not one port; set "
+            f"port_range=({port}, {port}), or the one local port to which NAT forwards port {port}"
         )
 
 
@@ -319,7 +320,7 @@ def _check_number(label: str, value: Any) -> None:
 def _check_spin(label: str, value: Any) -> None:
     _check_number(label, value)
     if math.isinf(to_float(value, label)):
-        raise ValueError(f"{label}={value!r}: must be finite, or the event loop would never get its turn")
+        raise ValueError(f"{label}={value!r}: must be finite; an await that polls without end blocks the event loop")
 
 
 def _check_bool(label: str, value: Any) -> None:
@@ -332,7 +333,7 @@ def _check_key(label: str, value: Any) -> None:
         _key(label, value)
 
 
-#: Of what may be a NumPy scalar.
+#: Conversions of options whose values may be NumPy scalars.
 _CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "connections": lambda value: to_int(value, "connections"),
     "port_range": lambda value: tuple(to_int(port, "port_range") for port in value),
@@ -368,27 +369,30 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
 def _key(label: str, value: bytes | str) -> bytes:
     if not isinstance(value, bytes | str):
         raise TypeError(f"{label} must be bytes or str, not {type(value).__name__}")
-    # Bytes of the environment that are not UTF-8 are surrogates in the str; this turns them back into those bytes.
+    # Python decodes environment bytes that are not UTF-8 as surrogates; this converts surrogates back to those bytes.
     key = value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
     if len(key) < _MIN_KEY_BYTES:
         raise ValueError(
-            f"{label}: a job key has at least {_MIN_KEY_BYTES} bytes, this one has {len(key)}; make one with "
+            f"{label}: the job key has {len(key)} bytes, but at least {_MIN_KEY_BYTES} are required; make a key with "
             '`python -c "import secrets; print(secrets.token_hex(32))"`'
         )
     return key
 
 
 def job_key(environ: MutableMapping[str, str], explicit: bytes | str | None) -> bytes | None:
-    """Return the key of this job, or None if there is none; only the caller keeps it.
+    """Return the key of this job, or None if there is none. This module keeps no copy of it.
 
-    Sources, in this order: `explicit`; the pipe `AIOCOLL_JOB_KEY_FD`, which the launcher passes (read to its end and
-    closed, and the variable is removed); the file `AIOCOLL_JOB_KEY_FILE`; `AIOCOLL_JOB_KEY`, which is removed with a
-    warning, because other users may see the environment of a process, and children inherit it. The bytes in the
-    environment block that the process was started with are overwritten, too.
+    The sources are, in this order:
+
+    - `explicit`;
+    - the pipe `AIOCOLL_JOB_KEY_FD` from the launcher. It is read to its end and closed, and the variable is removed;
+    - the file `AIOCOLL_JOB_KEY_FILE`;
+    - the variable `AIOCOLL_JOB_KEY`. It is removed with a warning, because other users may see the environment of a
+      process, and child processes inherit it. The bytes in the initial environment block are overwritten as well.
 
     Raises:
         TypeError: `explicit` is neither bytes nor str.
-        ValueError: the key is too short, or descriptor or file cannot be trusted; the message names the variable.
+        ValueError: the key is too short, or the descriptor or file is not safe. The message names the variable.
     """
     if explicit is not None:
         return _key("job_key", explicit)
@@ -410,12 +414,12 @@ def _read_pipe(text: str) -> bytes:
     started_by = sys.modules.get("multiprocessing.process")
     if started_by is not None and started_by.parent_process() is not None:
         raise ValueError(
-            f"AIOCOLL_JOB_KEY_FD={text}: multiprocessing started this process, and {only}: if the program starts its "
-            "ranks itself, start it with python, without `aiocoll run`"
+            f"AIOCOLL_JOB_KEY_FD={text}: multiprocessing started this process, and {only}. If the program starts its "
+            "ranks itself, start the program with python instead of `aiocoll run`"
         )
     try:
         fd = parse_int(text)
-        if not stat.S_ISFIFO(os.fstat(fd).st_mode):  # another file that has this number by now
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):  # the number now belongs to another file
             raise OSError("not a pipe")
     except (ValueError, OverflowError, OSError) as error:
         raise ValueError(
@@ -431,18 +435,24 @@ def read_key_file(path: str, label: str = "job key file") -> bytes:
     """Return the key in the file `path`, without one newline at its end.
 
     Raises:
-        ValueError: the file is missing, a symbolic link, of another user, accessible to others, or the key too short.
+        ValueError: the file is missing, is a symbolic link, belongs to another user or is accessible to others, or the
+            key is too short.
     """
     key = read_private(path, label, _MAX_KEY_BYTES)
     return _key(f"{label}={path!r}", key.removesuffix(b"\n").removesuffix(b"\r"))
 
 
 def seconds(value: float | timedelta | None, name: str, default: float = math.inf) -> float:
-    """Return `value` in seconds; `default` for None, inf = never.
+    """Return a timeout in seconds; `default` if `value` is None. inf means never.
+
+    Args:
+        value: seconds, a timedelta or None.
+        name: name of the argument in error messages.
+        default: seconds.
 
     Raises:
-        TypeError: `value` is no number, timedelta or None; names the argument `name`.
-        ValueError: it is negative or not a number.
+        TypeError: `value` is not a number, a timedelta or None.
+        ValueError: `value` is negative or NaN.
     """
     if value is None:
         return default

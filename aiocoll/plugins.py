@@ -1,14 +1,14 @@
-"""Registries through which other distributions add to aiocoll; see `docs/plugins.md`.
+"""Registries for implementations from other distributions; see `docs/plugins.md`.
 
-    registry       name                     what is registered     entry points           version
+    registry       name                     implementation         entry points           version
     stores         scheme of the URL        `StoreOpener`          aiocoll.stores         `STORE_VERSION`
     transports     option `transport`       `TransportProvider`    aiocoll.transports     `TRANSPORT_VERSION`
     adapters       package of the arrays    `ArrayAdapter`         aiocoll.adapters       `ADAPTER_VERSION`
     devices        kind of device           `DeviceBackend`        aiocoll.devices        `DEVICE_VERSION`
     commands       ``aiocoll NAME``         `Command`              aiocoll.commands       `COMMAND_VERSION`
 
-A distribution registers from the function that its entry point of the same name refers to. The function is called with
-the registry when the name is first used, and calls its `register`. A program may also call that itself.
+A distribution has an entry point with the name of the implementation. It refers to a function that takes the registry
+and calls `register`. aiocoll calls the function when the name is first used. A program may also call `register` itself.
 
 `aiocoll.testing.contracts` has the tests that every store and every transport must pass.
 """
@@ -81,7 +81,7 @@ __all__ = [
     "transports",
 ]
 
-#: Of the interface `Command`.
+#: Version of the interface `Command`.
 COMMAND_VERSION: Final = 1
 
 
@@ -91,8 +91,8 @@ class Command:
 
     Attributes:
         help: one line for `aiocoll --help`.
-        configure: a function, or "module:function", which is imported when the command is used. It takes the
-            `argparse.ArgumentParser` of the command, adds arguments, and sets the default `command` to a function that
+        configure: a function, or "module:function", which is imported when the command is used. The function takes the
+            `argparse.ArgumentParser` of the command, adds arguments, and sets the default `command`: a function that
             takes the parsed arguments and returns the exit code.
     """
 
@@ -103,10 +103,10 @@ class Command:
         """Import and call `configure`.
 
         Args:
-            parser: of the command.
+            parser: the argument parser of the command.
 
         Raises:
-            BackendUnavailableError: it cannot be imported.
+            BackendUnavailableError: `configure` cannot be imported.
         """
         configure: Any = self.configure
         if isinstance(configure, str):

@@ -25,11 +25,11 @@ class Registry(Generic[T]):
 
     Args:
         kind: the noun in error messages, such as "store".
-        version: version of the interface. Implementations of other versions are refused.
+        version: version of the interface. Implementations of other versions are rejected.
 
     Attributes:
         kind, version: the arguments.
-        packages: by name that is not registered, the distribution to install.
+        packages: the distribution to install for a name that is not registered, by name.
     """
 
     def __init__(self, kind: str, version: int) -> None:
@@ -45,20 +45,20 @@ class Registry(Generic[T]):
         Args:
             name: the name that users write, in lower case.
             target: the implementation, or "module:attribute", which is imported on first use.
-            version: version of the interface that it was written for.
+            version: version of the interface for which it was written.
 
         Raises:
             TypeError: `name` is not a str.
-            ValueError: `name` is empty or not in lower case, or `version` differs from that of this registry.
+            ValueError: `name` is empty or not in lower case, or `version` differs from the version of this registry.
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
         if not name or name != name.lower():
-            raise ValueError(f"name={name!r} must be a name in lower case")
+            raise ValueError(f"name={name!r}: must be a name in lower case")
         if version != self.version:
             raise ValueError(
-                f"{self.kind} {name!r} was written for version {version} of the {self.kind} interface, and this "
-                f"aiocoll has version {self.version}: install matching releases of both"
+                f"{self.kind} {name!r} was written for version {version} of the {self.kind} interface, but this "
+                f"aiocoll has version {self.version}; install matching releases of both"
             )
         self._targets[name] = target
 
@@ -67,19 +67,19 @@ class Registry(Generic[T]):
 
         Args:
             targets: an implementation, or "module:attribute", by name.
-            version: of the interface that they were written for.
+            version: version of the interface for which they were written.
 
         Raises:
-            ValueError: as `register`.
+            ValueError: for the same reasons as `register`.
         """
         for name, target in targets.items():
             self.register(name, target, version=version)
 
     def unregister(self, name: str) -> None:
-        """Forget an implementation; the entry points are read again when its name is next used.
+        """Remove an implementation. Its entry points are read again when the name is next used.
 
         Args:
-            name: of the implementation; may be unknown.
+            name: name of the implementation; may be unknown.
         """
         self._targets.pop(name, None)
         self._has_read.discard(name)
@@ -96,13 +96,13 @@ class Registry(Generic[T]):
         """Return the implementation of a name.
 
         Raises:
-            ValueError: there is none. The message lists the registered names, or the package to install.
+            ValueError: there is no such implementation. The message lists the names, or the package to install.
             BackendUnavailableError: the implementation cannot be imported.
         """
         if name not in self:
             package = self.packages.get(name)
             hint = f"install {package}" if package else f"use {', '.join(self._targets) or 'none'}"
-            raise ValueError(f"{self.kind} {name!r} is not known: {hint}")
+            raise ValueError(f"{self.kind} {name!r} is not known; {hint}")
         target = self._targets[name]
         if isinstance(target, str):
             module, _, attribute = target.partition(":")
@@ -112,10 +112,10 @@ class Registry(Generic[T]):
         return target
 
     def discover(self) -> list[AiocollError]:
-        """Register everything that entry points provide.
+        """Register the implementations of all entry points.
 
         Returns:
-            The errors of those that failed.
+            The errors of entry points that failed.
         """
         from importlib.metadata import entry_points
 
@@ -129,14 +129,14 @@ class Registry(Generic[T]):
         return errors
 
     def _read_entry_point(self, name: str) -> bool:
-        """Let the distribution that provides a name register it, and return whether one did."""
+        """Call the entry points for a name, and return whether the name is then registered."""
         if name in self._has_read:
             return False
-        from importlib.metadata import entry_points  # takes 20 ms, and most programs do not need it
+        from importlib.metadata import entry_points  # imported here: it takes 20 ms, and few programs need it
 
         for point in entry_points(group=f"aiocoll.{self.kind}s", name=name):
             self._provide(point)
-        self._has_read.add(name)  # at the end: another thread that asks meanwhile must not find the name unknown
+        self._has_read.add(name)  # last, so that another thread does not see the name as unknown in the meantime
         return name in self._targets
 
     def _provide(self, point: EntryPoint) -> None:

@@ -1,4 +1,4 @@
-"""Registration of the implementations that ship with the package; none of them is imported here."""
+"""Registration of the implementations in this package, by name, without importing them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ commands.register_all(
         "run": Command("start the ranks of a program", "aiocoll.cli.run:configure"),
         "bench": Command("measure the collectives on this machine", "aiocoll.cli.bench:configure"),
         "doctor": Command(
-            "check this host, and the ways to others, for problems and for causes of slowness",
+            "check this host, and the connections to other hosts, for problems and causes of slowness",
             "aiocoll.cli.doctor:configure",
         ),
         "top": Command("watch the ranks of a running job", "aiocoll.cli.top.command:configure"),
@@ -43,7 +43,7 @@ commands.register_all(
     version=COMMAND_VERSION,
 )
 
-# In the order in which error messages name them.
+# Error messages name the adapters in this order.
 adapters.register_all(
     {
         "torch": "aiocoll.arrays.torch_tensors:TORCH",

@@ -1,4 +1,4 @@
-"""What calls take as arrays, for type checkers; nothing here is needed at run time.
+"""Types of array arguments, for type checkers. Nothing here is needed at run time.
 
     A = TypeVar("A", bound=aiocoll.typing.Array)
 
@@ -6,8 +6,8 @@
     async def mean(pg: aiocoll.ProcessGroup, x: A) -> A:
         return await pg.allreduce(x, aiocoll.ReduceOp.AVG)
 
-An `Array` shows its memory by one of four protocols: NumPy and CuPy arrays, torch tensors, JAX arrays, `bytearray`,
-`memoryview`, `array.array` and others. A type checker refuses `str` and `bytes`, which cannot be written to.
+An `Array` gives access to its memory by one of four protocols. Examples are NumPy and CuPy arrays, torch tensors, JAX
+arrays, `bytearray`, `memoryview` and `array.array`. A type checker rejects `str` and `bytes`, which are immutable.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = [
 
 
 class SupportsBuffer(Protocol):
-    """The buffer protocol; `__setitem__` is what sets writable memory apart from `bytes`."""
+    """The buffer protocol, with `__setitem__` to exclude immutable objects such as `bytes`."""
 
     def __buffer__(self, flags: int, /) -> memoryview:
-        """Show the memory."""
+        """Return a view of the memory."""
 
     def __setitem__(self, key: Any, value: Any, /) -> None:
         """Write elements."""
 
 
 class SupportsArrayInterface(Protocol):
-    """NumPy's ``__array_interface__``."""
+    """NumPy's array interface protocol, ``__array_interface__``."""
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """Say where the memory is and what is in it."""
+        """Return address, shape and element type of the memory."""
 
 
 class SupportsCudaArrayInterface(Protocol):
@@ -48,24 +48,24 @@ class SupportsCudaArrayInterface(Protocol):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Say where the memory is and what is in it."""
+        """Return address, shape and element type of the memory."""
 
 
 class SupportsDLPack(Protocol):
-    """DLPack; at run time ``__dlpack_device__`` has to be there, too, which JAX's types do not have."""
+    """DLPack. At run time ``__dlpack_device__`` is also required; it is not here because JAX's type stubs lack it."""
 
     def __dlpack__(self) -> Any:
-        """Show the memory."""
+        """Return a capsule with the memory."""
 
 
 class Sparse(Protocol):
     """A sparse array or matrix of scipy.sparse. A sparse tensor of torch is an `Array` to type checkers."""
 
     def tocoo(self) -> Any:
-        """Return it as places and values."""
+        """Return the array in COO format: indices and values."""
 
 
 #: A dense array.
 Array: TypeAlias = SupportsArrayInterface | SupportsBuffer | SupportsDLPack | SupportsCudaArrayInterface
-#: What reductions take besides arrays, and then return; NumPy's scalars are arrays to type checkers.
+#: A number that a reduction accepts in place of an array, and then returns. NumPy scalars are arrays to type checkers.
 Number: TypeAlias = int | float | complex

@@ -39,7 +39,7 @@ def test_a_name_is_told_in_small_letters(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gloo", "", "aio ", "cpu:aio"])
 def test_a_name_that_is_not_known_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"backend='{name}' is not known: use aio, nccl"):
+    with pytest.raises(ValueError, match=rf"backend='{name}' is not known; use aio, nccl"):
         Backend(name)
 
 
@@ -47,12 +47,12 @@ def test_a_name_that_is_not_known_is_refused(name: str) -> None:
 async def test_backend_of_torch_is_a_name_that_leads_to_the_remedy(name: str) -> None:
     assert getattr(Backend, name) == name.lower()
     assert name.lower() not in Backend.backend_list
-    with pytest.raises(ValueError, match=rf"backend='{name.lower()}' is not known: .* leave it out: that one is torch"):
+    with pytest.raises(ValueError, match=rf"backend='{name.lower()}' is not known; .* leave backend out: only torch"):
         await dist.init_process_group(getattr(Backend, name), store=HashStore(), rank=0, world_size=1)
 
 
 def test_backend_of_torchs_threaded_tests_leads_to_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"backend='threaded' is not known: .* leave it out: that one is torch's"):
+    with pytest.raises(ValueError, match=r"backend='threaded' is not known; .* leave backend out: only torch has"):
         new_group("threaded", store=HashStore(), rank=0, world_size=1)
 
 
@@ -97,8 +97,8 @@ def test_what_serves_a_device(given: str | None, devices: dict[str, str]) -> Non
         ("aio,cuda:nccl", "'aio' is not a pair"),
         ("aio,nccl", "backend='aio,nccl' is not known"),
         ("cpu:gloo", "backend='gloo' is not known"),
-        ("cpu:nccl", "'nccl' does not serve device 'cpu', but cuda"),
-        ("tpu:aio", "'aio' does not serve device 'tpu', but cpu, cuda"),
+        ("cpu:nccl", "'nccl' does not serve device 'cpu'; it serves cuda"),
+        ("tpu:aio", "'aio' does not serve device 'tpu'; it serves cpu, cuda"),
         ("cpu:undefined", "'undefined' does not serve device 'cpu'"),
     ],
 )
@@ -155,7 +155,7 @@ async def test_groups_made_of_others_have_their_backends() -> None:
             r"device='tpu' has no backend; this group has backends for 'cpu' \(aio\), 'cuda' \(aio\)",
         ),
         ({"device": 0}, TypeError, "device must be a str or None, not int"),
-        ({"device": "cuda:-1"}, ValueError, "device='cuda:-1': the index '-1' must be a number from 0, such as in"),
+        ({"device": "cuda:-1"}, ValueError, "device='cuda:-1': the index '-1' must be a number from 0, as in"),
         ({"device": "cuda:"}, ValueError, "device='cuda:': the index '' must be a number from 0"),
         ({"device": "cuda:2"}, ValueError, "device='cuda:2' not found: this process may use 2 CUDA devices"),
         ({"backend": "nccl", "device": "cuda:99"}, ValueError, "device='cuda:99' not found"),
@@ -197,7 +197,7 @@ async def test_a_registered_backend_makes_the_group() -> None:
     assert asked == [(store, 0, 2, 5.0, "tpu")]
     assert await new_group("tpu:plain,cpu:plain", store=store, rank=0, world_size=2) == "a group"
     assert await new_group("later", store=store, rank=0, world_size=2) == "another"
-    with pytest.raises(ValueError, match=r"backend='x' is not known: use aio, nccl, .*plain, later"):
+    with pytest.raises(ValueError, match=r"backend='x' is not known; use aio, nccl, .*plain, later"):
         new_group("x", store=store, rank=0, world_size=2)
     with pytest.raises(ValueError, match=r"device='tpu' has no backend; this group has backends for 'cpu' .later."):
         new_group("later", store=store, rank=0, world_size=2, device="tpu")
@@ -258,12 +258,12 @@ async def test_a_factory_may_build_on_the_librarys_own(registry: None) -> None:
         (("NCCL", print), ValueError, "name='NCCL' cannot be registered"),
         (("undefined", print), ValueError, "name='undefined' cannot be registered"),
         (("", print), ValueError, "name='' cannot be registered"),
-        (("cpu:mine", print), ValueError, "name='cpu:mine' cannot be registered: choose another name, of letters"),
+        (("cpu:mine", print), ValueError, "name='cpu:mine' cannot be registered; choose another name, of letters"),
         ((None, print), TypeError, "name must be a str, not NoneType"),
         (("x", "factory"), TypeError, "factory must be callable, not str"),
-        (("x", print, ()), ValueError, r"devices=\(\) must name kinds of device"),
-        (("x", print, ["cuda:0"]), ValueError, r"devices=\['cuda:0'\] must name kinds of device"),
-        (("x", print, [1]), ValueError, r"devices=\[1\] must name kinds of device"),
+        (("x", print, ()), ValueError, r"devices=\(\): must be kinds of device"),
+        (("x", print, ["cuda:0"]), ValueError, r"devices=\['cuda:0'\]: must be kinds of device"),
+        (("x", print, [1]), ValueError, r"devices=\[1\]: must be kinds of device"),
     ],
 )
 def test_what_cannot_be_registered(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:

@@ -272,7 +272,7 @@ async def test_what_is_no_hook(pg: ProcessGroup, wrong: Any) -> None:
 
 async def test_nothing_is_made_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(aiocoll.engine.operations.told, "OperationInfo", lambda *fields: made.append(fields))
+    monkeypatch.setattr(aiocoll.engine.operations.operation_info, "OperationInfo", lambda *fields: made.append(fields))
 
     class Ends:
         def on_end(self, info: object) -> None:

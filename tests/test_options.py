@@ -110,7 +110,7 @@ def test_choices_in_the_environment_may_be_capital_letters() -> None:
         ("AIOCOLL_PORT_RANGE", "9-65536", "must be two ports from 1 to 65535"),
         ("AIOCOLL_ADVERTISE", "node-1", "must be an IPv4 or IPv6 address"),
         ("AIOCOLL_ADVERTISE", "", "must not be empty"),
-        ("AIOCOLL_TRANSPROT", "tcp", "known are .*AIOCOLL_TRANSPORT"),
+        ("AIOCOLL_TRANSPROT", "tcp", "unknown variable; use one of .*AIOCOLL_TRANSPORT"),
     ],
 )
 def test_unusable_variables_are_named(variable: str, text: str, allowed: str) -> None:
@@ -141,7 +141,7 @@ def test_unusable_variables_are_named(variable: str, text: str, allowed: str) ->
         ({"connections": 1.0}, TypeError, "connections must be an int or None, not float"),
         ({"tuning": 1}, TypeError, "tuning must be a str or None, not int"),
         ({"job_key": 5}, TypeError, "job_key must be bytes or str, not int"),
-        ({"job_key": "short"}, ValueError, "at least 16 bytes, this one has 5; make one with"),
+        ({"job_key": "short"}, ValueError, "job key has 5 bytes, but at least 16 are required; make a key with"),
     ],
 )
 def test_unusable_arguments_are_named(given: dict, error: type[Exception], message: str) -> None:
@@ -151,7 +151,7 @@ def test_unusable_arguments_are_named(given: dict, error: type[Exception], messa
 
 @pytest.mark.parametrize("port_range", [None, (31000, 31001)])
 def test_a_port_that_is_advertised_leads_to_the_only_one_there_is(port_range: tuple[int, int] | None) -> None:
-    said = r"advertise='10\.0\.0\.1:40000' names a port, .* port_range=\(40000, 40000\), or .* it is "
+    said = r"advertise='10\.0\.0\.1:40000' names a port, but port_range=.* set port_range=\(40000, 40000\), or the "
     options = GroupOptions(advertise="10.0.0.1:40000", port_range=port_range)
     with pytest.raises(ValueError, match=said):
         GroupOptions.resolve(options, {})
@@ -259,7 +259,7 @@ def test_key_file_that_cannot_be_trusted(tmp_path) -> None:
         with pytest.raises(ValueError, match=message):
             read_key_file(str(tmp_path / name))
     path.write_text("short")
-    with pytest.raises(ValueError, match="at least 16 bytes, this one has 5"):
+    with pytest.raises(ValueError, match="job key has 5 bytes, but at least 16 are required"):
         read_key_file(str(path))
 
 

@@ -84,12 +84,12 @@ def test_name_that_is_no_str_is_refused(registry: Registry[object]) -> None:
 
 
 def test_unknown_name_is_refused_with_the_known_ones(registry: Registry[object]) -> None:
-    with pytest.raises(ValueError, match="gadget 'none' is not known: use decimal, absent"):
+    with pytest.raises(ValueError, match="gadget 'none' is not known; use decimal, absent"):
         registry.get("none")
 
 
 def test_unknown_name_of_a_known_package_says_what_to_install(registry: Registry[object]) -> None:
-    with pytest.raises(ValueError, match="gadget 'other' is not known: install gadgets-extra"):
+    with pytest.raises(ValueError, match="gadget 'other' is not known; install gadgets-extra"):
         registry.get("other")
 
 

@@ -583,7 +583,7 @@ async def test_a_rank_whose_certificate_is_another_ones_is_not_dialled_for_long(
     told = await failure([options(each) for each in files])
     assert isinstance(told, AuthenticationError)
     message = (
-        r"127.0.0.1 port \d+ should be rank 0's, but the certificate of 127.0.0.1 names aiocoll://train/rank/7, but "
+        r"expected rank 0 at 127.0.0.1 port \d+, but the certificate of 127.0.0.1 names aiocoll://train/rank/7, but "
         "aiocoll://train/rank/0 was expected"
     )
     assert re.search(message, str(told)), told
@@ -605,7 +605,7 @@ async def test_a_rank_whose_certificate_has_expired_since_is_named_with_its_addr
     replaced(monkeypatch, rank_secured=lambda given, *more: old if "old" in given.key else prepare(given, *more))
     dialling = str(await failure([options(each) for each in files]))
     (accepting, *_) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert re.match(r"127\.0\.0\.1 port \d+ should be rank 0's, but ", dialling)
+    assert re.match(r"expected rank 0 at 127\.0\.0\.1 port \d+, but ", dialling)
     assert accepting.startswith("rank 0 refused a connection: ")
     owner, other = (accepting, dialling) if outdated == 0 else (dialling, accepting)
     assert "127.0.0.1 rejects the certificate of this process as expired: tls_certificate='" in owner

@@ -29,7 +29,7 @@ __all__ = ["ALGORITHMS", "IN_SLOTS", "RULES", "Algorithm", "Lanes", "Rule", "bui
 
 
 class Rule(NamedTuple):
-    """One line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
+    """A line of the table. Its algorithm is used if no limit (all inclusive) is exceeded.
 
     Attributes:
         algorithm: name, which together with the kind is a key of `ALGORITHMS`.
@@ -220,7 +220,7 @@ ALGORITHMS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     }
 )
 
-#: Algorithms of one round for slots of shared memory, which ranks read in place. `choose` returns none of them.
+#: Algorithms of one round for slots of shared memory, which ranks read in place. `choose` does not return these.
 IN_SLOTS: Mapping[tuple[str, str], Algorithm] = MappingProxyType(
     {
         ("allreduce", "oneshot"): Algorithm(direct.allreduce, load.oneshot),

@@ -90,12 +90,12 @@ class Spec(NamedTuple):
 
     @property
     def rooted(self) -> bool:
-        """True if the collective has a root."""
+        """Return whether the collective has a root."""
         return Participants.ROOT in (self.senders, self.receivers)
 
     @property
     def in_blocks(self) -> bool:
-        """True if the collective has a buffer for each rank."""
+        """Return whether the collective has a buffer for each rank."""
         return Part.BLOCKS in (self.input, self.output)
 
     def inputs(self, rank: int, size: int, root: int | None) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ class Spec(NamedTuple):
 
     @property
     def _both(self) -> bool:
-        """True if input and output have a buffer for each rank."""
+        """Return whether input and output have a buffer for each rank."""
         return self.input is self.output is Part.BLOCKS
 
 

@@ -1,4 +1,4 @@
-"""Flat memory of a CUDA device, and the parts that the adapters of CUDA arrays share."""
+"""Flat views of CUDA memory, and code that the adapters of CUDA arrays share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from aiocoll.elements.dtypes import DType, of_numpy
 
 __all__ = ["KIND", "LABEL", "CudaArray", "cuda_dtype", "spare_buffer"]
 
-#: The kind of device, as programs name it, and in error messages.
+#: Name of the device kind, in programs and in error messages.
 KIND, LABEL = "cuda", "CUDA"
 
 
 class CudaArray(DeviceArray):
     """Contiguous elements on a CUDA device.
 
-    Only addresses are read, so bfloat16 and float8 need no library that knows them.
+    Only the address is used, so bfloat16 and float8 need no library that supports them.
     """
 
     __slots__ = ()
@@ -30,27 +30,27 @@ class CudaArray(DeviceArray):
 
 
 def cuda_dtype(dtype: np.dtype[Any], name: str) -> DType:
-    """Return the element type of an array, called `name`, by its NumPy dtype.
+    """Return the element type of the array argument `name` by its NumPy dtype.
 
     Raises:
-        TypeError: elements of this dtype are not exchanged between devices.
+        TypeError: elements of this dtype cannot be exchanged between devices.
     """
     try:
         found = of_numpy(dtype)
     except TypeError as exc:
         raise TypeError(f"{name}: {exc}") from None
     if found.kind in ("record", "pair"):
-        raise TypeError(f"{name}: dtype {dtype} is taken in arrays of the host only; here pass {name}.view('uint8')")
+        raise TypeError(f"{name}: dtype {dtype} is supported on the host only; pass {name}.view('uint8')")
     return found
 
 
 def spare_buffer(buffer: Buffer, ptr: int, fresh: Any, copy: Callable[[int], None]) -> Buffer:
-    """Return the buffer of new memory to use instead of `buffer`.
+    """Return a buffer of new memory to use instead of `buffer`.
 
     Args:
-        buffer: of an array on a CUDA device.
+        buffer: buffer of an array on a CUDA device.
         ptr: address of the new memory.
-        fresh: object that owns it.
+        fresh: the object that owns the new memory.
         copy: enqueues the copy to the caller's array on a stream.
     """
     old: Any = buffer.array

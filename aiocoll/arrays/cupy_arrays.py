@@ -1,4 +1,4 @@
-"""CuPy arrays, without importing CuPy: an array exists only where the program has imported it."""
+"""The adapter of CuPy arrays. It does not import CuPy: an array exists only if the program has imported CuPy."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from aiocoll.arrays.cuda_array import CudaArray, cuda_dtype, spare_buffer
 from aiocoll.elements.adapters import ArrayAdapter
 from aiocoll.elements.buffers import Buffer
 from aiocoll.elements.device import PutBack
-from aiocoll.elements.strides import check_apart
+from aiocoll.elements.strides import check_disjoint
 
 __all__ = ["CUPY"]
 
 
 class _CupyArrays(ArrayAdapter):
-    """The adapter of CuPy; its library copies arrays that are not contiguous, on the caller's stream."""
+    """The adapter of CuPy. CuPy copies arrays that are not contiguous, on the caller's stream."""
 
     library = "cupy"
     noun = "a CuPy array"
 
     def owns(self, kind: type) -> bool:
-        """Return whether objects of a type are arrays."""
+        """Return whether `kind` is an array type."""
         return issubclass(kind, getattr(sys.modules.get("cupy"), "ndarray", ()))
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
@@ -36,7 +36,7 @@ class _CupyArrays(ArrayAdapter):
             flat = CudaArray(array.data.ptr, array.size, dtype, device, stream, array)
             return Buffer(flat, dtype, tuple(array.shape), array)
         if writable:
-            check_apart(array.strides, array.shape, array.dtype.itemsize, name, f"{name}.copy()")
+            check_disjoint(array.strides, array.shape, array.dtype.itemsize, name, f"{name}.copy()")
         with cupy.cuda.Device(device):
             dense = cupy.ascontiguousarray(array)
         back = PutBack(_copy_into(cupy, array, dense), stream, array) if writable else None
@@ -68,7 +68,7 @@ def _copy_into(cupy: Any, array: Any, dense: Any) -> Callable[[int], None]:
 
 
 class _ForeignStream:
-    """A stream of another library, by the CUDA stream protocol."""
+    """A stream of another library, which CuPy accesses by the CUDA stream protocol."""
 
     def __init__(self, address: int) -> None:
         self._address = address

@@ -1,4 +1,4 @@
-"""CUDA arrays of any library: by ``__cuda_array_interface__``, or by DLPack through a library that is loaded."""
+"""Adapters of CUDA arrays of any library: by ``__cuda_array_interface__``, or by DLPack through CuPy or torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class _InterfaceArrays(ArrayAdapter):
 
 
 class _DlpackArrays(ArrayAdapter):
-    """The adapter of objects that export CUDA memory by DLPack only."""
+    """The adapter of objects that export CUDA memory only by DLPack."""
 
     label = LABEL
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
-        """Return a flat view of an object, by a library that is loaded already."""
+        """Return a flat view of an object, by CuPy or torch if the program has imported one of them."""
         library: Any = sys.modules.get("cupy") or sys.modules.get("torch")
         if library is None:
             raise TypeError(
@@ -48,10 +48,10 @@ class _DlpackArrays(ArrayAdapter):
 
 
 class _RocmArrays(ArrayAdapter):
-    """The adapter that refuses objects on ROCm devices."""
+    """The adapter that rejects objects on ROCm devices."""
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
-        """Raise TypeError."""
+        """Raise TypeError: ROCm is not supported."""
         raise TypeError(f"{name} is on a ROCm device, and ROCm is not supported: pass a copy on the host")
 
 
@@ -61,7 +61,7 @@ ROCM = _RocmArrays()
 
 
 def _of_interface(obj: Any, name: str, writable: bool) -> CudaArray:
-    """View an object with ``__cuda_array_interface__``, version 2 or 3, whose library is not known.
+    """Return a view of an object of an unknown library with ``__cuda_array_interface__``, version 2 or 3.
 
     Raises:
         TypeError: it is masked, not contiguous, or its dtype cannot be exchanged.
@@ -85,16 +85,16 @@ def _of_interface(obj: Any, name: str, writable: bool) -> CudaArray:
     if strides is not None and not _is_contiguous(strides, shape, dtype.itemsize):
         raise TypeError(f"{name} is not contiguous, and its library is not known: pass a contiguous copy")
     size = int(np.prod(shape, dtype=np.int64))
-    # Without a stream there is nothing to wait for; the default stream always exists.
+    # Without a stream the library has no pending work. Use the default stream, which always exists.
     return CudaArray(ptr, size, dtype, _device_of(obj), stream or 0, obj)
 
 
 def _of_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) -> Any:
-    """Return an array of CuPy or torch, which knows its stream, on the memory that `obj` exports by DLPack.
+    """Return an array of CuPy or torch on the memory that `obj` exports by DLPack. These arrays have a stream.
 
     Raises:
-        TypeError: they cannot import it.
-        ValueError: it is read-only, but the operation writes to it.
+        TypeError: the library cannot import `obj`.
+        ValueError: `obj` is read-only, but the operation writes to it.
     """
     if writable and _is_immutable(obj):
         raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
@@ -105,7 +105,7 @@ def _of_dlpack(take: Callable[[Any], Any], obj: Any, name: str, writable: bool) 
 
 
 def _named(obj: Any, found: np.dtype[Any]) -> DType | None:
-    """Return the type of bfloat16 and float8 elements; array interfaces only tell their width."""
+    """Return the element type of bfloat16 and float8 arrays, by name: an array interface contains only their width."""
     name = getattr(getattr(obj, "dtype", None), "name", None)
     if found.kind == "V" and isinstance(name, str):
         with suppress(TypeError):
@@ -115,12 +115,12 @@ def _named(obj: Any, found: np.dtype[Any]) -> DType | None:
 
 
 def _is_immutable(obj: Any) -> bool:
-    """Whether it is a JAX array: they never change, even if a protocol reports their memory as writable."""
+    """Return whether `obj` is a JAX array, which is immutable even if a protocol reports its memory as writable."""
     return type(obj).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _device_of(obj: Any) -> int:
-    """Return the ordinal of the device of an object, or `UNKNOWN`."""
+    """Return the device number of an object, or `UNKNOWN`."""
     ask = getattr(obj, "__dlpack_device__", None)
     if ask is None:
         return UNKNOWN
@@ -129,7 +129,7 @@ def _device_of(obj: Any) -> int:
 
 
 def _is_contiguous(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
-    """Whether elements are in C order without gaps; strides of dimensions with one element do not matter."""
+    """Return whether elements are in C order without gaps, whatever the strides of dimensions with one element."""
     step = itemsize
     for stride, length in zip(reversed(strides), reversed(shape), strict=True):
         if length > 1 and stride != step:

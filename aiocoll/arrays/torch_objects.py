@@ -1,4 +1,4 @@
-"""Tensors of torch in sent objects: plain tensors on the CPU, in C order."""
+"""Conversion of torch tensors inside sent objects: plain tensors on the CPU, in C order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocoll.errors import SerializationError
 
 __all__ = ["content", "pack", "unpack"]
 
-#: The highest number of dimensions that torch has.
+#: Maximum number of dimensions in torch.
 _MAX_NDIM = 64
 _NAMES = frozenset(
     {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
@@ -25,7 +25,7 @@ def pack(torch: Any, tensor: Any) -> tuple[str, list[int], int]:
     """Return dtype, shape and number of bytes of a tensor.
 
     Raises:
-        RefusedError: it would not arrive as it is.
+        RefusedError: the receiver would get a different tensor.
     """
     kind, dtype = type(tensor), str(tensor.dtype).removeprefix("torch.")
     if kind is not torch.Tensor:
@@ -45,13 +45,13 @@ def content(torch: Any, tensor: Any) -> memoryview:
 
 
 def unpack(torch: Any, dtype: str, shape: list[Any], data: bytes) -> Any:
-    """Return a new tensor; `torch` is None where the program has not imported it.
+    """Return a new tensor made from received arguments. `torch` is None if the program has not imported it.
 
     Raises:
-        SerializationError: the values are not those of a tensor, or there is no torch.
+        SerializationError: the arguments do not describe a tensor, or `torch` is None.
     """
     if torch is None:
-        raise SerializationError("an object with a torch tensor came: import torch to receive it")
+        raise SerializationError("received an object that contains a torch tensor; import torch before receiving it")
     if dtype not in _NAMES or (kind := getattr(torch, dtype, None)) is None:
         raise SerializationError(f"{dtype!r:.60} is not the dtype of a tensor")
     good = len(shape) <= _MAX_NDIM and all(type(n) is int and 0 <= n <= sys.maxsize for n in shape)

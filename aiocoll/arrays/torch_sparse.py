@@ -1,4 +1,4 @@
-"""Sparse torch tensors -> indices and values, and back."""
+"""Conversion of sparse torch tensors to entries (indices and values) and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Array = NDArray[Any]
 
 
 def describe(torch: Any, tensor: Any, name: str) -> SparseArray:
-    """Describe a sparse tensor, in constant time.
+    """Return the description of a sparse tensor, in constant time.
 
     Raises:
         TypeError: its layout or dtype is not supported.
@@ -36,7 +36,7 @@ def describe(torch: Any, tensor: Any, name: str) -> SparseArray:
 
 
 def fresh_like(torch: Any, tensor: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
-    """Return a sparse tensor without entries, of the layout and dtype of `tensor`."""
+    """Return a sparse tensor without entries, with the layout and dtype of `tensor`."""
     if tensor.layout is torch.sparse_csr:
         pointers = torch.zeros(shape[0] + 1, dtype=torch.int64)
         return torch.sparse_csr_tensor(
@@ -51,7 +51,7 @@ def _describe_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
     if tensor.layout is not torch.sparse_coo:
         raise TypeError(f"{name} is a torch tensor of layout {tensor.layout}; pass {name}.to_sparse()")
     shape, sparse_dim = tuple(tensor.shape), tensor.sparse_dim()
-    # The public accessors refuse a tensor that is not coalesced.
+    # Private accessors, because the public ones raise for a tensor that is not coalesced.
     indices, values = tensor._indices(), tensor._values()
     flat = view(values, name=name, writable=False)
     grid, dense = shape[:sparse_dim], shape[sparse_dim:]
@@ -74,7 +74,7 @@ def _describe_coo(torch: Any, tensor: Any, name: str) -> SparseArray:
         )
 
         def put() -> Any:
-            tensor.data = made  # to autograd it stays the same tensor
+            tensor.data = made  # autograd still sees the same tensor
             return tensor
 
         return put
@@ -108,7 +108,7 @@ def _describe_csr(torch: Any, tensor: Any, name: str) -> SparseArray:
 
 
 def _to_tensor(torch: Any, values: Array, dtype: Any) -> Any:
-    # NumPy holds bfloat16 and float8 as integers: torch has to be told what they are.
+    # The NumPy arrays hold bfloat16 and float8 as integers. The view gives them the torch dtype.
     if dtype.is_floating_point and values.dtype.kind == "u":
         return torch.from_numpy(values.view(np.int16) if values.itemsize == 2 else values).view(dtype)
     return torch.from_numpy(values)

@@ -1,4 +1,4 @@
-"""torch tensors, without importing torch: a tensor exists only where the program has imported it."""
+"""The adapter of torch tensors. It does not import torch: a tensor exists only if the program has imported torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from aiocoll.elements.buffers import Buffer
 from aiocoll.elements.device import PutBack
 from aiocoll.elements.dtypes import DType, by_name
 from aiocoll.elements.sparse import SparseArray
-from aiocoll.elements.strides import check_apart
+from aiocoll.elements.strides import check_disjoint
 from aiocoll.loading import loading
 
 __all__ = ["TORCH", "cuda_view"]
 
 
 class _TorchTensors(ArrayAdapter):
-    """The adapter of torch; results never enter autograd."""
+    """The adapter of torch. Autograd does not record operations."""
 
     library = "torch"
     noun = "a torch tensor"
 
     def owns(self, kind: type) -> bool:
-        """Return whether objects of a type are tensors."""
+        """Return whether `kind` is a tensor type."""
         return issubclass(kind, getattr(sys.modules.get("torch"), "Tensor", ()))
 
     def view(self, tensor: Any, name: str, writable: bool) -> Buffer:
@@ -36,13 +36,13 @@ class _TorchTensors(ArrayAdapter):
             return _view_elsewhere(torch, tensor, name, writable)
         dtype, carrier = _known(tensor, name)
         try:
-            # Each of these steps takes half a microsecond, and hardly any tensor needs one.
+            # Each of these steps takes 0.5 µs, and few tensors need one.
             plain = tensor.detach() if tensor.requires_grad else tensor
             resolved = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
             resolved = resolved.contiguous()
             array = (resolved if carrier is None else resolved.view(getattr(torch, carrier))).numpy()
             shape = tuple(tensor.shape)
-        except RuntimeError as exc:  # nested and fake tensors, and other subclasses without memory of their own
+        except RuntimeError as exc:  # nested and fake tensors, and other subclasses that have no memory
             raise _without_memory(tensor, name, exc) from exc
         if array.ndim != 1:
             array = array.reshape(-1)
@@ -50,7 +50,7 @@ class _TorchTensors(ArrayAdapter):
             array = array.view(dtype.storage)
         buffer = Buffer(array, dtype, shape, tensor)
         if writable and resolved.data_ptr() != plain.data_ptr() and buffer.count:
-            check_apart(plain.stride(), tuple(plain.shape), 1, name, f"{name}.clone()")
+            check_disjoint(plain.stride(), tuple(plain.shape), 1, name, f"{name}.clone()")
 
             def writeback() -> Any:
                 plain.copy_(resolved)
@@ -75,28 +75,28 @@ class _TorchTensors(ArrayAdapter):
         return spare_buffer(buffer, fresh.data_ptr(), fresh, copy)
 
     def is_sparse(self, tensor: Any) -> bool:
-        """Return whether a tensor is a sparse one on the CPU, in any format."""
+        """Return whether a tensor is sparse, in any format, and on the CPU."""
         torch: Any = sys.modules["torch"]
         return bool(tensor.is_cpu) and tensor.layout is not torch.strided and "sparse" in str(tensor.layout)
 
     def sparse_array(self, tensor: Any, name: str) -> SparseArray:
-        """Describe a sparse tensor, in constant time."""
+        """Return the description of a sparse tensor, in constant time."""
         with loading("sparse arrays"):
-            from aiocoll.arrays.torch_sparse import describe  # which few programs need
+            from aiocoll.arrays.torch_sparse import describe  # imported here: few programs need it
 
         return describe(sys.modules["torch"], tensor, name)
 
     def fresh_sparse(self, tensor: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
-        """Return a sparse tensor without entries, of the layout and dtype of `tensor`."""
+        """Return a sparse tensor without entries, with the layout and dtype of `tensor`."""
         with loading("sparse arrays"):
             from aiocoll.arrays.torch_sparse import fresh_like
 
         return fresh_like(sys.modules["torch"], tensor, sparse_dim, shape)
 
     def pack(self, tensor: Any) -> tuple[str, list[int], int] | None:
-        """Return dtype, shape and number of bytes of a tensor in a sent object."""
+        """Return dtype, shape and number of bytes of a tensor inside a sent object."""
         with loading("objects with tensors"):
-            from aiocoll.arrays.torch_objects import pack  # the codec is loaded already
+            from aiocoll.arrays.torch_objects import pack  # imported here: it imports the codec
 
         return pack(sys.modules["torch"], tensor)
 
@@ -107,7 +107,7 @@ class _TorchTensors(ArrayAdapter):
         return content(sys.modules["torch"], tensor)
 
     def unpack(self, dtype: str, shape: list[Any], data: bytes) -> Any:
-        """Return a new tensor of received values."""
+        """Return a new tensor made from received arguments."""
         with loading("objects with tensors"):
             from aiocoll.arrays.torch_objects import unpack
 
@@ -118,11 +118,11 @@ TORCH = _TorchTensors()
 
 
 def _view_elsewhere(torch: Any, tensor: Any, name: str, writable: bool) -> Buffer:
-    """View a tensor that is not a dense one on the CPU."""
+    """Return a view of a tensor that is sparse or not on the CPU."""
     device = tensor.device.type
     if device != KIND:
         raise _not_dense(tensor, name, f"{tensor.layout} on {device}")
-    if getattr(torch.version, "hip", None):  # torch for ROCm calls its devices the same
+    if getattr(torch.version, "hip", None):  # torch for ROCm also names its devices "cuda"
         raise TypeError(f"{name} is a torch tensor on a ROCm device, and ROCm is not supported; pass {name}.cpu()")
     array = cuda_view(torch, tensor, _known(tensor, name)[0], name, writable)
     flat: Any = array
@@ -130,11 +130,11 @@ def _view_elsewhere(torch: Any, tensor: Any, name: str, writable: bool) -> Buffe
 
 
 def cuda_view(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) -> CudaArray:
-    """View a tensor on a CUDA device, of element type `dtype`.
+    """Return a view of a tensor on a CUDA device with element type `dtype`.
 
     Raises:
-        TypeError: it is sparse.
-        ValueError: it is expanded, but the operation writes to it.
+        TypeError: the tensor is sparse.
+        ValueError: the tensor is expanded, but the operation writes to it.
     """
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} is {tensor.layout} on a CUDA device: sparse tensors must be on the CPU")
@@ -144,14 +144,14 @@ def cuda_view(torch: Any, tensor: Any, dtype: DType, name: str, writable: bool) 
     dense = plain.resolve_conj().resolve_neg().contiguous()
     ptr, back = dense.data_ptr(), None
     if writable and dense is not plain and ptr != plain.data_ptr():
-        check_apart(plain.stride(), tuple(plain.shape), 1, name, f"{name}.clone()")
+        check_disjoint(plain.stride(), tuple(plain.shape), 1, name, f"{name}.clone()")
         back = PutBack(_copy_into(torch, plain, dense), stream, tensor)
     return CudaArray(ptr, dense.numel(), dtype, device, stream, (tensor, dense), back)
 
 
 def _copy_into(torch: Any, plain: Any, dense: Any) -> Callable[[int], None]:
     def copy(stream: int) -> None:
-        # torch accepts no handle for the default stream (0, 1).
+        # torch does not accept the handles of the default stream (0 and 1).
         on = torch.cuda.ExternalStream(stream, plain.device) if stream > 1 else torch.cuda.default_stream(plain.device)
         with torch.cuda.stream(on):
             plain.copy_(dense)
@@ -164,7 +164,7 @@ def _without_memory(tensor: Any, name: str, error: RuntimeError) -> TypeError:
         return _not_dense(tensor, name, "")
     why = str(error).partition("\n")[0]
     return TypeError(
-        f"{name} must be a dense tensor on the CPU or on CUDA; torch refuses to show the memory of this "
+        f"{name} must be a dense tensor on the CPU or on CUDA; torch gives no access to the memory of this "
         f"{type(tensor).__name__}: {why}"
     )
 
@@ -174,11 +174,14 @@ def _not_dense(tensor: Any, name: str, found: str) -> TypeError:
     return TypeError(f"{name} must be a dense tensor on the CPU or on CUDA, not {found}")
 
 
-@cache  # NumPy computes the name of a dtype at every access, in more than a microsecond
+@cache  # NumPy computes the name of a dtype at every access, which takes more than 1 µs
 def _torch_dtype(dtype: Any) -> tuple[DType, str | None]:
-    """Return the type of a torch dtype, and the integer dtype that shows it to NumPy if NumPy lacks it (else None)."""
+    """Return the element type of a torch dtype.
+
+    If NumPy lacks the type, also return the integer dtype as which torch passes the memory to NumPy; else None.
+    """
     found = by_name(str(dtype).removeprefix("torch."))
-    if found.is_narrow:  # torch has no arithmetic on them either, and does not say how they lie in memory
+    if found.is_narrow:  # torch has no arithmetic for narrow integers either, and does not define their memory layout
         raise TypeError(f"dtype {dtype} is not supported; use torch.int8 or torch.uint8")
     storage = found.storage.name
     return found, None if found.name == storage else {"uint16": "int16", "uint8": "uint8"}[storage]

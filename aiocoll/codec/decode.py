@@ -1,7 +1,7 @@
-"""Bytes to objects: msgpack builds the lists; a list that starts with a tag becomes an object of the tag's kind.
+"""Decoding of objects: msgpack builds the lists, and a list that starts with a tag becomes an object of its kind.
 
-Even hostile input takes about a microsecond per byte at most, and `reading` decodes a kibibyte at a time. Where
-Python's own types would need more there is a limit: keys with one hash (`keys`), and integers that divide each other.
+Even hostile input takes at most about 1 µs per byte, and `reading` decodes 1 KiB per step. Operations for which Python
+would need more time are limited: comparing keys with the same hash (`keys`), and dividing large integers.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from aiocoll.user_code import contain, describe
 
 __all__ = ["loads", "reading"]
 
-#: Bytes read in one step.
+#: Bytes decoded in one step.
 _STEP = 1 << 10
-#: Characters of another error's message that are quoted; it may contain a key of many megabytes.
+#: Maximum number of quoted characters of another error's message, which may contain a key of many megabytes.
 _SHOWN = 200
 
 
 def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> Any:
-    """Return the object that `dumps` made `data` from; its arrays are new and writable.
+    """Return the object from the bytes of `dumps`. Its arrays are new and writable.
 
     Args:
-        data: what `dumps` returned, or bytes received from a peer.
-        max_bytes: longer data is refused unread.
-        allow_pickle: accept objects that were pickled. Only for peers that may run any code here.
+        data: the bytes from `dumps`, or bytes received from a peer.
+        max_bytes: maximum number of bytes. Longer data is rejected without being decoded.
+        allow_pickle: whether to accept pickled objects. Only for peers that may run any code here.
 
     Raises:
         SerializationError: `data` is too long, pickled without `allow_pickle`, needs ml_dtypes or a time zone that is
@@ -66,7 +66,10 @@ def loads(data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, a
 def reading(
     data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False
 ) -> Generator[None, None, Any]:
-    """Do what `loads` does in steps of a fraction of a millisecond; a str or bytes is one step, 0.3 ms per MiB."""
+    """Decode an object, as `loads` does, in steps of less than 1 ms.
+
+    Each yield ends a step. A str or bytes is decoded in one step, which takes 0.3 ms per MiB.
+    """
     nbytes = _check_size(data, max_bytes)
     if nbytes <= _STEP:
         return loads(data, max_bytes=max_bytes, allow_pickle=allow_pickle)
@@ -83,10 +86,10 @@ def reading(
                 pass
         yield
     else:
-        raise SerializationError(f"{nbytes} bytes are not a valid object (they end too early)")
+        raise SerializationError(f"{nbytes} bytes are not a valid object (the data is incomplete)")
     with _refusing(nbytes):
         if unpacker.tell() < nbytes:
-            raise ValueError("more follows")
+            raise ValueError("there is data after its end")
         decoder.end()
     return obj
 
@@ -94,31 +97,31 @@ def reading(
 def _check_size(data: bytes | bytearray | memoryview, max_bytes: int) -> int:
     nbytes = memoryview(data).nbytes
     if nbytes > max_bytes:
-        raise SerializationError(f"the object takes {nbytes} bytes, max_bytes is {max_bytes}")
+        raise SerializationError(f"the object has {nbytes} bytes, but max_bytes is {max_bytes}")
     return nbytes
 
 
 @contextlib.contextmanager
 def _refusing(nbytes: int) -> Iterator[None]:
-    """Turn every exception into a `SerializationError`."""
+    """Raise a `SerializationError` in place of any other exception in this context."""
     try:
         yield
     except SerializationError:
         raise
-    except BaseException as error:  # hostile bytes reach many constructors; none may let its own error out
-        # Not from a StopIteration, which `contextmanager` would raise in place of the new error.
+    except BaseException as error:  # hostile bytes reach many constructors, which raise various exceptions
+        # `contain` replaces a StopIteration, which `contextmanager` would raise in place of the new error.
         contained = contain(error)
         raise SerializationError(f"{nbytes} bytes are not a valid object ({describe(error):.{_SHOWN}})") from contained
 
 
 def _foreign_array(library: str, dtype: str, shape: list[Any], data: bytes) -> Any:
-    """Return a new array of an array library; another rank wrote all arguments."""
-    if library not in adapters.names():  # a peer makes no search for entry points
+    """Return a new array of an array library. All arguments come from another rank."""
+    if library not in adapters.names():  # a peer must not trigger a search for entry points
         raise SerializationError(f"received an array of {library!r:.60}: no adapter is registered for it")
     return adapters.get(library).unpack(dtype, shape, data)
 
 
-#: Records by the tag of their list.
+#: The record types, by the code of their tag.
 _RECORDS = {
     **RECORDS_BY_CODE,
     FOREIGN_ARRAY: RecordType(FOREIGN_ARRAY, (str, str, list, bytes), tuple, _foreign_array),
@@ -130,15 +133,16 @@ class _Tag:
     """The state of a tag while its list is being read.
 
     Attributes:
-        built: the container that its pieces have made so far, if it is the tag of a long container.
-        alike: its keys by their hash, see `check_keys`.
+        code: the code of the tag.
+        built: the part of a long container that has been built from its pieces; None for other kinds.
+        by_hash: the keys of the container by hash, see `check_keys`.
     """
 
-    __slots__ = ("alike", "built", "code")
+    __slots__ = ("built", "by_hash", "code")
 
     def __init__(self, code: int) -> None:
         self.code = code
-        self.alike: dict[int, Any] = {}
+        self.by_hash: dict[int, Any] = {}
         self.built: Any = None
         if code & IN_PIECES:
             kind = code & ~IN_PIECES
@@ -162,11 +166,11 @@ class _Decoder:
             "unicode_errors": "surrogatepass",
             "max_array_len": PIECE + 1,
             "max_map_len": HASHED_PIECE,
-            "timestamp": 3,  # msgpack's own extension cannot be refused; a datetime is at least a supported type
+            "timestamp": 3,  # msgpack's timestamp extension cannot be disabled; datetime is a supported type
         }
 
     def end(self) -> None:
-        """Refuse an object with a tag that does not start a list."""
+        """Check that every tag was at the start of a list."""
         if self._open:
             raise SerializationError("not a valid object: a tag in the wrong place")
 
@@ -181,7 +185,7 @@ class _Decoder:
         return dict(pairs)
 
     def _list(self, items: list[Any]) -> Any:
-        """Turn a list that starts with a tag into an object of the tag's kind."""
+        """Return a list, or the object of the tag's kind if the list starts with a tag."""
         if not items or type(items[0]) is not _Tag:
             return items
         tag = items.pop(0)
@@ -194,7 +198,7 @@ class _Decoder:
             return _whole(tag, items)
         if sequence := SEQUENCES.get(code):
             if code in (SET, FROZENSET):
-                _check_set(items, tag.alike)
+                _check_set(items, tag.by_hash)
             return sequence(items)
         if code == PICKLE:
             return self._unpickle(items)
@@ -204,39 +208,39 @@ class _Decoder:
         return join(*items)
 
     def _join_piece(self, items: list[Any]) -> None:
-        """Add a piece to its container, so that no step takes long."""
+        """Add a piece to its container at once, so that no step takes long."""
         whole = self._open[-1] if self._open else None
         if whole is None or whole.built is None:
-            raise SerializationError("a piece of nothing")
+            raise SerializationError("not a valid object: a piece outside a long container")
         if type(whole.built) is list:
             whole.built.extend(items)
         elif type(whole.built) is set:
-            _check_set(items, whole.alike)
+            _check_set(items, whole.by_hash)
             whole.built.update(items)
         else:
             if len(items) != 1 or type(items[0]) is not dict:
                 raise SerializationError("a piece of a dict is not a dict")
-            check_keys(items[0], whole.alike)
+            check_keys(items[0], whole.by_hash)
             whole.built.update(items[0])
 
     def _unpickle(self, items: list[Any]) -> Any:
         if not self._allow_pickle:
             raise SerializationError(
-                "the object was pickled, and reading a pickle runs any code that it names: "
-                "if all ranks are trusted to run any code, set allow_pickle=True on every rank"
+                "the object was pickled, and reading a pickle can run any code; "
+                "if you trust all ranks to run any code, set allow_pickle=True on every rank"
             )
         return pickle.loads(*items)
 
 
 def _whole(tag: _Tag, items: list[Any]) -> Any:
-    """Return a long container after all of its pieces were added."""
+    """Return a long container after all its pieces were added."""
     if any(item is not None for item in items):
         raise SerializationError("a long container with an item that is not a piece")
     kind = tag.code & ~IN_PIECES
     return tag.built if kind in (LIST, SET, DICT) else SEQUENCES[kind](tag.built)
 
 
-def _check_set(items: list[Any], alike: dict[int, Any]) -> None:
+def _check_set(items: list[Any], by_hash: dict[int, Any]) -> None:
     if len(items) > HASHED_PIECE:
         raise SerializationError(f"{len(items)} elements of a set in one piece")
-    check_keys(items, alike)
+    check_keys(items, by_hash)

@@ -1,4 +1,4 @@
-"""Objects to bytes: one traversal, which also finds the path of a part that cannot be sent."""
+"""Encoding of objects in one traversal, which also finds the path of a part that cannot be sent."""
 
 from __future__ import annotations
 
@@ -43,19 +43,25 @@ __all__ = ["dumps"]
 
 
 def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -> bytes:
-    """Return `obj` as bytes that `loads` turns into an equal object of exactly the same types.
+    """Return `obj` as bytes, from which `loads` makes an equal object of exactly the same types.
 
-    Supported: None, bool, int of any size, float, complex, str, bytes, bytearray; list, tuple, dict, OrderedDict, set,
-    frozenset of these; range, slice; datetime, date, time, timedelta, timezone, ZoneInfo; Decimal, Fraction, UUID;
-    NumPy arrays and scalars of every dtype, including ml_dtypes', except objects, structures and times without a unit;
-    dense tensors of torch on the CPU, without gradients. Arrays arrive in C order; of two C types with the same width,
-    such as long and long long, NumPy's default arrives.
+    These types are supported:
+
+    - None, bool, int of any size, float, complex, str, bytes, bytearray;
+    - list, tuple, dict, OrderedDict, set and frozenset of supported objects;
+    - range, slice, datetime, date, time, timedelta, timezone, ZoneInfo, Decimal, Fraction, UUID;
+    - NumPy arrays and scalars of every dtype, including those of ml_dtypes, except objects, structures and times
+    without
+      a unit;
+    - dense torch tensors on the CPU, without gradients.
+
+    Arrays arrive in C order. Of two C types with the same width, such as long and long long, NumPy's default arrives.
 
     Args:
-        obj: what to send.
-        max_bytes: refuse an object that would take more.
-        allow_pickle: pickle unsupported objects. The receiver must allow it too, and then runs any code that the
-            bytes name.
+        obj: the object to send.
+        max_bytes: maximum number of bytes. A larger object is rejected.
+        allow_pickle: whether to pickle unsupported objects. The receiver must also allow it, and then runs any code
+            that the bytes name.
 
     Raises:
         SerializationError: a part of `obj` cannot be sent (the message names its type and path), containers are nested
@@ -71,12 +77,12 @@ def dumps(obj: Any, *, max_bytes: int = MAX_BYTES, allow_pickle: bool = False) -
         path = "".join(steps if len(steps) <= 16 else [*steps[:12], f"... ({len(steps)} levels)"])
         raise SerializationError(f"cannot send obj{path}: {refusal}") from refusal.__cause__
     except RecursionError:
-        raise SerializationError("cannot send obj: too deeply nested for the rest of the Python stack") from None
+        raise SerializationError("cannot send obj: it is nested too deeply for the remaining Python stack") from None
     return b"".join(encoder.chunks)
 
 
 class _Encoder:
-    """Collects the pieces of one message."""
+    """The encoder of one object, which collects its bytes in pieces."""
 
     def __init__(self, limit: int, allow_pickle: bool) -> None:
         self.chunks: list[bytes | memoryview] = []
@@ -89,7 +95,7 @@ class _Encoder:
         self._map_header: Callable[[int], bytes] = packer.pack_map_header
 
     def put(self, obj: Any, depth: int) -> None:
-        """Append an object, nested in `depth` containers."""
+        """Append an object that is nested in `depth` containers."""
         kind = type(obj)
         if kind in PLAIN:
             self._put_plain(obj)
@@ -128,12 +134,12 @@ class _Encoder:
         self._size += nbytes
         if self._size > self._limit:
             raise SerializationError(
-                f"the object takes at least {self._size} bytes, max_bytes is {self._limit}: send large arrays by the "
+                f"the object has at least {self._size} bytes, but max_bytes is {self._limit}; send large arrays by the "
                 "collectives on arrays, which have no limit, and the rest in parts"
             )
 
     def _head(self, code: int, count: int) -> None:
-        """Begin an array of `count` elements after a tag; a list in one piece has no tag."""
+        """Append the header of an array with a tag and `count` elements. A list in one piece has no tag."""
         if code == LIST:
             self._emit(self._array_header(count))
         else:
@@ -146,11 +152,11 @@ class _Encoder:
             self._emit(self._pack(obj))
         except OverflowError:
             self._head(BIG_INT, 1)
-            # One bit is for the sign: -2**63 and 2**63-1 have 8 bytes.
+            # One bit is the sign: -2**63 and 2**63-1 have 8 bytes.
             self._emit(self._pack(obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)))
 
     def _try_pack(self, container: list[Any] | dict[Any, Any]) -> bytes | None:
-        """Pack a container of plain values by one call of msgpack; None if an int is too big for it."""
+        """Return a packed container of plain values by one msgpack call; None if an int is too large for msgpack."""
         try:
             return self._pack(container)
         except (OverflowError, ValueError):
@@ -234,7 +240,7 @@ class _Encoder:
         try:
             data = pickle.dumps(obj, protocol=5)
         except BaseException as error:  # a user's class may raise anything
-            raise RefusedError(f"pickle refuses {_type_name(obj)}: {describe(error)}") from contain(error)
+            raise RefusedError(f"pickle cannot encode {_type_name(obj)}: {describe(error)}") from contain(error)
         self._head(PICKLE, 1)
         self._emit(self._pack(data))
 

@@ -1,7 +1,8 @@
-"""Keys of dicts and elements of sets: a limit on how long it takes to compare those with one hash.
+"""A limit on the time that dict keys and set elements with the same hash take to be compared.
 
-A dict compares a new key with every earlier key that has its hash. A sender can make any number of keys with one hash,
-and keys that Python compares slowly: an int is converted to compare it with a Decimal, in quadratic time.
+A dict compares a new key with every earlier key of the same hash. A malicious sender can make any number of keys with
+the same hash. It can also make keys that Python compares slowly: comparing an int with a Decimal converts the int, in
+quadratic time.
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ from aiocoll.codec.records import RefusedError
 
 __all__ = ["check_keys"]
 
-#: Plain values of which few have one hash, or whose hashes a sender cannot predict.
+#: Types with few values of the same hash, or with hashes that a sender cannot predict.
 _UNIQUE = frozenset({str, bytes, bool, type(None)})
-#: An int of fewer digits is its own hash, but for -1, whose hash is that of -2.
+#: A smaller int is its own hash, except -1, which has the hash of -2.
 _MODULUS = sys.hash_info.modulus
-#: Keys with one hash that are compared at about 0.1 µs for each value in them.
-_MAX_ALIKE = 128
-#: How much longer it takes to compare numbers of different types, one of them of `_SLOW`, or times with a time zone.
+#: Maximum number of keys with the same hash, if comparing them takes about 0.1 µs for each value in them.
+_MAX_SAME_HASH = 128
+#: Factor by which comparisons are slower between a number of a `_SLOW` type and one of another type, or between times
+#: with a time zone.
 _SLOWER = 16
 _SLOW = (Decimal, Fraction, np.generic)
-#: Bytes in memory of a number of some 1700 bits, or 360 digits: to convert it takes as long as to compare `_SLOWER`.
+#: Size in memory of a number of about 1700 bits, or 360 digits. Converting it takes as long as `_SLOWER` comparisons.
 _LARGE = 256
 
 
 class _Profile(NamedTuple):
-    """Cost of comparing a key.
+    """The cost of comparing a key.
 
     Attributes:
-        pattern: its type, with those of its elements: keys with one pattern are compared type by type.
-        is_slow: whether it has a value that is slow to compare with other types.
-        is_mixed: whether it is slow to compare with a key of the same pattern.
-        is_large: whether it has a number that is slow to convert.
-        depth: of frozensets in it.
-        spread: the largest number of elements with one hash in such a frozenset.
+        pattern: the type of the key and the types of its elements. Keys with equal patterns compare values of the same
+            types.
+        is_slow: whether the key has a value that is slow to compare with values of other types.
+        is_mixed: whether the key is slow to compare even with a key of the same pattern.
+        is_large: whether the key has a number that is slow to convert.
+        depth: nesting depth of frozensets in the key.
+        spread: the largest number of elements with the same hash in such a frozenset.
     """
 
     pattern: Any
@@ -53,11 +56,11 @@ class _Profile(NamedTuple):
     spread: int = 1
 
 
-class _Alike:
-    """Keys with one hash.
+class _SameHash:
+    """A set of keys with the same hash.
 
     Args:
-        first: the first of them.
+        first: the first key.
     """
 
     def __init__(self, first: Any) -> None:
@@ -65,43 +68,43 @@ class _Alike:
         self._profile = _profile(first)
 
     def add(self, key: Any) -> None:
-        """Add a key, which is compared with those before it.
+        """Add a key, which a dict compares with the earlier ones.
 
         Raises:
-            RefusedError: that takes too long.
+            RefusedError: these comparisons would take too long.
         """
         mine, other = self._profile, _profile(key)
         self._profile = mine = _joined([mine, other], mine.pattern, is_mixed=mine.pattern != other.pattern)
         self._count += 1
-        # To compare two frozensets, each element of one is compared with those of the other that have its hash.
+        # Comparing two frozensets compares each element with the elements of the same hash in the other frozenset.
         cost: int = mine.spread**mine.depth
         if mine.is_slow and mine.is_mixed:
-            cost *= _MAX_ALIKE if mine.is_large else _SLOWER
-        most = max(1, _MAX_ALIKE // cost)
+            cost *= _MAX_SAME_HASH if mine.is_large else _SLOWER
+        most = max(1, _MAX_SAME_HASH // cost)
         if self._count > most:
             why = "" if cost == 1 else " that are slow to compare"
-            raise RefusedError(f"more than {most} keys with one hash{why}: send a list of pairs instead")
+            raise RefusedError(f"more than {most} keys with the same hash{why}; send a list of pairs instead")
 
 
-def check_keys(keys: Iterable[Any], alike: dict[int, Any]) -> None:
-    """Refuse keys that would take too long to compare: too many with the same hash.
+def check_keys(keys: Iterable[Any], by_hash: dict[int, Any]) -> None:
+    """Check that comparing the keys of the same hash does not take too long.
 
     Args:
-        keys: of a dict, or the elements of a set.
-        alike: by hash, the one key so far, or the `_Alike` of several; these are added.
+        keys: the keys of a dict, or the elements of a set.
+        by_hash: the earlier keys, by hash: one key, or the `_SameHash` of several keys. This function adds `keys`.
 
     Raises:
-        RefusedError: so it is.
+        RefusedError: comparing the keys would take too long.
     """
     for key in keys:
         kind = type(key)
         if kind in _UNIQUE or (kind is int and -_MODULUS < key < _MODULUS):
             continue
         code = hash(key)
-        if (earlier := alike.setdefault(code, key)) is key:
+        if (earlier := by_hash.setdefault(code, key)) is key:
             continue
-        if type(earlier) is not _Alike:
-            earlier = alike[code] = _Alike(earlier)
+        if type(earlier) is not _SameHash:
+            earlier = by_hash[code] = _SameHash(earlier)
         earlier.add(key)
 
 
@@ -114,8 +117,8 @@ def _profile(key: Any) -> _Profile:
         parts = [_profile(each) for each in key]
         patterns = frozenset(part.pattern for part in parts)
         joined = _joined(parts, (kind, patterns), is_mixed=len(patterns) > 1)
-        alike = max(Counter(map(hash, key)).values(), default=1)
-        return joined._replace(depth=joined.depth + 1, spread=max(joined.spread, alike))
+        largest = max(Counter(map(hash, key)).values(), default=1)
+        return joined._replace(depth=joined.depth + 1, spread=max(joined.spread, largest))
     if kind is dt.datetime or kind is dt.time:
         return _Profile((kind, key.tzinfo is None), is_slow=key.tzinfo is not None, is_mixed=key.tzinfo is not None)
     numbers = (key.numerator, key.denominator) if kind is Fraction else (key,)

@@ -1,4 +1,4 @@
-"""The supported kinds of object, and how each is split into fields and joined again."""
+"""The supported kinds of objects, with the functions that split each into fields and join the fields."""
 
 from __future__ import annotations
 
@@ -46,19 +46,21 @@ __all__ = [
     "dtype_text",
 ]
 
-#: Elements of one array on the wire. msgpack reserves 8 bytes for each that a header claims, for up to 1024 nested
-#: headers: 256 MiB of address space at worst, and nothing is written to it.
+#: Maximum number of elements of one array on the wire. msgpack reserves 8 bytes per element that a header announces,
+#: for
+#: up to 1024 nested headers: at worst 256 MiB of address space, to which it does not write.
 PIECE = 1 << 15
-#: The same for a dict or a set, whose keys are hashed and compared: it takes a tenth of a millisecond.
+#: Maximum number of keys in one dict, or elements in one set, on the wire. Hashing and comparing them takes 0.1 ms.
 HASHED_PIECE = 1 << 8
 #: The longest value that a msgpack header can announce.
 MAX_BIN = (1 << 32) - 1
-#: Bits of the integers in a Fraction or a range, which divide them by each other: in one step, in quadratic time.
+#: Maximum number of bits of the integers in a Fraction or a range. These divide the integers by each other, in
+#: quadratic time and without a pause.
 _MAX_DIVISOR = 1 << 13
-#: The highest number of dimensions that any NumPy has.
+#: Maximum number of dimensions in any NumPy version.
 _MAX_NDIM = 64
 
-#: Types that msgpack supports itself; exact types only.
+#: Types that msgpack supports; exact types only.
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 LIST, TUPLE, SET, FROZENSET, ARRAY, SCALAR, BIG_INT, PICKLE = 1, 2, 3, 4, 5, 6, 7, 8
@@ -69,24 +71,24 @@ SEQUENCES: Mapping[int, Callable[[Iterable[Any]], Any]] = {
     FROZENSET: frozenset,
 }
 SEQUENCE_CODES: Mapping[Any, int] = {kind: code for code, kind in SEQUENCES.items()}
-#: A dict with more than `HASHED_PIECE` keys; a shorter one is msgpack's own.
+#: A dict with more than `HASHED_PIECE` keys. A shorter dict is a msgpack map.
 DICT = 9
 #: An array of a library with an adapter: library, dtype, shape, bytes.
 FOREIGN_ARRAY = 25
 #: An OrderedDict: its items, as a dict.
 ORDERED = 26
-#: Tag of a piece of a long container: its elements, or one dict.
+#: Tag of a piece of a long container. The piece has some elements, or one dict.
 PIECE_CODE = 63
-#: Added to the code of a long container: it holds pieces.
+#: Added to the code of a long container, which consists of pieces.
 IN_PIECES = 64
 
-#: The spellings of `dtype.str` without pointers or fields: bool, integers, floats, complex, text, bytes, times.
+#: The values of `dtype.str` of dtypes without pointers or fields: bool, integers, floats, complex, text, bytes, times.
 _DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8\[\w+\])")
 _ML_DTYPE = re.compile(r"ml_dtypes\.(bfloat16|b?complex32|u?int[124]|float[468]_\w+)")
 
 
 class RecordType(NamedTuple):
-    """A kind that is sent as a few fields, each of a given type."""
+    """A kind of object that is sent as a few fields, each of a given type."""
 
     code: int
     fields: tuple[type, ...]
@@ -95,7 +97,7 @@ class RecordType(NamedTuple):
 
 
 class RefusedError(Exception):
-    """Something in the object cannot be sent; `path` is completed from the inside out while the error propagates."""
+    """Raised when a part of an object cannot be sent. Callers add to `path` while the error propagates."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -113,13 +115,13 @@ def _join_timezone(offset: dt.timedelta, name: str | None) -> dt.timezone:
 
 def _split_zone(zone: zoneinfo.ZoneInfo) -> tuple[str]:
     if zone.key is None:
-        raise RefusedError("a ZoneInfo without a key, which the receiver could not look up")
+        raise RefusedError("a ZoneInfo without a key cannot be sent; use ZoneInfo(key)")
     return (zone.key,)
 
 
 def _divisible(*numbers: int) -> tuple[int, ...]:
     if max(number.bit_length() for number in numbers) > _MAX_DIVISOR:
-        raise RefusedError(f"an integer of over {_MAX_DIVISOR} bits in a range or Fraction, which divide it")
+        raise RefusedError(f"a range or Fraction has an integer of over {_MAX_DIVISOR} bits, which is not supported")
     return numbers
 
 
@@ -201,7 +203,9 @@ def _parse_dtype(text: str) -> np.dtype[Any]:
         try:
             import ml_dtypes
         except ImportError:
-            raise SerializationError(f"an array of {text}: pip install 'aiocoll[dtypes]' to receive it") from None
+            raise SerializationError(
+                f"received an array of {text}; to receive it, pip install 'aiocoll[dtypes]'"
+            ) from None
         parsed: np.dtype[Any] = np.dtype(getattr(ml_dtypes, match[1]))
     elif _DTYPE.fullmatch(text):
         parsed = np.dtype(text)

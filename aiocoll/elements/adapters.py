@@ -1,4 +1,4 @@
-"""Adapters of array libraries: the interface, the registry, and the adapter of an object."""
+"""Adapters of array libraries: the interface, the registry, and the lookup by object."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = [
 
 #: Version of the interface `ArrayAdapter`.
 ADAPTER_VERSION: Final = 1
-#: Types whose adapter is remembered; a program may make types without end.
-_KNOWN: Final = 1024
-#: Adapters by type, of types without one, too.
+#: Number of types in the cache `_by_type`. It is bounded because a program may create types without limit.
+_CACHED_TYPES: Final = 1024
+#: The adapter of each type seen so far; None for a type without an adapter.
 _by_type: dict[type, ArrayAdapter | None] = {}
 #: Modules for which no entry point is searched.
-_HOST: Final = sys.stdlib_module_names | {"numpy", "scipy"}
+_WITHOUT_ENTRY_POINTS: Final = sys.stdlib_module_names | {"numpy", "scipy"}
 
 
 class ArrayAdapter:
-    """The arrays of one library, or of one protocol, as flat views, and new ones like them.
+    """The adapter of one array library or array protocol: makes flat views of its arrays, and new arrays like them.
 
-    Each method has an implementation for arrays that do not support it; a subclass overrides `view`, and the methods of
-    what its library can do.
+    Each method has a default implementation for arrays without that feature. A subclass overrides `view`, and the
+    methods for the features of its library.
 
     Attributes:
         library: the top-level module that it is registered for; "" for a protocol.
-        noun: its arrays in error messages, such as "a torch tensor"; "" for a protocol.
+        noun: name of its arrays in error messages, such as "a torch tensor"; "" for a protocol.
         label: the kind of device in error messages; "" for arrays on the host, or on a device that is not supported.
     """
 
@@ -52,7 +52,7 @@ class ArrayAdapter:
     label = ""
 
     def owns(self, kind: type) -> bool:
-        """Return whether objects of a type from the library are arrays that this adapter can view."""
+        """Return whether this adapter can view objects of `kind`, a type of the library."""
         return True
 
     def view(self, array: Any, name: str, writable: bool) -> Buffer:
@@ -64,28 +64,28 @@ class ArrayAdapter:
             writable: whether the operation writes to it.
 
         Raises:
-            TypeError: it cannot be exchanged.
-            ValueError: it cannot be written to, but the operation does.
+            TypeError: the array cannot be exchanged.
+            ValueError: the array is read-only, but the operation writes to it.
         """
         raise NotImplementedError
 
     def empty_like(self, array: Any) -> Any:
-        """Return a new contiguous array on the device of `array`, of its shape and dtype.
+        """Return a new contiguous array with the device, shape and dtype of `array`.
 
         Raises:
-            TypeError: the library cannot be asked for one.
+            TypeError: the adapter cannot allocate arrays.
         """
         raise cannot_allocate(array)
 
     def overwrite(self, array: Any, values: Any) -> None:
-        """Copy `values`, made by `empty_like` for the device array `array`, to it, on the current stream."""
+        """Copy `values` to the device array `array` on the current stream; `empty_like(array)` made `values`."""
         raise NotImplementedError
 
     def spare(self, buffer: Buffer) -> Buffer:
         """Return a buffer of new device memory to use instead of `buffer`; its `writeback` copies it to `buffer`.
 
         Raises:
-            TypeError: the library cannot be asked for memory.
+            TypeError: the adapter cannot allocate memory.
         """
         raise cannot_allocate(buffer.result)
 
@@ -94,7 +94,7 @@ class ArrayAdapter:
         return False
 
     def sparse_array(self, array: Any, name: str) -> SparseArray:
-        """Describe a sparse array, in constant time.
+        """Return the description of a sparse array, in constant time.
 
         Raises:
             TypeError: its format or dtype is not supported.
@@ -102,14 +102,14 @@ class ArrayAdapter:
         raise NotImplementedError
 
     def fresh_sparse(self, array: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
-        """Return a sparse array without entries, of the format and dtype of `array`."""
+        """Return a sparse array without entries, with the format and dtype of `array`."""
         raise NotImplementedError
 
     def pack(self, array: Any) -> tuple[str, list[int], int] | None:
-        """Return dtype, shape and number of bytes of an array in a sent object; None if it cannot be in one.
+        """Return dtype, shape and number of bytes of an array inside a sent object; None if it is not supported there.
 
         Raises:
-            RefusedError: it would not arrive as it is.
+            RefusedError: the receiver would get a different array.
         """
         return None
 
@@ -118,10 +118,10 @@ class ArrayAdapter:
         raise NotImplementedError
 
     def unpack(self, dtype: str, shape: list[Any], data: bytes) -> Any:
-        """Return a new array of received values, none of which has been checked.
+        """Return a new array made from received arguments. The caller has not checked them.
 
         Raises:
-            SerializationError: they are not those of an array, or the library is not loaded.
+            SerializationError: the arguments do not describe an array, or the library is not loaded.
         """
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class _Adapters(Registry[ArrayAdapter]):
     """The registry of adapters.
 
     Attributes:
-        attributes: the names that are those of protocol attributes.
+        attributes: the registered names that are protocol attributes, such as "__my_interface__".
     """
 
     def __init__(self) -> None:
@@ -138,12 +138,12 @@ class _Adapters(Registry[ArrayAdapter]):
         self.attributes: tuple[str, ...] = ()
 
     def register(self, name: str, target: ArrayAdapter | str, *, version: int) -> None:
-        """Register an adapter; types that are known already get it, too."""
+        """Register an adapter, also for types that the cache has already seen."""
         super().register(name, target, version=version)
         self._forget_types()
 
     def unregister(self, name: str) -> None:
-        """Forget an adapter, also for types that are known already."""
+        """Remove an adapter, also for types that the cache has already seen."""
         super().unregister(name)
         self._forget_types()
 
@@ -152,27 +152,27 @@ class _Adapters(Registry[ArrayAdapter]):
         _by_type.clear()
 
 
-#: Adapters by what their arrays are recognized by: the top-level module of the type, such as "mylib"; the name of a
-#: protocol attribute, such as "__my_interface__"; or a DLPack device type, such as "dlpack:2".
+#: The registered adapters. A name is the top-level module of an array type, such as "mylib"; a protocol attribute, such
+#: as "__my_interface__"; or a DLPack device type, such as "dlpack:2".
 adapters: Final = _Adapters()
 
 
 def cannot_allocate(array: Any) -> TypeError:
-    """Return the error of an array on a device whose library is not known."""
+    """Return the error for an array that has no adapter that can allocate memory."""
     return TypeError(
         f"cannot allocate an array like a {type(array).__name__}: pass outputs that share no memory with inputs"
     )
 
 
 def adapter_of_type(kind: type) -> ArrayAdapter | None:
-    """Return the adapter of a type, or of one it is derived from; None if no library is registered for it.
+    """Return the adapter of a type or of one of its base classes; None if no library is registered for it.
 
     Cost: one lookup in a dict, except for the first object of a type.
     """
     try:
         return _by_type[kind]
     except KeyError:
-        if len(_by_type) >= _KNOWN:
+        if len(_by_type) >= _CACHED_TYPES:
             _by_type.clear()
         found = _by_type[kind] = _find_adapter(kind, adapters.names())
         return found
@@ -192,16 +192,16 @@ def adapter_of_attribute(obj: Any) -> ArrayAdapter | None:
 
 
 def provided_adapter_of(obj: Any) -> ArrayAdapter | None:
-    """Return the adapter of an object that another distribution provides by an entry point.
+    """Return the adapter of an object from an entry point of another distribution; None if there is none.
 
     Cost: 20 ms for the first object of each module.
     """
-    tops = {top for base in type(obj).__mro__ if (top := _top_module(base)) not in _HOST}
+    tops = {top for base in type(obj).__mro__ if (top := _top_module(base)) not in _WITHOUT_ENTRY_POINTS}
     return _find_adapter(type(obj), [top for top in tops if top in adapters])
 
 
 def dlpack_adapter(kind: int) -> ArrayAdapter | None:
-    """Return the adapter of memory of a DLPack device type; None if none is registered for it."""
+    """Return the adapter of a DLPack device type; None if none is registered for it."""
     name = f"dlpack:{kind}"
     return adapters.get(name) if name in adapters.names() else None
 

@@ -1,4 +1,4 @@
-"""New memory like that of a buffer, and the check that buffers are all on the host, or all on one device."""
+"""New memory like an existing buffer, and the check that two buffers are on the same device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["empty_like", "overwrite", "same_place", "spare"]
 
 
 def empty_like(buffer: Buffer) -> Any:
-    """Return a new array of the shape, dtype and device of `buffer`, made by NumPy or the library of its array.
+    """Return a new array with the shape, dtype and device of `buffer`, made by NumPy or by the library of its array.
 
     Raises:
-        TypeError: it is on a device, and its library is not known.
+        TypeError: `buffer` is on a device, and its library has no adapter.
     """
     if not isinstance(buffer.array, DeviceArray):
         return np.empty(buffer.shape, array_dtype(buffer.dtype))
@@ -26,7 +26,7 @@ def empty_like(buffer: Buffer) -> Any:
 
 
 def overwrite(obj: Any, values: Any) -> Any:
-    """Copy `values`, which `empty_like` made for `obj`, to it; return it, or a new array if it is immutable."""
+    """Copy `values`, an array made by `empty_like`, to `obj`; return `obj`, or a new array if `obj` is immutable."""
     buffer = view(obj)
     if isinstance(buffer.array, DeviceArray):
         _adapter(obj).overwrite(obj, values)
@@ -36,10 +36,10 @@ def overwrite(obj: Any, values: Any) -> Any:
 
 
 def spare(buffer: Buffer) -> Buffer:
-    """Return a buffer of new memory to use instead of `buffer`; at the end it is copied to `buffer`.
+    """Return a buffer of new memory to use instead of `buffer`; its `writeback` copies it to `buffer`.
 
     Raises:
-        TypeError: it is on a device, and its library is not known.
+        TypeError: `buffer` is on a device, and its library has no adapter.
     """
     if isinstance(buffer.array, DeviceArray):
         return _adapter(buffer.result).spare(buffer)
@@ -55,24 +55,24 @@ def spare(buffer: Buffer) -> Buffer:
 
 
 def same_place(a: Buffer, a_name: str, b: Buffer, b_name: str, rank: int | None = None) -> None:
-    """Raise unless two arrays of a call are both on the host, or both on the same device.
+    """Check that two arrays of a call are both on the host, or both on the same device.
 
     Args:
         a: one array.
         a_name: its name in error messages.
         b: the other array.
         b_name: its name in error messages.
-        rank: index of `a` in the list `a_name`; None if it is in no list.
+        rank: index of `a` in the list `a_name`; None if `a` is not from a list.
 
     Raises:
-        TypeError: they are not.
+        TypeError: they are in different places.
     """
     x, y = a.array, b.array
-    is_apart: bool = isinstance(x, DeviceArray) or isinstance(y, DeviceArray)
+    differs: bool = isinstance(x, DeviceArray) or isinstance(y, DeviceArray)
     if isinstance(x, DeviceArray) and isinstance(y, DeviceArray) and x.kind == y.kind:
         # A device that is not known yet may be any device.
-        is_apart = x.device != y.device and UNKNOWN not in (x.device, y.device)
-    if is_apart:
+        differs = x.device != y.device and UNKNOWN not in (x.device, y.device)
+    if differs:
         name = a_name if rank is None else f"{a_name}[{rank}]"
         raise TypeError(
             f"{name} is {place_of(x)}, {b_name} is {place_of(y)}: all arrays of a call must be on one device"

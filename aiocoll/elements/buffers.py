@@ -1,7 +1,7 @@
-"""Any array -> a flat view: NumPy's and those of host protocols here, others by the adapter of their library.
+"""Flat views of arrays: NumPy arrays and host protocols directly, other arrays by the adapter of their library.
 
-Memory is shared with the caller wherever it is C-contiguous. Otherwise the buffer is a staging copy, and
-`Buffer.finish` copies the result back. Memory of a device is a `DeviceArray`: only its address is used.
+A buffer shares the caller's memory if that memory is C-contiguous. Otherwise the buffer is a staging copy, and
+`Buffer.finish` copies the result back. Device memory is a `DeviceArray`: only its address is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aiocoll.elements.adapters import (
 )
 from aiocoll.elements.device import DeviceArray
 from aiocoll.elements.dtypes import DType, by_name, of_numpy
-from aiocoll.elements.strides import check_apart
+from aiocoll.elements.strides import check_disjoint
 
 __all__ = [
     "Buffer",
@@ -37,18 +37,18 @@ __all__ = [
     "view",
 ]
 
-# DLPack's device types whose memory the CPU can read and write: plain, and pinned for a device.
+# DLPack device types whose memory the CPU can read and write: host memory (1), and memory pinned for a device (3).
 _DLPACK_HOST = (1, 3)
-# Up to so many arrays, comparing all pairs is faster than sorting.
+# Up to this number of arrays, comparing all pairs is faster than sorting.
 _FEW = 4
-# bool is an int to isinstance, so it comes first.
+# bool comes first: it is a subclass of int.
 _PYTHON_NUMBERS = (
     (bool, by_name("bool")),
     (int, by_name("int64")),
     (float, by_name("float64")),
     (complex, by_name("complex128")),
 )
-# Made once: making a union of types takes longer than isinstance with it.
+# Tuples made once: a union of types in the call takes longer to make than `isinstance` takes.
 _NUMBERS = (bool, int, float, complex, np.generic)
 _NO_ARRAYS = (str, list, tuple, dict, set)
 
@@ -57,15 +57,15 @@ class Buffer:
     """A flat, contiguous array to send from or receive into.
 
     Attributes:
-        array: 1-D ndarray of ``dtype.storage``, ``dtype.unit`` of them for each element: the caller's memory, or a
-            staging copy of it. For memory on a device a `DeviceArray` (typed as an ndarray), whose `back` is the
-            `writeback`.
+        array: the caller's memory, or a staging copy of it: a 1-D ndarray of dtype ``dtype.storage``, with
+            ``dtype.unit`` items for each element. Device memory is a `DeviceArray` (typed as an ndarray), whose `back`
+            is the `writeback`.
         dtype: element type.
-        shape: of the caller's object.
+        shape: shape of the caller's object.
         count: number of elements.
         nbytes: number of bytes.
-        result: the result of the operation if there is no `writeback`: the caller's object.
-        writeback: copies a staging copy back and returns the result; None where memory is shared.
+        result: the caller's object, which is the operation's result if there is no `writeback`.
+        writeback: copies a staging copy back and returns the result; None if the memory is shared.
     """
 
     __slots__ = ("array", "count", "dtype", "nbytes", "result", "shape", "writeback")
@@ -102,10 +102,10 @@ def view(obj: Any, *, name: str = "tensor", writable: bool = True) -> Buffer:
         writable: whether the operation writes to it.
 
     Raises:
-        TypeError: not an array, or of a dtype that cannot be exchanged.
-        ValueError: read-only, or its elements share memory, but the operation writes to it.
+        TypeError: it is not an array, or its dtype cannot be exchanged.
+        ValueError: the operation writes to it, but it is read-only or its elements share memory.
     """
-    # carray: contiguous, aligned and writeable.
+    # The flag `carray` means contiguous, aligned and writeable.
     if type(obj) is np.ndarray and obj.flags.carray:
         return share(obj, obj, name)
     if isinstance(obj, np.ndarray):
@@ -125,7 +125,7 @@ def operand(obj: Any, *, writable: bool) -> Buffer:
 
 
 def _of_protocol(obj: Any, name: str, writable: bool) -> Buffer:
-    """View an object of which no library is registered for its type."""
+    """View an object whose type has no registered library."""
     if obj is None or isinstance(obj, _NO_ARRAYS) or is_scalar(obj):
         raise _not_an_array(obj, name)
     adapter = adapter_of_attribute(obj)
@@ -143,18 +143,18 @@ def _of_protocol(obj: Any, name: str, writable: bool) -> Buffer:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether `value` is a number that `scalar` accepts."""
+    """Return whether `value` is a number that `scalar` accepts."""
     return isinstance(value, _NUMBERS)
 
 
 def scalar(value: Any) -> Buffer:
     """Return a one-element buffer (shape ``()``) of a number; the result is a number of the same type.
 
-    A Python float is sent as float64, int as int64, bool as bool, complex as complex128; NumPy scalars as they are.
+    A Python float is sent as float64, int as int64, bool as bool, complex as complex128. NumPy scalars keep their type.
 
     Raises:
-        TypeError: not a number.
-        OverflowError: an int that does not fit in 64 bits.
+        TypeError: `value` is not a number.
+        OverflowError: `value` is an int that does not fit in 64 bits.
     """
     if isinstance(value, np.generic):
         given = np.array(value)
@@ -173,7 +173,7 @@ def scalar(value: Any) -> Buffer:
 
 
 def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
-    """Whether two flat arrays share any memory."""
+    """Return whether two flat arrays share any memory."""
     try:
         return np.may_share_memory(a, b)  # compares bounds, which is exact for contiguous arrays
     except TypeError:  # one is on a device; checked only here, so that it costs other calls nothing
@@ -181,10 +181,12 @@ def overlaps(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
 
 
 def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] = ()) -> tuple[int, int] | None:
-    """Find two flat arrays that share memory, at least one of them written to.
+    """Find two flat arrays that share memory and of which at least one is written to.
 
     Returns:
-        The positions of both in ``[*written, *read]``, ascending; None if there are none. Time: n log n.
+        The positions of both in ``[*written, *read]``, ascending; None if no such arrays exist.
+
+    Cost: n log n time for n arrays.
     """
     arrays = [*written, *read]
     if len(arrays) <= _FEW:
@@ -194,7 +196,7 @@ def clash(written: Sequence[npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]] 
                     return first, second
         return None
     spans = sorted((_address(array), array.nbytes, index) for index, array in enumerate(arrays) if array.nbytes)
-    # The array with the highest end so far, and the written one with the highest end.
+    # The highest end of all arrays so far, and the highest end of the written arrays, each with the array's index.
     any_end, any_index, written_end, written_index = 0, -1, 0, -1
     for start, nbytes, index in spans:
         end, is_written = start + nbytes, index < len(written)
@@ -215,12 +217,12 @@ def _address(array: Any) -> int:
 
 
 def byte_view(array: npt.NDArray[Any]) -> memoryview:
-    """Return the bytes of a flat array as a memoryview of format ``"B"``, also when it is empty."""
+    """Return the bytes of a flat array as a memoryview of format ``"B"``. The array may be empty."""
     return array.view(np.uint8).data
 
 
 def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
-    """View a contiguous, aligned array; nearly every call comes through here, so it does little."""
+    """Return a view of a contiguous, aligned array. Nearly every call uses this function, so it must be fast."""
     try:
         dtype = of_numpy(array.dtype)
     except TypeError as exc:
@@ -236,8 +238,8 @@ def share(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
 
 
 def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> Buffer:
-    """View an array of any layout on the memory of the caller's object `obj`."""
-    masked = sys.modules.get("numpy.ma")  # NumPy loads it on first use
+    """Return a view of `array`, which may have any layout and uses the memory of the caller's object `obj`."""
+    masked = sys.modules.get("numpy.ma")  # NumPy loads this module on first use
     if masked is not None and isinstance(array, masked.MaskedArray):
         raise TypeError(f"{name} is a masked array; pass {name}.filled(...) or its .data")
     array = np.asarray(array)
@@ -247,7 +249,7 @@ def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> B
         return share(array, obj, name)
     buffer = share(array.copy(order="C"), obj, name)
     if writable:
-        check_apart(array.strides, array.shape, array.itemsize, name, f"{name}.copy()")
+        check_disjoint(array.strides, array.shape, array.itemsize, name, f"{name}.copy()")
         staged = buffer.array
 
         def writeback() -> Any:
@@ -259,7 +261,7 @@ def _of_numpy(array: npt.NDArray[Any], obj: Any, name: str, writable: bool) -> B
 
 
 def _replace(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
-    """Stage an immutable array of an array-API library; the result is a new one from the same library."""
+    """Stage an immutable array of an array-API library; the result is a new array of the same library."""
     if isinstance(obj, np.ndarray) or not hasattr(obj, "__array_namespace__"):
         raise ValueError(f"{name} is read-only, but the result is written to it; pass a writable copy")
     fresh = array.copy(order="C")
@@ -269,7 +271,7 @@ def _replace(array: npt.NDArray[Any], obj: Any, name: str) -> Buffer:
 
 
 def _import_array(obj: Any, name: str) -> npt.NDArray[Any] | None:
-    """Return an ndarray on the memory of a foreign object; None if it has no protocol for that."""
+    """Return an ndarray that shares the memory of a foreign object; None if the object supports no protocol for it."""
     try:
         memory = memoryview(obj)
     except (TypeError, BufferError):
@@ -278,7 +280,7 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any] | None:
         try:
             return np.asarray(memory)
         except (TypeError, ValueError, NotImplementedError) as exc:
-            raise TypeError(f"{name}: elements of format {memory.format!r} are not supported") from exc
+            raise TypeError(f"{name}: elements of buffer format {memory.format!r} are not supported") from exc
     if hasattr(obj, "__array_interface__"):
         return np.asarray(obj)
     if (device := dlpack_kind(obj)) is not None:
@@ -295,9 +297,9 @@ def _import_array(obj: Any, name: str) -> npt.NDArray[Any] | None:
 
 
 def _converted(obj: Any, name: str) -> npt.NDArray[Any]:
-    """Let an array convert itself: the only way by which NumPy gets arrays of ml_dtypes' dtypes, such as bfloat16.
+    """Convert an array by its `__array__` method, the only way for dtypes of ml_dtypes, such as bfloat16.
 
-    It may be a copy, so it is read-only.
+    The returned array is read-only, because it may be a copy.
     """
     try:
         array: npt.NDArray[Any] = np.asarray(obj).view()
@@ -311,15 +313,15 @@ def _not_an_array(obj: Any, name: str) -> TypeError:
     scipy = sys.modules.get("scipy.sparse")
     if scipy is not None and scipy.issparse(obj):
         return TypeError(
-            f"{name} must be a dense array, not a {type(obj).__name__}: sparse ones are for allreduce, reduce, "
-            "broadcast, allgather and gather, and for send and recv outside of a batch"
+            f"{name} must be a dense array, not a {type(obj).__name__}: only allreduce, reduce, broadcast, allgather "
+            "and gather accept sparse arrays, and send and recv outside of a batch"
         )
     hint = f"; pass {name}.to_numpy()" if hasattr(obj, "to_numpy") else ""
     return TypeError(f"{name} must be {_accepted()}, not {type(obj).__name__}{hint}")
 
 
 def _accepted() -> str:
-    """Return the arrays that calls take, in words."""
+    """Return a phrase that lists the kinds of arrays that calls accept."""
     names = adapters.names()
     arrays = ["a NumPy array", *(noun for name in names if (noun := adapters.get(name).noun))]
     protocols = ["the buffer protocol", "__array_interface__", *adapters.attributes]
@@ -327,6 +329,6 @@ def _accepted() -> str:
 
 
 def _device_labels() -> list[str]:
-    """Return the kinds of device whose memory is taken by DLPack, as error messages name them."""
+    """Return the labels of the device kinds whose memory is accepted by DLPack."""
     found = [adapters.get(name) for name in adapters.names() if name.startswith("dlpack:")]
     return [adapter.label for adapter in found if adapter.label]

@@ -1,4 +1,4 @@
-"""Flat memory of a device, as plain integers."""
+"""Flat views of device memory, which hold its address as a plain integer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from aiocoll.elements.dtypes import DType
 
 __all__ = ["UNKNOWN", "DeviceArray", "PutBack", "place_of"]
 
-#: The device of an array whose library does not tell it; the backend of the device finds it by the address.
+#: Device number of an array whose library does not report it. The device backend finds the number by the address.
 UNKNOWN = -1
 
 
 class PutBack:
-    """Copies a contiguous copy back to the caller's elements, once.
+    """A function that copies a contiguous staging copy back to the caller's elements, once.
 
     Args:
-        copy: enqueues the copy on the stream it is given.
+        copy: enqueues the copy on the stream that it gets as its argument.
         stream: the caller's stream.
         result: the caller's object.
     """
@@ -30,7 +30,7 @@ class PutBack:
         self._result = result
 
     def on(self, stream: int) -> None:
-        """Enqueue the copy on `stream`, from any thread; does nothing the second time."""
+        """Enqueue the copy on `stream`, from any thread; do nothing the second time."""
         copy, self._copy = self._copy, None
         if copy is not None:
             copy(stream)
@@ -42,20 +42,20 @@ class PutBack:
 
 
 class DeviceArray:
-    """Contiguous elements on a device; each kind of device has a subclass, which sets `kind` and `label`.
+    """Contiguous elements on a device. Each kind of device has a subclass, which sets `kind` and `label`.
 
     Attributes:
-        kind: of the device, as programs name it, such as "cpu".
-        label: the kind in error messages.
+        kind: the kind of device, as programs name it, such as "cpu".
+        label: the kind of device in error messages.
         ptr: address; 0 if there are no elements.
         size: number of elements.
         nbytes: number of bytes.
-        dtype: of the elements.
-        device: ordinal, or `UNKNOWN`.
-        stream: the caller's current stream of that device at the call; the elements are valid after the work on it. 0
-            and 1 are the default stream, 2 is that of the caller's thread.
-        keep: object that must live until the device is done with the memory.
-        back: copies the elements back to the caller's after the call; None where these are the caller's.
+        dtype: element type.
+        device: number of the device, or `UNKNOWN`.
+        stream: the caller's current stream on the device at the time of the call. The elements are valid after the work
+            on it. 0 and 1 mean the default stream, 2 means the default stream of the caller's thread.
+        keep: an object that must live until the device no longer uses the memory.
+        back: copies the elements back to the caller's array after the call; None if they are the caller's elements.
     """
 
     __slots__ = ("back", "device", "dtype", "keep", "nbytes", "ptr", "size", "stream")
@@ -66,7 +66,7 @@ class DeviceArray:
     def __init__(
         self, ptr: int, size: int, dtype: DType, device: int, stream: int, keep: Any, back: PutBack | None = None
     ) -> None:
-        self.ptr = ptr if size else 0  # the pointers of CuPy's empty slices are arbitrary
+        self.ptr = ptr if size else 0  # CuPy gives empty slices arbitrary pointers
         self.size = size
         self.nbytes = size * dtype.itemsize
         self.dtype = dtype
@@ -79,7 +79,7 @@ class DeviceArray:
         return self.size
 
     def __getitem__(self, part: slice) -> DeviceArray:
-        """Return consecutive elements, which share the memory."""
+        """Return a slice of consecutive elements that shares the memory."""
         start, stop, step = part.indices(self.size)
         if step != 1:
             raise ValueError("a slice of a device array must have step 1")
@@ -88,21 +88,21 @@ class DeviceArray:
         return type(self)(ptr, size, self.dtype, self.device, self.stream, self.keep, self.back)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse NumPy's implicit conversion: the memory cannot be read from the host."""
+        """Raise TypeError in place of NumPy's implicit conversion: the host cannot read the memory."""
         raise TypeError(f"the memory of a {self.label} device cannot be read as a NumPy array")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size} of {self.dtype.name} at {self.ptr:#x} of device {self.device})"
 
     def overlaps(self, other: Any) -> bool:
-        """Whether any memory is shared with `other`, an array of any kind."""
+        """Return whether any memory is shared with `other`, an array of any kind."""
         if not isinstance(other, DeviceArray) or not self.size or not other.size:
-            return False  # device addresses are not used by host memory
+            return False  # host memory never has the address of device memory
         return self.ptr < other.ptr + other.nbytes and other.ptr < self.ptr + self.nbytes
 
 
 def place_of(array: Any) -> str:
-    """Return the place of a flat array in words, for messages."""
+    """Return a phrase for error messages with the place of a flat array, such as "on the host"."""
     if not isinstance(array, DeviceArray):
         return "on the host"
     return f"on a {array.label} device" if array.device == UNKNOWN else f"on {array.label} device {array.device}"

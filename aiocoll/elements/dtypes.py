@@ -1,9 +1,8 @@
-"""The element types on the wire, and exact conversions between the narrow ones and float32.
+"""Element types on the wire, and exact conversions between narrow floats and float32.
 
-A `DType` names an element type on the wire and says how it is stored in the flat NumPy arrays the rest of the library
-works on. bfloat16, the float8 types and integers of 4 and 2 bits, which NumPy does not have, are stored as unsigned
-integers of their width, or of 8 bits; nothing here needs `ml_dtypes`, whose arrays are recognised by the name of their
-dtype.
+A `DType` names an element type on the wire and defines its storage: the dtype of the flat NumPy arrays that hold it.
+NumPy has no bfloat16, float8 types, or integers of 4 and 2 bits. bfloat16 is stored as uint16, the others as uint8.
+This module does not need `ml_dtypes`: it recognizes the arrays of that library by the name of their dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Convert = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 
 
 class _Number(DType):
-    """A type of numbers, which all processes have."""
+    """A number type, which is defined in every process."""
 
     __slots__ = ()
 
@@ -36,10 +35,14 @@ class _Number(DType):
 
 
 class _Float8(NamedTuple):
-    """The layout of a float8 type: a sign bit, then exponent and `mantissa` bits.
+    """The layout of a float8 type: a sign bit, then exponent and mantissa.
 
-    `overflow` is the code that follows that of the largest finite value: infinity, or NaN.
-    In the `unsigned_zero` types the code of -0 is the only NaN.
+    Attributes:
+        mantissa: number of mantissa bits.
+        bias: exponent bias.
+        overflow: the code after the code of the largest finite value. It means infinity or NaN.
+        nan: the code of NaN.
+        unsigned_zero: there is no -0. Its code is the only NaN.
     """
 
     mantissa: int
@@ -49,7 +52,7 @@ class _Float8(NamedTuple):
     unsigned_zero: bool
 
     def magnitudes(self) -> npt.NDArray[np.float64]:
-        """Values of the codes 0 to `overflow`, the last one as if it were finite; ascending, as codes are."""
+        """Return the values of the codes 0 to `overflow`, in ascending order, the last one as if it were finite."""
         codes = np.arange(self.overflow + 1)
         exponent, mantissa = codes >> self.mantissa, codes & ((1 << self.mantissa) - 1)
         hidden = np.where(exponent > 0, 1 << self.mantissa, 0)
@@ -68,7 +71,7 @@ _FLOAT8: Mapping[str, _Float8] = MappingProxyType(
 )
 
 
-#: Integers of fewer than 8 bits, each in a byte.
+#: Integers of fewer than 8 bits, each stored in a byte.
 _NARROW = ("int4", "uint4", "int2", "uint2")
 
 
@@ -97,10 +100,10 @@ _NATIVE: Mapping[np.dtype[Any], DType] = MappingProxyType({d.storage: d for d in
 
 
 def of_numpy(dtype: np.dtype[Any]) -> DType:
-    """Return the type of arrays whose dtype is `dtype` (of NumPy or ml_dtypes).
+    """Return the element type of arrays with a dtype of NumPy or ml_dtypes.
 
     Raises:
-        TypeError: such arrays cannot be exchanged.
+        TypeError: arrays of this dtype cannot be exchanged.
     """
     found = _NATIVE.get(dtype)
     if found is not None:
@@ -116,7 +119,11 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
 
 
 def by_name(name: str) -> DType:
-    """Return the type called `name`; TypeError when there is none, or it is a layout that this process does not use."""
+    """Return the type named `name`, a number type or a layout that this process uses.
+
+    Raises:
+        TypeError: there is no such type.
+    """
     found = _BY_NAME.get(name) or record_by_name(name)
     if found is None:
         raise TypeError(f"dtype {name!r} is not supported; use one of {', '.join(_BY_NAME)}")
@@ -124,7 +131,11 @@ def by_name(name: str) -> DType:
 
 
 def by_code(code: int) -> DType:
-    """Return the type with number `code` on the wire; ValueError when there is none, or `by_name` knows none."""
+    """Return the type with number `code` on the wire, a number type or a layout that this process uses.
+
+    Raises:
+        ValueError: there is no such type.
+    """
     if code & LAYOUT and (found := record_by_code(code)) is not None:
         return found
     if not 1 <= code <= len(_ALL):
@@ -133,10 +144,10 @@ def by_code(code: int) -> DType:
 
 
 def array_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the dtype of users' arrays of this type; that of ml_dtypes if NumPy has none.
+    """Return the dtype of the user's arrays of this type, from NumPy or, if NumPy has none, from ml_dtypes.
 
     Raises:
-        BackendUnavailableError: `dtype` needs ml_dtypes and that is not installed.
+        BackendUnavailableError: `dtype` needs ml_dtypes, which is not installed.
     """
     if isinstance(dtype, Record):
         return dtype.array
@@ -151,15 +162,18 @@ def array_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def to_float32(dtype: DType) -> Convert:
-    """Return ``up(src, out)``: convert flat `src` (storage of the half kind `dtype`) into float32 `out`, exactly."""
+    """Return a function ``up(src, out)`` that converts storage of `dtype`, a float of at most 16 bits, to float32.
+
+    Both arrays are flat. The conversion is exact.
+    """
     return _HALF[dtype.name][0]
 
 
 def from_float32(dtype: DType) -> Convert:
-    """Return ``down(src, out)``: round float32 `src` into flat `out` (storage of the half kind `dtype`).
+    """Return a function ``down(src, out)`` that rounds float32 to storage of `dtype`, a float of at most 16 bits.
 
-    To nearest, ties to even, as IEEE 754 and ml_dtypes do. Values above the largest become infinity, or NaN in the
-    float8 types without infinities; NumPy may warn. NaN stays NaN. `src` is not changed.
+    Both arrays are flat. It rounds to nearest, ties to even, as IEEE 754 and ml_dtypes do. Values above the largest
+    become infinity, or NaN in the float8 types without infinities; NumPy may warn. NaN stays NaN. `src` is not changed.
     """
     return _HALF[dtype.name][1]
 
@@ -183,11 +197,11 @@ def _bfloat16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     np.copyto(out, rounded, casting="unsafe")
     nan = np.isnan(src)
     if nan.any():
-        # Adding to a NaN's mantissa can carry into its sign and give zero, so NaNs are written separately.
+        # Rounding adds to the mantissa. In a NaN this can carry into the sign and give zero: write NaNs separately.
         out[nan] = (bits[nan] >> 16) & 0x8000 | 0x7FC0
 
 
-# --- float16: by table up, by integer arithmetic down ---
+# --- float16: a table converts it to float32, integer arithmetic converts it back ---
 
 
 @cache
@@ -195,7 +209,7 @@ def _float16_table() -> npt.NDArray[np.float32]:
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-# With fewer elements the call of `take` costs more than it gains over NumPy's cast.
+# With fewer elements NumPy's cast is faster than `take`.
 _FLOAT16_TABLE_FROM = 1024
 
 
@@ -203,13 +217,13 @@ def _float16_up(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     if len(src) < _FLOAT16_TABLE_FROM:
         np.copyto(out, src)
     else:
-        # Twice as fast as the cast. "wrap" is the fastest mode, and every index is in range.
+        # Twice as fast as the cast. "wrap" is the fastest mode; it changes nothing, since every index is in range.
         _float16_table().take(src.view(np.uint16), out=out, mode="wrap")
 
 
-# From here on values round to infinity.
+# The smallest value that rounds to infinity, as float32 bits.
 _FLOAT16_OVERFLOW = np.float32(65520).view(np.uint32)
-# With fewer elements the calls of the fifteen passes cost more than they gain over NumPy's cast.
+# With fewer elements NumPy's cast is faster than the fifteen NumPy calls below.
 _FLOAT16_PASSES_FROM = 12288
 
 
@@ -222,15 +236,15 @@ def _float16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     if size.max() >= _FLOAT16_OVERFLOW:  # infinities and NaNs too
         np.copyto(out, src, casting="same_kind")
         return
-    # Adding 2**13 times the power of two below |x| (at least 2**-14, where float16 goes subnormal) leaves no more
-    # bits after the point than float16 has, rounded as the processor rounds: the low bits of the sum are the mantissa.
+    # Let p be the power of two below |x|, at least 2**-14, below which float16 is subnormal. The sum |x| + 2**13 * p
+    # keeps as many mantissa bits of x as float16 has, rounded by the processor. Its low bits are the mantissa.
     step = np.bitwise_and(size, 0x7F800000)
     np.maximum(step, np.full_like(step, (127 - 14) << 23), out=step)  # NumPy's loop is slow with a scalar operand
     np.add(step, 13 << 23, step)
     np.add(size.view(np.float32), step.view(np.float32), size.view(np.float32))
     np.subtract(size, step, size)
     np.right_shift(step, 13, step)
-    np.add(size, step, size)  # exponent and mantissa, the exponent too large by 126: see the last line
+    np.add(size, step, size)  # exponent and mantissa; the exponent is too large by 126, which is subtracted below
     codes = out.view(np.uint16)
     np.copyto(codes, size, casting="unsafe")
     np.right_shift(bits, 16, step)
@@ -240,7 +254,7 @@ def _float16_down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     np.bitwise_or(codes, sign, codes)
 
 
-# --- float8: by tables both ways ---
+# --- float8: tables for both directions ---
 
 
 @cache
@@ -259,7 +273,7 @@ def _float8_up_table(name: str) -> npt.NDArray[np.float32]:
 
 @cache
 def _float8_down_table(name: str) -> npt.NDArray[np.uint8]:
-    """Codes of all float32 values whose lower 16 bits are zero."""
+    """Return the float8 codes of all float32 values whose lower 16 bits are zero."""
     layout = _FLOAT8[name]
     points = layout.magnitudes()
     values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
@@ -283,8 +297,8 @@ def _float8_up(name: str) -> Convert:
 
 def _float8_down(name: str) -> Convert:
     def down(src: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-        # Cut to the upper 16 bits, the last of them set if anything is lost. That bit lies below every midpoint
-        # between two float8 values, so that the cut value rounds to where the whole one does.
+        # Truncate to the upper 16 bits, and set the last of these if a truncated bit was set. That bit lies below every
+        # midpoint between two float8 values, so the truncated value rounds to the same float8 value.
         bits = src.view(np.uint32)
         lost = np.bitwise_and(bits, 0xFFFF)
         np.add(lost, 0xFFFF, lost)

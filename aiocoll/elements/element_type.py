@@ -1,4 +1,4 @@
-"""`DType`: an element type."""
+"""Element types: the class `DType`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Kind = Literal["bool", "int", "uint", "float", "half", "complex", "record", "pai
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type. There is one instance per type, so `is` and hashing by identity work.
+    """An element type. Each type has one instance, so `is` and hashing by identity work.
 
     Attributes:
-        name: NumPy's, or ml_dtypes' name, which is also torch's.
-        code: its number on the wire, 1 to 255, fixed forever; 0 is for operations without data. That of a layout has
-            the highest of 32 bits.
+        name: the name in NumPy, or in ml_dtypes and torch.
+        code: number on the wire, from 1 to 255; it never changes. 0 means an operation without data. The code of a
+            layout has the highest of 32 bits set.
         itemsize: bytes per element.
         storage: dtype of the flat arrays that hold it.
-        kind: the arithmetic that applies; ``"half"`` is every float of 16 bits or fewer: they accumulate in float32.
-            There is none for a ``"record"``; see `aiocoll.elements.records`.
+        kind: the arithmetic of the type. ``"half"`` is every float of at most 16 bits: these accumulate in float32. A
+            ``"record"`` has no arithmetic; see `aiocoll.elements.records`.
     """
 
     name: str
@@ -34,10 +34,10 @@ class DType:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it is an integer of fewer than 8 bits."""
+        """Return whether this is an integer type of fewer than 8 bits."""
         return self.kind in ("int", "uint") and self.name != self.storage.name
 
     @property
     def unit(self) -> int:
-        """How many elements of its storage an element takes."""
+        """Number of storage items per element."""
         return self.itemsize // self.storage.itemsize

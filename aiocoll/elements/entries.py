@@ -1,8 +1,7 @@
-"""Entries of sparse arrays: ascending indices and their values, and the sums of the entries of several ranks.
+"""Entries of sparse arrays: their indices and values, and sums over several ranks.
 
-The index of an entry (`places`) is its position in the array in row-major order; if entries are small dense arrays,
-the position of the whole entry. All functions are pure and may run in a thread: NumPy releases the GIL in all steps
-that take long.
+The index of an entry (`places`) is its row-major position in the array. If entries are small dense arrays, it is the
+position of the whole entry. All functions are pure and may run in a thread: NumPy releases the GIL in all slow steps.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Entries(NamedTuple):
 
     Attributes:
         places: the indices; 1-D, int32 or int64.
-        values: of the dtype's storage; 1-D, or ``[n, width]`` if each entry is an array of `width` elements, not 1.
+        values: the values, in the dtype's storage; 1-D, or ``[n, width]`` if each entry has `width` > 1 elements.
     """
 
     places: Array
@@ -34,9 +33,11 @@ class Entries(NamedTuple):
 
 
 def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
-    """Sort entries by index and add up those of one index, as torch's ``coalesce`` does.
+    """Sort entries by index and add up entries with the same index, as torch's ``coalesce`` does.
 
-    float16, bfloat16 and float8 values are added up in float32 and rounded once. Time: n log n, or n if sorted already.
+    float16, bfloat16 and float8 values are added up in float32 and rounded once.
+
+    Cost: n log n time, or n if the entries are already sorted.
     """
     if not len(places):
         return Entries(places, values)
@@ -55,31 +56,42 @@ def coalesced(places: Array, values: Array, dtype: DType) -> Entries:
 
 
 def checked(entries: Entries, size: int) -> Entries:
-    """Return entries that another rank has sent, if they can be those of an array with `size` indices."""
+    """Return entries that another rank has sent, after the check that their indices fit an array with `size` indices.
+
+    Raises:
+        ValueError: the indices do not ascend, or are out of range.
+    """
     places = entries.places
     if len(places) and not (places[0] >= 0 and places[-1] < size and (places[1:] > places[:-1]).all()):
-        raise ValueError(f"entries came whose indices do not ascend from 0 to {size - 1}: their sender is broken")
+        raise ValueError(
+            f"received entries whose indices do not ascend within 0 to {size - 1}; the program of the sender is faulty"
+        )
     return entries
 
 
 def merged(parts: Sequence[Entries], dtype: DType, divide: Callable[[Array], None] | None = None) -> Entries:
-    """Add up the entries of several ranks, in the order of `parts`: the union of their indices, and the sums.
+    """Add up the entries of several ranks: return the union of their indices, and the sum at each index.
 
-    `divide` makes averages of flat sums, in place, before they are rounded.
+    Values are added in the order of `parts`. float16, bfloat16 and float8 values are added up in float32 and rounded
+    once. The sum of bool is *or*. Integers wrap.
 
-    float16, bfloat16 and float8 values are added up in float32 and rounded once; bool is *or*; integers wrap.
-    Time: n log p, since a stable sort merges sorted lists.
+    Args:
+        parts: the entries of each rank.
+        dtype: their element type.
+        divide: divides the flat sums in place before they are rounded, for an average; or None.
+
+    Cost: n log p time for n entries of p ranks, since a stable sort merges sorted lists.
     """
     parts = [part for part in parts if len(part.places)] or list(parts[:1])
     if len(parts) == 1 and divide is None:
-        return Entries(parts[0].places.copy(), parts[0].values.copy())  # aligned, and not shared
+        return Entries(parts[0].places.copy(), parts[0].values.copy())  # copies: aligned, and not shared
     every = np.concatenate([part.places for part in parts])
     every.sort(kind="stable")  # merges the sorted parts
     places = every[_first(every)]
     sums = np.zeros((len(places), *parts[0].values.shape[1:]), np.float32 if dtype.kind == "half" else dtype.storage)
     with np.errstate(all="ignore"):
         for part in parts:
-            # An index is in a part at most once, so no addition is lost.
+            # Each part has an index at most once, so no addition is lost.
             sums[np.searchsorted(places, part.places)] += _up(part.values, dtype)
     if divide is not None:
         divide(sums.reshape(-1))
@@ -96,13 +108,20 @@ def scattered(entries: Entries, size: int) -> tuple[Array, Array]:
 
 
 def gathered(dense: Array, bits: Array, size: int, like: Entries) -> Entries:
-    """Return the entries of a flat dense array of `size` elements whose bits are set, in the form of `like`."""
+    """Return the entries of a flat dense array: the elements whose bits are set.
+
+    Args:
+        dense: 1-D array of `size` entries.
+        bits: bitmap (uint8), as made by `scattered`.
+        size: number of indices.
+        like: entries with the dtypes and the width of the result.
+    """
     places = np.flatnonzero(np.unpackbits(bits, count=size).view(np.bool_))
     return Entries(places.astype(like.places.dtype, copy=False), dense.reshape(size, *like.values.shape[1:])[places])
 
 
 def pack(entries: Entries) -> Array:
-    """Return entries as bytes: indices, then values."""
+    """Return entries as bytes (uint8): the indices, then the values."""
     places, values = entries
     packed = np.empty(places.nbytes + values.nbytes, np.uint8)
     packed[: places.nbytes] = _bytes(places)
@@ -111,9 +130,12 @@ def pack(entries: Entries) -> Array:
 
 
 def unpack(packed: Array, count: int | None, like: Entries) -> Entries:
-    """Return `count` entries (None: all) from the bytes of `pack`, which need not be aligned, in the form of `like`.
+    """Return the entries in the bytes of `pack`, which need not be aligned.
 
-    They share the memory, unless all are asked for.
+    Args:
+        packed: the bytes (uint8).
+        count: number of entries, which then share the memory of `packed`; None to return copies of all entries.
+        like: entries with the dtypes and the width of the result.
     """
     if count is None:
         row = like.places.itemsize + like.values.itemsize * math.prod(like.values.shape[1:])
@@ -125,7 +147,7 @@ def unpack(packed: Array, count: int | None, like: Entries) -> Entries:
 
 
 def _first(places: Array) -> Array:
-    """Mark the first of each run of equal indices."""
+    """Return a mask (bool) with the first entry of each run of equal indices."""
     first = np.ones(len(places), np.bool_)
     np.not_equal(places[1:], places[:-1], out=first[1:])
     return first

@@ -1,8 +1,8 @@
-"""Reductions of floats of 16 bits and fewer: added up in float32 and rounded once.
+"""Reductions of floats of at most 16 bits, which are computed in float32 and rounded once.
 
-Arrays are processed in pieces whose float32 values fit into the second-level cache. A long enough piece of bfloat16,
-or of float16 without infinity and NaN, is computed by `aiocoll.elements.packed`; the others by the conversions of
-`aiocoll.elements.dtypes`. Both give the same bits (except the payload of a NaN).
+Arrays are processed in pieces whose float32 values fit into the second-level cache. `aiocoll.elements.packed` computes
+long pieces of bfloat16, and long pieces of float16 without infinity and NaN. The conversions of
+`aiocoll.elements.dtypes` compute all other pieces. Both give the same bits, except the payload of a NaN.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ Array = npt.NDArray[Any]
 Combine = Callable[[Array, Array, Array], Any]
 Fold = Callable[[Sequence[Array], Array], None]
 Kind = Literal["sum", "product", "select"]
-# A ufunc, and its second operand.
+# The last step of a reduction: a ufunc and its second operand.
 Finalize = tuple[np.ufunc, float]
 
-# Elements converted at once by `dtypes`: two float32 arrays of 128 KiB and the conversions' own.
+# Elements per piece that `dtypes` converts: two float32 arrays of 128 KiB, and the scratch arrays of the conversions.
 _PIECE = 32 * 1024
-# Words packed at once, in two stacks of 256 KiB. Fewer would save memory, but the calls already take a quarter of the
-# time.
+# Words per packed piece, in two stacks of 256 KiB. Smaller pieces would save memory, but the call overhead of NumPy is
+# already a quarter of the time.
 _WORDS = 32 * 1024
-# Words of a cache line.
+# Words per cache line.
 _LINE = 16
-# Elements from which packing pays; below, its many calls cost more than the conversions.
+# Elements from which packing is faster than the conversions. Packing needs many NumPy calls.
 _FLOAT16_FROM = 4096
-# Dividing by at most this before the values are scaled back rounds as dividing afterwards does: an exact quotient is a
-# rounding boundary or at least 1 / 2p of float16's smallest step away from one, and the computed quotient is off by at
-# most 2**-14 of a step.
+# Largest divisor p with which packed float16 rounds correctly. Packing divides before the values are scaled back. An
+# exact quotient either is a rounding boundary, or is at least 1 / 2p of float16's smallest step away from one. The
+# computed quotient is off by at most 2**-14 of a step, so it rounds to the same value.
 _FLOAT16_DIVISORS = 4096
-# The factors that divide by a power of two up to that.
+# The factors that divide by a power of two up to `_FLOAT16_DIVISORS`.
 _FLOAT16_FACTORS = frozenset(2.0**-k for k in range(13))
 
 
 def half_fold(combine: Combine, dtype: DType, kind: Kind, finalize: Finalize | None = None) -> Fold:
-    """Return ``fold(inputs, out)``: combines all inputs in order, applies `finalize` if given, and rounds.
+    """Return a function ``fold(inputs, out)`` that combines all inputs in order, applies `finalize`, and rounds.
 
     Args:
         combine: a function of float32 arrays.
-        dtype: of the arrays, one of the half kind.
+        dtype: element type of the arrays, of kind ``"half"``.
         kind: ``"sum"``, ``"product"``, or ``"select"`` if each result is one of the inputs.
-        finalize: applied to the float32 result before it is rounded.
+        finalize: applied to the float32 result before it is rounded, or None.
     """
     convert = _converting(combine, dtype, finalize)
     if dtype.name == "bfloat16":
@@ -66,7 +66,7 @@ def half_fold(combine: Combine, dtype: DType, kind: Kind, finalize: Finalize | N
         if len(out) >= _FLOAT16_FROM:
             large(inputs, out)
         elif native and len(inputs) == 2:
-            # NumPy's own loop computes the same for each element.
+            # NumPy's float16 loop gives the same result.
             _silently(combine, inputs[0], inputs[1], out)
         else:
             plain(inputs, out)
@@ -75,23 +75,23 @@ def half_fold(combine: Combine, dtype: DType, kind: Kind, finalize: Finalize | N
 
 
 def half_map(dtype: DType, finalize: Finalize) -> Callable[[Array, Array], None]:
-    """Return ``f(src, out)``: out = finalize(src), computed in float32 and rounded."""
+    """Return a function ``f(src, out)`` that writes ``finalize(src)`` to `out`, computed in float32 and rounded."""
     fold = half_fold(np.add, dtype, "sum", finalize)
     return lambda src, out: fold((src,), out)
 
 
 def _divides(finalize: Finalize) -> bool:
-    """Whether `finalize` is a division that packed float16 supports, possibly written as a multiplication."""
+    """Return whether `finalize` is a division that packed float16 supports, possibly written as a multiplication."""
     ufunc, operand = finalize
     return operand <= _FLOAT16_DIVISORS if ufunc is np.divide else operand in _FLOAT16_FACTORS
 
 
-# A call takes one and puts it back, as with scratch memory.
+# Free contexts in which NumPy's warnings are off. A call takes one and puts it back, so nested calls never share one.
 _SILENT: list[Context] = []
 
 
 def _silently(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function with NumPy's overflow warnings off, at a seventh of the cost of `np.errstate`."""
+    """Call a function with NumPy's warnings off; 7× faster than `np.errstate`."""
     try:
         context = _SILENT.pop()
     except IndexError:
@@ -116,13 +116,13 @@ def _in_pieces(piece: Fold, count: int) -> Fold:
 
 
 def _single(number: float) -> npt.NDArray[np.float32]:
-    # NaN in its canonical form: packed codes work with no other.
+    # Use the canonical NaN: packed codes support no other NaN.
     with np.errstate(over="ignore"):
         return np.array(np.float32(np.nan if np.isnan(number) else number))
 
 
 def _converting(combine: Combine, dtype: DType, finalize: Finalize | None) -> Fold:
-    """Return a fold of one piece by the conversions, which work in every case."""
+    """Return a fold of one piece by the conversions of `dtypes`, which support every type and value."""
     up, down = to_float32(dtype), from_float32(dtype)
     ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 
@@ -140,11 +140,11 @@ def _converting(combine: Combine, dtype: DType, finalize: Finalize | None) -> Fo
 
 
 class _Scratch:
-    """Memory of one fold at a time."""
+    """Scratch memory of a fold; only one fold uses it at a time."""
 
     def __init__(self) -> None:
         memory = np.empty(5 * _WORDS + _LINE, np.uint32)
-        # Aligned to cache lines, additions take three quarters of the time.
+        # Additions of arrays that are aligned to cache lines are 1.3× faster.
         memory = memory[-memory.__array_interface__["data"][0] // 4 % _LINE :]
         self._total, self._term = memory[: 2 * _WORDS], memory[2 * _WORDS : 4 * _WORDS]
         self._staged = memory[4 * _WORDS :]
@@ -160,7 +160,7 @@ class _Scratch:
         return found
 
     def words(self, x: Array) -> npt.NDArray[np.uint32]:
-        """Return `x` as words: its own memory, or if its length or alignment is odd, a copy padded with a zero."""
+        """Return `x` as words: a view, or a copy padded with a zero if its length is odd or it is not aligned."""
         if not len(x) % 2:
             words = x.view(np.uint32)
             if words.flags.aligned:
@@ -171,14 +171,14 @@ class _Scratch:
         return staged
 
 
-# Lengths whose views are cached: pieces of one operation have few.
+# Number of lengths whose views are cached. The pieces of one operation have few different lengths.
 _LENGTHS = 16
-# A fold takes one and puts it back, both atomic, so that threads and nested calls never share one.
+# Free scratch memory. A fold takes one and puts it back, both atomic, so that threads and nested calls never share one.
 _FREE: list[_Scratch] = []
 
 
 def _packing(combine: Combine, codes: Codes, kind: Kind, finalize: Finalize | None, convert: Fold) -> Fold:
-    """Return a fold of one piece of at most `2 * _WORDS` elements, by `convert` where packing would be wrong."""
+    """Return a fold of one piece of at most `2 * _WORDS` elements; it uses `convert` if packing would be inexact."""
     select = kind == "select"
     ufunc, operand = (None, None) if finalize is None else (finalize[0], _single(finalize[1]))
 

@@ -1,7 +1,7 @@
-"""Computing reductions on flat NumPy arrays.
+"""Kernels: functions that reduce flat NumPy arrays element by element.
 
-Floats of 16 bits or fewer are added up in float32 over all inputs and rounded once. Other types use a chain of NumPy
-calls. NumPy's error state decides about warnings of overflow and invalid operations: callers that want none run
+Floats of at most 16 bits are added up in float32 over all inputs and rounded once. Other types use a chain of NumPy
+calls. NumPy warns of overflow and invalid operations as its error state demands. Callers that want no warnings run
 kernels under ``np.errstate(all="ignore")``.
 """
 
@@ -26,29 +26,32 @@ Array = npt.NDArray[Any]
 Combine = Callable[[Array, Array, Array], Any]
 Fold = Callable[[Sequence[Array], Array], None]
 
-# Bytes of a fold's accumulator: with one input it fits into the second-level cache (1 MiB and more on servers). Calls
-# on smaller pieces cost more than they gain.
+# Bytes per piece of a fold: the accumulator and one input fit into the second-level cache (at least 1 MiB on servers).
+# With smaller pieces the call overhead is larger than the gain.
 _PIECE_BYTES = 256 * 1024
 
 
 class Kernel(NamedTuple):
-    """One reduction on one dtype. Arrays are 1-D, C-contiguous, of the dtype's storage, and equally long.
+    """The functions of one reduction on one dtype.
+
+    All arrays are 1-D, C-contiguous, of the dtype's storage, and equally long.
 
     Attributes:
-        combine: ``combine(a, b, out)``: out = f(a, b), where `a` comes from the lower ranks; `out` may be exactly `a`
-            or `b`. Without `finalize`.
-        fold: ``fold(inputs, out)``: f over all inputs in order, then `finalize`; `out` may be exactly one of them.
-        finalize: the last step (AVG divides), in place, or None.
-        prescale: ``prescale(src, out)`` is applied to each rank's own data before anything else, or None.
-        ordered: evaluate by one `fold` over the inputs of all ranks, in rank order.
-        portable: the bits of the result do not depend on the index of an element in the arrays, so that several ranks
-            may compute the same element.
-        nan_varies: but for sign and payload of a NaN, which depend on the SIMD level, and on the index and the length
-            of the arrays; see `aiocoll.elements.nan_fingerprint`.
-        of_one: ``of_one(src, out)``: the reduction of one rank's data, where that is not the data itself; else None.
-            It may be applied to each rank's own data before anything else.
-        ufunc: if the reduction is nothing but this one, over all inputs in order.
-        is_builtin: it calls no function of the user's.
+        combine: ``combine(a, b, out)`` writes f(a, b) to `out`, without `finalize`. `a` comes from lower ranks than
+            `b`. `out` may be exactly `a` or `b`.
+        fold: ``fold(inputs, out)`` applies f over all inputs in order, then `finalize`. `out` may be exactly one of the
+            inputs.
+        finalize: the last step, in place (AVG divides), or None.
+        prescale: ``prescale(src, out)``, which each rank applies to its own data first, or None.
+        ordered: the reduction must be one `fold` over the inputs of all ranks, in rank order.
+        portable: the bits of an element do not depend on its index in the arrays, so that several ranks may compute the
+            same element.
+        nan_varies: sign and payload of a NaN depend on the SIMD level, on the element's index and on the length of the
+            arrays. This also holds for a `portable` kernel; see `aiocoll.elements.nan_fingerprint`.
+        of_one: ``of_one(src, out)``, the reduction of one rank's data; None if that is the data itself. A rank may also
+            apply it to its own data first.
+        ufunc: the NumPy ufunc that alone is the reduction, over all inputs in order; None if there is none.
+        is_builtin: the kernel calls no user function.
     """
 
     combine: Combine
@@ -64,7 +67,7 @@ class Kernel(NamedTuple):
 
 
 def _minimum(a: Array, b: Array, out: Array) -> None:
-    np.minimum(a, b, out=out)  # NumPy deprecates the third positional argument of these two
+    np.minimum(a, b, out=out)  # by name: NumPy deprecates a positional `out` of minimum and maximum
 
 
 def _maximum(a: Array, b: Array, out: Array) -> None:
@@ -97,22 +100,22 @@ _BOOL: Mapping[str, Combine] = MappingProxyType(
 )
 
 
-#: Of what combines by a function, the ufunc that this calls.
+#: The ufunc that each Python function above calls.
 _UFUNCS: Mapping[Combine, Any] = MappingProxyType({_minimum: np.minimum, _maximum: np.maximum})
-#: Of two elements of floats or complex numbers.
-_OF_NUMBERS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
+#: The operators that combine two elements of float or complex dtype, by op.
+_ELEMENT_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
     {"SUM": operator.add, "AVG": operator.add, "PREMUL_SUM": operator.add, "PRODUCT": operator.mul}
 )
 
 
 def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | complex | None) -> Kernel:
-    """Return the kernel of the built-in op `name`; the caller has checked that it is defined on `dtype`.
+    """Return the kernel of the built-in op `name`. The caller has checked that it is defined on `dtype`.
 
     Args:
-        name: ``"SUM"`` and so on.
-        dtype: of the arrays.
-        world_size: what AVG divides by.
-        factor: what PREMUL_SUM multiplies by; None for the others.
+        name: name of the op, such as ``"SUM"``.
+        dtype: element type of the arrays.
+        world_size: the divisor of AVG.
+        factor: the factor of PREMUL_SUM; None for other ops.
     """
     if dtype.kind == "half":
         assert not isinstance(factor, complex)
@@ -122,10 +125,10 @@ def builtin_kernel(name: str, dtype: DType, world_size: int, factor: float | com
     nan_varies = dtype.kind in ("float", "complex")
     return Kernel(
         combine=combine,
-        fold=chain(combine, dtype.storage, finalize, _OF_NUMBERS.get(name) if nan_varies else None),
+        fold=chain(combine, dtype.storage, finalize, _ELEMENT_OPERATORS.get(name) if nan_varies else None),
         finalize=finalize,
         prescale=None if factor is None else _scaler(dtype, factor),
-        # Whether a complex product uses fused multiply-add depends on the index in the vector.
+        # NumPy uses fused multiply-add in a complex product only at some indices of the array.
         portable=not (dtype.kind == "complex" and name == "PRODUCT"),
         nan_varies=nan_varies,
         ufunc=None if finalize is not None or factor is not None else _UFUNCS.get(combine, combine),
@@ -140,8 +143,8 @@ def chain(
 ) -> Fold:
     """Return a fold that combines all inputs in order, in pieces that fit into the cache, then calls `finalize`.
 
-    `of_numbers` combines two elements, where NumPy takes another path for arrays of one if the output is an input: that
-    may make another NaN. It also takes a third of the time.
+    `of_numbers` combines two elements, for arrays of one element. There NumPy uses a different code path if the output
+    is one of the inputs, which may give a different NaN. `of_numbers` is also 3× faster.
     """
 
     def one(inputs: Sequence[Array], out: Array) -> None:
@@ -162,9 +165,9 @@ def chain(
             combine(inputs[0], inputs[1], scratch)
             for x in inputs[2:-1]:
                 combine(scratch, x, scratch)
-            combine(scratch, inputs[-1], out)  # written last, so it may be any of the inputs
+            combine(scratch, inputs[-1], out)  # `out` is written last, so it may be any of the inputs
         if finalize is not None:
-            finalize(out)  # while it is in the cache
+            finalize(out)  # piece by piece, while `out` is in the cache
 
     count = _PIECE_BYTES // storage.itemsize
 
@@ -188,7 +191,10 @@ def chain(
 
 
 def _division(world_size: int) -> tuple[np.ufunc, float]:
-    """Return how to divide floats: by a power of two as a multiplication, which gives the same bits and is faster."""
+    """Return the ufunc and the operand that divide floats by `world_size`.
+
+    A division by a power of two becomes a multiplication, which gives the same bits and is faster.
+    """
     return (np.divide, world_size) if world_size & (world_size - 1) else (np.multiply, 1 / world_size)
 
 
@@ -198,7 +204,7 @@ def _divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
     # Dividing a complex number by a real one divides both parts.
     real = np.dtype(f"float{dtype.itemsize * 4}") if dtype.kind == "complex" else dtype.storage
     ufunc, number = _division(world_size)
-    operand = np.array(number, real)  # a 0-dimensional array takes half the time of a scalar
+    operand = np.array(number, real)  # NumPy is 2× faster with a 0-dimensional array than with a scalar
 
     def divide(x: Array) -> None:
         parts = x.view(real) if x.dtype != real else x
@@ -208,12 +214,12 @@ def _divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
 
 
 def _integer_divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
-    """Division that truncates toward zero; NumPy's rounds down."""
+    """Return a function that divides integers and truncates toward zero. NumPy's integer division rounds down."""
     info = np.iinfo(dtype.storage)
     if world_size > info.max:
-        # The divisor exceeds the magnitudes of all numbers, unless it equals that of the smallest.
+        # Every quotient is 0, except that of the smallest number if its magnitude equals the divisor.
         return lambda x: np.copyto(x, np.where(x == -world_size, -1, 0), casting="unsafe")
-    # Division by a power of two is a shift, in half the time.
+    # Division by a power of two is a shift, which is 2× faster.
     shifts = world_size & (world_size - 1) == 0
     floor_divide = np.right_shift if shifts else np.floor_divide
     divisor = np.array(world_size.bit_length() - 1 if shifts else world_size, dtype.storage)
@@ -222,8 +228,8 @@ def _integer_divider(dtype: DType, world_size: int) -> Callable[[Array], None]:
     places, raised = np.array(dtype.itemsize * 8 - 1, dtype.storage), np.array(world_size - 1, dtype.storage)
 
     def divide(x: Array) -> None:
-        # Adding to negative numbers makes rounding down end at the quotient nearer to zero.
-        by = np.right_shift(x, places)  # -1 for those, 0 for the others
+        # Add divisor - 1 to negative numbers, so that rounding down gives the quotient nearer to zero.
+        by = np.right_shift(x, places)  # -1 for negative numbers, 0 for others
         np.bitwise_and(by, raised, by)
         np.add(x, by, x)
         floor_divide(x, divisor, x)
@@ -258,10 +264,10 @@ def _half_kernel(name: str, dtype: DType, world_size: int, factor: float | None)
 
 
 def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commutative: bool, dtype: DType) -> Kernel:
-    """Return the kernel of a user's ``f(a, b, out)``.
+    """Return the kernel of a user's function ``f(a, b, out)``.
 
     Raises:
-        TypeError: custom functions need ml_dtypes for `dtype`, and it is not installed.
+        TypeError: custom functions on `dtype` need ml_dtypes, which is not installed.
     """
     try:
         shown = array_dtype(dtype)
@@ -277,13 +283,14 @@ def custom_kernel(function: Callable[[Any, Any, Any], object], name: str, commut
                 raise
             raise contained from error
         if returned is not None and returned is not view:
-            raise TypeError(f"op {name!r}: f(a, b, out) must write into out and return None, not {type(returned)}")
+            kind = type(returned).__name__
+            raise TypeError(f"op {name!r}: f(a, b, out) must write its result to out and return None, not {kind}")
 
     def combine(a: Array, b: Array, out: Array) -> None:
         fold((a, b), out)
 
     def fold(inputs: Sequence[Array], out: Array) -> None:
-        # Results alternate between two scratch arrays, so that the user's `out` is never one of the operands.
+        # Results alternate between two scratch arrays, so that the user's function never gets an operand as `out`.
         result = inputs[0]
         scratch, spare = np.empty((2, len(out)), dtype=out.dtype)
         for x in inputs[1:]:

@@ -1,6 +1,7 @@
-"""LAND, LOR and LXOR: a number is true if it is not zero, and results are 0 or 1 in the dtype of the arrays.
+"""Kernels of LAND, LOR and LXOR.
 
-NaN is true, as in C and NumPy. Numbers that NumPy does not have are compared by their codes.
+A number is true if it is not zero. NaN is true, as in C and NumPy. Results are 0 or 1 in the dtype of the arrays. Types
+that NumPy lacks, such as bfloat16, are compared with zero by their codes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LOGICAL: Mapping[str, np.ufunc] = MappingProxyType(
 
 
 def logical_kernel(name: str, dtype: DType) -> Kernel:
-    """Return the kernel of a logical op; the caller has checked that it is defined on `dtype`."""
+    """Return the kernel of a logical op. The caller has checked that it is defined on `dtype`."""
     ufunc = LOGICAL[name]
     if dtype.kind == "half" and dtype.storage.kind == "u":
         return _of_codes(ufunc, dtype)
@@ -38,7 +39,7 @@ def logical_kernel(name: str, dtype: DType) -> Kernel:
 def _of_codes(ufunc: np.ufunc, dtype: DType) -> Kernel:
     one = np.empty(1, dtype.storage)
     from_float32(dtype)(np.ones(1, np.float32), one)
-    # In the types without a negative zero, its code is NaN.
+    # Types without a negative zero use its code for NaN, which is true: keep the sign bit of these.
     has_sign = not dtype.name.endswith("fnuz")
     size = np.array(np.iinfo(dtype.storage).max >> has_sign, dtype.storage)
 

@@ -1,8 +1,8 @@
-"""Which NaN the arithmetic of this process makes, as a number that ranks compare.
+"""A hash of the NaNs that arithmetic gives in this process. Ranks compare their hashes.
 
-The result of an operation on two NaNs has the sign and the payload of one of them, and that of ``inf - inf`` has a sign
-of its own. IEEE 754 leaves open which. It depends on the processor, on the SIMD level that NumPy has chosen for it, and
-on whether an element lies in a whole vector or in the rest of an array.
+An operation on two NaNs gives the sign and the payload of one of them. ``inf - inf`` gives a NaN of either sign. IEEE
+754 does not define these choices. They depend on the processor, on the SIMD level that NumPy uses, and on the position
+of an element: inside a full vector, or in the remainder of an array.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 __all__ = ["nan_fingerprint"]
 
-#: Elements of the arrays: above the lengths of vectors, and of unrolled loops of them.
+#: Lengths of the test arrays. Each is just above the length of a SIMD vector or of an unrolled loop of vectors.
 COUNTS = (3, 5, 9, 17, 33, 131)
-#: Operations of each type, and operands that make a NaN.
+#: Operations, operands with which they give a NaN, and lengths of the arrays.
 _CASES = (
     ((np.add, np.multiply, np.minimum, np.maximum), (np.nan, -np.nan), COUNTS),
     ((np.add,), (np.inf, -np.inf), COUNTS[:1]),
@@ -26,7 +26,10 @@ _CASES = (
 
 @cache
 def nan_fingerprint() -> int:
-    """Return a number that two processes share if their loops make the same NaNs. Cost: some 0.2 ms, once."""
+    """Return a number that is equal in two processes whose NumPy loops give the same NaNs.
+
+    Cost: about 0.2 ms, once.
+    """
     digest = blake2b(digest_size=7)
     with np.errstate(all="ignore"):
         for dtype in map(np.dtype, ("f4", "f8", "c8", "c16")):

@@ -1,4 +1,7 @@
-"""Integers of 4 and 2 bits, of ml_dtypes and JAX: one in the low bits of each byte, arithmetic wraps at its width."""
+"""Kernels of integers of 4 and 2 bits, from ml_dtypes and JAX.
+
+Each integer is in the low bits of a byte. Arithmetic wraps at its width.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ _BITS: Mapping[str, np.ufunc] = MappingProxyType({"BAND": np.bitwise_and, "BOR":
 
 
 def narrow_kernel(name: str, dtype: DType, world_size: int) -> Kernel:
-    """Return the kernel of a built-in op on one of these types; the caller has checked that it is defined."""
+    """Return the kernel of a built-in op on a narrow integer type. The caller has checked that it is defined."""
     bits = int(dtype.name[-1])
     mask = np.array((1 << bits) - 1, np.uint8)
-    # As numbers without a sign, codes are in the order of what they mean once the sign bit is flipped.
+    # With the sign bit flipped, unsigned comparison of codes gives the order of the signed numbers.
     sign = np.array(1 << bits - 1 if dtype.kind == "int" else 0, np.uint8)
     combine: Combine
     if name in _BITS:
@@ -55,6 +58,6 @@ def _selecting(ufunc: np.ufunc, sign: Array) -> Combine:
 
 
 def _quotient(code: int, sign: int, divisor: int) -> int:
-    """Divide what a code means, truncating toward zero."""
+    """Divide the number with this code by `divisor`, truncating toward zero."""
     value = code - 2 * (code & sign)
     return abs(value) // divisor * (-1 if value < 0 else 1)

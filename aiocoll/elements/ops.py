@@ -1,4 +1,4 @@
-"""Reduction operations, and on which dtypes each is defined."""
+"""Reduction operations, and the dtypes on which each is defined."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["Kernel", "ReduceOp", "kernel"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReduceOp:
-    """How the values of all ranks are reduced. Use the constants, `PREMUL_SUM` or `custom`; ops compare by value.
+    """A reduction of the values of all ranks. Use the constants, `PREMUL_SUM` or `custom`; ops compare by value.
 
     =================  =================================================================================
     SUM, PRODUCT       any dtype; *or* and *and* on bool; integers wrap
     AVG                SUM divided by the world size; not bool; integers truncate toward zero
     MIN, MAX           not complex; a NaN on any rank gives NaN
     BAND, BOR, BXOR    bool and integers, bit by bit
-    LAND, LOR, LXOR    not complex; what is not zero is true, NaN too; gives 0 or 1 in the dtype of the arrays
+    LAND, LOR, LXOR    not complex; any number but zero is true, also NaN; gives 0 or 1 in the dtype of the arrays
     MINLOC, MAXLOC     arrays of pairs, such as of np.dtype([("value", "f8"), ("index", "i8")]): the pair with the
-                       smallest or largest value, of several the one with the lowest index; NaN comes first
+                       smallest or largest value; NaN wins over numbers; the lowest index wins a tie
     PREMUL_SUM         floats and complex: each rank multiplies its data by its own factor before the sum
     custom             any dtype
     =================  =================================================================================
@@ -38,10 +38,10 @@ class ReduceOp:
     bits wrap at their width.
 
     Attributes:
-        name: ``"SUM"`` and so on; for a custom op the name given to it.
-        factor: of a PREMUL_SUM, else None.
-        function: of a custom op, else None.
-        commutative: False when the operands must be applied in rank order.
+        name: name of the op, such as ``"SUM"``; for a custom op the name given to it.
+        factor: the factor of PREMUL_SUM, else None.
+        function: the function of a custom op, else None.
+        commutative: False if the operands must be applied in rank order.
     """
 
     name: str
@@ -79,10 +79,10 @@ class ReduceOp:
         Args:
             f: ``f(a, b, out)`` writes the element-wise result into `out`, for any length: 1-D NumPy arrays of the
                 tensor's dtype (ml_dtypes' for bfloat16 and float8), where `a` comes from lower ranks than `b` and `out`
-                is neither of them. It runs on the event loop, and must be associative. NumPy's binary ufuncs fit, but
-                for ``np.maximum`` and ``np.minimum``, which take `out` by name only.
+                is neither of them. It runs on the event loop, and must be associative. NumPy's binary ufuncs are such
+                functions, except ``np.maximum`` and ``np.minimum``, which accept `out` only by name.
             commutative: False if the order of the operands matters; then they are applied in rank order.
-            name: compared between ranks to detect that they disagree; by default the function's name.
+            name: name that ranks compare to detect a mismatch; by default the function's name.
         """
         if not callable(f):
             raise TypeError(f"f must be a function f(a, b, out), not {type(f).__name__}")
@@ -92,7 +92,7 @@ class ReduceOp:
 
     @property
     def wire_name(self) -> str:
-        """The name that must be equal on all ranks; it does not contain the factor of a PREMUL_SUM."""
+        """The name that must be equal on all ranks. It does not contain the factor of PREMUL_SUM."""
         if self.function is None:
             return self.name
         return f"custom:{self.name}" if self.commutative else f"custom:{self.name} in rank order"
@@ -161,7 +161,7 @@ _DESCRIBED: Mapping[Kind, str] = MappingProxyType(
 
 
 def kernel(op: ReduceOp, dtype: DType, world_size: int) -> Kernel:
-    """Return how to compute `op` on arrays of `dtype` in a group of `world_size` ranks.
+    """Return the kernel of `op` on arrays of `dtype` in a group of `world_size` ranks.
 
     Raises:
         TypeError: `op` is not a `ReduceOp`, or is not defined on `dtype`.
@@ -175,15 +175,15 @@ def kernel(op: ReduceOp, dtype: DType, world_size: int) -> Kernel:
         )
     if dtype.kind == "record":
         raise TypeError(
-            f"op {op.name} is not defined on {dtype.name}, whose arrays only move: reduce its numbers by themselves, "
-            "such as each field in a call of its own"
+            f"op {op.name} is not defined on {dtype.name}, whose arrays can be sent but not reduced; reduce each "
+            "numeric field in a separate call"
         )
     if op.function is not None:  # not cached: a cache would keep the user's function alive
         return custom_kernel(op.function, op.name, op.commutative, dtype)
     return _builtin(op.name, op.factor, dtype, world_size)
 
 
-# Room for ops times dtypes of a few world sizes; bounded because the number of PREMUL_SUM factors is not.
+# Enough for all ops and dtypes in groups of a few sizes. Bounded, because PREMUL_SUM has any number of factors.
 @lru_cache(maxsize=512)
 def _builtin(name: str, factor: float | complex | None, dtype: DType, world_size: int) -> Kernel:
     if isinstance(dtype, Pair):
@@ -195,7 +195,9 @@ def _builtin(name: str, factor: float | complex | None, dtype: DType, world_size
         )
     if isinstance(factor, complex) and dtype.kind != "complex":
         if factor.imag != 0:
-            raise TypeError(f"op {name}: the factor {factor} is complex but the tensor is {dtype.name}")
+            raise TypeError(
+                f"op {name}: the factor {factor} is complex, but the array is {dtype.name}; pass a real factor"
+            )
         factor = factor.real
     if name in LOGICAL:
         return logical_kernel(name, dtype)

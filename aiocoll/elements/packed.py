@@ -1,13 +1,13 @@
-"""bfloat16 and float16 two at a time: a 32-bit word holds two codes, and a few integer operations separate them.
+"""Fast conversion of bfloat16 and float16: two codes per 32-bit word, separated by a few integer operations.
 
-NumPy has fast loops for 32-bit integers and floats but none for 16-bit floats. So the words of an array are unpacked
-to the float32 values of their low codes, followed by those of their high codes (a `Stack`), and packed again. The
-order of the two in memory does not matter, as each code is written back to its own half.
+NumPy has fast loops for 32-bit integers and floats, but none for 16-bit floats. The words of an array are therefore
+unpacked into a `Stack`: the float32 values of all low codes, then those of all high codes. After the computation they
+are packed again. Byte order does not matter, because each code returns to its half of the word.
 
-bfloat16 is the upper half of a float32. float16, shifted to the position of a float32's exponent and mantissa, is its
-value times 2**-112: subnormal float16 as subnormal float32. Sums of these scaled values are rounded as the unscaled
-sums would be: each is a multiple of 2**-136, and float32 goes down to 2**-149. Infinity and NaN look like numbers of
-2**-96 and more, so arrays with them are refused.
+A bfloat16 is the upper half of a float32. A float16, shifted to the exponent and mantissa of a float32, is its value
+times 2**-112; subnormal float16 become subnormal float32. Sums of these scaled values are rounded as the unscaled sums
+would be: each is a multiple of 2**-136, and float32 reaches 2**-149. Infinity and NaN would look like numbers of at
+least 2**-96, so arrays with them are not packed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Words = npt.NDArray[np.uint32]
 
 
 class Stack:
-    """float32 values of `count` words: those of the low codes, then those of the high ones; and views of them.
+    """The float32 values of `count` words, and views of them: first those of the low codes, then of the high codes.
 
     Attributes:
-        bits: all, as unsigned integers.
-        values: all, as float32.
+        bits: all values, as unsigned integers.
+        values: all values, as float32.
         low: the first half of `bits`.
-        high: the other.
+        high: the second half of `bits`.
         low_signed: `low` as signed integers.
         high_signed: `high` as signed integers.
-        low_codes: `low` as 16-bit integers, two for each.
+        low_codes: `low` as 16-bit integers, two per value.
     """
 
     __slots__ = ("bits", "high", "high_signed", "low", "low_codes", "low_signed", "values")
@@ -48,13 +48,17 @@ class Stack:
 
 
 class Codes(Protocol):
-    """How one type is unpacked and packed."""
+    """The interface to unpack and pack the codes of one type."""
 
     def unpack(self, words: Words, into: Stack) -> int:
-        """Write the values of `words`; return the code of the largest magnitude among them, if `fits` needs it."""
+        """Write the values of `words` into a stack.
+
+        Returns:
+            The code of the largest magnitude, or 0 if `fits` does not need it.
+        """
 
     def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
-        """Round the values in `total` to nearest, ties to even, and write their codes; both stacks are used up.
+        """Round the values in `total` to nearest, ties to even, and write their codes. This overwrites both stacks.
 
         Args:
             total: the values.
@@ -67,15 +71,15 @@ class Codes(Protocol):
         """Return whether `total` is exact enough for `pack`.
 
         Args:
-            total: sums of what was unpacked.
-            spare: another stack, which is used up.
+            total: sums of unpacked values.
+            spare: another stack, which is overwritten.
             largest: the largest code that `unpack` returned.
-            terms: how many values were added.
+            terms: number of values that were added.
         """
 
 
 def _word(value: int) -> npt.NDArray[np.uint32]:
-    # A 0-dimensional array as an operand takes NumPy half the time of a scalar.
+    # NumPy is 2× faster with a 0-dimensional array as an operand than with a scalar.
     return np.array(value, np.uint32)
 
 
@@ -92,12 +96,12 @@ _FLOAT16_OVERFLOW = 0x0F7FF000
 
 _shl, _shr, _and, _or, _add = np.left_shift, np.right_shift, np.bitwise_and, np.bitwise_or, np.add
 _largest = np.maximum.reduce
-# The smallest positive float; it is zero in arithmetic only if a library has set flush-to-zero in this thread.
+# The smallest positive float. Arithmetic treats it as zero only if a library has set flush-to-zero in this thread.
 _TINY, _UNIT = 5e-324, 1.0
 
 
 def _merge(total: Stack, target: Words) -> None:
-    """Write the upper halves of all values."""
+    """Write the upper halves of all values into words."""
     low, high = total.low, total.high
     _shr(low, _SIXTEEN, low)
     _and(high, _HIGH, high)
@@ -111,8 +115,8 @@ class _Bfloat16:
         return 0
 
     def pack(self, total: Stack, spare: Stack, target: Words, rounded: bool) -> None:
-        # Rounding a NaN could carry into its sign, but only if one of its lower 16 bits is set. They are zero in the
-        # operands, and so in a NaN that the processor propagates or makes.
+        # Rounding a NaN could carry into its sign, but only if one of its lower 16 bits is set. These bits are zero in
+        # the operands, and therefore in every NaN that the processor propagates or generates.
         if not rounded:
             bits, last = total.bits, spare.bits
             _shr(bits, _SIXTEEN, last)
@@ -128,10 +132,10 @@ class _Bfloat16:
 class _Float16:
     def unpack(self, words: Words, into: Stack) -> int:
         low, high = into.low_signed, into.high_signed
-        # Doubling each code shifts the sign out, into the lowest bit of the next code, where it does no harm.
+        # Doubling each code shifts its sign into the lowest bit of the next code, which the shift below removes.
         _add(words, words, into.low)
         largest = int(_largest(into.low_codes)) >> 1
-        # An arithmetic shift keeps the sign; the mask below clears the copies of it.
+        # An arithmetic shift copies the sign into the free bits; the mask below clears the copies.
         _shl(words, _SIXTEEN, into.low)
         _shr(low, _THREE_SIGNED, low)
         _shr(words.view(np.int32), _THREE_SIGNED, high)
@@ -153,7 +157,7 @@ class _Float16:
     def fits(self, total: Stack, spare: Stack, largest: int, terms: int) -> bool:
         if largest >= _FLOAT16_INFINITY or not _TINY * _UNIT:
             return False
-        # The exponent grows by one per doubling.
+        # Each doubling of the number of terms increases the exponent by at most one.
         if largest + ((terms - 1).bit_length() << 10) <= _FLOAT16_LARGEST:
             return True
         _and(total.bits, _SIZE, spare.bits)

@@ -1,10 +1,10 @@
-"""MINLOC and MAXLOC: pairs of a value and an index, of which the smallest or largest value wins, ties by the index.
+"""Kernels of MINLOC and MAXLOC, which reduce pairs of a value and an index.
 
-A NaN wins, as it does in MIN and MAX, and of several that with the lowest index. What is selected is a whole pair; of
-equal pairs, that of the lowest rank.
+The pair with the smallest or largest value is selected. The lowest index wins a tie. A NaN wins over numbers, as in MIN
+and MAX. Of equal pairs, that of the lowest rank is selected.
 
-Arrays of pairs are structured: two fields, the value first. They are reduced where they lie if both fields have the
-width of the wider one and nothing is between; others are copied to that layout for the time of the call.
+Arrays of pairs are structured arrays of two fields, the value first. They are reduced in place if both fields have the
+width of the wider field, without padding. Other layouts are copied to that layout during the call.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from aiocoll.elements.records import Record
 
 __all__ = ["LOCATING", "Pair", "pair_kernel", "paired"]
 
-#: What says whether a value wins against another.
+#: The comparison by which a value wins over another, by op.
 LOCATING: Mapping[str, np.ufunc] = MappingProxyType({"MINLOC": np.less, "MAXLOC": np.greater})
-#: Kinds of values that MIN and MAX are defined on.
+#: Kinds of values on which MIN and MAX are defined.
 _VALUES = ("bool", "int", "uint", "float", "half")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair(DType):
-    """A type of pairs in the layout that is reduced; its name is that of the user's layout.
+    """A type of pairs, in the layout in which they are reduced. It has the name of the user's layout.
 
     Attributes:
-        value: type of the values, in the first half.
-        index: dtype of the indices, in the other.
+        value: type of the values, in the first half of a pair.
+        index: dtype of the indices, in the second half.
     """
 
     value: DType
     index: np.dtype[Any]
 
 
-# One instance per type.
+# One instance per layout of the user.
 _PAIRS: WeakKeyDictionary[Record, Pair] = WeakKeyDictionary()
 
 
 def paired(buffer: Buffer, op: Any, *, writable: bool) -> Buffer:
-    """Return a buffer of pairs for an op that selects them, in place of the buffer of a structured array.
+    """Return the buffer of a structured array as a buffer of pairs, if `op` is MINLOC or MAXLOC.
 
     Args:
-        buffer: of the array.
-        op: a `ReduceOp`; if it selects no pairs, the buffer itself is returned.
-        writable: whether the operation writes to it.
+        buffer: the buffer of the array.
+        op: a `ReduceOp`. For other ops than MINLOC and MAXLOC, `buffer` itself is returned.
+        writable: whether the operation writes to the array.
 
     Raises:
-        TypeError: its elements are no pairs.
+        TypeError: the elements are not pairs.
     """
     record, name = buffer.dtype, str(getattr(op, "wire_name", ""))
     if name not in LOCATING or not isinstance(record, Record):
@@ -89,7 +89,7 @@ def _pair(record: Record, name: str) -> Pair:
             nbytes = 2 * max(value.itemsize, index.itemsize)
             return Pair(record.name, record.code, nbytes, np.dtype(f"V{nbytes}"), "pair", kind, index)
     raise TypeError(
-        f"op {name} takes pairs, which are two fields: a real number and an integer, such as those of "
+        f"op {name} accepts pairs of two fields, a real number and an integer, such as "
         f"np.dtype([('value', 'f8'), ('index', 'i8')]), not {record.name}"
     )
 
@@ -102,7 +102,7 @@ def _halves(pairs: Array, value: np.dtype[Any], index: np.dtype[Any]) -> tuple[A
 
 
 def pair_kernel(name: str, dtype: Pair) -> Kernel:
-    """Return the kernel of an op that selects pairs."""
+    """Return the kernel of MINLOC or MAXLOC."""
     wins, storage, readable = LOCATING[name], dtype.value.storage, _readable(dtype.value)
     may_be_nan = dtype.value.kind in ("float", "half")
 
@@ -120,7 +120,7 @@ def pair_kernel(name: str, dtype: Pair) -> Kernel:
 
 
 def _readable(dtype: DType) -> Callable[[Array], Array]:
-    """Return what makes numbers that NumPy can compare of stored ones."""
+    """Return a function that converts stored values to numbers that NumPy can compare."""
     if dtype.kind == "half":
         convert = to_float32(dtype)
 

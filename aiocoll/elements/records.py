@@ -1,7 +1,7 @@
-"""Element types that only move: structured dtypes, dates, texts and plain bytes of a fixed length.
+"""Element types that can be sent but not reduced: structured dtypes, dates, texts and bytes of a fixed length.
 
-Their arrays travel as bytes, so nothing here depends on what is in them. What the ranks agree on is the layout, written
-as a text: the names, formats and offsets of all fields, byte order and padding included.
+Their arrays are sent as bytes, whatever the fields contain. Ranks compare the layout: a string with the names, formats
+and offsets of all fields, with byte order and padding.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from aiocoll.elements.element_type import DType
 
 __all__ = ["LAYOUT", "LONGEST_NAME", "Record", "layout_of", "record", "record_by_code", "record_by_name"]
 
-#: The bit that codes of layouts have, and no other code.
+#: The bit that is set in the codes of layouts, and in no other code.
 LAYOUT = 1 << 31
-#: Characters of a layout's name. A longer one is cut, and ends with a hash of all of it.
+#: Maximum number of characters in a layout's name. A longer name is truncated and ends with its hash.
 LONGEST_NAME = 400
 
 _UINT8 = np.dtype(np.uint8)
@@ -30,10 +30,10 @@ _KINDS = "VSUMm"
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Record(DType):
-    """A type whose elements are `itemsize` elements of its storage, bytes; its name tells its layout.
+    """A type that can be sent but not reduced. It is stored as bytes, and its name describes its layout.
 
     Attributes:
-        array: dtype of users' arrays.
+        array: dtype of the user's arrays.
     """
 
     array: np.dtype[Any]
@@ -42,33 +42,33 @@ class Record(DType):
         return record, (self.array,)
 
 
-# One instance per layout, for as long as anything uses it.
+# One instance per layout, as long as anything refers to it.
 _BY_DTYPE: WeakValueDictionary[np.dtype[Any], Record] = WeakValueDictionary()
 _BY_CODE: WeakValueDictionary[int, Record] = WeakValueDictionary()
 _BY_NAME: WeakValueDictionary[str, Record] = WeakValueDictionary()
-# Those that were used last stay: a message that is on its way, or is still to be posted, knows only the code.
+# The last `_KEPT` used types, kept alive: a message in flight, or one not posted yet, refers to its type only by code.
 _LATEST: OrderedDict[int, Record] = OrderedDict()
 _KEPT = 256
 
 
 def record(dtype: np.dtype[Any]) -> Record | None:
-    """Return the type of arrays whose dtype is `dtype`; None if it is no such dtype.
+    """Return the type of a structured, date or text dtype; None for any other dtype.
 
     Raises:
-        TypeError: its elements refer to other memory, or have no bytes.
+        TypeError: the elements contain Python objects, or have a size of 0 bytes.
     """
     found = _BY_DTYPE.get(dtype)
     if found is not None:
         return _keep(found)
     if dtype.hasobject:
         raise TypeError(
-            f"dtype {dtype} refers to objects of this process, which cannot be sent as bytes: use a dtype without "
-            "objects, or a call on objects, such as send_object"
+            f"dtype {dtype} contains Python objects, which cannot be sent as bytes; use a dtype without objects, or a "
+            "call on objects, such as send_object"
         )
     if dtype.kind not in _KINDS or dtype.type.__module__ == "ml_dtypes":
         return None
     if not dtype.itemsize:
-        raise TypeError(f"dtype {dtype} has elements of no bytes")
+        raise TypeError(f"dtype {dtype} has elements of 0 bytes; use a dtype with at least 1 byte per element")
     name = layout_of(dtype)
     code = LAYOUT | crc32(name.encode())
     if len(name) > LONGEST_NAME:
@@ -87,17 +87,20 @@ def _keep(used: Record) -> Record:
 
 
 def record_by_code(code: int) -> Record | None:
-    """Return the type whose code is `code`, if this process uses it."""
+    """Return the layout with code `code`; None if this process does not use it."""
     return _BY_CODE.get(code)
 
 
 def record_by_name(name: str) -> Record | None:
-    """Return the type called `name`, if this process uses it."""
+    """Return the layout with name `name`; None if this process does not use it."""
     return _BY_NAME.get(name)
 
 
 def layout_of(dtype: np.dtype[Any]) -> str:
-    """Write a layout: ``{mass: <f8, at: <i4[3]}``, and with padding ``{mass: <f8 at 0, at: <i4[3] at 8; 24 bytes}``."""
+    """Return the name of a dtype's layout, such as ``{mass: <f8, at: <i4[3]}``.
+
+    A layout with padding also has the offsets: ``{mass: <f8 at 0, at: <i4[3] at 8; 24 bytes}``.
+    """
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return f"{layout_of(base)}{list(shape)}"
@@ -107,7 +110,7 @@ def layout_of(dtype: np.dtype[Any]) -> str:
         return dtype.str.removeprefix("|")
     fields, end, is_dense = [], 0, True
     for name in dtype.names:
-        field, offset = dtype.fields[name][:2]  # type: ignore[index]  # there are fields where there are names
+        field, offset = dtype.fields[name][:2]  # type: ignore[index]  # a dtype with names also has fields
         is_dense = is_dense and offset == end
         end = offset + field.itemsize
         fields.append((name if name.isidentifier() else repr(name), layout_of(field), offset))

@@ -1,10 +1,12 @@
-"""Sparse arrays -> indices and values, and back: scipy.sparse here, without importing it, others by their adapters.
+"""Conversion of sparse arrays to entries (indices and values) and back.
 
-=========================================  ==========================================================
-scipy.sparse COO, CSR, CSC                 in place: the object gets new arrays
-torch COO, with dense dimensions or not    in place: the tensor gets new indices and values
-torch CSR                                  a new tensor is the result: one given keeps its number of entries
-=========================================  ==========================================================
+This module converts arrays of scipy.sparse, without importing it. Adapters convert arrays of other libraries.
+
+========================================  ===========================================================
+scipy.sparse COO, CSR, CSC                in place: the object gets new arrays
+torch COO, also with dense dimensions     in place: the tensor gets new indices and values
+torch CSR                                 the result is a new tensor: a CSR tensor cannot get more entries
+========================================  ===========================================================
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ _INT32 = np.iinfo(np.int32).max
 
 
 class SparseArray(NamedTuple):
-    """A sparse array of the caller.
+    """The description of a caller's sparse array.
 
     Attributes:
-        shape: all dimensions, the sparse ones first.
-        sparse_dim: number of the sparse ones.
-        dtype: of its elements.
+        shape: all dimensions, sparse dimensions first.
+        sparse_dim: number of sparse dimensions.
+        dtype: element type.
         size: number of possible entries: the product of the sparse dimensions.
-        width: elements per entry: the product of the dense ones.
-        stored: number of entries, those at one index counted each.
-        effort: how many numbers `read` reads.
-        read: returns its entries, one per index; may run in a thread. Raises ValueError for indices out of range.
+        width: elements per entry: the product of the dense dimensions.
+        stored: number of stored entries, including several at one index.
+        effort: number of values that `read` reads.
+        read: returns the entries, one per index; may run in a thread. Raises ValueError for indices out of range.
         build: converts entries to the library's format; may run in a thread. It returns a function that stores them in
-            the caller's array at once and returns the result.
+            the caller's array and returns the result.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +69,7 @@ class SparseArray(NamedTuple):
 
 
 def is_sparse(obj: Any) -> bool:
-    """Return whether `obj` is a sparse array of scipy.sparse, or of a library with an adapter, in any format."""
+    """Return whether `obj` is a sparse array, in any format, of scipy.sparse or of a library with an adapter."""
     adapter = adapter_of_type(type(obj))
     if adapter is not None:
         return adapter.is_sparse(obj)
@@ -76,11 +78,11 @@ def is_sparse(obj: Any) -> bool:
 
 
 def sparse_array(obj: Any, name: str = "tensor") -> SparseArray:
-    """Describe a sparse array, in constant time.
+    """Return the description of a sparse array, in constant time.
 
     Raises:
         TypeError: its format or dtype is not supported.
-        ValueError: it has room for 2**63 entries or more.
+        ValueError: it has 2**63 or more possible entries.
     """
     array = _array_of(obj, name)
     if array.size > np.iinfo(np.int64).max:
@@ -100,22 +102,22 @@ def _array_of(obj: Any, name: str) -> SparseArray:
 
 
 def empty_entries(array: SparseArray) -> Entries:
-    """Return no entries, in the form that those of `array` have."""
+    """Return `Entries` of length 0 with the dtypes and the width of `array`."""
     values = np.empty((0,) if array.width == 1 else (0, array.width), array.dtype.storage)
     return Entries(np.empty(0, np.int32 if array.size <= _INT32 else np.int64), values)
 
 
 def entries_of(array: SparseArray, packed: Array) -> Entries:
-    """Return the entries that another rank has packed, of an array like `array`; they share no memory with `packed`.
+    """Return copies of the entries that another rank has packed from an array like `array`.
 
     Raises:
-        ValueError: they cannot be such entries.
+        ValueError: the indices do not fit such an array.
     """
     return checked(unpack(packed, None, empty_entries(array)), array.size)
 
 
 def fresh_like(obj: Any, sparse_dim: int, shape: tuple[int, ...]) -> Any:
-    """Return a sparse array without entries, of the library, format and dtype of `obj`."""
+    """Return a sparse array without entries, with the library, format and dtype of `obj`."""
     adapter = adapter_of_type(type(obj))
     return type(obj)(shape, dtype=obj.dtype) if adapter is None else adapter.fresh_sparse(obj, sparse_dim, shape)
 
@@ -144,7 +146,7 @@ def _of_coo(obj: Any, name: str) -> SparseArray:
 
 def _of_compressed(obj: Any, name: str) -> SparseArray:
     dtype = _scipy_dtype(obj, name)
-    shape = obj.shape if len(obj.shape) == 2 else (1, *obj.shape)  # a CSR array of one dimension is a row
+    shape = obj.shape if len(obj.shape) == 2 else (1, *obj.shape)  # treat a 1-D CSR array as a row
     by_column = obj.format == "csc"
     rows = shape[1 if by_column else 0]
 
@@ -159,7 +161,7 @@ def _of_compressed(obj: Any, name: str) -> SparseArray:
         if by_column:
             order = np.argsort(minor, kind="stable")
             major, minor, values = minor[order], major[order], values[order]
-        # A sum may have more entries than int32 holds, though no input does.
+        # A sum may have more entries than an int32 can count, even if no input has.
         like = obj.indptr.dtype if len(places) <= _INT32 else np.dtype(np.int64)
         indptr = row_pointers(major, rows).astype(like, copy=False)
         indices = minor.astype(like, copy=False)
@@ -182,7 +184,7 @@ def _scipy_dtype(obj: Any, name: str) -> DType:
 
 
 def _plain(array: Any) -> Array:
-    """Return a contiguous plain ndarray of the array."""
+    """Return `array` as a contiguous ndarray, not as a subclass."""
     return np.ascontiguousarray(array)
 
 
@@ -198,7 +200,7 @@ def describe_sparse(
     read: Callable[[], Entries],
     build: Callable[[Entries], Callable[[], Any]],
 ) -> SparseArray:
-    """Return the description of a sparse array; `rows` are the index pointers that `read` reads besides entries."""
+    """Return the description of a sparse array; `rows` is the number of index pointers that `read` also reads."""
     size, width = math.prod(shape[:sparse_dim]), math.prod(shape[sparse_dim:])
     return SparseArray(
         tuple(shape), sparse_dim, dtype, size, width, stored, (stored + rows) * max(width, 1), read, build
@@ -213,12 +215,15 @@ def flat_places(coords: Sequence[Array], shape: Sequence[int], name: str, count:
         shape: the dimensions.
         name: the array's name in error messages.
         count: number of entries, for an array of no dimensions.
+
+    Raises:
+        ValueError: an index is out of range.
     """
     dtype = np.int32 if math.prod(shape) <= _INT32 else np.int64
     places: Array = np.zeros(len(coords[0]) if len(coords) else count, dtype)
     for axis, (index, length) in enumerate(zip(coords, shape, strict=True)):
         if len(index) and not (index.min() >= 0 and index.max() < length):
-            raise ValueError(f"{name} has indices in dimension {axis} outside of 0 to {length - 1}")
+            raise ValueError(f"{name} has indices in dimension {axis} outside the range 0 to {length - 1}")
         if axis:
             places *= length
         places += index.astype(dtype, copy=False)
@@ -226,7 +231,7 @@ def flat_places(coords: Sequence[Array], shape: Sequence[int], name: str, count:
 
 
 def coordinates_of(places: Array, shape: Sequence[int]) -> list[Array]:
-    """Undo `flat_places`."""
+    """Return the indices per dimension of row-major indices: the inverse of `flat_places`."""
     coords: list[Array] = []
     for length in reversed(shape[1:]):
         places, index = np.divmod(places, max(length, 1))
@@ -235,7 +240,11 @@ def coordinates_of(places: Array, shape: Sequence[int]) -> list[Array]:
 
 
 def expand_pointers(pointers: Array, indices: Array, name: str) -> tuple[Array, Array]:
-    """Return the major and the minor index of every entry of a compressed array."""
+    """Return the major and the minor index of every entry of a compressed array.
+
+    Raises:
+        ValueError: the index pointers decrease.
+    """
     lengths = np.diff(pointers)
     if lengths.size and lengths.min() < 0:
         raise ValueError(f"{name} has decreasing index pointers")
@@ -244,5 +253,5 @@ def expand_pointers(pointers: Array, indices: Array, name: str) -> tuple[Array, 
 
 
 def row_pointers(major: Array, rows: int) -> Array:
-    """Return where the entries of each row begin, given the row of each entry, ascending; int64."""
+    """Return the index pointers (int64) of `rows` rows, given the row of each entry, ascending."""
     return np.searchsorted(major, np.arange(rows + 1))

@@ -1,4 +1,4 @@
-"""Strided arrays whose elements share memory."""
+"""The check that the elements of a strided array share no memory."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["check_apart"]
+__all__ = ["check_disjoint"]
 
 
-def check_apart(strides: Sequence[int], shape: Sequence[int], itemsize: int, name: str, instead: str) -> None:
-    """Refuse to write to an array whose elements share memory: expanded, or of windows that overlap.
+def check_disjoint(strides: Sequence[int], shape: Sequence[int], itemsize: int, name: str, instead: str) -> None:
+    """Check that no elements of an array share memory, as in an expanded array or in overlapping windows.
 
     Args:
-        strides: in the unit of `itemsize`.
-        shape: of the array.
-        itemsize: of an element.
-        name: of the argument.
-        instead: what to pass.
+        strides: strides of the array, in the unit of `itemsize`.
+        shape: shape of the array.
+        itemsize: size of an element.
+        name: name of the argument in the error message.
+        instead: the remedy in the error message: an expression to pass instead.
 
     Raises:
         ValueError: two elements share memory.
     """
     if 0 in shape:
         return
-    extent, apart = itemsize, True
+    extent, disjoint = itemsize, True
     for stride, length in sorted((abs(stride), length) for stride, length in zip(strides, shape, strict=True)):
         if length > 1:
-            apart = apart and stride >= extent
+            disjoint = disjoint and stride >= extent
             extent += (length - 1) * stride
-    if not apart and not _lie_apart(strides, shape, itemsize):
+    if not disjoint and not _are_disjoint(strides, shape, itemsize):
         raise ValueError(f"{name} has elements that share memory, and the result is written to it; pass {instead}")
 
 
-def _lie_apart(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
-    """Whether elements of axes that are interleaved have memory of their own; n log n, for the few such arrays."""
+def _are_disjoint(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
+    """Return whether no elements share memory, for arrays with interleaved axes. Cost: n log n time for n elements."""
     offsets = np.zeros(1, np.int64)
     for stride, length in zip(strides, shape, strict=True):
         offsets = (offsets[:, None] + stride * np.arange(length)).reshape(-1)

@@ -152,7 +152,7 @@ class Channels:
             shared.unmap()
 
     def departed(self, rank: int, group: int) -> None:
-        """Record that a rank has left a group: it reads none of this rank's later posts there."""
+        """Record that a rank has left a group, and will not read further posts of this rank there."""
         if (channel := self._channels.get(rank)) is not None and channel.shared is not None:
             channel.shared.departed(group)
 
@@ -202,7 +202,7 @@ class _Lazy(list[Channel]):
         super().__init__([None] * len(ranks))  # type: ignore[list-item]
         self._channels = channels
         self._ranks = ranks
-        channels.to(rank)  # as in a small group; this channel never gets a link
+        channels.to(rank)  # small groups also have this rank's channel to itself, which never gets a link
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
@@ -211,5 +211,5 @@ class _Lazy(list[Channel]):
         return found
 
     def __iter__(self) -> Iterator[Channel]:
-        # Channels opened by peers count, too: they may hold buffers of this group.
+        # Include channels that peers have opened: they may hold buffers of this group.
         return self._channels.made(self._ranks)

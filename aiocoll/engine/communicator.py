@@ -35,9 +35,9 @@ from aiocoll.engine.links.channel import Channel
 from aiocoll.engine.matching.matching import Matching
 from aiocoll.engine.native_reasons import log_reasons
 from aiocoll.engine.operations.base import Operation
+from aiocoll.engine.operations.operation_info import operation_info
 from aiocoll.engine.operations.signature import KEYED, P2P
 from aiocoll.engine.operations.slots import Slots
-from aiocoll.engine.operations.told import told
 from aiocoll.engine.split_history import Splits
 from aiocoll.errors import GroupError
 from aiocoll.hooks import Hooks, OperationInfo
@@ -239,7 +239,7 @@ class Communicator:
         """Call the hooks for an operation; they may not call this group during that time."""
         self.gate[BARRED] = True
         try:
-            call(operation, lambda: told(operation, error, seconds))
+            call(operation, lambda: operation_info(operation, error, seconds))
         finally:
             self.gate[BARRED] = self.cause is not None
 

@@ -84,7 +84,7 @@ class Groups:
         self.closed.close(group.id, self._farewells.pop(group.id), members)
 
     def _refuse(self, group: Communicator, other: Communicator | None, name: str) -> GroupError:
-        """Revoke a group on all its ranks, since its id is that of the group `other`, or of a closed one."""
+        """Revoke a group on all its ranks, because its id collides with the id of the group `other` or a closed one."""
         error = GroupError(
             f"group {group.name!r} cannot be made: its id {group.id:#x} is that of group {name!r}, which is open, or "
             "which only some of its ranks have closed; make another group, which gets a different id",

@@ -1,13 +1,13 @@
-"""The journal of one rank in one group: a record of each of its last operations, and counters of all of them.
+"""The journal of one rank in one group: records of its last operations, and counters of all operations.
 
-`Journal.ended` is the only method that writes, once per operation, when `Communicator.ended` calls it. Pending
-operations need no record: readers make theirs from the operations themselves.
+`Journal.ended` is the only method that writes. `Communicator.ended` calls it once per operation. Pending operations
+have no record: readers make one from the operation itself.
 
-The loop's thread is the only writer. Signal handlers and other threads may read at any time: a reader copies each array
-by one call into C, and takes a record only if its number is that of its objects. A record keeps no array, work or
-traceback of the caller alive, only the calling code object.
+Only the event loop's thread writes. Signal handlers and other threads may read at any time. A reader copies each array
+by one call into C, and uses a record only if its number equals the number in its objects. A record keeps the calling
+code object alive, but no array, work or traceback of the caller.
 
-All arrays are in native byte order, so code in C can write them, too.
+All arrays are in native byte order, so that code in C can also write them.
 
 A record has `RECORD_NBYTES` bytes. Record n is at index n mod the size of its ring; records are numbered from 1. At the
 same index of `Ring.objects` is a tuple: the record's number, the signature, the shape, the key, the calling code object
@@ -17,29 +17,29 @@ and the name of the exception class, or None.
           8  int64   number       of the record; 0 of a record that was never written
          16  double  entered      entry time
          24  double  ended        end time
-         32  double  started      when the first part had moved, or the last part was started; NaN if there are no parts
-         40  int64   seq          its number, or the count of its key; -1 if it has none
-         48  int32   peer         the other rank of a message; -1 if it has none, or it is not known
+         32  double  started      time at which the first part had moved, or the last part was started; NaN without
+         parts 40  int64   seq          sequence number, or the count of its key; -1 if it has none
+         48  int32   peer         the peer of a message; -1 if it has none, or if the peer is not known
          52  int32   instruction  position in the calling code object
 
-A row of counters has `ROW` doubles, which hold counts up to 2**53 exactly. There is one for each operation, algorithm
-and transport.
+A row of counters has `ROW` doubles, which hold counts up to 2**53 exactly. There is one row for each combination of
+operation, algorithm and transport.
 
-    double  0  NBYTES_MOVED  bytes of the operations that completed
-            1  FAILURES      operations that failed
-            2  SECONDS       seconds that those that completed took together, each from its start to its end
-            3  BUCKET        operations that completed, by duration, in `BUCKETS` buckets: see `SHIFT`
+    double  0  NBYTES_MOVED  bytes of the completed operations
+            1  FAILURES      number of failed operations
+            2  SECONDS       total duration of the completed operations, each from its start to its end
+            3  BUCKET        number of completed operations by duration, in `BUCKETS` buckets: see `SHIFT`
 
-A row of waits has `WAIT` doubles. There is one for each rank that this one has waited for.
+A row of waits has `WAIT` doubles. There is one row for each rank for which this rank has waited.
 
-    double  0  TIMES         collectives that the rank's data has completed
-            1  WAITED        seconds from the start of these collectives until then
-            2  MARK          `MINUTE` marks of three numbers, at the second mod `MINUTE`: a second in which there was a
-                             wait for any rank, and the first two numbers before the first wait in it
+    double  0  TIMES         number of collectives for which the rank's data arrived last
+            1  WAITED        seconds from the start of these collectives until that data arrived
+            2  MARK          `MINUTE` marks of three numbers each, at index second mod `MINUTE`: a second in which this
+                             rank waited for any rank, and TIMES and WAITED before the first wait in that second
 
-Memory: nothing at first. Records take at most `NBYTES`, reached after as many operations as the rings hold; in
-addition, a record keeps parts of a call alive: a key, and counts per rank where ranks have different ones. A row of
-counters takes half a kilobyte, a row of waits one and a half; and `KNOWN` signatures are kept.
+Memory: none at first. Records take at most `NBYTES` when the rings are full. In addition, a record keeps parts of its
+call alive: a key, and counts per rank if they differ. A row of counters takes 0.5 KB, a row of waits 1.5 KB. `KNOWN`
+signatures are kept alive.
 """
 
 from __future__ import annotations
@@ -73,17 +73,18 @@ __all__ = [
     "Waited",
 ]
 
-#: Records of collectives, and of messages: there may be thousands of messages between two collectives.
+#: Number of records of collectives, and of messages. The rings are separate, because there may be thousands of messages
+#: between two collectives.
 HISTORY: Final = 1024
 MESSAGES: Final = 256
-#: Bytes of full rings on a 64-bit machine, if no two records share a signature, as equal calls do: the record, its
-#: objects, the signature and a shape of four dimensions take that much.
+#: Bytes of full rings on a 64-bit machine: record, objects, signature and a shape of four dimensions. Equal calls share
+#: a signature and take less.
 NBYTES: Final = (HISTORY + MESSAGES) * 512
 
 RECORD: Final = Struct("=Qqdddqii")
 _write_record: Final = RECORD.pack_into
 RECORD_NBYTES: Final = 56
-#: Records for which a ring makes room at first.
+#: Number of records for which a ring allocates memory at first.
 FIRST: Final = 16
 
 #: Indices in a row of counters.
@@ -92,20 +93,21 @@ FAILURES: Final = 1
 SECONDS: Final = 2
 BUCKET: Final = 3
 #: Buckets of a histogram: bucket i has the durations from 2**(i - 1 - SHIFT) to 2**(i - SHIFT) seconds, by the exponent
-#: of `frexp`. The first of them is below what a call takes; the last ends after 17,000 years, also virtual ones.
+#: of `frexp`. The first bucket is below the duration of any call; the last ends at 17,000 years, enough for a virtual
+#: clock.
 BUCKETS: Final = 64
 SHIFT: Final = 24
 ROW: Final = BUCKET + BUCKETS
-#: Added to each duration, so that there is none of 0, whose exponent would be another.
+#: Added to each duration, because `frexp` returns the exponent 0 for a duration of 0.
 TRIFLE: Final = 2.0**-SHIFT
-#: Index of the bucket whose exponent is 0.
+#: Index of the bucket with exponent 0.
 ONE: Final = BUCKET + SHIFT
 
 #: Indices in a row of waits.
 TIMES: Final = 0
 WAITED: Final = 1
 MARK: Final = 2
-#: Seconds over which waits are also counted by themselves.
+#: Length in seconds of the recent period for which waits are also counted.
 MINUTE: Final = 60
 WAIT: Final = MARK + 3 * MINUTE
 
@@ -114,31 +116,31 @@ COUNT: Final = 0
 GENERATION: Final = 1
 SIZE: Final = 2
 
-#: Signatures whose row is known; more than a program uses at a time.
+#: Number of signatures whose row is cached; more than a program uses at a time.
 KNOWN: Final = 256
 
 
-#: What belongs to a record: its number, signature, shape, key, calling code object and name of the exception class.
+#: The objects of a record: its number, signature, shape, key, calling code object and name of the exception class.
 Objects = tuple[int, Signature, tuple[int, ...], str | None, CodeType, str | None]
 
 
 class Record(NamedTuple):
-    """One operation of this rank, as readers get it.
+    """A record of one operation of this rank, in the form for readers.
 
     Attributes:
-        op: its id; of a receive only the tag in it is meaningful.
+        op: operation id. In the id of a receive, only the tag is meaningful.
         entered: entry time, by `Runtime.stamp`.
-        signature: what the ranks must agree on.
-        shape: of the caller's main array.
-        key: for a keyed collective.
-        seq: its number, or the count of its key; None for a message.
+        signature: signature of the call.
+        shape: shape of the caller's main array.
+        key: key of a keyed collective, else None.
+        seq: sequence number, or the count of the key; None for a message.
         code: the calling code object.
         instruction: position in `code`.
-        ended: end time; None while it is pending.
-        error: name of the exception class if it failed.
-        peer: for a message, the other rank; None for a pending receive from any rank.
-        started: for a message that moved in several parts, when the first had moved; for a collective of several
-            operations, when the last of these was started.
+        ended: end time; None while the operation is pending.
+        error: name of the exception class if the operation failed, else None.
+        peer: peer of a message; None for a collective, and for a pending receive from any rank.
+        started: for a message in several parts, the time at which the first part had moved. For a collective of several
+            operations, the time at which the last of these was started. Else None.
     """
 
     op: int
@@ -156,7 +158,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, operation: Operation) -> Record:
-        """Return the record of an operation that is pending."""
+        """Return a record of a pending operation."""
         op, call = operation.id, operation.completion
         seq = call.seq if op < P2P else None
         made = call.shape, call.key, seq, call.code, call.instruction
@@ -164,7 +166,7 @@ class Record(NamedTuple):
         return cls(op, operation.entered, operation.signature, *made, None, None, operation.peer, started)
 
     def describe(self, rank: int) -> dict[str, Any]:
-        """Return the call of `rank`, this one, as plain data."""
+        """Return the call as plain data; `rank` is this rank."""
         return description(rank, self.signature, self.shape, self.key, self.seq)
 
 
@@ -173,10 +175,10 @@ class Counted(NamedTuple):
 
     Attributes:
         kind: operation, algorithm and transport.
-        failures: operations that ended with an error.
-        nbytes: of those that completed.
-        seconds: that these took together, each from its start to its end.
-        buckets: how many of these took how long; their sum is how many there were.
+        failures: number of failed operations.
+        nbytes: bytes of the completed operations.
+        seconds: total duration of the completed operations.
+        buckets: histogram of these durations: the number of completed operations in each bucket.
     """
 
     kind: tuple[str, str | None, str]
@@ -187,7 +189,7 @@ class Counted(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """How often, and for how long, this rank has waited for one other: in all, and in the last minute."""
+    """The number and the total seconds of this rank's waits for one peer: in total, and in the last minute."""
 
     times: int
     seconds: float
@@ -199,16 +201,16 @@ _NO_DOUBLES: Final = memoryview(b"").cast("d")
 
 
 class Table:
-    """Rows of doubles, or of as many bytes, in memory that grows in steps.
+    """Rows of doubles, in memory that grows in steps.
 
     Args:
-        row: doubles in a row.
+        row: number of doubles in a row.
 
     Attributes:
-        memory: the rows.
-        doubles: the same as doubles.
-        state: `COUNT`, `GENERATION` and `SIZE`: how many records were written, how often the memory was replaced, and
-            how many records the ring holds at most.
+        memory: the rows as bytes.
+        doubles: the same memory as doubles.
+        state: three integers. `COUNT` is the number of records written, `GENERATION` the number of times that the
+            memory was replaced, and `SIZE` the maximum number of records in a ring.
     """
 
     __slots__ = ("_row", "_used", "doubles", "memory", "state")
@@ -221,7 +223,7 @@ class Table:
         self.doubles = _NO_DOUBLES
 
     def resize(self, rows: int) -> None:
-        """Make room for so many rows."""
+        """Replace the memory by memory for `rows` rows, with the same content."""
         memory = bytearray(rows * self._row * 8)
         memory[: len(self.memory)] = self.memory
         self.doubles = memoryview(memory).cast("d")
@@ -237,15 +239,15 @@ class Table:
 
 
 class Ring(Table):
-    """The records of the last collectives, or messages, that have ended.
+    """A ring of records of the last collectives or messages that have ended.
 
     Args:
-        size: records it holds, at most.
+        size: maximum number of records.
 
     Attributes:
         size: as given.
-        room: records for which there is memory.
-        objects: what belongs to them.
+        room: number of records for which memory is allocated.
+        objects: the objects of each record.
     """
 
     __slots__ = ("objects", "room", "size")
@@ -258,21 +260,21 @@ class Ring(Table):
 
     @property
     def count(self) -> int:
-        """How many records were written, which is the number of the last one."""
+        """Number of records written so far, which is the number of the last record."""
         return self.state[COUNT]
 
     def __len__(self) -> int:
         return min(self.count, self.size)
 
     def grow(self) -> None:
-        """Make room for more records."""
+        """Allocate memory for more records."""
         rows = min(max(FIRST, 2 * self.room), self.size)
         self.resize(rows)
         self.objects += [None] * (rows - self.room)
         self.room = rows
 
     def records(self, op: int | None = None) -> list[Record]:
-        """Return all records, or those of one id, as a copy, in the order in which the operations ended."""
+        """Return copies of all records, or of the records of operation `op`, in the order of their ends."""
         memory, objects = bytes(self.memory), list(self.objects)
         found = [
             (fields, others)
@@ -287,16 +289,16 @@ class Journal:
     """The records and counters of one rank in one group.
 
     Args:
-        channels: to the ranks of the group.
-        pending: returns the operations of this rank that have not ended.
-        since: when it began.
+        channels: the channels to the ranks of the group.
+        pending: returns the pending operations of this rank.
+        since: start time of the journal.
         counts: whether operations are counted.
 
     Attributes:
         since, counts: as given.
-        collectives: records of those that have ended.
-        messages: records of sends and receives that have ended.
-        hint: text for the log, when the group fails: where to find the records.
+        collectives: records of ended collectives.
+        messages: records of ended sends and receives.
+        hint: text for the log message of a failed group: the place of the records.
     """
 
     __slots__ = (
@@ -326,24 +328,24 @@ class Journal:
         self.counts = counts
         self.collectives = Ring(HISTORY)
         self.messages = Ring(MESSAGES)
-        self.hint = "pg.recorder.dump() has what was called last; with AIOCOLL_DUMP_DIR it is written to a file"
+        self.hint = "pg.recorder.dump() returns the last calls; set AIOCOLL_DUMP_DIR to have them written to a file"
         self.counters = Table(ROW)
         self._rows: dict[tuple[str, str | None, str], int] = {}
         self.waits = Table(WAIT)
         self._wait_rows: dict[int, int] = {}
-        # When the next marks are due.
+        # The time of the next marks.
         self.due = array("d", [-inf])
-        # Row and bytes of calls alike: by the identity of their signature, for a message with its other rank. The
-        # signature is kept, so that its identity is not used again.
+        # Row and bytes of equal calls, by the `id` of their signature; for a message by the `id` and the peer. The
+        # signature is kept alive, so that its `id` is not reused.
         self._calls: dict[int | tuple[int, int], tuple[int, float, Signature]] = {}
-        # Of collectives: what carries their bytes, and whether that has been looked up since the last link was opened.
+        # The medium of collectives, and whether it has been determined since the last link was opened.
         self._carrier = ""
         self._is_known = False
 
     # -- writing
 
     def ended(self, operation: Operation, error: BaseException | None, now: float) -> None:
-        """Write the record of an operation that has ended, and count it; a child is a part of its parent."""
+        """Write the record of an ended operation, and count it. Ignore the child of another operation."""
         if operation.parent is not None:
             return
         call, identity, peer = operation.completion, operation.id, operation.waited_for
@@ -373,15 +375,15 @@ class Journal:
             call.instruction,
         )
         if error is not None:
-            if self.counts and not isinstance(error, asyncio.CancelledError):  # a receive that was withdrawn
-                row = self._row(operation, other)  # first, since it may replace the memory
+            if self.counts and not isinstance(error, asyncio.CancelledError):  # a withdrawn receive is no failure
+                row = self._row(operation, other)  # first, since this may replace the memory
                 self.counters.doubles[row + FAILURES] += 1.0
         elif self.counts:
-            alike = id(operation.signature) if is_collective else (id(operation.signature), other)
+            call_id = id(operation.signature) if is_collective else (id(operation.signature), other)
             try:
-                row, nbytes, _ = self._calls[alike]
+                row, nbytes, _ = self._calls[call_id]
             except KeyError:
-                row, nbytes, _ = self._learn(operation, other, alike)
+                row, nbytes, _ = self._find_row(operation, other, call_id)
             seconds = now - operation.entered
             counters = self.counters.doubles
             counters[row] += nbytes
@@ -394,7 +396,7 @@ class Journal:
                 waits[row + WAITED] += seconds
 
     def wait_row(self, peer: int, now: float) -> int:
-        """Return the row of waits for a rank, in which the second of `now` has begun."""
+        """Return the row of waits for a rank, after it has a mark for the second of `now`."""
         try:
             row = self._wait_rows[peer]
         except KeyError:
@@ -406,23 +408,23 @@ class Journal:
         return row
 
     def _mark(self, rows: Iterable[int], now: float) -> None:
-        """Begin a new second in these rows of waits: keep what has been counted before it."""
+        """Write the marks of a new second into these rows of waits: the counts before that second."""
         waits, second = self.waits.doubles, now // 1
         for row in rows:
             place = row + MARK + int(second) % MINUTE * 3
             waits[place], waits[place + 1], waits[place + 2] = second, waits[row], waits[row + WAITED]
 
     def linked(self) -> None:
-        """A link has been opened: what carries the bytes may have changed. Of one that has ended, nothing has."""
+        """Handle an opened link: the medium of operations may have changed. A closed link changes nothing here."""
         self._calls.clear()
         self._is_known = False
 
-    def _learn(self, operation: Operation, other: int, call: int | tuple[int, int]) -> tuple[int, float, Signature]:
-        """Return the row and the bytes of an operation, and keep them for calls alike, if they are those of all."""
+    def _find_row(self, operation: Operation, other: int, call: int | tuple[int, int]) -> tuple[int, float, Signature]:
+        """Return the row and the bytes of an operation; cache them if they hold for all equal calls."""
         signature = operation.signature
         found = self._row(operation, other), float(_nbytes(signature, operation.completion.shape)), signature
-        # Of what consists of several operations, or runs on a device, the algorithm may differ from call to call; of
-        # what has no counts, the size.
+        # The algorithm may differ from call to call if the call has several operations or runs on a device. The size
+        # may differ if the signature has no counts.
         fixed = signature.debug is None and signature.members is None
         sized = signature.dtype is None or signature.counts or signature.sends or signature.receives
         if operation.id >= P2P or (fixed and sized):
@@ -432,7 +434,7 @@ class Journal:
         return found
 
     def row_of_plan(self, plan: Plan, shape: tuple[int, ...]) -> tuple[int, float]:
-        """Return the row of a collective over shared memory, and its bytes; `shape` is of the caller's main array."""
+        """Return the row and the bytes of a collective over shared memory; `shape` is the caller's main array's."""
         if not self._is_known:
             self._is_known = True
             self._carrier = carriers_of(self._channels)
@@ -445,13 +447,13 @@ class Journal:
         name = op, algorithm, carrier
         row = self._rows.get(name)
         if row is None:
-            row = self.counters.add()  # first, since readers look into the row of each name
+            row = self.counters.add()  # first, since readers read the row of each name
             self._rows[name] = row
         return row
 
     def _carrier_of(self, operation: Operation, other: int) -> str:
-        """Return what carries the bytes of an operation."""
-        if other < 0 and operation.signature.device != "cpu":  # by the device or by links, as each call is carried out
+        """Return the medium of an operation, such as "shm" or "tcp"."""
+        if other < 0 and operation.signature.device != "cpu":  # differs from call to call: the device, or links
             return operation.carriers() or self._carrier
         if other >= 0:  # a message
             link = self._channels[other].link
@@ -464,8 +466,8 @@ class Journal:
     # -- reading
 
     def snapshot(self) -> list[Record]:
-        """Return the records of pending operations and of those that ended last, by entry time."""
-        # First, since an operation leaves this table after its record is written.
+        """Return the records of pending operations and of the last ended ones, by entry time."""
+        # First, since an operation leaves the pending ones only after its record is written.
         pending = [each for each in self._pending() if each.parent is None]
         found: list[Record] = []
         for ring, is_message in ((self.collectives, False), (self.messages, True)):
@@ -482,19 +484,19 @@ class Journal:
         return sorted(found, key=lambda record: record.entered)
 
     def find(self, op: int) -> Record | None:
-        """Return the record of a collective, or of a send, if it is pending or ended a short while ago."""
+        """Return the record of a collective or a send; None if it ended too long ago, or is unknown."""
         for operation in self._pending():
             if operation.id == op and operation.parent is None:
                 return Record.of(operation)
         return next(reversed((self.messages if op & P2P else self.collectives).records(op)), None)
 
     def last(self) -> Record | None:
-        """Return the record of the collective that was called last."""
+        """Return the record of the last called collective; None if there is none."""
         return next((record for record in reversed(self.snapshot()) if record.op < P2P), None)
 
     def counted(self) -> list[Counted]:
-        """Return the counters, as a copy."""
-        rows = list(self._rows.items())  # before their numbers, which are made first
+        """Return a copy of the counters."""
+        rows = list(self._rows.items())  # before the numbers: a row is added after its memory
         copy = memoryview(bytes(self.counters.memory)).cast("d")
         found = [(kind, list(copy[row : row + ROW])) for kind, row in rows]
         return [
@@ -503,14 +505,14 @@ class Journal:
         ]
 
     def waited(self, now: float) -> dict[int, Waited]:
-        """Return the waits by rank, as a copy."""
+        """Return a copy of the waits, by rank."""
         rows = list(self._wait_rows.items())
         doubles = memoryview(bytes(self.waits.memory)).cast("d")
         return {rank: _waited(list(doubles[row : row + WAIT]), now) for rank, row in rows}
 
 
 def _record(fields: tuple[Any, ...], objects: Objects) -> Record:
-    """Return a record from what is in its ring."""
+    """Return a record made from its fields and objects in the ring."""
     op, _, entered, ended, started, seq, peer, instruction = fields
     _, signature, shape, key, code, error = objects
     return Record(
@@ -530,15 +532,15 @@ def _record(fields: tuple[Any, ...], objects: Objects) -> Record:
 
 
 def _waited(row: Sequence[float], now: float) -> Waited:
-    """Return a row of waits; the last minute begins with a whole second."""
+    """Return the `Waited` of a row of waits. The last minute starts at a whole second."""
     times, seconds = row[TIMES], row[WAITED]
     marks = zip(row[MARK::3], row[MARK + 1 :: 3], row[MARK + 2 :: 3], strict=True)
-    # A mark that was never set is as one of second 0, before which nothing was counted.
+    # A mark that was never set equals a mark of second 0, before which nothing was counted.
     _, before, spent = min((mark for mark in marks if mark[0] > now // 1 - MINUTE), default=(now, times, seconds))
     return Waited(int(times), seconds, int(times - before), seconds - spent)
 
 
 def _nbytes(signature: Signature, shape: tuple[int, ...]) -> int:
-    """Return the bytes of the elements of an operation, as far as they are known."""
+    """Return the bytes of an operation's elements; 0 if they are not known."""
     spec = SPECS.get(signature.op.lower())
     return signature.nbytes(shape) or 0 if spec is None or spec.sized else 0

@@ -39,7 +39,7 @@ class StrayPosts:
     def __init__(self, runtime: Runtime, groups: Mapping[int, Communicator]) -> None:
         self.outboxes: tuple[tuple[int, PeerOutbox], ...] = ()
         self.links: tuple[tuple[int, SharedMemoryLink], ...] = ()
-        # By rank, the number of the next chunk at the last check.
+        # The number of the next chunk at the last check, by rank.
         self._heads: dict[int, int] = {}
         self._runtime = runtime
         self._groups = groups
@@ -65,7 +65,7 @@ class StrayPosts:
                     _compare(group, rank, op, fingerprint)
                 except Exception as error:
                     group.crashed(error)
-        if unread or heads:  # they may be early: this rank may still make the matching call
+        if unread or heads:  # these posts may be early: this rank may still make the matching calls
             self.watch()
 
 

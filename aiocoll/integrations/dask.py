@@ -1,4 +1,4 @@
-"""Ranks on the workers of a Dask cluster: `await run(client, program, n)`."""
+"""Running a program as ranks on the workers of a Dask cluster: `await run(client, program, n)`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ except ImportError as error:
 
 __all__ = ["run"]
 
-#: Seconds that ranks have to end when they are told to.
+#: Seconds within which a cancelled rank must end.
 END = 5.0
 
 
 async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, **meeting: Any) -> list[Any]:
-    """Run a program as `n` ranks, each on a worker of its own.
+    """Run a program as `n` ranks, each on a different worker.
 
         async def program(x):
             async with aiocoll.new_group() as pg:  # the other workers
@@ -35,27 +35,27 @@ async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, *
 
         totals = await aiocoll.integrations.dask.run(client, program, 4, 1.5)
 
-    A worker that dies, or that Dask removes, is reported to the other ranks (`Meeting.report_death`). Then the program
-    is started as a newcomer on a worker that has no rank: a new one, or one to spare. A program takes it in if it goes
-    through the groups of `aiocoll.elastic`; any other one fails with the `PeerLostError` of its group. Once a rank has
-    returned, lost ones are not replaced.
+    A worker that dies, or that Dask removes, is reported to the other ranks (`Meeting.report_death`). The program then
+    starts as a newcomer on a free worker, a new or a spare one. A program that iterates over the groups of
+    `aiocoll.elastic` continues with the newcomer. Any other program fails with the `PeerLostError` of its group. After
+    the first rank has returned, lost ranks are not replaced.
 
     Args:
-        client: of the cluster; synchronous or not.
-        program: a coroutine function, which has an event loop in a thread of its worker, or a function, for which there
-            is `BlockingGroup`. In both `new_group` and `elastic` find the others without arguments.
-        n: number of ranks. It waits until there are as many workers.
-        *args: of the program.
+        client: client of the cluster; synchronous or not.
+        program: a coroutine function, which runs on an event loop in a thread of its worker; or a function, which can
+            use `BlockingGroup`. In both, `new_group` and `elastic` need no arguments to find the other ranks.
+        n: number of ranks. The call waits until there are as many workers.
+        *args: arguments of the program.
         **meeting: arguments of `Meeting`, such as `host` and `encryption`. By default `host` is the address by which
             this machine reaches the scheduler.
 
     Returns:
-        What the ranks have returned, in the order of the first group, newcomers in the place of those that they
-        replace. It is shorter if a rank was lost and nobody has taken its place.
+        The results of the ranks, in the order of the first group. A newcomer has the place of the rank that it
+        replaces. The list is shorter if a lost rank was not replaced.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        What the program raises on a rank: the first error that is not about another rank, if there is one.
+        BaseException: the exception of the program on a rank: the first one that is not a `GroupError`, if any.
     """
     if not callable(program):
         raise TypeError(f"program must be a function, not {type(program).__name__}")
@@ -63,7 +63,7 @@ async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, *
     if n < 1:
         raise ValueError(f"n={n}: must be positive")
     address = client.scheduler.address
-    # A client of our own: whatever it has started ends with it.
+    # A separate client: all tasks that it has started end with it.
     async with (
         Meeting(n, **{"host": _own_host(address), **meeting}) as held,
         Client(address, security=client.security, asynchronous=True, set_as_default=False) as own,
@@ -80,56 +80,56 @@ async def run(client: Client, program: Callable[..., Any], n: int, *args: Any, *
 
 
 class _Workers:
-    """The workers of the cluster, as the scheduler tells of them, and which of them have no rank."""
+    """The workers of the cluster according to its scheduler, and the workers that run a rank."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._there: set[str] = set()
-        self._taken: set[str] = set()
+        self._present: set[str] = set()
+        self._busy: set[str] = set()
         self._changed = asyncio.Event()
-        self._heard = False
+        self._is_subscribed = False
 
     async def follow(self) -> None:
-        """Begin to hear of workers that come and go."""
-        self._client.subscribe_topic("all", self._hear)
-        while not self._heard:
+        """Subscribe to the scheduler's events about new and removed workers."""
+        self._client.subscribe_topic("all", self._on_event)
+        while not self._is_subscribed:
             await self._client.log_event("all", {"action": "aiocoll"})
             await asyncio.sleep(0.01)
-        self._there |= set((await self._client.scheduler.identity(n_workers=-1))["workers"])
+        self._present |= set((await self._client.scheduler.identity(n_workers=-1))["workers"])
 
-    def _hear(self, event: tuple[float, Any]) -> None:
-        _, told = event
-        action = told.get("action") if isinstance(told, dict) else None
-        self._heard = True
+    def _on_event(self, event: tuple[float, Any]) -> None:
+        _, content = event
+        action = content.get("action") if isinstance(content, dict) else None
+        self._is_subscribed = True
         if action == "add-worker":
-            self._there.add(told["worker"])
-            self._change()
+            self._present.add(content["worker"])
+            self._notify()
         elif action == "remove-worker":
-            self._there.discard(told["worker"])
-            self._change()
+            self._present.discard(content["worker"])
+            self._notify()
 
-    def _change(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[str]:
-        """Wait for a worker that has no rank; in the block it has one."""
-        while not (free := self._there - self._taken):
+        """Wait for a free worker, and reserve it during this context."""
+        while not (free := self._present - self._busy):
             await self._changed.wait()
         worker = min(free)
-        self._taken.add(worker)
+        self._busy.add(worker)
         try:
             yield worker
         finally:
-            self._taken.discard(worker)
-            self._change()
+            self._busy.discard(worker)
+            self._notify()
 
     async def run(self, worker: str, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a program as a rank on a worker; return the result.
+        """Run a program as a rank on a worker; return its result.
 
         Raises:
-            RankLostError: the worker is gone.
+            RankLostError: Dask has removed the worker.
         """
         key = f"aiocoll-{ticket.job}-{ticket.holder}"
         future = self._client.submit(_work, ticket, program, args, key=key, workers=[worker], pure=False)
@@ -150,7 +150,7 @@ class _Workers:
 
     async def _until_lost(self, worker: str, ending: asyncio.Future[Any]) -> None:
         while not ending.done():
-            if worker not in self._there:
+            if worker not in self._present:
                 raise RankLostError(f"Dask has removed the worker {worker}")
             changed = asyncio.ensure_future(self._changed.wait())
             try:
@@ -164,29 +164,29 @@ async def _ended(future: Future) -> Any:
         return await future
     except asyncio.CancelledError:
         if future.cancelled():
-            raise ConnectionError("Dask has dropped the task of a rank: is its scheduler gone?") from None
+            raise ConnectionError("Dask has cancelled the task of a rank; check that its scheduler runs") from None
         raise
 
 
 def _own_host(scheduler: str) -> str:
-    """Return the address of this machine from which a scheduler is reached."""
+    """Return the local address on the route to a scheduler."""
     if scheduler.startswith("inproc:"):
         return "127.0.0.1"
     host = get_address_host(scheduler)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
+        probe.connect((host, 9))  # sends no packet
         found: str = probe.getsockname()[0]
     return found
 
 
 # -- on the workers
 
-#: What runs here, by ticket.
+#: The programs that run on this worker: event loop and task, by the holder of the ticket.
 _running: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
 
 
 def _work(ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a program as one rank, in this thread."""
+    """Run a program as a rank in this thread; return its result."""
 
     async def main() -> Any:
         task = asyncio.ensure_future(made)
@@ -203,7 +203,7 @@ def _work(ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) ->
 
 
 def _stop(holder: str) -> None:
-    """Cancel a program that runs here."""
+    """Cancel a program that runs on this worker."""
     if holder in _running:
         loop, task = _running[holder]
         loop.call_soon_threadsafe(task.cancel)

@@ -1,4 +1,4 @@
-"""Processes of an engine that stay in one group: what they do, and what their driver does, whatever the engine is."""
+"""Processes of any execution engine that stay in one group: the part of each process, and the part of the driver."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Part", "Parts", "State", "all_right"]
 
 
 class State(NamedTuple):
-    """What a process says of its part in the group.
+    """The state of a process in the group, as it reports it to the driver.
 
     Attributes:
-        begun: it has been a rank.
-        name: of its group; empty while there is none.
-        size: of its group.
+        begun: whether it has been a rank.
+        name: name of its group; empty while it has no group.
+        size: number of ranks in its group; 0 while it has no group.
     """
 
     begun: bool
@@ -31,13 +31,15 @@ class State(NamedTuple):
 
 
 class Part:
-    """An elastic program that only keeps its group, for other code of the process. Made in the loop of the group.
+    """A process as a rank: an elastic program that only keeps its group, which other code of the process uses.
+
+    It must be created on the group's event loop.
 
     Args:
-        ticket: by which it joins.
+        ticket: the ticket by which the process joins.
 
     Attributes:
-        group: None while there is none, or the ranks mend it.
+        group: the group; None before the first one, and while the ranks agree on a new one.
     """
 
     def __init__(self, ticket: Ticket) -> None:
@@ -53,10 +55,10 @@ class Part:
                 self.group = None
 
     def state(self) -> State | None:
-        """Return what to say of it, from any thread; None if it is a rank no more.
+        """Return the state for the driver, from any thread; None if the process is no longer a rank.
 
         Raises:
-            What ended it, if that was neither for the other ranks nor for the meeting.
+            BaseException: the error that ended it, unless it is an error of the group, the rendezvous or the store.
         """
         if self._task.done():
             error = self._task.exception()
@@ -67,7 +69,7 @@ class Part:
         return State(self._begun, "", 0) if group is None else State(True, group.group_name, group.size())
 
     def abort(self, reason: str) -> None:
-        """End what the ranks do in the group, which they mend then."""
+        """Abort the group. Its ranks then agree on a new one."""
         aborted, self.group = self.group, None
         if aborted is not None:
             aborted.abort(reason)
@@ -79,12 +81,12 @@ class Part:
 
 
 class Parts:
-    """The parts of several processes, as their driver sees them.
+    """The driver's view of the processes in a group.
 
     Args:
-        join: called with the number of a process and a ticket, has it begin a `Part` in place of the one that it has.
-        abort: called with the number of a process and a reason, calls `Part.abort` there.
-        given: arguments of `aiocoll.Meeting` besides the number of ranks.
+        join: called with the number of a process and a ticket; makes that process replace its `Part` by a new one.
+        abort: called with the number of a process and a reason; calls `Part.abort` in that process.
+        given: arguments of `aiocoll.Meeting`, except the number of ranks.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Parts:
 
     @property
     def meets(self) -> bool:
-        """Whether there is a meeting."""
+        """Return whether there is a meeting."""
         return self._meeting is not None
 
     @property
@@ -110,18 +112,18 @@ class Parts:
         return list(self._tickets)
 
     async def are_whole(self, states: Mapping[int, State | None]) -> bool:
-        """Return whether all processes are in one group; have those join that have no part.
+        """Return whether all processes are in one group; make processes without a part join.
 
         Args:
-            states: of all processes, by their numbers. If none of them has been a rank, and one has no part, then all
-                meet anew, in this order: the others would wait for it.
+            states: the states of all processes, by their numbers. If no process has been a rank, but one has no part,
+                all processes meet again, in this order. Otherwise they would wait for that process.
         """
-        there = {number: state for number, state in states.items() if state is not None}
-        absent = states.keys() - there.keys()
-        begun = any(state.begun for state in there.values())
-        # The ranks need not have noticed, if the process of one has ended without being killed.
-        early = [number for number, state in there.items() if state.size > len(there)]
-        await all_right(self._abort(number, "some of its ranks are no more") for number in early)
+        present = {number: state for number, state in states.items() if state is not None}
+        absent = states.keys() - present.keys()
+        begun = any(state.begun for state in present.values())
+        # A group may still contain a process that has ended in order, because its ranks have not noticed.
+        outdated = [number for number, state in present.items() if state.size > len(present)]
+        await all_right(self._abort(number, "some of its ranks have ended") for number in outdated)
         if absent and not (begun and self._meeting is not None):
             await self.end()
             self._meeting = await Meeting(len(states), **self._given).__aenter__()
@@ -129,31 +131,31 @@ class Parts:
         elif absent and self._meeting is not None:
             await self._give({number: self._meeting.newcomer() for number in sorted(absent)})
         else:
-            [*groups] = set(there.values())
+            [*groups] = set(present.values())
             return len(groups) == 1 and groups[0].size == len(states)
         return False
 
     async def _give(self, tickets: Mapping[int, Ticket]) -> None:
         for number in tickets:
-            self.report(number, "another one joins in its place")
+            self.report(number, "a new rank replaces it")
         self._tickets.update(tickets)
         await all_right(self._join(number, ticket) for number, ticket in tickets.items())
 
     def report(self, number: int, reason: object) -> None:
-        """Tell the ranks that a process is gone."""
+        """Report the death of a process to the ranks."""
         ticket = self._tickets.pop(number, None)
         if ticket is not None and self._meeting is not None:
             self._meeting.report_death(ticket, str(reason))
 
     async def end(self) -> None:
-        """End the meeting; whoever waits there hears of it."""
+        """End the meeting. Processes that wait in it get an error."""
         meeting, self._meeting, self._tickets = self._meeting, None, {}
         if meeting is not None:
             await meeting.__aexit__()
 
 
 async def all_right(doing: Iterable[Awaitable[None]]) -> None:
-    """Wait for all of it to end; raise the first error."""
+    """Wait until all awaitables are done; raise the first error."""
     for result in await asyncio.gather(*doing, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

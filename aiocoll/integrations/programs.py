@@ -1,4 +1,4 @@
-"""The ranks of a program on the workers of an engine: another worker takes the place of each that is lost."""
+"""Running a program as ranks on the workers of an execution engine, with replacement of lost workers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from aiocoll.rendezvous.tickets import Meeting, Ticket
 
 __all__ = ["RankLostError", "Ranks"]
 
-#: Seconds in which the other ranks fail if one has: the first that has may not be the one to blame.
+#: Seconds to wait for errors of other ranks after the first error, which may only be a consequence of theirs.
 LAST_WORDS = 1.0
 
 
 class RankLostError(Exception):
-    """The worker of a rank is gone, as its engine tells."""
+    """Raised when the execution engine reports that the worker of a rank is lost."""
 
 
 class Ranks:
-    """The ranks of one program, and what they have returned.
+    """The ranks of one program, and their results.
 
     Args:
-        meeting: where they meet.
-        run: called with the number of a rank and its ticket, runs the program on a worker, for which it waits if there
-            is none, and returns the result. Raises `RankLostError` if the worker is lost; ends the program if it is
+        meeting: the meeting of the ranks.
+        run: called with the number of a rank and its ticket. It waits for a free worker, runs the program there, and
+            returns the result. It raises `RankLostError` if the worker is lost, and ends the program if it is
             cancelled.
 
     Attributes:
-        losses: how many ranks were lost.
+        losses: number of lost ranks.
     """
 
     def __init__(self, meeting: Meeting, run: Callable[[int, Ticket], Awaitable[Any]]) -> None:
@@ -41,11 +41,13 @@ class Ranks:
         self._results: dict[int, Any] = {}
 
     async def results(self) -> list[Any]:
-        """Run them; return what they return, in their order, without those that were lost when others had ended.
+        """Run the program on all ranks; return the results in rank order.
+
+        There is no result of a rank that was lost after another rank had returned.
 
         Raises:
-            What the program raises on a rank: the first error that is not about another rank, if there is one, else
-                what their group failed of.
+            BaseException: the exception of the program on a rank: the first one that is not a `GroupError`, if any;
+                otherwise the cause of the group's failure.
         """
         numbers = range(self._meeting.world_size)
         ranks = {asyncio.create_task(self._fill(number), name=f"aiocoll rank {number}") for number in numbers}
@@ -55,19 +57,19 @@ class Ranks:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 if any(rank.exception() is not None for rank in done):
                     done, _ = await asyncio.wait(ranks, timeout=LAST_WORDS)
-                    raise _to_blame([error for rank in done if (error := rank.exception()) is not None])
-                if self._results and not any(map(self._takes_part, self._tickets.values())):
-                    break  # those that are left are newcomers, and nobody takes them in any more
+                    raise _find_cause([error for rank in done if (error := rank.exception()) is not None])
+                if self._results and not any(map(self._is_member, self._tickets.values())):
+                    break  # only newcomers are left, and no group accepts them any more
             return [result for _, result in sorted(self._results.items())]
         finally:
-            for ticket in self._tickets.values():  # a call that blocks a thread cannot be cancelled
-                self._meeting.report_death(ticket, "its program was told to end")
+            for ticket in self._tickets.values():  # this ends calls that block a thread, which cannot be cancelled
+                self._meeting.report_death(ticket, "its program was cancelled")
             for rank in ranks:
                 rank.cancel()
             await asyncio.wait(ranks)
 
     async def _fill(self, number: int) -> None:
-        """Have one rank run the program, and a newcomer after each loss, as long as all ranks run it."""
+        """Run the program as one rank. After a loss, run it again as a newcomer, unless another rank has returned."""
         ticket = self._meeting.ticket(number)
         while True:
             self._tickets[number] = ticket
@@ -76,7 +78,7 @@ class Ranks:
                 return
             except RankLostError as lost:
                 self.losses += 1
-                logger.warning("a rank is lost: %s", lost)
+                logger.warning("rank %d of the program is lost: %s", number, lost)
                 self._meeting.report_death(ticket, str(lost))
             finally:
                 del self._tickets[number]
@@ -84,11 +86,11 @@ class Ranks:
                 return
             ticket = self._meeting.newcomer()
 
-    def _takes_part(self, ticket: Ticket) -> bool:
+    def _is_member(self, ticket: Ticket) -> bool:
         return ticket.world_size > 0 or self._meeting.has_arrived(ticket)
 
 
-def _to_blame(errors: list[BaseException]) -> BaseException:
+def _find_cause(errors: list[BaseException]) -> BaseException:
     first = next((error for error in errors if not isinstance(error, GroupError)), errors[0])
-    # Whether a group fails during a call or before the next one is chance: its first failure is told in either case.
+    # A group may fail during a call or before the next one. Return its first failure in both cases.
     return first.__cause__ if isinstance(first, GroupRevokedError) and first.__cause__ is not None else first

@@ -1,4 +1,4 @@
-"""Ranks in tests: as tasks, as processes, on a virtual clock. The pytest plugin is `aiocoll.testing.plugin`."""
+"""Running ranks in tests: as tasks, as processes, on a virtual clock. The pytest plugin is `aiocoll.testing.plugin`."""
 
 from aiocoll.testing.cases import InProcessTestCase, MultiProcessTestCase
 from aiocoll.testing.processes import run_processes

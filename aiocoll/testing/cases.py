@@ -1,4 +1,4 @@
-"""Test cases for unittest, which pytest runs, too: every test runs on all ranks.
+"""Test cases for unittest, which pytest also runs. Every test runs on all ranks.
 
     class TestSums(InProcessTestCase):
         world_size = 3
@@ -211,7 +211,7 @@ class RanksTestCase(unittest.TestCase):
 
 
 class InProcessTestCase(RanksTestCase):
-    """A test case whose ranks are tasks of one event loop, as in `run_ranks`; they start in a millisecond."""
+    """A test case whose ranks are tasks of one event loop, as in `run_ranks`. They start within 1 ms."""
 
     def _run_on_all_ranks(self) -> None:
         with asyncio.Runner(loop_factory=loop_factory(self.loop)) as runner:

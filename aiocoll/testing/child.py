@@ -1,4 +1,4 @@
-"""Process of one rank, as a `Team` starts it."""
+"""The program of a rank's process, which a `Team` starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAIN = "__mp_main__"
 
 
 class ChildJob(NamedTuple):
-    """Job of a child: import `module`, or load it from `file`; then unpickle `call` and run it.
+    """The job of a child: import `module`, or load it from `file`; then unpickle `call` and run it.
 
     With None as `call`, the child waits for `RemoteCall`s and makes each of them.
     """

@@ -1,9 +1,10 @@
-"""Process of one rank, as its parent sees it.
+"""The processes of ranks, from the side of their parent.
 
 Parent and child communicate over a socket pair, by pickled messages with a length in front. The parent sends the job,
-and requests a report at the timeout. A thread of the child answers, so a report shows where a blocked event loop is. If
-a fault kills the interpreter, or the parent's SIGABRT for a child that does not answer, its traceback goes to a file
-that both have open. A child whose parent has ended kills itself and its children.
+and requests a report at the timeout. A thread of the child answers, so a report also shows the position of a blocked
+event loop. If a fault kills the interpreter, its traceback goes to a file that both have open. The same holds for the
+SIGABRT that the parent sends to a child that does not answer. A child whose parent has ended kills itself and its
+children.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ START = "from aiocoll.testing.child import main; main"
 
 
 class Child:
-    """Process of one rank, and the parent's end of its channel.
+    """The process of one rank, and the parent's end of its channel.
 
     Args:
         rank: rank of the child.

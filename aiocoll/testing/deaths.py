@@ -1,4 +1,4 @@
-"""Ends of rank processes: their description, and the deaths that a test expects."""
+"""Descriptions of how a rank's process ended, and checks of the deaths that a test expects."""
 
 from __future__ import annotations
 

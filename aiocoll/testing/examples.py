@@ -78,7 +78,7 @@ def on_all_ranks(
             test.hypothesis.inner_test = inner
 
 
-#: Function that runs an example: with the values that ranks share, and those that each rank may change.
+#: A function that runs an example. Its arguments are the values that ranks share, and values that a rank may change.
 _Run = Callable[[dict[str, Any], dict[str, Any]], Awaitable[object]]
 
 
@@ -135,7 +135,7 @@ async def _in_process(group: ProcessGroup, owner: type | None, module: str, name
 
 
 def _refuse_interactive(values: dict[str, Any]) -> None:
-    """Refuse `st.data()`: the ranks would draw from it in turns, and get different values."""
+    """Check that a test does not use `st.data()`: the ranks would draw from it in turns, and get different values."""
     strategies = sys.modules["hypothesis.strategies"]
     for name, value in values.items():
         if isinstance(value, strategies.DataObject):

@@ -53,7 +53,7 @@ _ARGUMENTS = {"allow_unretrieved", "expect_death", "options", "processes", "time
 
 
 class _OnEachRank:
-    """Value of `pg` outside ranks: in other fixtures."""
+    """The value of the fixture `pg` outside ranks, as other fixtures get it."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -65,7 +65,7 @@ class _OnEachRank:
         raise AttributeError(f"pg.{name}: the groups are made when the test runs; a fixture cannot use them")
 
 
-@pytest.fixture(scope="session")  # hypothesis refuses fixtures that may need a new value for each example
+@pytest.fixture(scope="session")  # hypothesis rejects fixtures of a smaller scope
 def pg(request: pytest.FixtureRequest) -> Any:
     """Return the `ProcessGroup` of each rank, in a test marked with ``@pytest.mark.ranks``."""
     if not hasattr(request, "param"):
@@ -194,7 +194,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Show only the frames of the test, and no traceback for an error without such frames: its text has the facts."""
+    """Show only the frames of the test. Show no traceback for an error without such frames."""
     report = yield
     if call.excinfo is None or not report.failed or keeps_all_frames():
         return report

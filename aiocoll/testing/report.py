@@ -20,7 +20,7 @@ _HERE = str(Path(__file__).parent)
 
 
 def stack(task: asyncio.Task[Any]) -> str:
-    """Return the position of a waiting task: the lines of its coroutine and of those it awaits, outermost first.
+    """Return the stack of a waiting task: the lines of its coroutine and of awaited coroutines, outermost first.
 
     `Task.get_stack` returns only the outermost coroutine. Frames of this package are left out.
     """
@@ -113,7 +113,7 @@ def _is_skip(error: BaseException) -> bool:
 
 
 def listed(ranks: list[int]) -> str:
-    """Return ``rank 1`` or ``ranks 0, 2 and 3``."""
+    """Return the ranks as a phrase, such as ``rank 1`` or ``ranks 0, 2 and 3``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

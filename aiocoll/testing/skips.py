@@ -1,4 +1,4 @@
-"""Decorators that skip a test, with a reason, where it cannot run.
+"""Decorators that skip a test, with a reason, if it cannot run.
 
     @pytest.mark.ranks(1, 2, 7)
     @skip_if_world_smaller_than(2)

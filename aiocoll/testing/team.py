@@ -1,4 +1,4 @@
-"""Processes of all ranks, and the choice of the first failure, for `run_processes` and continuous test cases.
+"""The processes of all ranks, and the choice of the first failure, for `run_processes` and continuous test cases.
 
 The ranks of a `run_processes` carry out one job and end. Standing ranks serve many calls. They keep their group from
 call to call, and make a new one after a call that failed or left an operation pending.
@@ -30,7 +30,7 @@ RELEASE = 6.0
 
 
 class Team:
-    """One process per rank, for ``async with``; no process is left after the block.
+    """The processes of all ranks, one per rank, for ``async with``. No process is left after the block.
 
     Args:
         world_size: number of ranks.

@@ -48,11 +48,11 @@ def run_virtual(
         world_size: number of ranks.
         fn: async function that every rank runs.
         args: further arguments, the same objects for every rank.
-        seed: seed of all randomness: the latencies, the order of tasks that are ready in the same turn of the loop
-            (ranks and yours), and the order of timers with the same deadline. Callbacks of ``call_soon`` run in the
+        seed: seed of all randomness: the latencies, the order of tasks that are ready in the same loop iteration (of
+            ranks and yours), and the order of timers with the same deadline. Callbacks of ``call_soon`` run in the
             order in which they were scheduled, as on any loop.
-        latency: shortest and longest time in seconds that a frame may take; its links are still first in, first out.
-            None: frames arrive in the next turn of the loop, and the ranks see each other's memory.
+        latency: shortest and longest time in seconds that a frame may take. Links are still first in, first out.
+            None: frames arrive in the next loop iteration, and the ranks read each other's memory.
         options: options of the groups.
         timeout: virtual seconds for everything. If all ranks wait for each other, it expires at once.
         allow_unretrieved: as for `run_ranks`.
@@ -95,7 +95,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, seed: int = 0, latency: tuple[float, float] | None = None) -> None:
         self.random = random.Random(seed)
-        #: Separate, so that a draw from `random` does not change the order of tasks.
+        # Separate from `random`, so that a draw from `random` does not change the order of tasks.
         self._order = random.Random(f"order {seed}")
         self._now = 0.0
         self._ticks = 0
@@ -130,7 +130,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now += seconds
 
     def _shuffle(self) -> None:
-        """Shuffle the callbacks of a turn as far as asyncio leaves their order open.
+        """Shuffle the callbacks of a loop iteration as far as asyncio does not define their order.
 
         Timers with the same deadline change places, and so do adjacent steps of tasks. A callback of `call_soon` keeps
         its place among all others, as asyncio promises.

@@ -1,7 +1,7 @@
 """The interface between the engine and a transport.
 
-A transport offers **links**: ordered, reliable, framed connections to one peer each. Every implementation passes the
-contract suite in `tests/transport`.
+A transport opens **links**. A link is an ordered, reliable, framed connection to one peer. Every implementation passes
+the contract suite in `tests/transport`.
 """
 
 from __future__ import annotations
@@ -25,33 +25,45 @@ if TYPE_CHECKING:
 
 __all__ = ["Card", "Link", "SharedMemoryLink", "Sink", "Transport"]
 
-#: What a rank publishes so that others can reach it: plain strings and numbers.
+#: The data that a rank publishes so that peers can connect to it: plain strings and numbers.
 Card = dict[str, Any]
 
 
 class Sink(Protocol):
-    """The engine's side of a link. What `route` and `deliver` raise ends the link; the others must not raise."""
+    """The receiver of a link's frames and events: the engine.
+
+    An exception from `route` or `deliver` ends the link. The other methods must not raise.
+    """
 
     def route(self, link: Link, header: Header) -> memoryview | None:
-        """Say where the payload of `header` shall be placed: exactly `length` bytes, or None for a temporary place.
+        """Return the memory for the payload of `header`, exactly `length` bytes; None to use temporary memory.
 
-        Asked only for payloads that have not arrived whole.
+        The link calls it only for payloads that have not fully arrived yet.
         """
 
     def deliver(self, link: Link, header: Header, payload: memoryview | None) -> None:
-        """Take a complete frame; `payload` is valid during the call only, and None if it was placed by `route`."""
+        """Handle a complete frame.
+
+        Args:
+            link: the link on which it arrived.
+            header: its header.
+            payload: its payload, valid only during the call; None if it is in the memory that `route` returned.
+        """
 
     def withdrawn(self, link: Link, header: Header) -> None:
-        """The writer of a frame has taken its payload back, or the rest of it, before that was read."""
+        """Handle a frame whose writer has withdrawn the payload, or the rest of it, before this rank read it."""
 
     def drained(self, link: Link) -> None:
-        """All that `write` had to keep has been handed over; called only after `writable` was False."""
+        """Handle an empty send queue of the link. Called only after `writable` was False."""
 
     def lost(self, link: Link, error: Exception | None) -> None:
-        """The link is gone: None after the peer closed it in order. Called once, never after `close`.
+        """Handle a lost link. Called once, never after `close`.
 
-        If `error` is no `OSError`, what has come on the link cannot be taken: nothing more of it is read, and the sink
-        may `write` why to the peer, and has to `finish` or to `close` it.
+        Args:
+            link: the link.
+            error: None after the peer has closed the link in order. An `OSError` if the connection broke. Any other
+                error means that the received data is invalid. The link then reads no more, the sink may `write` the
+                reason to the peer, and must call `finish` or `close`.
         """
 
 
@@ -66,64 +78,72 @@ class Link(Protocol):
 
     @property
     def carrier(self) -> str:
-        """What carries the bytes: "memory", "unix", "tcp" or "shm"."""
+        """The medium of the link: "memory", "unix", "tcp" or "shm"."""
 
     @property
     def writable(self) -> bool:
-        """Whether nothing waits to be handed over."""
+        """Return whether the send queue is empty."""
 
     @property
     def shared(self) -> SharedMemoryLink | None:
-        """The link itself if it goes through memory that both ends map, else None."""
+        """The link itself if it uses memory that both ends map, else None."""
 
     def peer_process(self) -> PidFd | None:
-        """Return the process at the other end, for the caller to close; None if it is not known."""
+        """Return the process at the other end, or None if it is not known. The caller closes it."""
 
     def start(self) -> None:
-        """Begin to read; `sink` is set by now."""
+        """Start to read. The caller has set `sink` before."""
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
-        """Send one frame; True if it was handed over whole, so that `payload` may be overwritten at once."""
+        """Send one frame.
+
+        Returns:
+            Whether the frame was sent as a whole. The caller may then overwrite `payload` at once.
+        """
 
     def poll(self) -> bool:
-        """Move what can be moved now, within the time one callback may take; True if anything moved."""
+        """Read and write without waiting, within the time limit of one callback.
+
+        Returns:
+            Whether any data moved.
+        """
 
     def divert(self) -> None:
-        """Drop the rest of the payload that is arriving: the memory `route` named is in other use."""
+        """Discard the rest of the payload that is arriving, because the memory from `route` is no longer available."""
 
     def finish(self) -> None:
-        """Hand over what is queued, then end our side; `lost(None)` follows when the peer has ended its side too."""
+        """Send the queued frames, then end this side; `Sink.lost` follows when the peer has ended its side."""
 
     def close(self) -> None:
-        """End the link now; what was not handed over is lost. Idempotent."""
+        """Close the link now and discard queued frames. Idempotent."""
 
 
 class SharedMemoryLink(Link, Protocol):
-    """A link through memory that both ends map; operations use its parts besides its frames."""
+    """A link through memory that both ends map. Operations also use its lanes and chunk queues directly."""
 
     @property
     def native(self) -> core.PeerLanes | None:
-        """The accelerator's view of its lanes; None without it."""
+        """The accelerator's view of the lanes; None without the accelerator."""
 
     @property
     def common_writer(self) -> CommonWriter:
-        """Where this rank posts what several peers read; the same for all links."""
+        """The writer of this rank's common lane, which all peers read; the same for all links."""
 
     @property
     def lane_writer(self) -> LaneWriter:
-        """Where this rank posts what only the peer reads."""
+        """The writer of this rank's lane for the peer."""
 
     @property
     def common_reader(self) -> SlotReader:
-        """Where the peer posts what several ranks read."""
+        """The reader of the peer's common lane."""
 
     @property
     def lane_reader(self) -> SlotReader:
-        """Where the peer posts what only this rank reads."""
+        """The reader of the peer's lane for this rank."""
 
     @property
     def peer_outbox(self) -> PeerOutbox:
-        """All that the peer posts."""
+        """The outbox of the peer."""
 
     @property
     def chunks(self) -> Chunks:
@@ -131,77 +151,79 @@ class SharedMemoryLink(Link, Protocol):
 
     @property
     def references(self) -> ReferenceWriter:
-        """Frames whose payload the peer reads where it lies."""
+        """The writer of frames by reference, whose payload the peer reads in place."""
 
     def announce(self) -> None:
-        """Wake the peer, if it sleeps, after a slot or a chunk queue has changed; only while the link is open."""
+        """Wake the peer, if it sleeps, after a slot or a chunk queue has changed. Only for an open link."""
 
     def announce_to(self, links: Sequence[Any]) -> None:
-        """As `announce`, for several links, of which this may be one."""
+        """Wake the peers of several links, as `announce` does for one. This link may be one of them."""
 
     def is_beside(self) -> bool:
-        """Whether the peer, when it last waited for long, was on the core on which this rank is now."""
+        """Return whether this rank now runs on the core on which the peer ran when it last waited for long."""
 
     def refuse(self, error: Exception) -> None:
-        """End the link in the next turn, since what the peer has put there cannot be taken."""
+        """End the link in the next loop iteration, because the peer has written invalid data to shared memory."""
 
     def purge(self, group: int, has_left: bool) -> None:
-        """Free what the peer has put, for a group that is over, into slots and the chunk queue.
+        """Free the slots and chunks of the peer that belong to a group that has ended.
 
         Args:
             group: id of the group.
-            has_left: the peer puts nothing more; else that is freed, too, when it comes.
+            has_left: the peer has left the group and posts nothing more. If False, contributions that it posts later
+                are freed when they arrive.
         """
 
     def departed(self, group: int) -> None:
-        """The peer has left a group: it reads nothing more that was posted there."""
+        """Handle a peer that has left a group: it no longer reads contributions posted there."""
 
     def unmap(self) -> None:
-        """After `close`: unmap the segments of the peer; slots can still be read."""
+        """Unmap the segments of the peer, after `close`. Slots can still be read."""
 
     def forget(self) -> None:
-        """After `close`: let go of all that can still be read, and so of the memory, whoever keeps this object."""
+        """Release the memory of slots, after `close`, even if references to this object remain."""
 
 
 class Transport(Protocol):
-    """How one rank reaches its peers."""
+    """The transport of one rank: accepts links of peers and opens links to them."""
 
     name: str
     accepted: Callable[[Link], None]
-    """Called with each link a peer has opened; set before `listen`."""
+    """Called with each link that a peer has opened; set before `listen`."""
     heartbeat_accepted: Callable[[int, ByteStream], None]
-    """Called with each peer that has opened a connection for heartbeats, and the connection; set before `listen`."""
+    """Called with the rank of a peer that has opened a connection for heartbeats, and that connection; set before
+    `listen`."""
     look: Callable[[], bool]
-    """Called by a transport with shared memory whenever it polls its links: looks at slots and chunk queues.
-    Whether anything moved."""
+    """Called by a transport with shared memory whenever it polls its links. Reads slots and chunk queues, and returns
+    whether any data moved."""
     linger: Callable[[bool], bool]
-    """Called at the end of a turn by a transport whose peers have to wake this rank: takes whether anything has moved;
-    returns whether to poll again in the next turn before this rank has to be woken."""
+    """Called at the end of a loop iteration by a transport that can sleep until a peer wakes this rank. The argument is
+    whether any data moved. Returns whether to poll again in the next iteration instead of sleeping."""
 
     @property
     def registered_memory(self) -> RegisteredMemory | None:
-        """Memory of this rank that peers read in place; None where no memory is shared."""
+        """Memory of this rank that peers read in place; None if no memory is shared."""
 
     async def listen(self) -> Card:
         """Start to accept links; return this rank's card."""
 
     async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
-        """Open a link to `peer`; None if that peer is opening one to us at the same moment (it will be accepted)."""
+        """Open a link to `peer`; return None if the peer is opening a link at the same time, which will be accepted."""
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
-        """Open a connection to another process for heartbeats; None as for `connect`."""
+        """Open a connection to another process for heartbeats; return None as `connect` does."""
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
-        """Return what carries data to `peer` ("none" before the first), and why it is not shared memory."""
+        """Return the medium of the data link to `peer` ("none" before the first), and why it is not shared memory."""
 
     def catch_up(self) -> None:
-        """Deliver what peers wrote to their links before what has just arrived in another way.
+        """Deliver frames that peers wrote before another notice that has just arrived on a different path.
 
-        Does nothing where everything arrives in one order anyway.
+        Do nothing if frames and notices arrive in order anyway.
         """
 
     async def aclose(self) -> None:
-        """Stop accepting; links that are open stay open."""
+        """Stop accepting links. Open links stay open."""
 
     def close(self) -> None:
-        """As `aclose`, without waiting for what is in progress: the loop may be closed."""
+        """Stop accepting links, as `aclose`, but without waiting for tasks in progress. The loop may be closed."""

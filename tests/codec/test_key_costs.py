@@ -1,4 +1,4 @@
-"""Time to decode keys with one hash: bounded per byte, whatever the keys are."""
+"""Time to decode keys with the same hash: bounded per byte, whatever the keys are."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_numbers_of_two_types_in_both_of_two_frozensets() -> None:
     pair = [frozenset({Decimal(CODE), other}), frozenset({large, Decimal(CODE + 2)})]
     assert hash(pair[0]) == hash(pair[1])
     check(pair)
-    with pytest.raises(SerializationError, match="more than 1 keys with one hash that are slow to compare"):
+    with pytest.raises(SerializationError, match="more than 1 keys with the same hash that are slow to compare"):
         loads(packed(pair))
 
 
@@ -133,7 +133,7 @@ def test_frozensets_whose_elements_have_one_hash(depth: int, count: int) -> None
     made = frozensets(depth, count)
     assert (len(set(map(hash, made))), len(made), len(made[0])) == (1, count, 128)
     check(made)
-    with pytest.raises(SerializationError, match="more than 1 keys with one hash that are slow to compare"):
+    with pytest.raises(SerializationError, match="more than 1 keys with the same hash that are slow to compare"):
         loads(packed(made[:2]))
 
 
@@ -142,7 +142,7 @@ def test_frozensets_are_the_fewer_the_more_of_their_elements_have_one_hash(alike
     common, last = keys("int", 64, 10), keys("int", 64 + 200, 10)[64:]
     made = [frozenset({*common[: alike - 1], number}) for number in last]
     assert loads(dumps(set(made[:most]))) == set(made[:most])
-    with pytest.raises(SerializationError, match=f"more than {most} keys with one hash"):
+    with pytest.raises(SerializationError, match=f"more than {most} keys with the same hash"):
         dumps(set(made[: most + 1]))
 
 
@@ -151,7 +151,7 @@ def test_times_that_are_never_equal() -> None:
     times = [when.replace(tzinfo=zoneinfo.ZoneInfo(f"Europe/{zone}")) for zone in ZONES]
     assert (len(set(times)), len(set(map(hash, times)))) == (len(ZONES), 1)
     check(times)
-    with pytest.raises(SerializationError, match="more than 8 keys with one hash that are slow to compare"):
+    with pytest.raises(SerializationError, match="more than 8 keys with the same hash that are slow to compare"):
         loads(packed(times))
     assert loads(packed(times[:8])) == dict.fromkeys(times[:8], 0)
 
@@ -186,7 +186,7 @@ def test_keys_of_programs_are_accepted(name: str) -> None:
 
 def test_a_large_number_and_one_of_another_type_are_refused_by_both_ends() -> None:
     pair = [*keys("Decimal", 1, 0), *keys("int", 1, 1000)]
-    reason = "more than 1 keys with one hash that are slow to compare: send a list of pairs instead"
+    reason = "more than 1 keys with the same hash that are slow to compare; send a list of pairs instead"
     for order in (pair, pair[::-1]):
         with pytest.raises(SerializationError, match=reason):
             dumps(set(order))
@@ -196,8 +196,8 @@ def test_a_large_number_and_one_of_another_type_are_refused_by_both_ends() -> No
 
 
 def test_floats_count_among_slow_keys() -> None:
-    """They are plain values. The eighth and ninth keys with one hash are of another kind."""
+    """They are plain values. The eighth and ninth keys with the same hash are of another kind."""
     mixed = [*keys("float", 7, 0), *keys("Decimal", 2, 0)]
     assert dumps(set(mixed[:8]))
-    with pytest.raises(SerializationError, match="more than 8 keys with one hash"):
+    with pytest.raises(SerializationError, match="more than 8 keys with the same hash"):
         dumps(set(mixed))

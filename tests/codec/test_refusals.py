@@ -67,10 +67,10 @@ REFUSED: list[tuple[Any, str, str]] = [
     ([dumps], r"obj\[0\]: ", "function is not supported"),
     ([int], r"obj\[0\]: ", "type is not supported"),
     (..., "obj: ", "ellipsis is not supported"),
-    ([range(1 << 8192)], r"obj\[0\]: ", "an integer of over 8192 bits in a range or Fraction"),
+    ([range(1 << 8192)], r"obj\[0\]: ", "a range or Fraction has an integer of over 8192 bits"),
     ([Fraction(1, 1 << 8192)], r"obj\[0\]: ", "an integer of over 8192 bits"),
-    ([{(n,): 0 for n in alike(129)}], r"obj\[0\]: ", "more than 128 keys with one hash: send a list of pairs"),
-    ([set(alike(129, 1 << 100))], r"obj\[0\]: ", "more than 128 keys with one hash"),
+    ([{(n,): 0 for n in alike(129)}], r"obj\[0\]: ", "more than 128 keys with the same hash; send a list of pairs"),
+    ([set(alike(129, 1 << 100))], r"obj\[0\]: ", "more than 128 keys with the same hash"),
     (dt.datetime(2024, 1, 1, tzinfo=type("Zone", (dt.tzinfo,), {})()), "obj: ", "Zone is not supported"),
 ]
 
@@ -158,8 +158,8 @@ HOSTILE: list[tuple[bytes, str]] = [
     (tagged(2, msgpack.ExtType(2, b"")), "tag in the wrong place"),
     (tagged(66, "ab", [1]), "an item that is not a piece"),
     (tagged(73, {1: 2}), "an item that is not a piece"),
-    (tagged(63, 1, 2), "a piece of nothing"),
-    (msgpack.packb([TAG(2), [TAG(63), 1]]), "a piece of nothing"),
+    (tagged(63, 1, 2), "a piece outside a long container"),
+    (msgpack.packb([TAG(2), [TAG(63), 1]]), "a piece outside a long container"),
     (msgpack.packb([TAG(73), [TAG(63), 1]]), "a piece of a dict is not a dict"),
     (msgpack.packb([TAG(73), [TAG(63), {}, {}]]), "a piece of a dict is not a dict"),
     (msgpack.packb([TAG(67), [TAG(63), [1]]]), "unhashable"),
@@ -218,4 +218,4 @@ def test_an_array_of_an_extension_dtype_says_what_to_install_where_it_is_missing
         f"try: loads({data!r})\nexcept SerializationError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "an array of ml_dtypes.bfloat16: pip install 'aiocoll[dtypes]' to receive it\n"
+    assert done.stdout == "received an array of ml_dtypes.bfloat16; to receive it, pip install 'aiocoll[dtypes]'\n"

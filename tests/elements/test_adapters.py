@@ -114,7 +114,7 @@ def test_objects_of_the_library_that_are_no_arrays_are_refused() -> None:
 
 @pytest.mark.usefixtures("gridlib")
 def test_found_adapter_is_remembered_for_a_limited_number_of_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_KNOWN", 3)
+    monkeypatch.setattr(module, "_CACHED_TYPES", 3)
     for number in range(5):
         assert view(type(f"Grid{number}", (Grid,), {})(np.ones(3))).count == 3
     assert len(module._by_type) <= 3

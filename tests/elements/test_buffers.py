@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from aiocoll.elements.buffers import Buffer, byte_view, is_scalar, overlaps, scalar, view
-from aiocoll.elements.strides import check_apart
+from aiocoll.elements.strides import check_disjoint
 
 from ..each import each
 
@@ -222,7 +222,7 @@ def test_what_is_not_an_array(obj: Any) -> None:
 @pytest.mark.parametrize(
     ("obj", "message"),
     [
-        (np.array([None]), "x: dtype object refers to objects of this process"),
+        (np.array([None]), "x: dtype object contains Python objects"),
         (np.zeros(2, ">i4"), "x: dtype '>i4' is int32 in foreign byte order"),
         (np.zeros(2, np.longdouble), "x: dtype (longdouble|float128|float96) is not supported"),
     ],
@@ -390,7 +390,7 @@ def test_sharing_of_memory_is_found_exactly(axes: list[tuple[int, int]], itemsiz
         starts = [start + stride * index for start in starts for index in range(length)]
     touched = [start + byte for start in starts for byte in range(itemsize)]
     if len(set(touched)) == len(touched):
-        check_apart(strides, shape, itemsize, "x", "x.copy()")
+        check_disjoint(strides, shape, itemsize, "x", "x.copy()")
     else:
         with pytest.raises(ValueError, match="x has elements that share memory"):
-            check_apart(strides, shape, itemsize, "x", "x.copy()")
+            check_disjoint(strides, shape, itemsize, "x", "x.copy()")

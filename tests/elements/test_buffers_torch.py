@@ -107,7 +107,9 @@ def test_tensors_without_memory_of_their_own_are_refused(torch: Any) -> None:
     masked = masked_tensor(torch.ones(2), torch.tensor([True, False]))
     for tensor in (fake, masked):
         kind = type(tensor).__name__
-        with pytest.raises(TypeError, match=rf"^x must be a dense tensor .* refuses to show the memory of this {kind}"):
+        with pytest.raises(
+            TypeError, match=rf"^x must be a dense tensor .* gives no access to the memory of this {kind}"
+        ):
             view(tensor, name="x")
 
 

@@ -140,7 +140,7 @@ def test_dtypes_that_cannot_be_exchanged(cupy: Cupy, torch: Torch) -> None:
         Interface(np.zeros(2), typestr="<V2"),
     ):
         with pytest.raises(
-            TypeError, match=r"^x: dtype .* is (not supported; use one of bool, int8|taken in arrays of the host only)"
+            TypeError, match=r"^x: dtype .* is (not supported; use one of bool, int8|supported on the host only)"
         ):
             view(x, name="x")
 
@@ -237,7 +237,7 @@ def test_an_interface_that_knows_only_the_width(name: str) -> None:
     assert (buffer.dtype.name, buffer.array.ptr, buffer.nbytes) == (name, address(host), host.nbytes)
     for wrong in ("float64", "complex32", None):
         x.dtype = SimpleNamespace(name=wrong)
-        with pytest.raises(TypeError, match=r"x: dtype .*V\d.* is taken in arrays of the host only"):
+        with pytest.raises(TypeError, match=r"x: dtype .*V\d.* is supported on the host only"):
             view(x, name="x")
 
 

@@ -146,7 +146,7 @@ def test_conversions_need_no_ml_dtypes(name: str, monkeypatch: pytest.MonkeyPatc
     ("dtype", "message"),
     [
         (">f4", "'>f4' is float32 in foreign byte order; convert it first"),
-        ("O", "dtype object refers to objects of this process"),
+        ("O", "dtype object contains Python objects"),
         (np.clongdouble, "is not supported; use one of bool, int8"),
     ],
 )

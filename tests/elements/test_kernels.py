@@ -338,7 +338,7 @@ def test_a_ufunc_is_a_custom_op() -> None:
 def test_custom_that_returns_instead_of_writing() -> None:
     made = kernel(ReduceOp.custom(lambda a, b, out: a + b, name="plus"), by_name("float64"), 2)
     with pytest.raises(
-        TypeError, match=r"op 'plus': f\(a, b, out\) must write into out and return None, not .*ndarray"
+        TypeError, match=r"op 'plus': f\(a, b, out\) must write its result to out and return None, not ndarray"
     ):
         made.combine(np.ones(1), np.ones(1), np.ones(1))
 

@@ -130,7 +130,7 @@ def test_refusal_lists_what_is_allowed() -> None:
 
 @each("dtype", ["float64", "bfloat16"])
 def test_complex_factor_on_a_real_tensor(dtype: str) -> None:
-    with pytest.raises(TypeError, match=rf"op PREMUL_SUM: the factor 2j is complex but the tensor is {dtype}"):
+    with pytest.raises(TypeError, match=rf"op PREMUL_SUM: the factor 2j is complex, but the array is {dtype}"):
         kernel(ReduceOp.PREMUL_SUM(2j), by_name(dtype), 2)
     assert kernel(ReduceOp.PREMUL_SUM(2 + 0j), by_name(dtype), 2).prescale is not None
 

@@ -275,7 +275,9 @@ async def test_the_one_that_is_refused_hears_why(pg: ProcessGroup) -> None:
     work = pg.recv(np.zeros(1), (pg.rank() + 1) % pg.size())
     if pg.rank() == 0:
         note(control_link(pg, last), {"t": "nonsense"})
-    with pytest.raises(PeerProtocolError, match=r"rank 0 sent on a control link .* no kind 'nonsense'"):
+    with pytest.raises(
+        PeerProtocolError, match=r"rank 0 sent an invalid control message on a control link: .* kind 'nonsense'"
+    ):
         async with asyncio.timeout(OVER):
             await work
     for each in works:

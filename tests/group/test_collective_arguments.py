@@ -202,7 +202,7 @@ def ones(count: int = 4) -> Any:
     [
         (lambda pg: pg.allreduce("abc"), TypeError, "tensor must be .*, not str"),
         (lambda pg: pg.allreduce([1, 2]), TypeError, "tensor must be .*, not list"),
-        (lambda pg: pg.allreduce(np.array(["a"])), TypeError, "op SUM is not defined on <U1, whose arrays only move"),
+        (lambda pg: pg.allreduce(np.array(["a"])), TypeError, "op SUM is not defined on <U1, whose arrays can be sent"),
         (lambda pg: pg.allreduce(2**63), OverflowError, "does not fit in int64"),
         (lambda pg: pg.allreduce(b"read-only"), ValueError, "tensor is read-only"),
         (lambda pg: pg.allreduce(ones(), "SUM"), TypeError, "op must be a ReduceOp, such as ReduceOp.SUM, not str"),

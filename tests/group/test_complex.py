@@ -166,7 +166,7 @@ async def test_an_order_and_bits_are_not_defined_on_them(pg: ProcessGroup, kind:
         assert (tensor == 1j).all()
     with pytest.raises(TypeError, match="op MAX is not defined on complex128"):
         pg.allreduce(1j, ReduceOp.MAX)
-    with pytest.raises(TypeError, match="the factor 2j is complex but the tensor is float32"):
+    with pytest.raises(TypeError, match="the factor 2j is complex, but the array is float32"):
         CALLS[kind](pg, np.ones(4, np.float32), ReduceOp.PREMUL_SUM(2j))
     work = pg.barrier()
     assert work.seq == 1  # none of them took a number

@@ -260,7 +260,7 @@ async def test_without_a_directory_the_log_says_how_to_get_a_dump(caplog: pytest
     pg = await one_rank()
     pg.abort()
     await pg.shutdown()
-    assert "pg.recorder.dump() has what was called last; with AIOCOLL_DUMP_DIR it is written" in caplog.text
+    assert "pg.recorder.dump() returns the last calls; set AIOCOLL_DUMP_DIR to have them written" in caplog.text
 
 
 # -- the signal

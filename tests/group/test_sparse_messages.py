@@ -207,7 +207,7 @@ async def test_refusals(pg: ProcessGroup) -> None:
         pg.send([1], peer)
     wrong = scipy.sparse.coo_array(np.eye(2))
     wrong.coords = (np.array([0, 5]), np.array([0, 1]))
-    with pytest.raises(ValueError, match="tensor has indices in dimension 0 outside of 0 to 1"):
+    with pytest.raises(ValueError, match="tensor has indices in dimension 0 outside the range 0 to 1"):
         pg.send(wrong, peer)
     huge = scipy.sparse.coo_array(np.eye(2))
     huge.data = np.broadcast_to(np.float64(1), 1 << 29)

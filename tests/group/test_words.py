@@ -77,7 +77,7 @@ async def test_ops_on_sparse_arrays(pg: ProcessGroup, op: ReduceOp) -> None:
 @pytest.mark.ranks(2)
 async def test_an_object_that_is_too_long(pg: ProcessGroup) -> None:
     with pytest.raises(
-        SerializationError, match="max_bytes is 16777216: send large arrays by the collectives on arrays"
+        SerializationError, match="max_bytes is 16777216; send large arrays by the collectives on arrays"
     ):
         pg.broadcast_object({"weights": np.zeros(1 << 22)}, pg.rank())
 

@@ -168,8 +168,8 @@ WRONG: list[Row] = [
     (lambda pg: pg.scan(ones(), "SUM"), TypeError, "op must be a ReduceOp, such as ReduceOp.SUM, not str"),
     (lambda pg: pg.exscan(ones(), ReduceOp.AVG), ValueError, "op=ReduceOp.AVG is not defined for exscan: use SUM and"),
     (lambda pg: pg.allreduce(ReduceOp.SUM), TypeError, "tensor must be a NumPy array, .*, not ReduceOp"),
-    (lambda pg: pg.allreduce(np.array([None])), TypeError, "tensor: dtype object refers to objects of this process"),
-    (lambda pg: pg.send(np.zeros(2, "f4,O"), 1), TypeError, "tensor: dtype .* refers to objects of this process"),
+    (lambda pg: pg.allreduce(np.array([None])), TypeError, "tensor: dtype object contains Python objects"),
+    (lambda pg: pg.send(np.zeros(2, "f4,O"), 1), TypeError, "tensor: dtype .* contains Python objects"),
     (
         lambda pg: pg.recv(np.zeros(2, ">f4"), 1),
         TypeError,
@@ -380,7 +380,7 @@ def test_variables_of_the_environment(variable: str, value: str, message: str, e
         ("AIOCOLL_SPIN_US", "fast", "AIOCOLL_SPIN_US='fast': must be a number"),
         ("AIOCOLL_WARN_AFTER", "-1", "AIOCOLL_WARN_AFTER=-1.0: must be >= 0"),
         ("AIOCOLL_ALLOW_PICKLE", "maybe", "AIOCOLL_ALLOW_PICKLE='maybe'"),
-        ("AIOCOLL_TIMEOUT", "3", "AIOCOLL_TIMEOUT='3': there is no such variable; known are .*AIOCOLL_SPIN_US"),
+        ("AIOCOLL_TIMEOUT", "3", "AIOCOLL_TIMEOUT='3': unknown variable; use one of .*AIOCOLL_SPIN_US"),
         ("AIOCOLL_JOB_KEY_FILE", "/nowhere", "AIOCOLL_JOB_KEY_FILE='/nowhere': cannot be opened"),
     ],
 )

@@ -92,8 +92,8 @@ async def test_in_a_file_with_two_ways_out(network: Callable[[int], Network], ra
     net.hosts[1].run("ip", "link", "set", "eth1", "up")
     started = await ranks.start_all(net, "total", f"file://{tmp_path}/one")
     text = (
-        "rank 1 could not join: the ranks are on several hosts, and nothing tells by which address the others reach "
-        "this one: name it with the option interface= or bind= (AIOCOLL_INTERFACE, AIOCOLL_BIND); there is "
+        "rank 1 could not join: the ranks are on several hosts, but the address by which others reach this host is not "
+        "known; set the option interface= or bind= (AIOCOLL_INTERFACE, AIOCOLL_BIND); available: "
         "eth0 (10.77.0.2), eth1 (10.78.0.2)"
     )
     error, _ = await failure(started[0])

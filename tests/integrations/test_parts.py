@@ -192,4 +192,4 @@ async def test_the_others_are_told_of_whom_another_one_replaces(monkeypatch: pyt
         await engine_.become_whole()
         await engine_.leave(1)
         await engine_.become_whole()
-    assert told == [(1, "another one joins in its place")]
+    assert told == [(1, "a new rank replaces it")]

@@ -95,7 +95,7 @@ def test_what_nothing_replaces_is_missing(driver: Driver) -> None:
 
 
 def test_an_actor_that_never_was_there(driver: Driver) -> None:
-    assert "actor 1 has died, and nothing takes its place" in driver.call("never_there")
+    assert "actor 1 has died and is not replaced" in driver.call("never_there")
 
 
 @KINDS
@@ -126,7 +126,7 @@ def test_a_group_that_is_cancelled_while_it_is_made_leaves_nothing(driver: Drive
 
 
 def test_wrong_arguments(driver: Driver) -> None:
-    ending = "is no handle of an actor whose class derives from Member or BlockingMember"
+    ending = "must be the handle of an actor whose class derives from Member or BlockingMember"
     assert driver.call("wrong") == [
         "actors is empty: a group has at least one rank",
         f"actors[0] {ending}",

@@ -362,9 +362,9 @@ async def test_wildcard_as_the_master_is_this_host(
 @pytest.mark.parametrize(
     ("given", "env", "error", "message"),
     [
-        ({"backend": "gloo"}, {}, ValueError, "backend='gloo' is not known: use aio"),
+        ({"backend": "gloo"}, {}, ValueError, "backend='gloo' is not known; use aio"),
         ({"init_method": "env://", "store": HashStore()}, {}, ValueError, "init_method and store exclude each other"),
-        ({"init_method": "mpi://"}, {}, ValueError, "init_method='mpi://': store 'mpi' is not known: use tcp, file, "),
+        ({"init_method": "mpi://"}, {}, ValueError, "init_method='mpi://': store 'mpi' is not known; use tcp, file, "),
         (
             {"init_method": "here:1"},
             {},

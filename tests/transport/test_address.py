@@ -89,7 +89,7 @@ def test_tcp_listeners_take_the_ports_of_a_range() -> None:
     with ExitStack() as stack:
         taken = [stack.enter_context(address.open_tcp("127.0.0.1", (first, first + 2))) for _ in range(3)]
         assert [listener.getsockname()[1] for listener in taken] == [first, first + 1, first + 2]
-        said = rf"cannot listen on 127\.0\.0\.1: no port of port_range=\({first}, {first + 2}\) is free; each rank "
+        said = rf"cannot listen on 127\.0\.0\.1: no port of port_range=\({first}, {first + 2}\) is free; set a wider "
         with pytest.raises(RendezvousError, match=said):
             address.open_tcp("127.0.0.1", (first, first + 2))
         taken[1].close()

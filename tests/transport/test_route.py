@@ -43,7 +43,7 @@ def test_binding_everywhere_must_be_asked_for() -> None:
     assert route.routable_address("127.0.0.1", bind="any") == "0.0.0.0"
     for wildcard in ("0.0.0.0", "::"):
         assert address.is_wildcard(wildcard)
-        with pytest.raises(ValueError, match=f"bind='{wildcard}': to listen on all addresses say bind='any'"):
+        with pytest.raises(ValueError, match=f"bind='{wildcard}': .*to listen on all addresses, set bind='any'"):
             route.routable_address(None, bind=wildcard)
     assert not address.is_wildcard("127.0.0.1")
 
@@ -60,7 +60,7 @@ def test_bind_must_be_an_address_of_this_host() -> None:
 def test_interface() -> None:
     assert route.routable_address(None, "lo") == "127.0.0.1"
     assert route.routable_address("127.0.0.1", "lo") == "127.0.0.1"
-    with pytest.raises(ValueError, match=r"interface='wlan7': there is none of this name here; there are .*\blo\b"):
+    with pytest.raises(ValueError, match=r"interface='wlan7' not found; available: .*\blo\b"):
         route.routable_address(None, "wlan7")
 
 
@@ -99,7 +99,7 @@ def test_interface_address(monkeypatch: pytest.MonkeyPatch, name: str, family: i
 def test_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.open", lambda _: io.StringIO(IF_INET6))
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (9, "ghost0")])
-    with pytest.raises(ValueError, match="interface='ghost0': it has no address; there are lo, ghost0"):
+    with pytest.raises(ValueError, match="interface='ghost0' has no address; available: lo, ghost0"):
         route.interface_address("ghost0")
 
 
@@ -184,10 +184,10 @@ def test_the_only_address_is_taken(interfaces: dict[str, str], monkeypatch: pyte
 
 @pytest.mark.usefixtures("no_way_out")
 def test_what_cannot_be_known_is_asked_for(interfaces: dict[str, str]) -> None:
-    with pytest.raises(RendezvousError, match=r"AIOCOLL_INTERFACE, AIOCOLL_BIND\); there is only the loopback$"):
+    with pytest.raises(RendezvousError, match=r"AIOCOLL_INTERFACE, AIOCOLL_BIND\); available: only the loopback$"):
         find(["", ""])
     interfaces.update(eth1=FOREIGN[1], eth0=FOREIGN[0])
-    with pytest.raises(RendezvousError, match=r"there is eth0 \(192\.0\.2\.7\), eth1 \(192\.0\.2\.8\)$"):
+    with pytest.raises(RendezvousError, match=r"available: eth0 \(192\.0\.2\.7\), eth1 \(192\.0\.2\.8\)$"):
         find(["", ""])
 
 

@@ -131,11 +131,11 @@ async def test_a_diverted_payload_leaves_its_place_alone() -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (HEADER.pack(0, 0, 0, 0, 0, 0, 0, 0, 0), "rank 3 sent a frame of kind 0 and length 0"),
+        (HEADER.pack(0, 0, 0, 0, 0, 0, 0, 0, 0), "rank 3 sent an invalid frame of kind 0 and length 0"),
         (HEADER.pack(6, 0, 0, 0, 0, 0, 0, 4, 4), "kind 6 and length 4"),
         (HEADER.pack(1, 0, 0, 0, 0, 0, 0, SEGMENT + 1, 0), f"length {SEGMENT + 1}"),
         (HEADER.pack(1, 0, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0), "length 4294967295"),
-        (b"GET / HTTP/1.1\r\nHost: example.org\r\n", "rank 3 sent a frame of kind 71"),
+        (b"GET / HTTP/1.1\r\nHost: example.org\r\n", "rank 3 sent an invalid frame of kind 71"),
     ],
 )
 async def test_nonsense_ends_the_link(header: bytes, message: str) -> None:

@@ -213,7 +213,7 @@ async def test_no_more_is_kept_than_is_allowed() -> None:
 async def test_blocks_of_other_lengths_are_refused(length: int) -> None:
     with Ends() as ends:
         ends.bring(0, 0, b"", announced=length)
-        with pytest.raises(ProtocolError, match=f"a block of {length} bytes has come"):
+        with pytest.raises(ProtocolError, match=f"received a block of {length} bytes"):
             ends.receive()
 
 
@@ -225,7 +225,7 @@ async def test_a_block_that_comes_twice_is_refused(block: int) -> None:
         ends.bring(1, 2, b"2")
         assert ends.receive() == b"0"
         ends.bring(2, block, b"x")
-        with pytest.raises(ProtocolError, match=f"block {block} has come twice"):
+        with pytest.raises(ProtocolError, match=f"received block {block} twice"):
             ends.receive()
 
 
@@ -243,13 +243,13 @@ async def test_the_loop_calls_for_the_connection_that_is_written_to() -> None:
 
         send()
         streams = [stripe.stream for stripe in ends.stream._stripes]
-        first = streams.index(ends.stream._on.stream)
+        first = streams.index(ends.stream._current.stream)
         ends.drain((first + 1) % 3)
         ends.stream.start_writing(send)
         written = {first}
         for _ in range(30):
             before = calls
-            number = streams.index(ends.stream._on.stream)
+            number = streams.index(ends.stream._current.stream)
             written.add(number)
             ends.drain(number)
             await until(lambda before=before: calls > before)

@@ -86,7 +86,7 @@ def central(rank: int, world_size: int, count: int) -> Program:
 
 
 def exchange(rank: int, world_size: int, count: int) -> Program:
-    """Send the tensor (buffer 0) to the other rank, and reduce the two. The lower rank's is the left operand."""
+    """Send the tensor (buffer 0) to the other rank, and reduce the two. The left operand is the lower rank's."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     if world_size != 2:

@@ -132,7 +132,7 @@ def embed(
                 assert final
                 written.append(build.fold(region, sources, after=earlier, follow=new_indices(action.follow)))
             case Verb.COPY if region == sources[0]:
-                written.append(())  # two buffers of the smaller group occupy the same region
+                written.append(())  # no copy: both buffers of the smaller group occupy the same region
             case _:
                 written.append(build.copy(region, sources[0], after=earlier, follow=new_indices(action.follow)))
     return tuple(index for deps in written for index in deps)

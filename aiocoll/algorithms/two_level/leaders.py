@@ -39,7 +39,7 @@ DIRECT_HOSTS = 4
 
 
 def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
-    """Reduce each team's tensors (buffer 0) at its leader, then those of the leaders, and send the result down."""
+    """Reduce each team's tensors (buffer 0) at its leader, then the leaders' results, and send the total down."""
     build = Builder(1)
     tensor = Region(0, 0, count)
     host, place = hosts.host[rank], hosts.place[rank]

@@ -40,7 +40,8 @@ def allreduce(rank: int, hosts: Hosts, count: int) -> Program:
     for target, part in parts:
         done.append(_reduce(build, _line(hosts, target, hosts.counterparts(target)), rank, part, part))
     for target, part in parts:
-        # Overwrites a partial result sent above. The complete result contains it, so it arrives after that was read.
+        # The complete result overwrites a partial result that this rank sent above. That is safe: the complete result
+        # contains the partial result, so it arrives after the partial result was read.
         ready = done[target] if rank == target else ()
         spread(build, hosts, rank, target, hosts.counterparts(target), part, ready)
     return build.program("lines")

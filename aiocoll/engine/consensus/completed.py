@@ -22,7 +22,7 @@ KEY_NBYTES = 32 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Collectives of a revoked group that completed on every rank that continues, or on at least one of them.
+    """The collectives of a revoked group that have completed on every continuing rank, or on at least one.
 
     ``7 in completed`` looks up the ordered operation whose `Work.seq` is 7. ``("grad", 3) in completed`` looks up the
     third operation with ``key="grad"``. Each rank reports only the keyed operations among its last 1,024 operations,

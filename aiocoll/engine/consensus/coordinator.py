@@ -133,7 +133,7 @@ class Coordinator:
                 self._consider_shrinking(promised)
 
     def _may_decide(self, ranks: Collection[int]) -> bool:
-        """Return whether `ranks` are a quorum; while a death is doubted, only a majority of the job is one."""
+        """Return whether `ranks` are a quorum. While a death is doubted, that requires a majority of the job."""
         agreement = self._agreement
         if agreement.doubted:
             return is_majority(ranks, range(agreement.parts.context.world_size))

@@ -30,7 +30,7 @@ _CLASSES: dict[str, type[GroupError]] = {
 
 
 def cause_of(error: GroupError) -> dict[str, Any]:
-    """Encode an error as plain data."""
+    """Return an error as plain data, for a control message."""
     return {
         "kind": type(error).__name__,
         "text": fitting(str(error)),
@@ -58,7 +58,7 @@ def failure_by(cause: GroupError) -> GroupError:
 
 
 def error_from(cause: dict[str, Any]) -> GroupError:
-    """Decode plain data into an error of the same class."""
+    """Return the error that `cause_of` encoded, with the same class."""
     kind = _CLASSES.get(cause["kind"], GroupError)
     fields = {"op": cause["op"], "seq": cause["seq"], "group": cause["group"], "ranks": cause["ranks"]}
     if kind is PeerLostError:

@@ -67,7 +67,7 @@ class Farewells:
 
 
 class _Record(Farewells):
-    """A closed group. `frames` and `notes` hold the members that may still send frames or control messages."""
+    """A record of a closed group. `frames` and `notes` are the members that may still send frames or messages."""
 
     __slots__ = ()
 
@@ -85,7 +85,7 @@ class ClosedGroups:
 
     def __init__(self, dropped: Callable[[int, Collection[int]], None]) -> None:
         self._dropped = dropped
-        #: Lists, since ids may collide.
+        # Each value is a list, since ids of groups may collide.
         self._records: dict[int, list[_Record]] = {}
         self._recent: dict[int, str | None] = {}
 

@@ -25,7 +25,7 @@ PARTING = 1.0
 
 
 class Departure:
-    """Orderly end of this rank, and, on the hub, the relay of other ranks' ends.
+    """The orderly end of this rank. On the hub, it also relays the ends of other ranks.
 
     Args:
         context: the endpoint's context.
@@ -96,7 +96,7 @@ class Departure:
             self._ended.append((peer, linked, moved))
 
     def _relay(self) -> None:
-        """Notify each rank of the other ended ranks, in one message. If many end together, few need it."""
+        """Notify each rank of the other ended ranks, in one message per rank."""
         ended, self._ended = self._ended, []
         for rank in range(self._context.world_size):
             others = [each for each in ended if each[0] != rank]

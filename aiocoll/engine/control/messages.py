@@ -1,8 +1,8 @@
-"""The control messages between ranks: each kind has a declared schema, checked before the message has any effect.
+"""The control messages between ranks. Each kind has a schema, which is checked before a message has any effect.
 
-A message is a msgpack map. `SHAPES` lists the kinds, the ways on which each may arrive, and its fields: to add a field,
-add it there. Rules that depend on sender and receiver are in `_RULES`. `read` checks everything, and nothing uses a
-message that has not passed `read`.
+A message is a msgpack map. `SHAPES` lists the kinds of messages, the paths on which each may arrive, and its fields: to
+add a field, add it there. Rules that depend on sender and receiver are in `_RULES`. `read` checks both. Other code uses
+only messages that have passed `read`.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ __all__ = [
 
 ControlMessage = dict[str, Any]
 
-#: Ways on which messages arrive: a control link; a data link, behind all data; relayed by another rank.
+#: The paths on which messages arrive: a control link, a data link after all data, or the relay by another rank.
 CONTROL, DATA, RELAYED = "a control link", "a data link", "another rank's behalf"
 #: The kind of messages about CUDA devices.
 DEVICE = "device"
-#: How a rank is lost whose message was unacceptable.
+#: The value of `PeerLostError.how` for a rank that sent an invalid message.
 PROTOCOL = "protocol"
 
-#: Levels of nested splits; every message about an operation of the innermost group lists them all.
+#: Maximum number of nested splits. Every message about an operation of the innermost group lists all of them.
 LEVELS = 256
-#: Members of a flush: many times what anybody records in one block.
+#: Maximum number of calls that a block fuses, far more than any program has in one block.
 MEMBERS = 1 << 20
-#: Bytes of a grown group's prefix in the store: what `meeting.growth` makes has some 30.
+#: Maximum number of bytes of a grown group's prefix in the store. `meeting.growth` makes prefixes of about 30 bytes.
 MAX_KEY = 256
-#: Bytes of the name of an NCCL communicator: it has 128.
+#: Maximum number of bytes of the unique id of an NCCL communicator, which has 128 bytes.
 UNIQUE_ID = 1024
 _U16, _U32, _U62, _U63, _U64 = 1 << 16, 1 << 32, 1 << 62, 1 << 63, 1 << 64
 
 
 class Facts(NamedTuple):
-    """What the receiver knows about the job.
+    """The facts about the job that the checks use.
 
     Attributes:
-        rank: this one, in the job.
-        world_size: of the job.
-        ranks_of: returns the ranks of a group that this rank and a peer are in, numbered as in the job; None for any
+        rank: this rank, numbered as in the job.
+        world_size: number of ranks in the job.
+        ranks_of: returns the ranks of a group that contains this rank and a peer, numbered as in the job; None for any
             other group.
     """
 
@@ -87,17 +87,17 @@ class Facts(NamedTuple):
 
 
 def read(payload: bytes | memoryview, peer: int, way: str, facts: Facts) -> ControlMessage:
-    """Decode and check a message that a rank has sent on a way.
+    """Decode and check a message of `peer` that arrived on the path `way`.
 
     Raises:
-        ProtocolError: the message is invalid there; the text says why.
+        ProtocolError: the message is invalid on this path. The text contains the reason.
     """
     try:
         message = msgpack.unpackb(payload)
         _check(message, peer, way, facts)
     except ValueError as error:
         why = str(error) if isinstance(error, Misfit) else repr(error)
-        raise ProtocolError(f"rank {peer} sent on {way} a control message that does not fit: {why}") from error
+        raise ProtocolError(f"rank {peer} sent an invalid control message on {way}: {why}") from error
     found: ControlMessage = message
     return found
 
@@ -106,9 +106,9 @@ def _check(message: Any, peer: int, way: str, facts: Facts) -> None:
     kind = message.get("t") if type(message) is dict else None
     shape = SHAPES.get(kind) if type(kind) is str else None
     if shape is None:
-        raise Misfit(f"there is no kind {shown(kind)}")
+        raise Misfit(f"unknown kind {shown(kind)}")
     if way not in shape.ways:
-        raise Misfit(f"{kind!r} does not come on {way}")
+        raise Misfit(f"{kind!r} is not allowed on {way}")
     identity = message.get("g")
     ranks = facts.ranks_of(identity, peer) if type(identity) is int else None
     try:
@@ -124,9 +124,9 @@ def _check(message: Any, peer: int, way: str, facts: Facts) -> None:
 
 def _members(value: Any, scope: Scope) -> None:
     _MEMBERS(value, scope)
-    told = sum(run["count"] for run in value["runs"])
-    if told != value["told"] or told > value["size"]:
-        raise Misfit(f"runs of {told} members are not {value['told']} of {value['size']}")
+    listed_calls = sum(run["count"] for run in value["runs"])
+    if listed_calls != value["told"] or listed_calls > value["size"]:
+        raise Misfit(f"runs have {listed_calls} members instead of {value['told']} of {value['size']}")
 
 
 _COUNT = integer(_U63)
@@ -150,7 +150,7 @@ _MEMBERS = fields(
     rest=integer(_U32),
     runs=listed(fields(_CALL, op=_TEXT, count=integer(MEMBERS, 1))),
 )
-#: What a rank has called, see `aiocoll.engine.operations.signature.description`: the required fields, and the
+#: The description of a rank's call, see `aiocoll.engine.operations.signature.description`: the required fields, and the
 #: optional ones.
 NAMED: dict[str, Check] = {"rank": group_rank, "op": _TEXT, "seq": maybe(integer(_U64)), "key": maybe(_TEXT)}
 CALLED: dict[str, Check] = {
@@ -160,7 +160,7 @@ CALLED: dict[str, Check] = {
     "debug": maybe(text(64)),
 }
 _DESCRIPTION = fields({**CALLED, "src": maybe(group_rank), "dst": group_rank, "tag": integer(_U32)}, **NAMED)
-#: An error that travels; see `aiocoll.engine.control.causes.cause_of`.
+#: An error as plain data; see `aiocoll.engine.control.causes.cause_of`.
 _CAUSE = fields(
     kind=text(64),
     text=_TEXT,
@@ -197,7 +197,7 @@ def _of_group(optional: Mapping[str, Check] | None = None, /, **required: Check)
 def _candidacy(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _CANDIDACY.items() if type(value) is dict and name in value), None)
     if inner is None:
-        raise Misfit(f"candidacy: {shown(value)} is none")
+        raise Misfit(f"candidacy: {shown(value)} is not a candidacy")
     inner(value, scope)
 
 
@@ -224,7 +224,7 @@ _SHRINK: dict[str, Check] = {
     "refuse": _of_shrink(ballot=_BALLOT, cause=_CAUSE),
 }
 _MATCH = row(group_rank, group_rank, integer(_U64))
-#: Messages about the devices of ranks, by a field that no other has; see `aiocoll.gpu.calls`.
+#: Messages about the devices of ranks, by a field that only that message has; see `aiocoll.gpu.calls`.
 _DEVICE: dict[str, Check] = {
     "card": _of_device(
         card=fields(library=integer(_U32), why=_TEXT, bus=text(256), unfinished=_BOOL, float8=_BOOL, ahead=_BOOL)
@@ -254,19 +254,19 @@ def _shrink(value: Any, scope: Scope) -> None:
     what = value.get("what")
     inner = _SHRINK.get(what) if isinstance(what, str) else None
     if inner is None:
-        raise Misfit(f"what: there is no {shown(what)}")
+        raise Misfit(f"what: unknown value {shown(what)}")
     inner(value, scope)
 
 
 def _device(value: Any, scope: Scope) -> None:
     inner = next((check for name, check in _DEVICE.items() if name in value), None)
     if inner is None:
-        raise Misfit("it says nothing that is known")
+        raise Misfit("no known field")
     inner(value, scope)
 
 
 class _Shape(NamedTuple):
-    """Of one kind of message: its schema, and the ways on which it may arrive."""
+    """The schema of one kind of message, and the paths on which it may arrive."""
 
     check: Check
     ways: frozenset[str]
@@ -277,13 +277,13 @@ def _shape(check: Check, *ways: str) -> _Shape:
 
 
 def _passed(value: Any, scope: Scope) -> None:
-    """A relayed message is checked as a message of its own, by a rule, when its original sender is known."""
+    """Check that a relayed message is a map. Rules check its content, because that depends on the original sender."""
     if type(value) is not dict:
         refuse(value, "a note")
 
 
 SHAPES: dict[str, _Shape] = {
-    # Of the star, see `aiocoll.engine.control.star`.
+    # Messages of the star, see `aiocoll.engine.control.star`.
     "relay": _shape(fields(t=_TEXT, to=job_rank, note=_passed), CONTROL),
     "relayed": _shape(fields(t=_TEXT, note=_passed, **{"from": job_rank}), CONTROL),
     "formed": _shape(fields(t=_TEXT), CONTROL),
@@ -294,14 +294,14 @@ SHAPES: dict[str, _Shape] = {
     "end": _shape(fields({"linked": rank_list}, t=_TEXT, moved=listed(_GROUP)), CONTROL, DATA),
     "ended": _shape(fields(t=_TEXT, ranks=listed(row(job_rank, rank_list, listed(_GROUP)))), CONTROL, RELAYED),
     "died": _shape(fields(t=_TEXT, rank=job_rank, detail=_TEXT, how=_HOW), CONTROL, DATA, RELAYED),
-    # Of groups that this rank has made or not.
+    # Messages about groups, whether or not this rank has made them.
     "bye": _shape(
         fields({"linked": _BOOL, "name": _TEXT}, t=_TEXT, g=_GROUP, cause=maybe(_CAUSE)), CONTROL, DATA, RELAYED
     ),
     "revoke": _shape(fields({"name": _TEXT}, t=_TEXT, g=_GROUP, cause=_CAUSE), CONTROL, RELAYED),
     "shrink": _shape(_shrink, CONTROL, RELAYED),
     DEVICE: _shape(_device, CONTROL, DATA, RELAYED),
-    # Of operations, see `aiocoll.engine.failure.stall_inspector` and `mismatch`.
+    # Messages about operations, see `aiocoll.engine.failure.stall_inspector` and `mismatch`.
     "report": _shape(_of_group({"asked": _TRUE}, op=_OPERATION, mine=_DESCRIPTION), CONTROL, RELAYED),
     "query": _shape(_of_group(op=_OPERATION), CONTROL, RELAYED),
     "absent": _shape(_of_group(op=_OPERATION, last=_TEXT, age=maybe(seconds), asked=_TRUE), CONTROL, RELAYED),
@@ -326,15 +326,15 @@ Rule = Callable[[ControlMessage, int, str, Facts], None]
 def _relay(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     to = message["to"]
     if to in (facts.rank, peer):
-        raise Misfit(f"to: nothing is passed on from rank {peer} to rank {to}")
-    # Checked here, so that a relaying rank is only responsible for naming the right sender.
+        raise Misfit(f"to: a message of rank {peer} cannot be relayed to rank {to}")
+    # The hub checks the relayed message, so that it never relays an invalid one.
     _check(message["note"], peer, RELAYED, facts._replace(rank=to))
 
 
 def _relayed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     origin = message["from"]
     if origin in (facts.rank, peer):
-        raise Misfit(f"from: nothing is passed on from rank {origin} by rank {peer}")
+        raise Misfit(f"from: a message of rank {origin} cannot be relayed by rank {peer}")
     _check(message["note"], origin, RELAYED, facts)
 
 
@@ -343,24 +343,24 @@ def _formed(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
         raise Misfit("only rank 0 sends this")
 
 
-def _says_where(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
-    """Only a message behind all data may omit `linked`, the links on which it also comes."""
+def _check_linked(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
+    """Check that a message has the field `linked`, the data links on which it also arrives, except on a data link."""
     if (way == DATA) == ("linked" in message):
-        raise Misfit(f"linked: it does not belong on {way}" if way == DATA else "linked is missing")
+        raise Misfit(f"linked: not allowed on {way}" if way == DATA else "linked is missing")
 
 
 def _ended(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     ranks = [rank for rank, _, _ in message["ranks"]]
     if facts.rank in ranks or len(set(ranks)) < len(ranks):
-        raise Misfit(f"ranks: {ranks} are not others, each once")
+        raise Misfit(f"ranks: {ranks} contains rank {facts.rank}, which received it, or a rank twice")
 
 
 def _own_call(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
-    """A rank may only describe its own call."""
+    """Check that a rank describes its own call."""
     ranks = facts.ranks_of(message["g"], peer)
     call = message["mine"] if "mine" in message else message["theirs"]
     if ranks is not None and ranks[call["rank"]] != peer:
-        raise Misfit(f"rank: it speaks for rank {call['rank']} of the group, which it is not")
+        raise Misfit(f"rank: the call is of rank {call['rank']} of the group, not of the sender")
 
 
 def _splits(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
@@ -372,30 +372,30 @@ def _splits(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
 def _agreement(message: ControlMessage, peer: int, way: str, facts: Facts) -> None:
     ranks, known = message["ranks"], facts.ranks_of(message["g"], peer)
     if peer not in ranks or facts.rank not in ranks or (known is not None and list(known) != ranks):
-        raise Misfit(f"ranks: {ranks} are not those of the group")
-    # The remainder of a ballot by the world size is its coordinator; an asking rank may name another one's ballot.
+        raise Misfit(f"ranks: {ranks} are not the ranks of the group")
+    # The coordinator of a ballot is the ballot mod the world size. The message "ask" may name any coordinator's ballot.
     if message["what"] not in ("ask", "decided"):
         coordinator = facts.rank if message["what"] in ("vote", "accept") else peer
         if message["ballot"] % facts.world_size != coordinator:
-            raise Misfit(f"ballot: {message['ballot']} is not one of rank {coordinator}")
-    told = [message.get("outcome"), (message.get("accepted") or (0, None))[1]]
-    for outcome in filter(None, told):
+            raise Misfit(f"ballot: {message['ballot']} does not belong to coordinator {coordinator}")
+    outcomes = [message.get("outcome"), (message.get("accepted") or (0, None))[1]]
+    for outcome in filter(None, outcomes):
         if not outcome["members"] or not set(ranks).issuperset(outcome["members"] + outcome["excluded"]):
-            raise Misfit(f"members: {outcome['members']} are not some of the group")
+            raise Misfit(f"members: {outcome['members']} is empty, or not a part of the group")
         if not outcome["grown"] and None in (outcome["everywhere"], outcome["somewhere"]):
-            raise Misfit("outcome: a group that shrinks tells what it has completed")
+            raise Misfit("outcome: the report of completed operations is missing; a shrinking group requires it")
     candidacy = message.get("candidacy") or {}
     named = {*candidacy.get("exclude", ()), *candidacy["lost"]} if candidacy else set()
     if not set(ranks).issuperset(named.union(message["assumed"], (rank for rank, _ in message["dead"]))):
-        raise Misfit("exclude, lost, assumed or dead: not all of them are in the group")
+        raise Misfit("exclude, lost, assumed or dead: some of these ranks are not in the group")
 
 
 _RULES: dict[str, Iterable[Rule]] = {
     "relay": [_relay],
     "relayed": [_relayed],
     "formed": [_formed],
-    "end": [_says_where],
-    "bye": [_says_where],
+    "end": [_check_linked],
+    "bye": [_check_linked],
     "ended": [_ended],
     "report": [_own_call, _splits],
     "disagree": [_own_call],

@@ -1,4 +1,4 @@
-"""Control links between two ranks of which neither is the hub, for cases where the hub does not answer.
+"""Control links between two ranks other than the hub, used if the hub does not answer.
 
 They also reach a lost rank again: a new link, or an answer on an existing link, shows that the rank is alive.
 """
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerLinks"]
 
-#: Seconds to reach a lost rank again. Then its messages are dropped; their senders repeat them anyway.
+#: Seconds to try to reach a lost rank again. After that, the messages for it are dropped. Their senders repeat them.
 REACH = 2.0
 
 
 class PeerLinks:
-    """Opens control links outside the star, on demand. The control plane owns them afterwards.
+    """The opener of control links outside the star, on demand. The control plane owns the open links.
 
     Args:
         context: the endpoint's context.
         control: the star.
-        ranks: the state of the other ranks: which are lost.
+        ranks: the state of the other ranks.
         missed: callback for a rank that could not be reached.
     """
 

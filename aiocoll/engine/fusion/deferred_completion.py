@@ -39,7 +39,7 @@ class DeferredCompletion(Completion):
 
     @property
     def is_unkeyed_collective(self) -> bool:
-        """True for a single collective without a key."""
+        """Return whether this is a single collective without a key."""
         return hasattr(self, "plan")
 
     def visible(self) -> Completion:

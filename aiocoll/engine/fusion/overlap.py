@@ -108,7 +108,7 @@ def _own_their_memory(layout: Layout, members: Sequence[DeferredCompletion]) -> 
             continue
         arrays = [members[position].arrays for position in bucket.members]
         if len(arrays[0]) == 1:
-            # By far the most common case, so it takes the fewest steps.
+            # A fast path for the most common case.
             owners = [array if (base := array.base) is None else base for (array,) in arrays]
             if set(map(type, owners)) != {ndarray}:
                 return False

@@ -92,7 +92,7 @@ class InboundMessage:
 
     @property
     def withheld(self) -> bool:
-        """True if the sender waits for a grant, now or soon."""
+        """Return whether the sender waits for a grant, now or soon."""
         return self.ready or self.total > EAGER_WINDOW
 
     @property
@@ -102,7 +102,7 @@ class InboundMessage:
 
     @property
     def complete(self) -> bool:
-        """True if the whole message has arrived."""
+        """Return whether the whole message has arrived."""
         return self.received == self.total and not self.empty
 
     def ask(self, comm: int) -> None:

@@ -144,7 +144,7 @@ class Operation:
 
     @property
     def reduces(self) -> bool:
-        """True if the operation reduces its messages, False if it only moves them."""
+        """Return whether the operation reduces its messages; otherwise it only copies them."""
         return False
 
     @property

@@ -17,7 +17,7 @@ __all__ = ["MonitoredBarrier"]
 
 
 class MonitoredBarrier(ProgramExecutor):
-    """One rank's part in a monitored barrier that names the first missing rank."""
+    """The part of one rank in a monitored barrier that names the first missing rank."""
 
     OP = "MONITORED_BARRIER"
 

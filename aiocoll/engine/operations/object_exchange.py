@@ -1,10 +1,10 @@
-"""The executor of object collectives: parcels of bytes whose sizes only their senders know.
+"""The executor of object collectives, which send byte strings (parcels) whose sizes only their senders know.
 
-Every rank sends its parcels directly to their receivers, in one step. A receiver allocates memory for a parcel when
-its first frame, from an authenticated rank of the group, tells the size, and refuses parcels above the limit.
+Every rank sends its parcels directly to their receivers, in one step. The first frame of a parcel contains its size. A
+receiver then allocates the memory, or rejects a parcel above the limit.
 
 A gather whose root does not know the lengths is received in the same way: the parcels are arrays. Their senders carry
-out the plan of a gather, so small arrays may come in slots, and large ones through a chunk queue.
+out the plan of a gather, so small arrays may arrive in slots, and large ones through a chunk queue.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["ObjectExchange", "Parcels", "Post"]
 
 
 class Post(Operation):
-    """Sends and receives parcels; subclasses use their content.
+    """An operation that sends and receives parcels. Subclasses use their content.
 
     Args:
         sources: ranks that send a parcel to this rank.
 
     Attributes:
-        FINGERPRINT: of the frames; 0 for that of the signature.
-        LIMIT: largest accepted parcel, in bytes.
+        FINGERPRINT: fingerprint in the frames; 0 for the fingerprint of the signature.
+        LIMIT: maximum size of an accepted parcel, in bytes.
     """
 
     FINGERPRINT = 0
@@ -65,28 +65,28 @@ class Post(Operation):
         self._refusal: SerializationError | None = None
 
     def _send(self, outgoing: Mapping[int, bytes]) -> None:
-        """Send one parcel to each of some ranks."""
+        """Send a parcel to each rank in `outgoing`."""
         self._unsent = {rank: len(parcel) for rank, parcel in outgoing.items()}
         for peer, parcel in outgoing.items():
             message = Message(self, peer, 0, memoryview(parcel), len(parcel))
             self.comm.channels[peer].kick(message)
 
     def needs(self, peer: int) -> bool:
-        """Whether a parcel to or from `peer` is incomplete."""
+        """Return whether a parcel to or from `peer` is incomplete."""
         return peer in self._missing or peer in self._unsent
 
     def awaited(self) -> list[int]:
-        """Return the ranks from which something has not arrived."""
+        """Return the ranks whose parcel has not arrived completely."""
         return sorted(self._missing)
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Return the memory of a parcel."""
+        """Return the memory for the next segment of a parcel; None if the parcel is rejected."""
         room = self._room(peer, total)
         start = self._received.get(peer, 0)
         return None if room is None else room[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Take a segment of a parcel."""
+        """Store a segment of a parcel; return whether this operation expected it."""
         if peer not in self._missing:
             return False
         room = self._room(peer, total)
@@ -101,9 +101,9 @@ class Post(Operation):
         return True
 
     def _arrived(self, peer: int, total: int, length: int) -> None:
-        """Count bytes of a parcel of `total` bytes, which are in its memory, if it has any."""
+        """Record that `length` more bytes of a parcel of `total` bytes have arrived."""
         if peer not in self._incoming:
-            # Receive and drop it, so that neither its sender nor the group is disturbed.
+            # Receive the parcel without storing it, so that the sender and the group are not affected.
             self._refusal = SerializationError(
                 f"rank {peer} sent an object of {total} bytes; the limit is {self._limit} bytes"
             )
@@ -113,7 +113,7 @@ class Post(Operation):
             self._settle()
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes of a parcel have been sent."""
+        """Record that `nbytes` of a parcel have been sent."""
         peer = message.index
         self._unsent[peer] -= nbytes
         if not self._unsent[peer]:
@@ -123,12 +123,12 @@ class Post(Operation):
     def _room(self, peer: int, total: int) -> memoryview | None:
         room = self._incoming.get(peer)
         if room is None and total <= self._limit:
-            # Not a bytearray, which would be zeroed first, all of it at once.
+            # A bytearray would be filled with zeros first, all at once.
             room = self._incoming[peer] = np.empty(total, np.uint8).data
         return room
 
     def _settle(self) -> None:
-        """Do what has become possible after a parcel was received or sent."""
+        """Continue, if all parcels have been received and sent."""
         raise NotImplementedError
 
 
@@ -136,11 +136,11 @@ class Parcels(NamedTuple):
     """The parcels of one object collective, from one rank's view.
 
     Attributes:
-        outgoing: parcel for each rank that this rank sends one to.
+        outgoing: the parcels that this rank sends, by receiver.
         sources: ranks that send a parcel to this rank.
         unpack: makes the result from the received parcels, by rank.
-        are_arrays: they are arrays, of any size; small ones may come in slots.
-        may_be_chunked: large ones may come through chunk queues.
+        are_arrays: the parcels are arrays of any size. Small ones may arrive in slots.
+        may_be_chunked: large parcels may arrive through chunk queues.
     """
 
     outgoing: Mapping[int, bytes]
@@ -151,10 +151,10 @@ class Parcels(NamedTuple):
 
 
 class ObjectExchange(Post):
-    """One rank's part in one object collective.
+    """The part of one rank in one object collective.
 
     Args:
-        parcels: what travels.
+        parcels: the parcels to send and to receive.
     """
 
     __slots__ = ("_last", "_parcels", "_steps")
@@ -170,13 +170,13 @@ class ObjectExchange(Post):
         super().__init__(comm, identity, signature, parcels.sources, completion)
         self._parcels = parcels
         self._steps: Steps | None = None
-        # The rank with whose parcel all had moved; -1 for none.
+        # The rank whose parcel arrived last; -1 for none.
         self._last = -1
         if parcels.are_arrays:
             self._limit = 2**32 - 1  # frames have the size modulo 2**32
 
     def enter(self) -> None:
-        """Send all parcels, and take what is in shared memory."""
+        """Send all parcels, and receive parcels that are in shared memory."""
         self._send(self._parcels.outgoing)
         self._settle()
         if self._parcels.are_arrays:
@@ -186,12 +186,12 @@ class ObjectExchange(Post):
 
     @property
     def _lookers(self) -> dict[Looker, None]:
-        """The operations that look when something is in shared memory that this one may have to take."""
+        """The registry of operations whose `look` is called when data arrives in the shared memory that they use."""
         polling = self.comm.polling
         return polling.lookers if self._parcels.may_be_chunked else polling.readers
 
     def look(self) -> bool:
-        """Take what has been posted to slots, or put into chunk queues, since; return whether there was anything."""
+        """Receive new parcels from slots and chunk queues; return whether there were any."""
         moved = False
         for peer in tuple(self._missing):
             if self.comm.slots.deliver(self, peer, 0) or (self._parcels.may_be_chunked and self._take_chunks(peer)):
@@ -199,7 +199,7 @@ class ObjectExchange(Post):
         return moved
 
     def _take_chunks(self, peer: int) -> bool:
-        """Take what a peer has put into its chunk queue; return whether there was anything."""
+        """Receive the chunks that a peer has written to its chunk queue; return whether there were any."""
         ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         moved = False
@@ -233,13 +233,13 @@ class ObjectExchange(Post):
         return True
 
     def needs(self, peer: int) -> bool:
-        """Whether a parcel to or from `peer` is incomplete: what it left in shared memory can still be read."""
+        """Return whether a parcel to or from `peer` is incomplete, after reading its data in shared memory."""
         while self._parcels.are_arrays and self.look():
             pass
         return not self.done and super().needs(peer)
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`."""
+        """Fail the operation with `error`."""
         self._lookers.pop(self, None)
         super().fail(error)
 

@@ -42,7 +42,7 @@ Array = NDArray[Any]
 
 
 class ProgramExecutor(Operation):
-    """One rank's part in one collective.
+    """The part of one rank in one collective.
 
     Args:
         arrays: the caller's flat arrays, numbered like the program's buffers; None where this rank has none.
@@ -92,7 +92,7 @@ class ProgramExecutor(Operation):
 
     @property
     def reduces(self) -> bool:
-        """True if the plan has a reduce op."""
+        """Return whether the plan has a reduce op."""
         return self._plan.kernel is not None
 
     @property

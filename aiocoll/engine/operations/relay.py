@@ -1,4 +1,4 @@
-"""What one rank does where large arrays go through chunk queues: what goes to the right, and comes from the left."""
+"""The relay of large arrays through chunk queues: the regions that one rank sends right and receives from the left."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["BETWEEN_TWO", "LONGEST", "ROUND", "Relay", "messages_between_two", "take_chunk"]
 
-#: Collectives of two ranks that take one step: what one rank sends, the other one copies or reduces.
+#: Collectives that take one step between two ranks: each rank copies or reduces the data that the other sends.
 BETWEEN_TWO = frozenset(
     {"broadcast", "reduce", "allgather", "reduce_scatter", "gather", "scatter", "alltoall", "scan", "exscan"}
 )
-#: Those that also more ranks carry out so: what a rank takes it passes on.
+#: Collectives that more than two ranks also carry out by a relay: each rank passes on the data that it receives.
 ROUND = frozenset({"broadcast", "allgather"})
-#: Bytes of the longest message of these that pays to be passed on, where the receivers could read it in place.
+#: Maximum number of bytes of a message in `ROUND` for which a relay is faster than reading in place.
 LONGEST = 2 * 1024 * 1024
 
 _BYTES: Final = np.dtype(np.uint8)
 
 
 def messages_between_two(kind: str, sizes: tuple[Any, ...], rank: int, root: int) -> tuple[int, ...]:
-    """Return the elements of each message of a collective `BETWEEN_TWO` ranks, as both know them."""
+    """Return the number of elements of each message in a collective of `BETWEEN_TWO`, which both ranks know."""
     other = 1 - rank
     if kind == "alltoall":
         return sizes[0][other], sizes[1][other]
@@ -43,15 +43,15 @@ def take_chunk(
     size_of: Callable[[int], int],
     use: Callable[[NDArray[np.uint8]], None],
 ) -> bool:
-    """Take the next chunk that `peer` has put for an operation; return whether there was one.
+    """Receive the next chunk that `peer` has written for an operation; return whether there was one.
 
     Args:
-        operation: this rank's.
-        peer: its sender.
-        nbytes: of the longest chunk.
-        size_of: returns the bytes of the next chunk of a message of so many bytes; -1 if the operation expects no such
-            message.
-        use: reads the bytes of the chunk where they lie; they may be overwritten afterwards.
+        operation: the operation of this rank.
+        peer: sender of the chunk.
+        nbytes: number of bytes in the longest chunk.
+        size_of: called with the number of bytes in the message; returns the number of bytes in its next chunk, or -1 if
+            the operation does not expect a message of this length.
+        use: reads the bytes of the chunk in place. The sender may overwrite them after the call.
     """
     comm = operation.comm
     channel = comm.channels[peer]
@@ -70,7 +70,7 @@ def take_chunk(
     if incoming is None:
         return False
     use(incoming)
-    if operation.done:  # it has failed, and its group has released the chunks
+    if operation.done:  # the operation has failed, and its group has released the chunks
         return True
     if chunks.is_void():
         return False
@@ -80,17 +80,17 @@ def take_chunk(
 
 
 class Relay(NamedTuple):
-    """One rank's part in a ring in which all ranks send chunks to the right.
+    """The part of one rank in a ring in which all ranks send chunks to the right.
 
-    A rank passes on what it has taken `behind` steps before.
+    In each step a rank sends the data that it received `behind` steps before.
 
     Attributes:
-        chunk: elements of a chunk.
-        puts: by step, what goes to the right neighbour.
-        takes: by step, where it belongs what comes from the left one.
-        sources: by step, what that is reduced with; in later steps it is copied.
-        copy: target and source of a local copy.
-        behind: 1; or 0, in the middle of a chain, where each chunk is passed on as it comes.
+        chunk: number of elements in a chunk.
+        puts: the region to send to the right neighbour, by step.
+        takes: the region for the data from the left neighbour, by step.
+        sources: the region with which that data is reduced, by step. In later steps the data is copied.
+        copy: target and source of a local copy, or None.
+        behind: 1; in the middle of a chain 0, because each chunk is passed on when it arrives.
     """
 
     chunk: int
@@ -102,7 +102,7 @@ class Relay(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, sizes: tuple[Any, ...], rank: int, size: int, root: int, chunk: int) -> Relay:
-        """Return the relay of an allreduce, or of one of `ROUND` or `BETWEEN_TWO`; arguments as for `build`."""
+        """Return the relay of an allreduce or of a collective in `ROUND` or `BETWEEN_TWO`; arguments as for `build`."""
         if kind == "allreduce":
             return cls._around(sizes[0], rank, size, chunk)
         if kind == "allgather":
@@ -135,7 +135,7 @@ class Relay(NamedTuple):
 
     @classmethod
     def _around(cls, count: int, rank: int, size: int, chunk: int) -> Relay:
-        """Return the relay of `aiocoll.algorithms.flat.ring`: each part goes round to be reduced, and once more."""
+        """Return the relay of `aiocoll.algorithms.flat.ring`: each part goes round to be reduced, then to be copied."""
         parts = [Region(0, count * part // size, count * (part + 1) // size) for part in range(size)]
         puts = tuple(parts[(rank - step - 1) % size] for step in range(2 * (size - 1)))
         takes = tuple(parts[(rank - step - 2) % size] for step in range(2 * (size - 1)))
@@ -143,7 +143,7 @@ class Relay(NamedTuple):
 
     @classmethod
     def _gather(cls, counts: tuple[int, ...], rank: int, size: int, chunk: int) -> Relay:
-        """Return the relay of an allgather: each block goes round; between more than two ranks all have one length."""
+        """Return the relay of an allgather: each block goes round. More than two ranks have equally long blocks."""
         blocks = [Region(each, 0, count) for each, count in enumerate(counts)]
         own = Region(size, 0, counts[rank])
         taken = [blocks[(rank - step) % size] for step in range(1, size)]
@@ -152,15 +152,15 @@ class Relay(NamedTuple):
 
     @classmethod
     def _chain(cls, count: int, distance: int, size: int, chunk: int) -> Relay:
-        """Return the relay of a broadcast, at a rank that is so far to the right of the root."""
+        """Return the relay of a broadcast for the rank that is `distance` ranks to the right of the root."""
         whole = _steps(Region(0, 0, count))
         puts, takes = whole if distance < size - 1 else (), whole if distance else ()
         return cls(chunk, puts, takes, (), None, 0 if puts and takes else 1)
 
     def chunks(self, regions: tuple[Region, ...]) -> int:
-        """Return how many chunks each step has, in which `puts` or `takes` are moved: as many as the longest one needs.
+        """Return the number of chunks per step for `puts` or `takes`: as many as the longest region needs.
 
-        In a ring all parts are among them, so all ranks find the same.
+        In a ring, `puts` and `takes` each contain all parts, so all ranks compute the same number.
         """
         return -(-max((region.count for region in regions), default=0) // self.chunk)
 

@@ -1,25 +1,30 @@
 """The executor of large arrays in shared memory: a ring of ranks, each with a chunk queue to its right neighbour.
 
-The schedule is that of `aiocoll.algorithms.flat.ring`: in steps 0 to p-2 a rank adds what comes from the left to a part
-of its tensor, in steps p-1 to 2p-3 it copies finished parts; it passes on what it has added or copied. Here the parts
-are divided into chunks of the queue's size, which travel in an order that all ranks know, so a chunk needs neither
-header nor look-up, and is passed on while it is in the cache:
+The schedule is that of `aiocoll.algorithms.flat.ring`. In steps 0 to p-2, a rank adds the data from the left to a part
+of its tensor. In steps p-1 to 2p-3, it copies finished parts. In both, it passes on the result to the right. Parts are
+divided into chunks of the queue's size. All ranks know the order of the chunks, so a chunk needs no header and no
+lookup, and is passed on while it is in the cache:
 
     step 0    0 1 2 3 4              p = 2, 5 chunks per part: the order is by columns, from the bottom up
     step 1        0 1 2 3 4
 
-Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank. Other collectives go the same way (`Relay`): an
-allgather in p-1 steps, a broadcast along the chain of ranks, and more between two ranks, in one step.
-If the queue is in use by another operation, or not available, the operation uses frames instead, from its first chunk
-to its last one: each step is one message, which grows by chunks.
+Cost: 2(p-1) steps, 2n(p-1)/p bytes written and as many read per rank. Other collectives use the same executor
+    (`Relay`):
+an allgather takes p-1 steps, a broadcast goes along the chain of ranks, and further collectives of two ranks take one
+step. If the queue is in use by another operation or not available, the operation sends frames instead, from its first
+chunk to its last: each step is one message, which grows by chunks.
 
-For a tensor in memory that peers can read (`aiocoll.transport.shared_memory`) the queue carries no chunks, but their
-positions: half of the bytes written are saved. The right neighbour then reads a chunk some time after it was put, but
-before this rank overwrites it. What was put in step s is overwritten in step s+p-1, if at all, by the sum that comes
-from the left; that sum has travelled around the whole ring, and each rank on the way, the right neighbour first, has
-put it only after it read its input: this very chunk. Nor does the caller overwrite any, since the operation ends
-only when its right neighbour has read everything. If it fails before, it voids what is not read: a reader checks for
-that after each chunk it has read, and stops.
+For a tensor in memory that peers can read (`aiocoll.transport.shared_memory`), the queue carries positions of chunks
+instead of chunks, which saves half of the written bytes. The right neighbour then reads a chunk in place, after this
+rank has published its position. The chunk must not be overwritten before:
+
+- By this rank: a chunk of step s may be overwritten in step s+p-1, by the sum that arrives from the left. That sum has
+  gone around the ring. The right neighbour, as the first rank on the way, has sent it only after it had read this
+  chunk.
+- By the caller: the operation ends only after the right neighbour has read everything.
+
+If the operation fails before that, it marks the unread positions as void. A reader checks that mark after each chunk,
+and stops.
 """
 
 from __future__ import annotations
@@ -47,20 +52,20 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_PIECES", "ShmRing", "order"]
 
-#: Columns by which a step is behind the one before: its peer needs some time to add a chunk.
+#: Number of columns by which each step is behind the previous step, since the left neighbour needs time to add a chunk.
 LAG = 2
-#: Most chunks of an operation, whose order is kept in memory.
+#: Maximum number of chunks in an operation, whose order is kept in memory.
 MOST_PIECES = 1 << 16
 
 
 @functools.lru_cache(maxsize=64)
 def order(steps: int, chunks: int, behind: int = 1) -> tuple[tuple[int, int, int], ...]:
-    """Return step, chunk and the number of the chunk that has to come before, or -1, in travelling order.
+    """Return the order of the chunks: step, chunk, and the position of the chunk that must arrive before, or -1.
 
     Args:
         steps: number of steps.
-        chunks: of each step.
-        behind: how many steps before the chunk has come that is passed on.
+        chunks: number of chunks per step.
+        behind: number of steps between the arrival of a chunk and passing it on.
     """
     found: list[tuple[int, int, int]] = []
     place: dict[tuple[int, int], int] = {}
@@ -74,7 +79,7 @@ def order(steps: int, chunks: int, behind: int = 1) -> tuple[tuple[int, int, int
 
 
 class ShmRing(Operation):
-    """One rank's part in one collective that has a `Relay`; arguments as for `ProgramExecutor`."""
+    """The part of one rank in one collective that has a `Relay`; arguments as for `ProgramExecutor`."""
 
     __slots__ = (
         "_arrays",
@@ -117,19 +122,19 @@ class ShmRing(Operation):
         self._right, self._left = (rank + 1) % size, (rank - 1) % size
         self._puts = order(len(plan.relay.puts), plan.relay.chunks(plan.relay.puts), plan.relay.behind)
         self._takes = order(len(plan.relay.takes), plan.relay.chunks(plan.relay.takes))
-        # Of a chunk; a peer that is not consistent about its accelerator has a queue of smaller ones.
+        # Bytes of a chunk. A peer whose card is wrong about its accelerator has a queue of smaller chunks.
         self._nbytes = plan.relay.chunk * plan.itemsize
         self._holds = False
         self._put = 0
         self._taken = 0
-        # Elements of the local copy that have been copied.
+        # Number of elements of the local copy that have been copied.
         self._copied = 0
-        # By step: the message that goes to the right in frames, while it grows; what has come from the left in frames,
-        # and how many bytes.
+        # For frames, by step: the message to the right while it grows; the memory of the message from the left; and the
+        # number of its bytes that have arrived.
         self._messages: dict[int, Message] = {}
         self._framed: dict[int, memoryview] = {}
         self._received: dict[int, int] = {}
-        # Bytes of messages that are not sent; an empty message counts as one.
+        # Number of unsent bytes in messages; an empty message counts as one byte.
         self._unsent = 0
         registered_memory = comm.registered_memory
         place = (
@@ -139,28 +144,28 @@ class ShmRing(Operation):
         )
         self._segment: Segment | None = None if place is None else place[0]
         self._offset = 0 if place is None else place[1]
-        # Number, in the queue, of the last chunk that was put by its position.
+        # Queue number of the last chunk that was sent by its position.
         self._pointed = 0
 
     @property
     def reduces(self) -> bool:
-        """Whether it has a reduce op."""
+        """Return whether the collective reduces."""
         return self._plan.kernel is not None
 
     def enter(self) -> None:
-        """Reserve the queue, if it is free, and start."""
+        """Reserve the chunk queue, if it is free, and start."""
         self._take_queue()
         self.comm.polling.lookers[self] = None
         self.look()
 
     def adopt(self, put: int, taken: int, copied: int, holds: bool) -> None:
-        """Be in flight, in place of `enter`, where the accelerator has begun.
+        """Continue an operation that the accelerator has begun, instead of `enter`.
 
         Args:
-            put: chunks that went to the right.
-            taken: chunks that came from the left.
-            copied: elements of the local copy.
-            holds: it has the queue.
+            put: number of chunks that were sent to the right.
+            taken: number of chunks that were received from the left.
+            copied: number of copied elements of the local copy.
+            holds: whether the operation has reserved the chunk queue.
         """
         self._put, self._taken, self._copied, self._holds = put, taken, copied, holds
         self.comm.in_flight.adopt(self)
@@ -182,7 +187,7 @@ class ShmRing(Operation):
         )
 
     def look(self) -> bool:
-        """Put chunks while the queue has room, take what has arrived; return whether anything moved."""
+        """Send chunks while the queue has room, and receive arrived chunks; return whether any data moved."""
         ticks = self.comm.runtime.ticks
         deadline = ticks() + BUDGET
         moved = False
@@ -194,7 +199,7 @@ class ShmRing(Operation):
                 return True
             if self._relay.copy is not None and not going:
                 going = self._copy_next(*self._relay.copy)
-            if self._has_moved_all() and not self._unsent and self._is_read():
+            if self._is_complete() and not self._unsent and self._is_read():
                 self._end()
                 if self._takes:
                     self.set_waited_for(self._right if self._pointed else self._left)
@@ -209,10 +214,10 @@ class ShmRing(Operation):
         return moved
 
     def advance(self) -> None:
-        """Continue in the next turn of the loop."""
+        """Continue in the next loop iteration."""
         self.look()
 
-    def _has_moved_all(self) -> bool:
+    def _is_complete(self) -> bool:
         copy = self._relay.copy
         has_copied = copy is None or self._copied == copy[0].count
         return has_copied and self._put == len(self._puts) and self._taken == len(self._takes)
@@ -252,14 +257,14 @@ class ShmRing(Operation):
         return True
 
     def _send_chunk(self, step: int, chunk: int) -> None:
-        """Let the message of a step have one chunk more."""
+        """Add a chunk to the message of a step."""
         if not chunk:
             message = Message(self, step, step, self._bytes(self._relay.puts[step]), 0)
             self._unsent += message.total or 1
         elif step in self._messages:
             message = self._messages.pop(step)
         else:
-            return  # the longest message has more chunks than this one
+            return  # this message has fewer chunks than the longest one
         message.limit = min((chunk + 1) * self._nbytes, message.total)
         if message.limit < message.total:
             self._messages[step] = message
@@ -278,14 +283,14 @@ class ShmRing(Operation):
         return True
 
     def _is_read(self) -> bool:
-        """Whether nobody reads the tensor any more."""
+        """Return whether the right neighbour has read all positions, so that the tensor may be overwritten."""
         if not self._pointed:
             return True
         link = self.comm.channels[self._right].shared
         return link is None or link.chunks.is_taken(self._pointed)
 
     def sent(self, message: Message, nbytes: int) -> None:
-        """Bytes of a message have been sent."""
+        """Record that `nbytes` of a message have been sent."""
         if not self.done:
             self._unsent -= nbytes if message.total else 1
             if not self._unsent:
@@ -322,7 +327,7 @@ class ShmRing(Operation):
         own = self._piece(sources[step], chunk)
         kernel = self._plan.kernel
         assert kernel is not None
-        # NumPy adds a single element in place differently, with another NaN if both are: so not in place.
+        # Not in place for a single element: NumPy then uses another code path, which gives a different NaN of two.
         out = place if len(place) > 1 else np.empty_like(place)
         try:
             kernel.combine(incoming, own, out)
@@ -335,15 +340,15 @@ class ShmRing(Operation):
 
     @property
     def _is_placed(self) -> bool:
-        """Whether what comes in frames is stored where it belongs: nothing else is done with it or with the place."""
+        """Return whether a message in frames is stored directly in the tensor, because it is only copied there."""
         return len(self._relay.takes) == 1 and not self._relay.sources
 
     def _room(self, step: int) -> memoryview:
-        """Return the memory of a message that comes in frames."""
+        """Return the memory of the message of a step that arrives in frames."""
         room = self._framed.get(step)
         if room is None:
             region = self._relay.takes[step]
-            # Not a bytearray, which would be zeroed first, all of it at once.
+            # A bytearray would be filled with zeros first, all at once.
             new = (
                 self._bytes(region) if self._is_placed else np.empty(region.count * self._plan.itemsize, np.uint8).data
             )
@@ -352,7 +357,7 @@ class ShmRing(Operation):
         return room
 
     def route(self, peer: int, step: int, offset: int, total: int, length: int) -> memoryview | None:
-        """Return the memory of a message that comes in frames."""
+        """Return the memory for a segment of a message that arrives in frames; None if the message is not expected."""
         if peer != self._left or step >= len(self._relay.takes):
             return None
         room = self._room(step)
@@ -362,7 +367,7 @@ class ShmRing(Operation):
         return room[start : start + length]
 
     def deliver(self, peer: int, step: int, total: int, payload: memoryview | None, length: int) -> bool:
-        """Take a segment of a message that comes in frames, and store it until it is its turn."""
+        """Store a segment of a message that arrives in frames, until its turn."""
         if peer != self._left or step >= len(self._relay.takes):
             return False
         room = self._room(step)
@@ -370,14 +375,14 @@ class ShmRing(Operation):
             return False
         start = self._received[step]
         if start + length > room.nbytes:
-            raise ProtocolError(f"rank {peer} sent more than message {step} has")
+            raise ProtocolError(f"rank {peer} sent more than the {room.nbytes} bytes of message {step}")
         if payload is not None:
             room[start : start + length] = payload
         self._received[step] = start + length
         if start == 0 and room.nbytes > EAGER_WINDOW:
             self.promise(peer)
         if (link := self.comm.channels[peer].shared) is not None:
-            link.chunks.reclaim()  # unread chunks may have been the reason for the frame
+            link.chunks.reclaim()  # unread chunks may have forced the peer to send a frame
         self.look()
         return True
 
@@ -388,7 +393,7 @@ class ShmRing(Operation):
         return self._plan.algorithm
 
     def needs(self, peer: int) -> bool:
-        """Whether something to or from `peer` is missing, when all that it put before it left has been read."""
+        """Return whether data to or from `peer` is missing, after reading the chunks that it sent before it left."""
         while not self.done and self.look():
             pass
         if self.done:
@@ -398,13 +403,13 @@ class ShmRing(Operation):
         return peer == self._right and (self._put < len(self._puts) or bool(self._unsent) or not self._is_read())
 
     def awaited(self) -> list[int]:
-        """Return the left neighbour while it has something to send, then the right one while it reads."""
+        """Return the left neighbour until its data has arrived, then the right one until it has read all data."""
         if self._taken < len(self._takes):
             return [self._left]
         return [] if self._put == len(self._puts) and self._is_read() else [self._right]
 
     def fail(self, error: BaseException) -> None:
-        """End with `error`."""
+        """Fail the operation with `error`."""
         if not self.done:
             self._leave_queue(failed=True)
             if self._pointed and (link := self.comm.channels[self._right].shared) is not None:
@@ -413,7 +418,7 @@ class ShmRing(Operation):
         super().fail(error)
 
     def _end(self) -> None:
-        self._messages.clear()  # which have this operation
+        self._messages.clear()  # messages refer to this operation
         self.comm.polling.lookers.pop(self, None)
 
     def _leave_queue(self, *, failed: bool) -> None:
@@ -432,7 +437,7 @@ class ShmRing(Operation):
         return view[region.start * itemsize : region.stop * itemsize]
 
     def _piece(self, region: Region, chunk: int) -> NDArray[Any]:
-        """Return what a chunk of a region has, which may be nothing."""
+        """Return the elements of a chunk of a region; the array may be empty."""
         start = region.start + chunk * self._relay.chunk
         piece: NDArray[Any] = self._arrays[region.buffer][start : min(start + self._relay.chunk, region.stop)]
         return piece

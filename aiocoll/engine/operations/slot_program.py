@@ -35,7 +35,7 @@ __all__ = ["SlotProgram"]
 
 
 class SlotProgram(Operation):
-    """One rank's part in one collective. Arguments are those of `ProgramExecutor`."""
+    """The part of one rank in one collective. Arguments are those of `ProgramExecutor`."""
 
     __slots__ = ("_arrays", "_framed", "_has_folded", "_inputs", "_missing", "_plan", "_round", "_seen", "_unsent")
 
@@ -47,7 +47,7 @@ class SlotProgram(Operation):
         arrays: list[NDArray[Any]],
         completion: Completion,
     ) -> None:
-        # Called by name: `super()` takes 70 ns more.
+        # hot path: called by the class name, because `super()` takes 70 ns more.
         Operation.__init__(self, comm, identity, plan.signature, plan.fingerprint, completion)
         assert plan.round is not None
         self._plan = plan

@@ -55,7 +55,7 @@ class Slots:
     def post(
         self, identity: int, fingerprint: int, contributions: Sequence[Contribution], arrays: Sequence[NDArray[Any]]
     ) -> list[tuple[int, NDArray[Any]]] | None:
-        """Post some of `arrays`, and return each reader without a free slot, with the array to send it in a frame."""
+        """Post arrays in slots; return the readers without a free slot, each with the array to send in a frame."""
         channels, group, place = self._channels, self._group, identity + self._shift
         left: list[tuple[int, NDArray[Any]]] | None = None
         for buffer, nbytes, readers, is_common, first_slot, slots in contributions:

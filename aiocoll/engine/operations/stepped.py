@@ -61,7 +61,7 @@ def in_thread(task: Callable[[], T]) -> StepGenerator[T]:
 
 
 class Stepped(ProgramExecutor):
-    """One rank's part in a stepped call. It carries out the exchange itself, and other collectives as children.
+    """The part of one rank in a stepped call. It carries out the exchange itself, and other collectives as children.
 
     Args:
         plan: the plan of an allgather of one int64 per rank, with the signature of the call.

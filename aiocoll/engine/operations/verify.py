@@ -27,7 +27,7 @@ __all__ = ["Compared", "WrongCall"]
 
 
 class Compared(Post):
-    """One rank's part in one collective that is verified first.
+    """The part of one rank in one collective that is verified first.
 
     Args:
         signature: the properties that all ranks must agree on.
@@ -103,7 +103,7 @@ class Compared(Post):
         return packed(self.describe(), None)
 
     def _agree(self) -> None:
-        """Skip the comparison, because all ranks have agreed in another way."""
+        """Skip the comparison, because another message has shown that all calls are equal."""
         self._missing.clear()
         self._settled = True
 

@@ -1,4 +1,4 @@
-"""Makes a group of actors, and mends it: the part of the driver."""
+"""Groups of Ray actors, from the side of the driver: forming, calling and repairing them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from aiocoll.rendezvous.tickets import Meeting, Ticket
 
 __all__ = ["group"]
 
-#: Seconds between two questions to an actor that is starting again.
+#: Seconds between two calls of an actor that Ray restarts.
 AGAIN = 0.1
-#: Seconds that actors have to leave.
+#: Seconds within which actors must leave the group.
 END = 5.0
 
 
@@ -38,16 +38,16 @@ class group:
 
     Args:
         actors: handles of actors whose classes derive from `Member`, or from `BlockingMember` if they have no async
-            methods; the first one becomes rank 0.
-        replace: called with the number of an actor that has died for good, returns the handle of another one, or None.
-            Without it such an actor is missing from then on; actors with `max_restarts` are started again by Ray.
-        wait: seconds until all actors are ranks, at first and after a death.
+            methods. The first actor becomes rank 0.
+        replace: called with the number of an actor that has died permanently. It returns the handle of a new actor, or
+            None. Without `replace` the group continues without that actor. Ray restarts actors with `max_restarts`.
+        wait: seconds within which all actors must be ranks, at first and after a death.
         **meeting: arguments of `aiocoll.Meeting`: `host`, by default the address of this node, and `encryption`.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or an actor is of another class.
         TimeoutError: not all actors were ranks in time.
-        RuntimeError: an actor has died for good, and there is no other one.
+        RuntimeError: an actor has died permanently, and no actor is left.
     """
 
     def __init__(
@@ -83,28 +83,28 @@ class group:
 
     @property
     def actors(self) -> list[Any]:
-        """Handles of the actors, in the order of the first group; after a death there may be another one."""
+        """Handles of the actors, in the order of the first group. After a death the list may have a new handle."""
         return list(self._actors.values())
 
     async def call(self, what: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of all actors, or run a program on them; once more if one of them is lost meanwhile.
+        """Call a method of all actors, or run a program on them.
 
-        Before that the group has mended, with another actor in the place of the lost one. All actors are called again,
-        those that had ended, too: their first results are dropped.
+        If an actor is lost during a method call, the group is repaired, with a new actor in its place. Then the method
+        is called again on all actors. The results of the first call are dropped.
 
         Args:
-            what: name of a method of the actors. Or a function, async or not, in which `new_group` and `elastic`
-                without arguments find the other actors: there `elastic` takes in the actor in the place of a lost one,
-                and nothing is called again.
-            *args: of the method or function.
+            what: name of a method of the actors; or a function, async or not, which runs on each actor. In it,
+                `new_group` and `elastic` need no arguments to find the other actors. If an actor is lost, `elastic`
+                continues with the new actor, and the function is not called again on the others.
+            *args: arguments of the method or function.
 
         Returns:
             The results, in the order of the actors.
 
         Raises:
-            What an actor has raised, if that was not for the loss of a rank; the group has mended then, too.
-            TimeoutError: the group did not mend in time.
-            GroupClosedError: it was closed.
+            RayError: the exception of an actor, unless its reason was a lost rank. The group has been repaired.
+            TimeoutError: the group could not be repaired in time.
+            GroupClosedError: the group was closed.
         """
         while True:
             if self._closed:
@@ -117,7 +117,7 @@ class group:
                     raise
 
     async def aclose(self) -> None:
-        """Have all actors leave the group. They go on as actors."""
+        """Make all actors leave the group. The actors continue to run."""
         self._closed = True
         members = [self._actors[number] for number in self._parts.joined if number in self._actors]
         await self._parts.end()
@@ -133,7 +133,7 @@ class group:
             results = await asyncio.gather(*calls, return_exceptions=True)
         except asyncio.CancelledError:
             for number in self._parts.joined:
-                self._parts.report(number, "the driver has cancelled the call")
+                self._parts.report(number, "the driver cancelled the call")
             raise
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -142,7 +142,7 @@ class group:
         return results
 
     async def _call_one(self, number: int, method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of one actor; if it fails, the others do not wait for it."""
+        """Call a method of one actor. If it fails, report its death or abort the group: the others must not wait."""
         try:
             return await ask(self._actors[number], method, *args)
         except RayActorError as error:
@@ -151,16 +151,16 @@ class group:
         except RayError as error:
             if not is_loss(error):
                 with contextlib.suppress(RayActorError):
-                    await self._abort(number, f"{method} has raised {cause_of(error)!r}")
+                    await self._abort(number, f"{method} raised {cause_of(error)!r}")
             raise
 
     async def _run(self, program: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         numbers = list(self._actors)
 
         async def run(rank: int, ticket: Ticket) -> Any:
-            await self._state(numbers[rank])  # it is there, or starts again
+            await self._state(numbers[rank])  # waits until Ray has restarted the actor, if it died
             if numbers[rank] not in self._actors:
-                await asyncio.get_running_loop().create_future()  # until the others have ended
+                await asyncio.get_running_loop().create_future()  # waits until the other ranks have ended
             try:
                 return await ask(self._actors[numbers[rank]], "aiocoll_run", ticket, program, args)
             except RayActorError as error:
@@ -176,14 +176,14 @@ class group:
     # -- mending
 
     async def _mend(self) -> None:
-        """Wait until all actors are in one group; have those join that are no ranks of it."""
+        """Wait until all actors are in one group; make actors that are not in it join."""
         async with asyncio.timeout(self._wait):
             while True:
                 try:
                     if await self._are_whole():
                         return await all_right(ask(actor, "regrouped") for actor in self.actors)
                 except (GroupError, RayActorError) as error:
-                    logger.info("a group of actors has not mended, and tries again: %s", error)
+                    logger.info("the group of actors is not complete; trying again: %s", error)
                 await asyncio.sleep(AGAIN)
 
     async def _are_whole(self) -> bool:
@@ -198,7 +198,7 @@ class group:
         await ask(self._actors[number], "aiocoll_abort", reason)
 
     async def _state(self, number: int) -> State | None:
-        """Return what an actor says, once Ray has one of this number, unless it has died for good."""
+        """Return the state of an actor, after its restart; None if it died permanently and is not replaced."""
         while number in self._actors:
             try:
                 state: State | None = await ask(self._actors[number], "aiocoll_state")
@@ -211,12 +211,14 @@ class group:
         return None
 
     def _substitute(self, number: int, error: Exception) -> None:
-        """Put another actor in the place of one that has died for good."""
+        """Replace an actor that has died permanently, or remove it if there is no replacement."""
         actor = None if self._replace is None else self._replace(number)
         if actor is not None:
             self._actors[number] = checked(actor, f"replace({number})")
         elif not self._parts.meets or len(self._actors) == 1:
-            raise RuntimeError(f"actor {number} has died, and nothing takes its place: {error}") from error
+            raise RuntimeError(
+                f"actor {number} has died and is not replaced: {error}; pass replace=, or set max_restarts"
+            ) from error
         else:
-            logger.warning("actor %d has died, and nothing takes its place: %s", number, error)
+            logger.warning("actor %d has died and is not replaced: %s", number, error)
             del self._actors[number]

@@ -1,4 +1,4 @@
-"""The groups of `ray.util.collective` with the backend "aiocoll"; Ray loads torch with it, where there is one."""
+"""Groups of `ray.util.collective` with the backend "aiocoll". Ray imports torch for it, if torch is installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Host:
         return self._meeting.ticket(rank)
 
     def leave(self) -> None:
-        """Count a rank that has left; the last one ends this actor."""
+        """Record that a rank has left. The last rank to leave ends this actor."""
         self._left += 1
         if self._left == self._meeting.world_size:
             self._meeting.__exit__()
@@ -43,7 +43,7 @@ class _Host:
 
 
 class Group(BaseGroup):  # type: ignore[misc]
-    """A group of `ray.util.collective`; each call gets a list with one tensor."""
+    """A group of `ray.util.collective`. Each call gets its tensor as a list of one."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
@@ -59,7 +59,7 @@ class Group(BaseGroup):  # type: ignore[misc]
 
     @classmethod
     def check_backend_availability(cls) -> bool:
-        """Return True: it is here."""
+        """Return True: the backend needs no other package."""
         return True
 
     def destroy_group(self) -> None:
@@ -68,7 +68,7 @@ class Group(BaseGroup):  # type: ignore[misc]
         self._host.leave.remote()
 
     def allreduce(self, tensor: list[Any], allreduce_options: Any) -> None:
-        """Reduce to all ranks."""
+        """Reduce a tensor, with the result on all ranks."""
         self._group.allreduce(tensor[0], _OPS[allreduce_options.reduceOp])
 
     def barrier(self, barrier_options: Any = None) -> None:
@@ -76,25 +76,25 @@ class Group(BaseGroup):  # type: ignore[misc]
         self._group.barrier()
 
     def reduce(self, tensor: list[Any], reduce_options: Any) -> None:
-        """Reduce to one rank."""
+        """Reduce a tensor, with the result on one rank."""
         self._group.reduce(tensor[0], reduce_options.root_rank, _OPS[reduce_options.reduceOp])
 
     def allgather(self, tensor_list: list[list[Any]], tensor: list[Any], allgather_options: Any) -> None:
-        """Gather on all ranks."""
+        """Gather the tensors of all ranks on every rank."""
         self._group.allgather(tensor_list[0], tensor[0])
 
     def broadcast(self, tensor: list[Any], broadcast_options: Any) -> None:
-        """Send to all ranks."""
+        """Send the tensor of one rank to all ranks."""
         self._group.broadcast(tensor[0], broadcast_options.root_rank)
 
     def reducescatter(self, tensor: list[Any], tensor_list: list[list[Any]], reducescatter_options: Any) -> None:
-        """Reduce, a part to each rank."""
+        """Reduce a list of tensors, with one of the results on each rank."""
         self._group.reduce_scatter(tensor[0], tensor_list[0], _OPS[reducescatter_options.reduceOp])
 
     def send(self, tensor: list[Any], send_options: Any) -> None:
-        """Send to one rank."""
+        """Send a tensor to one rank."""
         self._group.send(tensor[0], send_options.dst_rank)
 
     def recv(self, tensor: list[Any], recv_options: Any) -> None:
-        """Receive from one rank."""
+        """Receive a tensor from one rank."""
         self._group.recv(tensor[0], recv_options.src_rank)

@@ -1,4 +1,4 @@
-"""Registers the backend "aiocoll" with `ray.util.collective`."""
+"""Registration of the backend "aiocoll" with `ray.util.collective`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def register() -> None:
     """Register the backend "aiocoll" with `ray.util.collective`, in this process.
 
     Call it in the driver and in each actor, before `create_collective_group` or `init_collective_group` with
-    ``backend="aiocoll"``. Its groups take NumPy arrays and torch CPU tensors, and write to them in place. A call that
-    fails raises what a `BlockingGroup` does, and nothing mends the group.
+    ``backend="aiocoll"``. Its groups accept NumPy arrays and torch CPU tensors, and write to them in place. A failed
+    call raises the same error as a `BlockingGroup`. The group is not repaired.
     """
     from ray.util.collective import register_collective_backend
 
     from aiocoll.integrations.ray.backend import Group
 
-    with contextlib.suppress(ValueError):  # it is registered
+    with contextlib.suppress(ValueError):  # it is already registered
         register_collective_backend("AIOCOLL", Group)

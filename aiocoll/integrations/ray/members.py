@@ -1,4 +1,4 @@
-"""What an actor needs to be a rank: the base classes of actors."""
+"""Base classes of Ray actors that can be ranks."""
 
 from __future__ import annotations
 
@@ -21,97 +21,102 @@ G = TypeVar("G", ProcessGroup, BlockingGroup)
 
 
 class _Rank(Generic[G]):
-    """What both kinds of actors have. None of it is a coroutine function: that would make any actor an async one."""
+    """The common base of both kinds of actors.
+
+    It has no coroutine functions, because a single one would make every derived actor async.
+    """
 
     _aiocoll_part: Part | None = None
 
     @property
     def group(self) -> G:
-        """The group of all actors; another one whenever it has mended.
+        """The group of all actors. After a death and repair it is a new group.
 
         Raises:
-            GroupRevokedError: there is none: this actor was started anew, or the group mends.
+            GroupRevokedError: there is no group at present: the actor was restarted, or the group is being repaired.
         """
         group = None if self._aiocoll_part is None else self._aiocoll_part.group
         if group is None:
-            raise GroupRevokedError("this actor has no group: it has not joined one since it was started, or one mends")
-        return self._aiocoll_as_mine(group)
+            raise GroupRevokedError(
+                "this actor has no group: it has not joined one since its start, or its group is being repaired"
+            )
+        return self._aiocoll_wrap(group)
 
-    def _aiocoll_as_mine(self, group: ProcessGroup) -> G:
+    def _aiocoll_wrap(self, group: ProcessGroup) -> G:
         raise NotImplementedError
 
     def aiocoll_state(self) -> State | None:
-        """Return what this actor has of the group; None: no part in it."""
+        """Return the state of this actor in the group; None if it is not a rank."""
         return None if self._aiocoll_part is None else self._aiocoll_part.state()
 
 
 class Member(_Rank[ProcessGroup]):
-    """Base of actors with async methods that become ranks; see `aiocoll.integrations.ray.group`."""
+    """Base class of actors with async methods that become ranks; see `aiocoll.integrations.ray.group`."""
 
-    def _aiocoll_as_mine(self, group: ProcessGroup) -> ProcessGroup:
+    def _aiocoll_wrap(self, group: ProcessGroup) -> ProcessGroup:
         return group
 
     async def regrouped(self) -> None:
-        """For subclasses: called on all ranks when they have a group, and when it has mended.
+        """Prepare for a new group; override as needed. Called on all ranks after the group is formed or repaired.
 
-        Here the ranks can tell newcomers what these need: rank 0 is none, if any rank is not.
+        Here old ranks can send newcomers the state that they need. Rank 0 is an old rank if there is one.
         """
 
     async def aiocoll_join(self, ticket: Ticket) -> None:
-        """Begin to become a rank."""
+        """Start to join a group by a ticket, after leaving the present group."""
         await self.aiocoll_leave()
         self._aiocoll_part = Part(ticket)
 
     def aiocoll_abort(self, reason: str) -> None:
-        """End what the others do in the group."""
+        """Abort the group on all ranks."""
         if self._aiocoll_part is not None:
             self._aiocoll_part.abort(reason)
 
     async def aiocoll_leave(self) -> None:
-        """Be no rank any more."""
+        """Leave the group, if there is one."""
         left, self._aiocoll_part = self._aiocoll_part, None
         if left is not None:
             await left.leave()
 
     async def aiocoll_run(self, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a program as a rank."""
+        """Run a program as the rank of a ticket; return its result."""
         with ticket.as_default():
             made = program(*args)
             return await made if inspect.isawaitable(made) else made
 
 
 class BlockingMember(_Rank[BlockingGroup]):
-    """Base of actors without async methods that become ranks: their group is a `BlockingGroup`."""
+    """Base class of actors without async methods that become ranks. Their group is a `BlockingGroup`."""
 
     _aiocoll_loop: LoopThread | None = None
 
-    def _aiocoll_as_mine(self, group: ProcessGroup) -> BlockingGroup:
+    def _aiocoll_wrap(self, group: ProcessGroup) -> BlockingGroup:
         assert self._aiocoll_loop is not None
         return blocking_on(self._aiocoll_loop, group)
 
     def regrouped(self) -> None:
-        """For subclasses: see `Member.regrouped`."""
+        """Prepare for a new group; see `Member.regrouped`."""
 
     def aiocoll_join(self, ticket: Ticket) -> None:
-        """Begin to become a rank."""
+        """Start to join a group by a ticket, after leaving the present group."""
         self.aiocoll_leave()
         self._aiocoll_loop = LoopThread("aiocoll-blocking")
         self._aiocoll_part = self._aiocoll_loop.start(partial(Part, ticket)).result()
 
     def aiocoll_abort(self, reason: str) -> None:
-        """End what the others do in the group."""
+        """Abort the group on all ranks."""
         if self._aiocoll_part is not None and self._aiocoll_loop is not None:
             self._aiocoll_loop.start(partial(self._aiocoll_part.abort, reason))
 
     def aiocoll_leave(self) -> None:
-        """Be no rank any more."""
+        """Leave the group, if there is one."""
         left, self._aiocoll_part = self._aiocoll_part, None
         if left is not None and self._aiocoll_loop is not None:
             self._aiocoll_loop.start(left.leave).result()
             self._aiocoll_loop.close()
 
     def aiocoll_run(self, ticket: Ticket, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a program as a rank."""
+        """Run a program as the rank of a ticket; return its result."""
         with ticket.as_default():
             made = program(*args)
             return asyncio.run(made) if inspect.iscoroutine(made) else made

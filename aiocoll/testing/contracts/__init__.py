@@ -1,7 +1,7 @@
-"""The contracts of stores and transports, as tests that other distributions run on their own; see `docs/plugins.md`.
+"""The contracts of stores and transports: tests that other distributions run on their plugins; see `docs/plugins.md`.
 
-A test module has a subclass, named ``Test...``, with the fixtures that the docstring of the contract names. The tests
-need pytest and pytest-asyncio, with ``asyncio_mode = "auto"``.
+A test module defines a subclass of a contract, named ``Test...``, with the fixtures that the contract's docstring
+names. The tests need pytest and pytest-asyncio, with ``asyncio_mode = "auto"``.
 """
 
 from aiocoll.testing.contracts.links import LinkContract, Linked, MakeLinks, Recorder, TransportContract, frame

@@ -1,4 +1,4 @@
-"""The contract of links and transports: what the engine relies on, as tests."""
+"""The contract of links and transports: tests of the behaviour that the engine requires."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from aiocoll.transport.stream.plain_stream import PlainStream
 
 __all__ = ["LinkContract", "Linked", "MakeLinks", "Recorder", "TransportContract", "frame", "payload"]
 
-#: Makes both ends of a link; neither has been started.
+#: A function that makes both ends of a link, not started.
 MakeLinks = Callable[[], Awaitable[Sequence[Any]]]
-#: The same as a context, each end with a `Recorder`; both are closed at its end.
+#: A context manager that makes both ends of a link, each with a `Recorder`, and closes them at its end.
 Linked = Callable[[], AbstractAsyncContextManager[tuple[Any, Any]]]
 
-#: Around every size at which a link changes its ways.
+#: Payload sizes around every size at which a link uses another code path.
 _SIZES = sorted(
     {0, 1, 2, 31, 32, 33, 1000, SEGMENT - 1, SEGMENT}
     | {edge + around for edge in (16 * 1024, 64 * 1024, 64 * 1024 - HEADER_SIZE) for around in (-1, 0, 1)}
@@ -38,12 +38,12 @@ _SIZES = sorted(
 
 
 def payload(op: int, nbytes: int) -> bytes:
-    """Return bytes that differ from those of other operations."""
+    """Return `nbytes` bytes that are different for every operation `op`."""
     return np.arange(op, op + nbytes, dtype="uint32").astype("uint8").tobytes()
 
 
 class Recorder:
-    """A sink: keeps frames as `(op, payload)`; `place` may name a place for the payload of a header."""
+    """A sink that records frames as `(op, payload)`. `place` may return the memory for the payload of a header."""
 
     def __init__(self, place: Callable[[Header], memoryview | None] | None = None) -> None:
         self.frames: list[tuple[int, bytes]] = []
@@ -96,25 +96,25 @@ class Recorder:
 
 
 def frame(op: int, payload: bytes = b"", kind: int = FrameKind.DATA) -> tuple[bytes, memoryview | None]:
-    """Return the arguments of `write`."""
+    """Return the arguments of `Link.write` for a frame of operation `op`."""
     header = HEADER.pack(kind, 0, 0, 7, op, 0, 0, len(payload), len(payload))
     return header, memoryview(payload) if payload else None
 
 
 class LinkContract:
-    """Tests that every link passes.
+    """Tests that every link must pass.
 
-    A subclass has a fixture `make_links`, which gives an async function that makes both ends of a link.
+    A subclass defines the fixture `make_links`, which returns an async function that makes both ends of a link.
     """
 
     @pytest.fixture
     def copies_frames(self) -> bool:
-        """Whether a link takes any number of frames at once, as in memory."""
+        """Return whether a link accepts any number of frames at once, as a link in memory does."""
         return False
 
     @pytest.fixture
     def linked(self, make_links: MakeLinks) -> Linked:
-        """Makes both ends of a link, and closes them."""
+        """Return a context manager that makes both ends of a link, and closes them at its end."""
 
         @asynccontextmanager
         async def linked() -> AsyncIterator[tuple[Any, Any]]:
@@ -205,7 +205,7 @@ class LinkContract:
             data = [payload(op, SEGMENT) for op in range(40)]
             whole = [near.write(*frame(op, each)) for op, each in enumerate(data)]
             assert near.writable == all(whole)
-            # Once one was kept, so are all behind it.
+            # After the first frame that is queued, all later frames are queued as well.
             assert whole == sorted(whole, reverse=True)
             if not copies_frames:
                 assert Counter(whole)[False] > 10
@@ -284,7 +284,7 @@ class LinkContract:
     async def test_what_the_sink_cannot_take_is_handed_out_once_and_the_peer_hears_why(
         self, linked: Linked, error: type[Exception]
     ) -> None:
-        """Behind all that is on its way to it, and before the end."""
+        """The peer receives the reason after all frames in flight, and before the end of the link."""
         async with linked() as (near, far):
             near.start()
             far.start()
@@ -337,14 +337,14 @@ class LinkContract:
 
 
 class TransportContract(LinkContract):
-    """Tests that every transport with a carrier passes.
+    """Tests that every transport with a carrier must pass.
 
-    A subclass has a fixture `transport`, which gives the name of the transport.
+    A subclass defines the fixture `transport`, which returns the name of the transport.
     """
 
     @pytest.fixture
     async def make_links(self, transport: str) -> AsyncIterator[MakeLinks]:
-        """Makes links by the carriers of two ranks."""
+        """Yield a function that makes links by the carriers of two ranks."""
         runtime = Runtime.of(asyncio.get_running_loop())
         make = find_transport(transport).make_carrier
         assert make is not None, f"{transport} has no carrier"
@@ -398,7 +398,7 @@ class TransportContract(LinkContract):
 
 
 class _Carriers:
-    """A hook that collects what has carried the operations of a group."""
+    """A hook that collects the carriers of a group's operations."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()

@@ -1,4 +1,4 @@
-"""The contract of stores: what every store promises, as tests."""
+"""The contract of stores: tests of the behaviour that every store promises."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ _MIB = 1 << 20
 
 
 class StoreContract:
-    """Tests that every store passes.
+    """Tests that every store must pass.
 
-    A subclass has a fixture `open_store`, which gives a function that opens one more handle on the same store. The
-    fixture closes the handles at its end, also those that a test has closed. The fixtures `keeps_order` and
+    A subclass defines the fixture `open_store`, which returns a function that opens another handle on the same store.
+    The fixture closes all handles at its end, even if a test has already closed them. The fixtures `keeps_order` and
     `limits_entries` may be overridden.
     """
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> Store:
-        """A handle on the store."""
+        """Return a handle on the store."""
         return open_store()
 
     @pytest.fixture
     def other(self, open_store: OpenStore) -> Store:
-        """Another handle on the same store."""
+        """Return another handle on the same store."""
         return open_store()
 
     @pytest.fixture
     def close_store(self) -> CloseStore:
-        """Closes a handle."""
+        """Return a function that closes a handle."""
         return lambda store: store.aclose()
 
     @pytest.fixture
     def keeps_order(self) -> bool:
-        """Whether `list_keys` returns keys in the order in which they were first set; False for a `KeyValueStore`."""
+        """Return whether `list_keys` returns keys in the order of their first `set`; False for a `KeyValueStore`."""
         return False
 
     @pytest.fixture
     def limits_entries(self) -> bool:
-        """Whether the store holds 65,536 keys and queued items; False if its server has another limit."""
+        """Return whether the store holds up to 65,536 keys and queued items; False if its server has another limit."""
         return False
 
     async def test_set_then_get_from_another_handle(self, store: Store, other: Store) -> None:
@@ -137,7 +137,7 @@ class StoreContract:
         async with asyncio.TaskGroup() as tasks:
             values = tasks.create_task(store.multi_get(["a", "b"]))
             await asyncio.sleep(0)
-            # In one command each, so that a store that polls sees what one that is told sees.
+            # One command per change, so that a store that polls sees the same changes as one that is notified.
             await other.set("a", b"old")
             await other.delete_key("a")
             await other.set("b", b"2")
@@ -210,7 +210,7 @@ class StoreContract:
             pop.cancel()
             (popped,) = await asyncio.gather(pop, return_exceptions=True)
             await asyncio.gather(*pushes)
-            # What the cancelled pop had got is back before its store does anything else.
+            # The item of the cancelled pop is back in the queue before its store makes the next call.
             assert await store.check([])
             items = [] if isinstance(popped, asyncio.CancelledError) else [popped]
             items += [await other.queue_pop("q", timeout=10) for _ in range(3 - len(items))]

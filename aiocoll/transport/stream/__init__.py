@@ -1,1 +1,1 @@
-"""Links over TCP and unix sockets, and how they are opened."""
+"""Links over TCP and unix sockets: listening, dialling, handshakes, reading and writing frames."""

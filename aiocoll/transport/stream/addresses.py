@@ -1,4 +1,4 @@
-"""Where a rank can be reached: which host it is on, and the sockets there."""
+"""Host identity, addresses and listening sockets of a rank, and connecting to an address."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
     "host_identity",
     "is_missing",
     "is_outage",
+    "is_transient",
     "is_wildcard",
-    "may_pass",
     "open_tcp",
     "open_unix",
     "reach",
@@ -35,27 +35,28 @@ __all__ = [
 ]
 
 ANY: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
-#: Connections the kernel completes before we accept them: all ranks of a large job may dial at once. The kernel lowers
-#: it to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
+#: Connections that the kernel completes before this rank accepts them. All ranks of a large job may dial at once. The
+#: kernel lowers the number to its own limit (net.core.somaxconn, 4096 since Linux 5.4).
 _BACKLOG = 4096
-#: Connections accepted in one callback; 16 of them take about 300 microseconds.
+#: Maximum number of connections accepted in one callback; 16 of them take about 300 µs.
 _ACCEPTS = 16
-#: Seconds to leave a listener alone after the process ran out of descriptors: others may be closed meanwhile.
+#: Seconds for which a listener pauses after the process ran out of descriptors. Other descriptors may close meanwhile.
 _SHORTAGE_PAUSE = 0.1
-#: What a process or its host may lack for a while: descriptors, memory.
+#: Errors of a temporary shortage of descriptors or memory in the process or its host.
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-#: Errors of an outage of the network, which may end: the peer's host has not answered, or a router has for it.
+#: Errors of a temporary network outage: the peer's host did not answer, or a router answered for it.
 _OUTAGES = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT})
 
 
 def host_identity(override: str | None = None) -> str:
-    """Return a name that processes share exactly if they can meet at one abstract unix address.
+    """Return the host name of this process: equal in processes that can connect by an abstract unix socket.
 
-    On Linux that is a kernel (its boot id) and a network namespace in it: containers that share the network are one
-    host, others are not, even on one machine. Elsewhere it is the hardware address and the host name.
+    On Linux it depends on the kernel (its boot id) and the network namespace. Containers that share the network are one
+    host; containers that do not are different hosts, even on one machine. On other systems it depends on the hardware
+    address and the host name.
 
     Args:
-        override: pretend to be on the host of that name (for tests).
+        override: name of the host to report instead (for tests).
     """
     if override is not None:
         return f"named:{override}"
@@ -67,12 +68,12 @@ def host_identity(override: str | None = None) -> str:
         import uuid
 
         facts = f"{uuid.getnode():x} {socket.gethostname()}"
-    # 64 bits keep any two hosts of one job apart, and the hash keeps the facts to this host.
+    # 64 bits distinguish any two hosts of one job. The hash does not reveal the facts to other hosts.
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` means all addresses of this host, which is nothing that peers could be told."""
+    """Return whether `host` means all addresses of this host. Such an address cannot be published to peers."""
     return host in ANY.values()
 
 
@@ -82,10 +83,10 @@ def family_of(host: str) -> int:
 
 
 def open_tcp(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
-    """Return a socket that listens on the numeric address `host`, on a free port, the first free one of `ports`.
+    """Return a socket that listens on the numeric address `host`, on a free port or on the first free port in `ports`.
 
     Raises:
-        RendezvousError: it is no address of this host, or all ports from the first of `ports` to the last are in use.
+        RendezvousError: `host` is not an address of this host, or all ports in the range `ports` are in use.
     """
     first, last = ports or (0, 0)
     for port in range(first, last + 1):
@@ -98,8 +99,8 @@ def open_tcp(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
                     f"cannot listen on {where}: {error.strerror}; check the options bind=, interface= and port_range="
                 ) from error
     raise RendezvousError(
-        f"cannot listen on {host}: no port of port_range=({first}, {last}) is free; each rank of a host takes one, and "
-        "another one while its group grows"
+        f"cannot listen on {host}: no port of port_range=({first}, {last}) is free; set a wider port_range: each rank "
+        "of a host uses one port, and a second one while its group grows"
     )
 
 
@@ -107,8 +108,8 @@ def _open_tcp(host: str, port: int) -> socket.socket:
     listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     try:
         if listener.family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # "::" is to mean the same everywhere
-        if port:  # connections of a job that has ended may still use it
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # so that "::" means IPv6 on every system
+        if port:  # connections of an ended job may still occupy the port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         return _listening(listener)
@@ -120,9 +121,9 @@ def _open_tcp(host: str, port: int) -> socket.socket:
 def open_unix(
     random_bytes: Callable[[int], bytes], *, abstract: bool = sys.platform.startswith("linux")
 ) -> tuple[socket.socket, str]:
-    """Return a listening unix socket and its name: `"@..."` for an abstract one (Linux, nothing on disk), else a path.
+    """Return a listening unix socket and its name: `"@..."` if it is abstract (Linux, without a file), else a path.
 
-    A path lies in a new directory that only this user may enter; `remove_unix` removes both.
+    A path is in a new directory that only this user can access. `remove_unix` removes the socket and the directory.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -146,22 +147,22 @@ def _listening(listener: socket.socket) -> socket.socket:
 
 
 def unix_address(name: str) -> str:
-    """Return what `socket.connect` takes for a `name` of `open_unix`."""
+    """Return the address for `socket.connect` of a socket `name` from `open_unix`."""
     return f"\0{name[1:]}" if name.startswith("@") else name
 
 
 def remove_unix(name: str) -> None:
-    """Remove what `open_unix` left on disk."""
+    """Remove the socket file and the directory of `open_unix`, if any."""
     if not name.startswith("@"):
         with suppress(OSError):
             os.unlink(name)
             os.rmdir(os.path.dirname(name))
 
 
-def _lack_of_a_peer(sock: socket.socket) -> int:
-    """Return why a TCP socket that has just connected has no peer, as an errno; 0 if it has one."""
+def _find_connect_error(sock: socket.socket) -> int:
+    """Return the errno that explains why a newly connected TCP socket has no peer; 0 if it has one."""
     try:
-        met_itself = sock.getsockname() == sock.getpeername()  # as dialling a free port of this host can
+        met_itself = sock.getsockname() == sock.getpeername()  # possible when dialling a free port of this host
     except OSError as error:
         if error.errno != errno.ENOTCONN:
             raise
@@ -180,14 +181,14 @@ async def reach(
     """Return a non-blocking socket connected to `address`.
 
     Args:
-        loop: of the caller.
-        family: of the address.
-        address: where to connect.
-        in_bursts: whether TCP is told to `send_in_bursts`.
-        connecting: called with the descriptor of the socket before this waits.
+        loop: event loop of the caller.
+        family: address family.
+        address: address to connect to.
+        in_bursts: whether to call `send_in_bursts` on a TCP socket.
+        connecting: called with the descriptor of the socket before this function waits.
 
     Raises:
-        OSError: of the class of its errno; BlockingIOError if the backlog of a unix listener is full.
+        OSError: the connection failed; BlockingIOError if the backlog of a unix listener is full.
     """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -196,7 +197,7 @@ async def reach(
             retry_soon(sock)
             if in_bursts:
                 send_in_bursts(sock)
-        # Not `loop.sock_connect`: it takes EAGAIN, a full backlog of a unix socket, for a connection being made.
+        # `loop.sock_connect` would treat EAGAIN, a full backlog of a unix socket, as a connection in progress.
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
             connected = loop.create_future()
@@ -209,7 +210,7 @@ async def reach(
                 loop.remove_writer(sock)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if not code and family != getattr(socket, "AF_UNIX", None):
-            code = _lack_of_a_peer(sock)
+            code = _find_connect_error(sock)
         if code:
             raise OSError(code, os.strerror(code))
     except BaseException:
@@ -218,46 +219,46 @@ async def reach(
     return sock
 
 
-def may_pass(error: OSError) -> bool:
-    """Whether to dial again: the peer may not listen yet, the network or this process lacks something just now."""
+def is_transient(error: OSError) -> bool:
+    """Return whether to dial again after an error: it may be temporary, or the peer may not listen yet."""
     passing = isinstance(error, ConnectionError | FileNotFoundError | BlockingIOError)
     return passing or error.errno in _SHORTAGES or is_outage(error)
 
 
 def is_outage(error: OSError) -> bool:
-    """Whether the peer's host has not answered."""
+    """Return whether the error means that the peer's host did not answer."""
     return error.errno in _OUTAGES
 
 
 def is_missing(error: OSError) -> bool:
-    """Whether a unix socket is not there, or not for us, however often it is tried."""
+    """Return whether the error means that a unix socket is missing or not accessible, so that a retry is useless."""
     return isinstance(error, ConnectionRefusedError | FileNotFoundError | PermissionError)
 
 
 class Listeners:
-    """The accept loop of some listening sockets: it survives whatever connects, and a lack of descriptors.
+    """The accept loop of listening sockets. It goes on after failed connections and after a lack of descriptors.
 
     Args:
         runtime: clock and timers.
-        greet: takes each accepted socket, non-blocking.
+        greet: called with each accepted socket, which is non-blocking.
     """
 
     def __init__(self, runtime: Runtime, greet: Callable[[socket.socket], None]) -> None:
         self._runtime = runtime
         self._greet = greet
         self._repeats = Repeats()
-        # Each with the timer that ends its pause, if it has one.
+        # The timer that ends the pause of each listener, or None.
         self._open: dict[socket.socket, asyncio.TimerHandle | None] = {}
 
     def add(self, listener: socket.socket) -> None:
-        """Accept from `listener`, too."""
+        """Accept connections from `listener` as well."""
         self._open[listener] = None
         self._runtime.loop.add_reader(listener, self._accept, listener)
 
     def close(self) -> None:
         """Close the listeners."""
         for listener, pause in self._open.items():
-            if listener.fileno() >= 0:  # else garbage collection has finalized the socket before its owner
+            if listener.fileno() >= 0:  # else garbage collection finalized the socket before its owner
                 self._runtime.loop.remove_reader(listener)
             listener.close()
             if pause is not None:
@@ -270,7 +271,7 @@ class Listeners:
                 sock, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # EMFILE and its kin: the listener stays readable, so pause for a moment
+            except OSError as error:  # EMFILE and similar: the listener stays readable, so pause to avoid a busy loop
                 self._pause(listener, error)
                 return
             sock.setblocking(False)

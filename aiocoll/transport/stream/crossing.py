@@ -1,8 +1,8 @@
-"""Which connection becomes the link when two ranks dial each other at once: at most one of a kind, whoever dials.
+"""The choice between two connections when two ranks dial each other at once: at most one link of each kind.
 
-Each rank may open one, A by the lower rank and B by the higher, and both are safe to try at the same time. A server
-promises (VERDICT: OK) and waits for the client's last message (CONFIRM), and the higher rank, which is the server of A
-and the client of B, does only one of the two at a time:
+The lower rank may dial connection A, the higher rank connection B, at the same time. A server promises a link (VERDICT:
+OK) and then waits for the client's last message (CONFIRM). The higher rank is the server of A and the client of B. It
+does only one of the two at a time, either promise A or confirm B:
 
     rank 0                            rank 1
       A: PROOF     ------>              B not confirmed: promises A, and confirms B only if A fails
@@ -13,9 +13,9 @@ and the client of B, does only one of the two at a time:
                    <------  B: CONFIRM  B is the link
                    <------  A: CROSSED
 
-The lower rank promises B whatever A does, and confirms A whenever it is promised. So the order in which the higher rank
-acts decides, no message can be late enough to change it, and neither waits for what the other has not proven to be
-doing: a dial that has got no further than its HELLO counts for nothing, at the end that dials as at the other.
+The lower rank promises B whatever the state of A, and confirms A whenever A is promised. So the order in which the
+higher rank acts decides, and no late message can change the decision. Neither rank waits for a connection before the
+other has proven the job key on it: a dial that has only sent its HELLO has no effect on either end.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["Crossing"]
 
 
 class Crossing:
-    """What one rank has promised to, and confirmed with, peers that have proven themselves.
+    """The promises and confirmations of one rank to peers that have proven the job key.
 
     Args:
         rank: this rank.
-        world_size: ranks of the job.
-        links: its links.
+        world_size: number of ranks in the job.
+        links: the links of this rank.
     """
 
     def __init__(self, rank: int, world_size: int, links: LinkTable) -> None:
@@ -47,7 +47,7 @@ class Crossing:
         self._confirmed: set[Key] = set()
 
     def decide(self, key: Key) -> Status:
-        """Say what to answer a peer that has proven itself and asks for this link."""
+        """Return the status to send to a peer that has proven the job key and requests this link."""
         peer = key[0]
         if peer == self._rank or not 0 <= peer < self._world_size:
             return Status.REFUSED
@@ -57,7 +57,7 @@ class Crossing:
 
     @contextmanager
     def promise(self, key: Key) -> Iterator[None]:
-        """Wait in this context for the last message of a peer that is told OK, and make the link."""
+        """Register the promise of a link during this context, in which the caller completes the handshake."""
         over = self._promised[key] = asyncio.get_running_loop().create_future()
         try:
             yield
@@ -66,16 +66,16 @@ class Crossing:
             over.set_result(None)
 
     def promised(self, key: Key) -> asyncio.Future[None] | None:
-        """Return what ends together with the promise of this link, if there is one."""
+        """Return a future that is done when the promise of this link ends; None without a promise."""
         return self._promised.get(key)
 
     def may_confirm(self, key: Key) -> bool:
-        """Whether this rank, told OK, may take the connection that it has dialled."""
+        """Return whether this rank may confirm the connection that it has dialled, after it received OK."""
         return not self._links.has(key) and (self._rank < key[0] or key not in self._promised)
 
     @contextmanager
     def confirm(self, key: Key) -> Iterator[None]:
-        """Send the last message in this context, and make the link."""
+        """Register the confirmation of a link during this context, in which the caller sends CONFIRM."""
         self._confirmed.add(key)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Dialling peers: where a rank may dial, one attempt, and the dialler, which retries until there is a link."""
+"""Dialling peers: the addresses to dial, the state of one dial, and the dialler, which retries until a link is open."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from aiocoll.users import peer_trouble
 
 __all__ = ["Dial", "DialAddress", "DialAddresses", "Dialler"]
 
-#: Seconds to wait before dialling again: first one round trip, then doubling up to where waiting costs little.
+#: Seconds to wait before dialling again. The pause starts at about a round trip and doubles up to the longest pause.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-#: Seconds that are too few for an attempt; timers may be early by less.
+#: Remaining seconds that are too short for another attempt. Timers may fire early by less than this.
 _NO_TIME = 1e-6
-#: Seconds for which others may answer in a peer's place before that is an error. It may be nothing but a byte that was
-#: lost, or an address that means another host there, while the peer itself can reach us.
+#: Seconds for which answers without proof of the job key are retried before they are an error. The cause may be a lost
+#: byte, or an address that means a different host here, while the peer can still reach this rank.
 _DOUBT = 1.0
 
 T = TypeVar("T")
-#: Takes a stream whose handshake is complete; None if there is another connection by now.
+#: Makes a link from a stream whose handshake is complete; returns None if another connection already is the link.
 _Adopt = Callable[[ByteStream, Peer], Awaitable[T | None]]
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
@@ -57,12 +57,12 @@ _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
 
 
 class DialAddress(NamedTuple):
-    """Where to dial, and how.
+    """An address to dial.
 
     Attributes:
-        family, address: of the socket.
-        label: what to call it in messages.
-        instead: where to dial if that leads nowhere.
+        family, address: family and address of the socket.
+        label: name of the address in messages.
+        instead: the address to dial if this one cannot be reached, or None.
         striped: the link will have further connections.
     """
 
@@ -73,25 +73,25 @@ class DialAddress(NamedTuple):
     striped: bool = False
 
     def unreachable(self, peer: int, reason: str) -> PeerLostError:
-        """Return the error that rank `peer` could not be reached here."""
+        """Return the error for rank `peer` that could not be reached at this address."""
         text = f"rank {peer} cannot be reached at {self.label}: {reason}"
         return PeerLostError(text, how="unreachable", ranks=[peer])
 
 
 class DialAddresses:
-    """Where one rank may dial.
+    """The addresses that one rank may dial.
 
     Args:
         rank: this rank.
         host: identity of its host.
-        key: the job key, if there is one.
-        transport: as for `aiocoll.transport.stream.transport.StreamTransport`.
+        key: the job key, or None.
+        transport: as for `aiocoll.transport.stream.stream_options.StreamOptions`.
     """
 
     def __init__(self, rank: int, host: str, key: bytes | None, transport: str) -> None:
         self.host = host
-        #: Why ranks whose cards name the same host are not reached by unix sockets; None where they are.
-        self.apart: str | None = None
+        #: The reason why ranks with the same host in their cards are not dialled by unix socket; None if they are.
+        self.unix_trouble: str | None = None
         self.may_use_unix = transport != "tcp" and _AF_UNIX is not None
         self._rank = rank
         self._key = key
@@ -99,16 +99,16 @@ class DialAddresses:
         self._warned_keyless = False
 
     def find(self, peer: int, card: Card) -> DialAddress:
-        """Return where to dial rank `peer`, whose card this is.
+        """Return the address at which to dial rank `peer` with this card.
 
         Raises:
             AuthenticationError: other machines can reach that address, and there is no job key.
-            RendezvousError: no transport that is allowed leads there.
+            RendezvousError: no allowed transport can reach the peer.
         """
         if card["host"] == self.host and self.may_use_unix and card["unix"]:
             name = card["unix"]
-            # A unix socket between ranks of one host is quicker than TCP, and may still lead nowhere: the peer may run
-            # as another user, or on a copy of this virtual machine. Only the key tells who is at the end of the other.
+            # A unix socket is faster than TCP between ranks of one host, but may be out of reach: the peer may run as
+            # another user, or on a copy of this virtual machine. Over TCP only the job key authenticates the peer.
             instead = self._tcp(card) if self._transport == "auto" and card["tcp"] and self._key else None
             return DialAddress(socket.AF_UNIX, address.unix_address(name), f"unix socket {name}", instead)
         if self._transport in ("unix", "shm"):
@@ -117,7 +117,9 @@ class DialAddresses:
                 f"transport={self._transport!r} on rank {self._rank}, but rank {peer} is on {where}; use 'auto'"
             )
         if not card["tcp"]:
-            raise RendezvousError(f"rank {peer} listens on no address that rank {self._rank} could use: {card}")
+            raise RendezvousError(
+                f"rank {peer} does not listen on any address that rank {self._rank} could use; it published {card}"
+            )
         return self._tcp(card)
 
     def _tcp(self, card: Card) -> DialAddress:
@@ -127,7 +129,7 @@ class DialAddresses:
         return DialAddress(address.family_of(host), (host, port), f"{host} port {port}{hint}")
 
     def check_key(self, host: str) -> None:
-        """Refuse to use TCP on `host` without a job key, or warn once where that is a smaller risk."""
+        """Check that there is a job key for TCP on `host`. On the loopback, only warn once without a key."""
         keys.require_key(host, self._key)
         if self._key is None and not self._warned_keyless:
             self._warned_keyless = True
@@ -137,16 +139,17 @@ class DialAddresses:
 
 
 class Dial:
-    """A `connect` in progress; bring `limit` forward to interrupt what it is doing.
+    """The state of one `connect` in progress.
 
     Args:
         runtime: clock and timers.
-        peer: the rank that is dialled.
-        target: where.
+        peer: the dialled rank.
+        target: the dialled address.
 
     Attributes:
-        done: set when this is over.
-        target: where it is dialled now.
+        done: set when the dial has ended.
+        target: the address that is dialled now.
+        limit: the timeout of the current step; `interrupt` brings it forward.
         reason: why there is no link yet.
     """
 
@@ -177,17 +180,17 @@ class Dial:
         self.watch(-1)
 
     def watch(self, fd: int, *, connecting: bool = False) -> None:
-        """Set the socket of this attempt; -1 for none."""
+        """Set the descriptor of the socket of this attempt; -1 for none."""
         self._arrived = partial(is_ready, fd, to_write=connecting)
 
     def allow(self, seconds: float) -> None:
-        """Interrupt what it is doing after so many seconds, unless `stop` comes before."""
+        """Interrupt the current step after `seconds`, unless `stop` is called before."""
         self._patience = Patience(
             self._runtime, seconds, lambda: self.interrupt(self._runtime.time()), lambda: self._arrived()
         )
 
     def stop(self) -> None:
-        """Remove the limit of `allow`. The seconds for which the loop of this rank was blocked do not count."""
+        """Remove the limit of `allow`. Do not count the seconds for which this rank's event loop was blocked."""
         if self._patience is not None:
             self._patience.cancel()
             self._blocked += self._patience.blocked
@@ -195,50 +198,50 @@ class Dial:
             self._patience = None
 
     def interrupt(self, now: float) -> None:
-        """End what it is doing, so that it looks at once for what has changed."""
+        """End the current step, so that the dialler checks at once whether the link is open or the transport closed."""
         if self.limit is not None and not self.limit.expired():
             self.limit.reschedule(now)
 
-    def begins(self, now: float) -> None:
-        """A connection is attempted."""
+    def record_attempt(self, now: float) -> None:
+        """Record that a connection attempt starts."""
         self._silent_since = min(self._silent_since, now)
 
-    def answered(self) -> None:
-        """The peer's host has answered, be it with a refusal."""
+    def record_answer(self) -> None:
+        """Record that the peer's host has answered, even if it refused the connection."""
         self._silent_since = math.inf
 
-    def left(self, now: float, timeout: float, *, impatient: bool) -> float:
-        """Return for how many seconds more to dial, `timeout` in all; fewer if silence of a host is to end it."""
+    def seconds_left(self, now: float, timeout: float, *, impatient: bool) -> float:
+        """Return the remaining seconds of a dial of `timeout` seconds. If `impatient`, a silent host shortens it."""
         end = self._began + self._blocked + timeout
         return (min(end, self._silent_since + UNREACHABLE_AFTER) if impatient else end) - now
 
     def failure(self, now: float) -> PeerLostError:
-        """Return what to raise if there is no more time."""
+        """Return the error to raise when the time is used up."""
         return self.target.unreachable(self._peer, f"{self.reason} (tried for {now - self._began:.1f} s)")
 
 
 class _RetryError(Exception):
-    """The dial failed, and may succeed later."""
+    """The attempt failed, but a later one may succeed."""
 
 
 class _NoRouteError(Exception):
-    """This address leads nowhere, so the other one has to be used."""
+    """The peer cannot be reached at this address; dial `DialAddress.instead`."""
 
 
 class Dialler:
-    """Opens the links that this rank wants.
+    """The part of a transport that dials peers until each requested link is open.
 
     Args:
         runtime: clock and randomness.
-        identity: who this rank is; of any kind.
-        key: the job key.
-        options: how to connect, and for how long.
-        links: the links there are.
-        crossing: what peers are promised meanwhile.
+        identity: identity of this rank in handshakes. Its kind of connection is not used.
+        key: the job key, or None.
+        options: the timeouts, and the function that opens streams.
+        links: the open links of this rank.
+        crossing: the promises of this rank to peers that dial it at the same time.
 
     Attributes:
-        detours: by peer, why it is not reached by the unix socket it offers.
-        impatient: a host from which nothing comes is unreachable.
+        detours: the reason why a peer is not reached by its unix socket, by peer.
+        impatient: a host that does not answer for `UNREACHABLE_AFTER` seconds is unreachable.
     """
 
     def __init__(
@@ -264,21 +267,22 @@ class Dialler:
 
     @property
     def trouble(self) -> str:
-        """Why a peer that is dialled is not reached yet, or was not when that was cancelled; "" if none is dialled."""
+        """Reason why a dialled peer has not been reached; "" if no peer is dialled. It stays after a cancelled dial."""
         now = self._runtime.time()
         return next((str(dial.failure(now)) for dial in self._dials.values()), self._trouble)
 
     async def connect(self, key: Key, target: DialAddress, adopt: _Adopt[T]) -> T | None:
-        """Dial until `adopt` has made something of the connection; None if the peer has opened one.
+        """Dial until `adopt` has accepted the connection; return None if the peer has opened the link instead.
 
         Args:
-            key: the peer, and what the connection is for.
-            target: where to dial.
-            adopt: takes a stream whose handshake is complete; None if there is another connection by now.
+            key: the peer and the kind of connection.
+            target: the address to dial.
+            adopt: makes a link from a stream whose handshake is complete; returns None if another connection already
+                is the link.
 
         Raises:
             AuthenticationError: the other end does not belong to this job, or is another rank.
-            PeerLostError: the peer cannot be reached; names address, reason and time spent.
+            PeerLostError: the peer cannot be reached. The message names address, reason and elapsed time.
             GroupClosedError: the transport was closed.
         """
         if key in self._dials:
@@ -287,7 +291,7 @@ class Dialler:
         try:
             return await self._dial(dial, key, adopt)
         except asyncio.CancelledError:
-            if key[1] is not ConnKind.PROBE:  # nobody needs one
+            if key[1] is not ConnKind.PROBE:  # a missing probe is no trouble
                 self._trouble = str(dial.failure(self._runtime.time()))
             raise
         finally:
@@ -295,50 +299,57 @@ class Dialler:
             dial.done.set_result(None)
 
     def interrupt(self, key: Key) -> None:
-        """There is a link, which the peer has opened."""
+        """Interrupt the dial of a link, because the peer has opened it."""
         if dial := self._dials.get(key):
             dial.interrupt(self._runtime.time())
 
     def close(self) -> set[asyncio.Future[None]]:
-        """End the dials in progress; return what is done when they have ended."""
+        """Interrupt the dials in progress; return futures that are done when they have ended."""
         self._closed = True
         for dial in self._dials.values():
             dial.interrupt(self._runtime.time())
         return {dial.done for dial in self._dials.values()}
 
     async def _dial(self, dial: Dial, key: Key, adopt: _Adopt[T]) -> T | None:
-        """Dial, whatever unproven ends answer; wait for a peer that has proven itself and was promised a link."""
+        """Dial until a link is open, even if ends without the job key answer.
+
+        If this rank has promised the peer a link, wait for the peer's connection instead.
+        """
         time = self._runtime.time
         doubtful = 0.0
         pause = _FIRST_PAUSE
-        while (left := dial.left(now := time(), self._options.connect_timeout, impatient=self.impatient)) > _NO_TIME:
+        while (
+            left := dial.seconds_left(now := time(), self._options.connect_timeout, impatient=self.impatient)
+        ) > _NO_TIME:
             if self._closed:
                 break
-            dial.begins(now)
+            dial.record_attempt(now)
             dial.allow(min(left, self._options.handshake_timeout))
             promised = self._crossing.promised(key)
             try:
                 async with asyncio.timeout(None) as dial.limit:
                     if promised is not None:
-                        dial.answered()
-                        dial.reason = "the connection that it opens is not complete"
+                        dial.record_answer()
+                        dial.reason = "the connection that the peer opens is not complete"
                         await asyncio.wait([promised])
                     else:
                         return await self._attempt(dial, key, adopt)
             except TimeoutError:
-                if promised is None and left >= self._options.handshake_timeout:  # a shorter attempt shows nothing
+                if (
+                    promised is None and left >= self._options.handshake_timeout
+                ):  # a shorter attempt does not prove silence
                     dial.reason = _SILENT
             except _NoRouteError as error:
                 assert dial.target.instead is not None
                 self.detours[key[0]] = str(error)
                 dial.target = dial.target.instead
             except (_RetryError, UnprovenError) as error:
-                dial.reason = str(error)  # itself, it would keep all that was in hand when it was raised
+                dial.reason = str(error)  # the exception itself would keep its traceback's objects alive
                 if isinstance(error, UnprovenError):
                     doubtful = doubtful or time()
                     if time() >= doubtful + _DOUBT:
                         raise AuthenticationError(
-                            f"{dial.target.label} should be rank {key[0]}'s, but {error}"
+                            f"expected rank {key[0]} at {dial.target.label}, but {error}"
                         ) from error
                 with suppress(TimeoutError):
                     async with asyncio.timeout(None) as dial.limit:
@@ -356,13 +367,14 @@ class Dialler:
         target = dial.target
         try:
             sock = await self._reach(dial, key[1])
-            dial.answered()
+            dial.record_answer()
             dial.watch(sock.fileno())
             stream = await self._options.open_stream(self._runtime.loop, sock, dialled=True)
             try:
                 return await self._introduce(dial, stream, key, adopt)
             except BaseException:
-                # The peer may wait for the end without a limit, and a forked child may hold the socket open.
+                # Shut down first: the peer may wait for the end without a timeout, and a forked child may hold the
+                # socket open.
                 with suppress(OSError):
                     stream.shutdown()
                 stream.close()
@@ -375,15 +387,15 @@ class Dialler:
             raise
         except OSError as error:
             if not address.is_outage(error):
-                dial.answered()
-            if address.may_pass(error):
+                dial.record_answer()
+            if address.is_transient(error):
                 raise _RetryError(error.strerror or str(error)) from None
             raise target.unreachable(key[0], str(error)) from error
         finally:
             dial.watch(-1)
 
     async def _reach(self, dial: Dial, kind: ConnKind) -> socket.socket:
-        """Connect; to a process of this user, where that can be seen."""
+        """Return a connected socket, after the check that a unix peer belongs to this user."""
         target = dial.target
         try:
             sock = await address.reach(
@@ -402,7 +414,9 @@ class Dialler:
             trouble = f"{target.label} {foreign}"
             if target.instead is not None:
                 raise _NoRouteError(trouble)
-            raise AuthenticationError(f"{trouble}: with a job key, transport='auto' takes TCP between users")
+            raise AuthenticationError(
+                f"{trouble}; give all ranks a job key: transport='auto' then uses TCP between users"
+            )
         return sock
 
     async def _introduce(self, dial: Dial, stream: ByteStream, key: Key, adopt: _Adopt[T]) -> T:
@@ -411,27 +425,30 @@ class Dialler:
         stream.check_rank(peer)
         identity = self._identity._replace(kind=kind, ended=self._links.ended(key), striped=target.striped)
         exchange = ClientHandshake(identity, self._key, self._runtime.random_bytes, stream.bound)
-        await _say_hello(stream, exchange.hello())
+        await _send_hello(stream, exchange.hello())
         send_message(stream, exchange.prove(await receive_message(stream, CHALLENGE_SIZE)))
         confirmation = exchange.confirm(await receive_message(stream, VERDICT_SIZE))
         assert exchange.peer is not None
         if exchange.peer.rank != peer:
-            raise AuthenticationError(f"at {target.label} is rank {exchange.peer.rank}, not rank {peer}")
+            raise AuthenticationError(f"rank {exchange.peer.rank} answered at {target.label} instead of rank {peer}")
         if not self._crossing.may_confirm(key):
-            raise _RetryError("the connection that it opened came first")
-        # The peer has proven the key: only `connect_timeout` limits what is left.
+            raise _RetryError("the connection that the peer opened is used")
+        # The peer has proven the job key: from here on only `connect_timeout` applies.
         dial.stop()
-        dial.allow(dial.left(self._runtime.time(), self._options.connect_timeout, impatient=False))
+        dial.allow(dial.seconds_left(self._runtime.time(), self._options.connect_timeout, impatient=False))
         with self._crossing.confirm(key):
             send_message(stream, confirmation)
             adopted = await adopt(stream, exchange.peer)
         if adopted is None:
-            raise _RetryError("the connection that it opened came first")
+            raise _RetryError("the connection that the peer opened is used")
         return adopted
 
 
-async def _say_hello(stream: ByteStream, hello: bytes) -> None:
-    """Send the first message, or say why the other end takes none: it may refuse a certificate that it was shown."""
+async def _send_hello(stream: ByteStream, hello: bytes) -> None:
+    """Send the first message.
+
+    If sending fails, read the reason from the other end: it may have rejected this rank's certificate.
+    """
     try:
         send_message(stream, hello)
     except OSError:

@@ -1,12 +1,12 @@
-"""A link over a byte stream, TCP or unix: raw non-blocking calls, one permanent reader, no task per message.
+"""A link over a byte stream, TCP or unix: non-blocking calls, one permanent reader, no task per message.
 
-Small frames are read many at a time into a buffer of the link and handed out from there. Of a large frame only the
-header goes through the buffer: its payload is received straight into the place the engine names, or, when it is to be
-reduced, into the buffer, to be reduced from there while it is in the cache.
+Many small frames are read at once into a buffer of the link and delivered from there. A large frame is received in two
+parts. Its header goes through the buffer. Its payload is received directly into memory that the engine provides. A
+payload that will be reduced is received into the buffer, and reduced there while it is in the cache.
 
-Small frames are also sent many at a time. The first one leaves at once; those that follow closely are gathered, and
-leave together when the batch is full, when something else is sent behind them, when an await polls or ends, or with the
-turn of the loop, whichever comes first.
+Small frames are also sent in batches. The first frame is sent at once. Frames that follow soon are collected in a
+batch. The batch is sent when it is full, when a large frame follows, when an await polls or ends, or at the end of the
+loop iteration, whichever comes first.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from aiocoll.transport.frame import HEADER, HEADER_SIZE, SEGMENT, FrameKind, Hea
 
 __all__ = ["LOOPBACK_BUFFER", "UNIX_BUFFER", "StreamLink"]
 
-#: How much is read at once where small frames are expected; copying this much costs 3 microseconds.
+#: Bytes to read at once if small frames are expected; copying them takes 3 µs.
 LOOKAHEAD = 64 * 1024
-#: From this payload on it matters where the bytes go: after one that was received into its place only a header is read
-#: ahead, after one that was handed out from the buffer just as much again.
+#: Payloads from this size count as large. After a large payload that went directly to the engine's memory, only a
+#: header is read ahead. After one that was delivered from the buffer, the same size is read ahead again.
 BULK = 16 * 1024
-#: Up to this payload, copying it behind its header is cheaper than `sendmsg` with two buffers.
+#: Up to this payload size, appending the payload to its header is faster than `sendmsg` with two buffers.
 JOIN = 16 * 1024
-#: Up to this payload, copying a frame into a batch is cheaper than a system call of its own.
+#: Up to this payload size, copying a frame into a batch is faster than a system call for the frame.
 GATHER = 8 * 1024
-#: Bytes of a batch that is full: what a receiver reads at once.
+#: Bytes of a full batch: as many as a receiver reads at once.
 BATCH = LOOKAHEAD
-#: Seconds after the last one from which a frame is the first again, though nobody has polled: many times what a program
-#: takes from one call to the next, and less than it would notice.
+#: Seconds after the last frame from which the next frame is sent at once, even without a poll. This is far more than
+#: the time between two calls of a program, and too short to be noticed.
 CLOSELY = 100e-6
 #: Buffers per `sendmsg`; far below every system's IOV_MAX (1024).
 IOVECS = 64
-#: Bytes the kernel may hold in each direction on one host: some segments, so that sender and receiver overlap without
-#: a wake-up per segment, and not so many that the bytes leave the cache before they are read. Measured from 128 KiB to
-#: 4 MiB: TCP counts its own overhead, and acknowledges, so it needs more. Between hosts the kernel tunes by itself.
+#: Socket buffer sizes in each direction on one host. They hold a few segments, so that sender and receiver overlap
+#: without a wake-up per segment. With more segments the bytes would leave the cache before they are read. Measured from
+#: 128 KiB to 4 MiB. TCP needs more, since it counts its overhead and acknowledges. Between hosts the kernel tunes them.
 UNIX_BUFFER = 2 * SEGMENT
 LOOPBACK_BUFFER = 8 * SEGMENT
 _KINDS = frozenset(FrameKind)
@@ -55,7 +55,7 @@ _NO_BUFFER = memoryview(b"")
 
 
 class StreamLink:
-    """Frames on one connected, authenticated byte stream; see `aiocoll.transport.base.Link`. Owns the stream."""
+    """A link over one connected, authenticated byte stream, which it owns; see `aiocoll.transport.base.Link`."""
 
     __slots__ = (
         "_ahead",
@@ -90,42 +90,42 @@ class StreamLink:
         self._runtime = runtime
         self._stream = stream
         self._pool = pool
-        # One of the pool while the link reads, and until the next time if a part of a frame is left in it.
+        # A buffer of the pool while the link reads, and longer if it still holds a part of a frame.
         self._buffer = _NO_BUFFER
         self._start = 0
         self._end = 0
         self._ahead = LOOKAHEAD
-        # The frame whose payload is incomplete; `_target` is None while it gathers in the buffer.
+        # The frame whose payload is incomplete; `_target` is None while the payload is received into the buffer.
         self._header: Header | None = None
         self._target: memoryview | None = None
         self._filled = 0
-        # Frames that were written, and leave together; none while `_out` holds what the kernel has not taken.
+        # Frames that will be sent together; empty while `_out` holds bytes that the kernel has not accepted.
         self._batch = bytearray()
-        # Whether the next frame is the first since a poll, and when the last one left.
+        # Whether the next frame is the first since a poll, and the time at which the last frame was sent.
         self._first = True
         self._last = 0.0
         self._out: deque[memoryview] = deque()
         self._ending = False
         self._closed = False
-        # What has come could not be taken: the rest is read and dropped.
+        # Received data was invalid: the rest is read and discarded.
         self._refusing = False
-        # Complete frames may be left in the buffer.
+        # The buffer may still hold complete frames.
         self._unparsed = False
         _size_buffers(stream.sock)
 
     @property
     def carrier(self) -> str:
-        """What carries the bytes."""
+        """The medium of the link: "unix" or "tcp"."""
         return "unix" if self._stream.sock.family == socket.AF_UNIX else "tcp"
 
     @property
     def writable(self) -> bool:
-        """Whether nothing waits to be handed over."""
+        """Return whether the send queue is empty."""
         return not self._out
 
     @property
     def closed(self) -> bool:
-        """Whether the link is closed."""
+        """Return whether the link is closed."""
         return self._closed
 
     def peer_process(self) -> PidFd | None:
@@ -133,11 +133,11 @@ class StreamLink:
         return peer_process(self._stream.sock)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start to read."""
         self._stream.start_reading(self.poll)
 
     def write(self, header: bytes, payload: memoryview | None = None) -> bool:
-        """Send one frame; True if the kernel took all of it, or a batch did."""
+        """Send one frame; return whether the kernel or a batch accepted all of it."""
         if self._closed or self._ending:
             return True
         if self._out:
@@ -162,12 +162,12 @@ class StreamLink:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            return True  # the reader meets the same end, after everything the peer managed to say
+            return True  # the reader gets the same error, after all data that the peer sent before
         self._last = self._runtime.ticks()
         return sent == len(frame) or self._put_back(sent, frame)
 
     def poll(self) -> bool:
-        """Send and receive what can move now, for at most `BUDGET` seconds."""
+        """Send and receive without waiting, for at most `BUDGET` seconds; return whether any data moved."""
         if self._closed:
             return False
         if self._batch:
@@ -181,7 +181,7 @@ class StreamLink:
         except (BlockingIOError, InterruptedError):
             return moved
         except OSError as error:
-            # Both ends close at once when neither reads any more: a reset then is as good as an end.
+            # Both ends may close at once when neither reads any more: a reset is then an orderly end.
             orderly = self._ending and error.errno in (errno.ECONNRESET, errno.EPIPE)
             self._lost(None if orderly else error)
             return True
@@ -196,13 +196,13 @@ class StreamLink:
                 self._buffer = _NO_BUFFER
 
     def divert(self) -> None:
-        """Receive the rest of the arriving payload into memory that nobody reads."""
+        """Receive the rest of the arriving payload into memory that is not used."""
         if self._target is not None:
-            # Not one of the pool: other links read into those meanwhile.
+            # New memory: other links may use the buffers of the pool meanwhile.
             self._target = memoryview(bytearray(self._target.nbytes))
 
     def finish(self) -> None:
-        """Send what is queued, then shut down the sending side."""
+        """Send the queued frames, then shut down the sending side."""
         self._send_batch()
         self._ending = True
         if not self._out:
@@ -212,14 +212,14 @@ class StreamLink:
         """Close the stream."""
         if self._closed:
             return
-        self._send_batch()  # its frames were said to be handed over
+        self._send_batch()  # `write` has reported its frames as sent
         self._closed = True
         self._out.clear()
         self._target = None
         self._stream.close()
 
     def fail(self, error: Exception) -> None:
-        """Close the link and tell the sink why, as if reading had failed."""
+        """Close the link and report `error` to the sink, as if reading had failed."""
         self._lost(error)
 
     def _gather(self, header: bytes, payload: memoryview | None) -> None:
@@ -244,11 +244,11 @@ class StreamLink:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            return True  # as above
+            return True  # the reader gets the same error
         return sent == sum(map(len, parts)) or self._put_back(sent, *parts)
 
     def _put_back(self, sent: int, *parts: Bytes) -> Literal[False]:
-        """Keep what the kernel has not taken of `parts` until it does."""
+        """Queue the bytes of `parts` after the first `sent`, which the kernel has not accepted."""
         for part in parts:
             if sent < len(part):
                 self._out.append(memoryview(part)[sent:])
@@ -281,17 +281,17 @@ class StreamLink:
         return True
 
     def _drop(self) -> bool:
-        """Read and drop until the peer ends its side: closing at once would lose what was sent to it."""
+        """Discard received data until the peer ends its side: closing at once would lose the data sent to the peer."""
         if not self._stream.receive_into(self._buffer):
             self.close()
         return True
 
     def _place(self) -> memoryview:
-        """Return where the next bytes go, of the size that is wanted."""
+        """Return the memory for the next bytes, in the length to read."""
         if self._target is not None:
             return self._target[self._filled :]
         if self._header is not None:
-            # The payload gathers at the front of the buffer; the header of the next frame may be read behind it.
+            # The payload starts at the front of the buffer; the header of the next frame may follow it.
             return self._buffer[self._end : 2 * HEADER_SIZE + self._header[7]]
         return self._buffer[self._end : self._ahead]
 
@@ -302,7 +302,10 @@ class StreamLink:
         self.sink.deliver(self, header, None)
 
     def _parse(self, deadline: float) -> None:
-        """Hand out the frames in the buffer; leave an incomplete one, or what there is no time for, at its front."""
+        """Deliver the frames in the buffer.
+
+        Move an incomplete frame to the front, or all remaining frames if the time is used up.
+        """
         buffer, position, end = self._buffer, 0, self._end
         self._unparsed = False
         if self._header is not None and end < HEADER_SIZE + self._header[7]:
@@ -313,7 +316,10 @@ class StreamLink:
             header: Header = unpack(buffer, position)
             length = header[7]
             if length > SEGMENT or header[0] not in _KINDS:
-                raise ProtocolError(f"rank {self.peer} sent a frame of kind {header[0]} and length {length}")
+                raise ProtocolError(
+                    f"rank {self.peer} sent an invalid frame of kind {header[0]} and length {length}; "
+                    f"at most {SEGMENT} bytes are allowed"
+                )
             body = position + HEADER_SIZE
             if body + length > end:
                 self._await_payload(header, position)
@@ -324,7 +330,7 @@ class StreamLink:
                 return
             position = body + length
             if end - position >= HEADER_SIZE and ticks() > deadline:
-                # No poller tells of bytes that have been read.
+                # The event loop does not report bytes that have already been read.
                 self._unparsed = True
                 self._runtime.call_soon(self.poll)
                 break
@@ -364,7 +370,7 @@ class StreamLink:
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
-            out.clear()  # the reader meets the same end
+            out.clear()  # the reader gets the same error
         self._stream.stop_writing()
         self.sink.drained(self)
         if self._ending and not self._closed and not out:
@@ -385,7 +391,7 @@ class StreamLink:
 
 
 def _size_buffers(sock: socket.socket) -> None:
-    """Size the buffers of a connection inside a host."""
+    """Set the socket buffer sizes of a connection inside a host."""
     if sock.family == socket.AF_UNIX:
         nbytes = UNIX_BUFFER
     elif between_hosts(sock):

@@ -1,4 +1,4 @@
-"""The open links of one rank: at most one of a kind with each peer, each on the best medium both ends have."""
+"""The open links of one rank: at most one of each kind per peer, each on the best medium that both ends support."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from aiocoll.transport.stream.striped_stream import StripedStream
 __all__ = ["FAR", "MOST_CONNECTIONS", "CarrierUse", "Key", "LinkTable", "Silence"]
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
-#: Counts of links travel in the handshake modulo this number.
+#: The handshake contains counts of links modulo this number.
 MANY = 1 << 16
-#: Connections of a link: more gain little, and take from others what they share the network with.
+#: Maximum number of connections of a link. More gain little, and reduce the share of other users of the network.
 MOST_CONNECTIONS = 4
 
-#: Seconds of a round trip from which connections are paced. Queues hold the window of a nearer one, and the timers that
-#: pace it take more than they save.
+#: Round-trip time in seconds from which connections are paced. At shorter times network queues hold a whole window, and
+#: the pacing timers cost more than they save.
 FAR = 1e-3
 
-#: Seconds between two looks at silent links. One takes 2 microseconds per link.
+#: Seconds between two checks for silent links. A check takes 2 µs per link.
 _SILENCE_ROUND = 0.5
 
 _Link = StreamLink | ShmLink | DataLink
 
 Key = tuple[int, ConnKind]
-"""The peer, and what the link is for."""
+"""The peer and the kind of link."""
 
 
 class Silence:
-    """Watches the links of one rank to other hosts, and closes those from which nothing comes with a network error.
+    """The monitor of one rank's links to other hosts. It closes silent links with a network error.
 
-    Twice a second it asks the kernel, which knows more than any timer of a process: hosts answer each other even while
-    the processes on them are blocked or stopped. So it also detects that two ranks are disconnected from each other
-    while the ranks that monitor both of them can reach both.
+    Twice a second it reads from the kernel how long each connection has been silent. Kernels answer each other even
+    while the processes on their hosts are blocked or stopped. So the monitor also detects two ranks that cannot reach
+    each other, while the ranks that monitor both can reach both.
 
     Args:
         runtime: clock and timers.
@@ -56,7 +56,7 @@ class Silence:
         self._watched: dict[socket.socket, DataLink] = {}
 
     def watch(self, link: DataLink, sock: socket.socket) -> None:
-        """Watch one of the connections of a link until that is closed."""
+        """Monitor one connection of a link until the link is closed."""
         keep_asking(sock)
         if not self._watched:
             self._runtime.call_later(_SILENCE_ROUND, self._look)
@@ -67,20 +67,20 @@ class Silence:
             if link.closed:
                 del self._watched[sock]
             elif (seconds := silence(sock)) >= UNREACHABLE_AFTER:
-                link.fail(OSError(errno.ETIMEDOUT, f"nothing has come from its host for {seconds:.1f} s"))
+                link.fail(OSError(errno.ETIMEDOUT, f"no answer from its host for {seconds:.1f} s"))
         if self._watched:
             self._runtime.call_later(_SILENCE_ROUND, self._look)
 
 
 class CarrierUse:
-    """Which data links the carrier of a rank takes over; the ranks agree on it after they have published their cards.
+    """The use of a carrier for data links. The ranks agree on it after they have published their cards.
 
     Args:
         carrier: the carrier that this rank offers, or None.
-        carries_all: it takes over all data links, and not only those over TCP.
+        carries_all: the carrier makes all data links, not only those over TCP.
 
     Attributes:
-        used: the ranks have agreed to use it.
+        used: whether the ranks have agreed to use it.
     """
 
     def __init__(self, carrier: DataCarrier | None, *, carries_all: bool) -> None:
@@ -90,12 +90,12 @@ class CarrierUse:
         self._agreed = asyncio.Event()
 
     def agree(self, used: bool) -> None:
-        """Use the carrier or not."""
+        """Set whether the ranks have agreed to use the carrier."""
         self.used = used
         self._agreed.set()
 
     async def carrier(self, sock: socket.socket) -> DataCarrier | None:
-        """Return what makes a data link of a connection; None if the connection itself, or shared memory, does."""
+        """Return the carrier for the data link of a connection; None if the link uses the socket or shared memory."""
         if self._carrier is None or not (self._carries_all or sock.family != _AF_UNIX):
             return None
         await self._agreed.wait()  # the peer may have read the cards earlier than this rank
@@ -103,12 +103,12 @@ class CarrierUse:
 
 
 class LinkTable:
-    """Makes links of streams whose handshake is complete.
+    """The table of a rank's links, which also makes links from streams whose handshake is complete.
 
     Args:
-        runtime: of the loop.
+        runtime: clock, timers and event loop.
         sharing: the shared memory of this rank.
-        carrier_use: which data links its carrier takes over.
+        carrier_use: the use of this rank's carrier.
     """
 
     def __init__(self, runtime: Runtime, sharing: Sharing, carrier_use: CarrierUse) -> None:
@@ -118,14 +118,14 @@ class LinkTable:
         self._pool = BufferPool()
         self._silence = Silence(runtime)
         self._links: dict[Key, _Link] = {}
-        # How many are over, and how many were at the peer when the one that is open began.
+        # The number of ended links of this rank; and that of the peer, at the time when the open link was made.
         self._ended: Counter[Key] = Counter()
         self._theirs: dict[Key, int] = {}
-        # Of data links that may have further connections.
+        # The streams of data links that may have further connections, by peer.
         self._striped: dict[int, StripedStream] = {}
 
     def has(self, key: Key) -> bool:
-        """Whether there is such a link."""
+        """Return whether such a link is open."""
         link = self._links.get(key)
         if link is not None and link.closed:
             del self._links[key]
@@ -135,25 +135,26 @@ class LinkTable:
         return link is not None
 
     def ended(self, key: Key) -> int:
-        """Return how many such links are over, modulo 65536: what the handshake tells the peer."""
+        """Return the number of such links that have ended, modulo 65536. The handshake sends it to the peer."""
         self.has(key)
         return self._ended[key] % MANY
 
     def catch_up(self, key: Key, ended: int) -> None:
-        """Close a link which is over for the peer: `ended` more are than when it began."""
+        """Close a link that has ended at the peer: the peer's count `ended` has increased since the link was made."""
         link = self._links.get(key)
         if link is not None and 0 < (ended - self._theirs[key]) % MANY < MANY // 2:
-            link.fail(ConnectionResetError(errno.ECONNRESET, "the peer has lost the connection, and opens another"))
+            link.fail(ConnectionResetError(errno.ECONNRESET, "the peer has lost the connection and opens a new one"))
 
     async def adopt(self, stream: ByteStream, peer: Peer, *, dialled: bool, striped: bool) -> _Link | None:
-        """Make a link of `stream`; None if there is one by now, and `stream` is still the caller's.
+        """Make a link from `stream`; return None if a link exists already. The caller then still owns `stream`.
 
-        Both ends do this after the handshake, the one that dialled with `dialled`, and both with `striped` if the link
-        will have further connections. A data link between processes of one host is moved to shared memory, if both can.
+        Both ends call this after the handshake. `dialled` is True at the end that dialled. `striped` is True at both
+        ends if the link will have further connections. A data link inside a host uses shared memory if both ends
+        support it.
 
         Raises:
             OSError: the peer closed the connection.
-            ProtocolError: it offered what is no shared memory.
+            ProtocolError: the peer offered invalid shared memory.
         """
         key = peer.rank, peer.kind
         sock = stream.sock
@@ -187,7 +188,11 @@ class LinkTable:
         return link
 
     def add(self, peer: int, stream: ByteStream) -> bool:
-        """Use a further connection for the data link with `peer`; False if there is no such link, or it has enough."""
+        """Add a connection to the data link with `peer`.
+
+        Returns:
+            Whether it was added. It is not if there is no such link, or if the link has the maximum number.
+        """
         striped = self._striped.get(peer)
         if not self.has((peer, ConnKind.DATA)) or striped is None or striped.connections == MOST_CONNECTIONS:
             return False
@@ -198,18 +203,18 @@ class LinkTable:
         return True
 
     def _prepare(self, link: StreamLink, sock: socket.socket) -> None:
-        """Prepare a connection of a link, if that is between hosts."""
+        """Start pacing and monitoring of a connection between hosts."""
         if between_hosts(sock):
             if FAR <= round_trip(sock) < inf:
                 send_evenly(sock)
             self._silence.watch(link, sock)
 
     async def adopt_bare(self, stream: ByteStream, peer: Peer) -> ByteStream | None:
-        """Return `stream`, which is to carry no frames: it counts as a link that is over."""
+        """Return `stream` for a use without frames, and count it as a link that has ended."""
         self._ended[peer.rank, peer.kind] += 1
         return stream
 
     def carrier(self, peer: int) -> str:
-        """Return what carries data between this rank and `peer`: "shm", "unix", "tcp", or "none" as yet."""
+        """Return the medium of the data link with `peer`: "shm", "unix", "tcp", or "none" if there is no link yet."""
         link = self._links.get((peer, ConnKind.DATA))
         return "none" if link is None else link.carrier

@@ -1,4 +1,4 @@
-"""Byte streams on a socket: their common part, and the stream without encryption."""
+"""Byte streams on a socket: the common base class, and the stream without encryption."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["PlainStream", "SocketStream", "open_plain"]
 
 
 class SocketStream:
-    """A part of `aiocoll.transport.byte_stream.ByteStream`; what moves bytes is missing.
+    """The base class of byte streams on a socket, without methods to send and receive.
 
     Args:
-        loop: whose readers and writers there will be.
-        sock: connected and non-blocking; closed by `close`.
+        loop: the event loop that watches the socket.
+        sock: a connected, non-blocking socket; `close` closes it.
     """
 
     __slots__ = ("_loop", "_reading", "_writing", "sock")
@@ -25,42 +25,42 @@ class SocketStream:
         self._reading = self._writing = False
 
     def start_reading(self, readable: Callable[[], object]) -> None:
-        """Have `readable` called while there is something to receive."""
+        """Call `readable` whenever there is data to receive."""
         self._reading = True
         self._loop.add_reader(self.sock.fileno(), readable)
 
     def stop_reading(self) -> None:
-        """Call `readable` no more."""
+        """Stop calling `readable`."""
         if self._reading:
             self._reading = False
             self._loop.remove_reader(self.sock.fileno())
 
     def start_writing(self, writable: Callable[[], object]) -> None:
-        """Have `writable` called while bytes would be taken; never if the loop is closed."""
+        """Call `writable` whenever the socket accepts data; never if the loop is closed."""
         if not self._loop.is_closed():
             self._writing = True
             self._loop.add_writer(self.sock.fileno(), writable)
 
     def stop_writing(self) -> None:
-        """Call `writable` no more."""
+        """Stop calling `writable`."""
         if self._writing:
             self._writing = False
             self._loop.remove_writer(self.sock.fileno())
 
     def close(self) -> None:
         """Close the socket."""
-        if self.sock.fileno() >= 0:  # else garbage collection has finalized the socket before this stream
+        if self.sock.fileno() >= 0:  # else garbage collection finalized the socket before this stream
             self.stop_reading()
             self.stop_writing()
         self.sock.close()
 
 
 class PlainStream(SocketStream):
-    """See `aiocoll.transport.byte_stream.ByteStream`.
+    """A stream without encryption; see `aiocoll.transport.byte_stream.ByteStream`.
 
     Args:
-        loop: whose readers and writers there will be.
-        sock: connected and non-blocking; closed by `close`.
+        loop: the event loop that watches the socket.
+        sock: a connected, non-blocking socket; `close` closes it.
     """
 
     bound = b""
@@ -69,11 +69,11 @@ class PlainStream(SocketStream):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         super().__init__(loop, sock)
-        # The socket's own methods: none of ours is called per message.
+        # hot path: the socket's own methods, so that no Python function is called per message.
         self.send, self.send_parts, self.receive_into = sock.send, sock.sendmsg, sock.recv_into
 
     def check_rank(self, rank: int) -> None:
-        """Nothing was shown."""
+        """Do nothing: there is no certificate to check."""
 
     def shutdown(self) -> None:
         """Shut down the sending side."""

@@ -1,15 +1,15 @@
-"""What a connection between two hosts can do, measured with a few dozen packets.
+"""Measurement of round-trip time and bandwidth between two hosts, with a few dozen packets.
 
-    who measures                             who answers
+    the end that measures                    the end that answers
       a byte, n; n packets at once   ------>
-              <------   how far the last was behind the first: bytes, and seconds
+              <------   from the first packet to the last: bytes, and seconds
 
-The packets leave faster than any link that matters carries them, so what lies between the first and the last is the
-time of the bytes on the slowest part of the way, as Dovrolis, Ramanathan and Moore measure it ("What do packet
-dispersion techniques measure?", INFOCOM 2001). Each train of packets is as long as the window that TCP has opened by
-then, so that it does not stop in between. The answer to a train without packets comes after one round trip.
+The packets are sent faster than the network carries them. The time between the first and the last is therefore the time
+that the bytes take on the slowest part of the path. Source: Dovrolis, Ramanathan and Moore, "What do packet dispersion
+techniques measure?", INFOCOM 2001. Each train of packets is as long as the TCP window at that time, so that it is sent
+without a stop. The answer to a train without packets arrives after one round trip.
 
-Cost: five round trips and 140 KB, on a connection that exists for this alone.
+Cost: five round trips and 140 KB, on a separate connection.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from aiocoll.transport.byte_stream import ByteStream, receive_message, resolve, 
 
 __all__ = ["LinkFigures", "answer", "measure"]
 
-#: Bytes of a packet, less than any network takes with its headers and those of encryption.
+#: Bytes of a packet. With all headers and encryption, it fits in one packet of any network.
 PACKET = 1280
-#: Packets of the trains: TCP begins with ten, and doubles them with each answer.
+#: Packets per train. TCP starts with ten packets, and doubles its window with each answer.
 TRAINS = (0, 10, 20, 40, 40)
-#: Of these, the last that count for the rate: shorter ones may come faster than a receiver can tell.
+#: Number of last trains that count for the rate. Shorter trains may arrive too fast to be measured.
 COUNTED = 3
-#: Packets written at a time: as many bytes as make few system calls, and several records where there is encryption.
+#: Packets per write: few system calls, but several TLS records if the connection is encrypted.
 _AT_ONCE = 4
 _ANSWER = struct.Struct("!Id")
 
 
 class LinkFigures(NamedTuple):
-    """What a link does.
+    """The measured performance of a link.
 
     Attributes:
-        rtt: seconds of a round trip.
-        rate: bytes per second; 0 if they came too fast to tell.
+        rtt: round-trip time in seconds.
+        rate: bytes per second; 0 if they arrived too fast to be measured.
     """
 
     rtt: float
@@ -48,7 +48,7 @@ class LinkFigures(NamedTuple):
 
 
 async def measure(stream: ByteStream, clock: Callable[[], float], seconds: float) -> LinkFigures:
-    """Measure the way to the other end, which is to `answer`; what has not been tried after so many seconds is not.
+    """Measure the path to the other end, which must call `answer`. Send no more trains after `seconds`.
 
     Raises:
         OSError: the connection has ended.
@@ -73,7 +73,7 @@ async def measure(stream: ByteStream, clock: Callable[[], float], seconds: float
 
 
 async def answer(stream: ByteStream, clock: Callable[[], float]) -> None:
-    """Receive trains of packets, and tell the other end how they came.
+    """Receive trains of packets, and send their sizes and durations to the other end.
 
     Raises:
         OSError: the connection has ended.
@@ -85,7 +85,7 @@ async def answer(stream: ByteStream, clock: Callable[[], float]) -> None:
 
 
 async def _train(stream: ByteStream, nbytes: int, clock: Callable[[], float]) -> tuple[int, float]:
-    """Receive so many bytes; return how many came after the first, and how many seconds after them the last."""
+    """Receive `nbytes`; return the number of bytes after the first arrival, and the seconds from first to last."""
     space = memoryview(bytearray(nbytes))
     arrivals: list[tuple[float, int]] = []
     done = asyncio.get_running_loop().create_future()
@@ -95,7 +95,7 @@ async def _train(stream: ByteStream, nbytes: int, clock: Callable[[], float]) ->
         try:
             received = stream.receive_into(space)
             if not received:
-                raise ConnectionResetError("it closed the connection while it was measured")
+                raise ConnectionResetError("the peer closed the connection during the measurement")
         except BlockingIOError:
             return
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The address of this host by which ranks on other hosts reach this one."""
+"""Finding the address by which ranks on other hosts reach this rank."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from aiocoll.transport.stream.addresses import ANY, is_wildcard
 
 __all__ = ["find_route", "interface_address", "is_own", "routable_address"]
 
-#: Linux, <linux/sockios.h>: the IPv4 address of an interface.
+#: The ioctl that returns the IPv4 address of an interface, from Linux' <linux/sockios.h>.
 _SIOCGIFADDR = 0x8915
-#: "Discard": nothing is sent there, but a route is looked up for it.
+#: The port of the "discard" service. No packet is sent to it; it is only used to look up a route.
 _DISCARD_PORT = 9
 #: The fields of a line of /proc/net/if_inet6: address, index, prefix length, scope, flags, name.
 _IF_INET6_FIELDS = 6
 _GLOBAL_SCOPE = "00"
 _LINK_SCOPE = "20"
 
-#: Addresses for examples, which nobody has: the way to them is the way to everywhere. Nothing is sent.
+#: Addresses reserved for documentation. The route to them is the default route. No packet is sent to them.
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
@@ -34,23 +34,23 @@ def find_route(
 
     Args:
         rank: this rank.
-        stores: the address at which each rank has found the store, "" if it is at none.
+        stores: the address at which each rank reaches the store, "" if the store has no address.
         interface: name of a network interface of this host, or None.
         bind: an address of this host, "any", or None.
-        together: all ranks are on this host.
+        together: whether all ranks are on this host.
 
     Raises:
-        ValueError: `interface` or `bind` is none of this host.
-        RendezvousError: nothing tells by which address others reach this host.
+        ValueError: `interface` or `bind` does not exist on this host.
+        RendezvousError: the address by which others reach this host cannot be determined.
     """
     known = bool(interface) or bind not in (None, "any")
-    master = stores[rank] or None if together or known else _way_out(rank, stores)
+    master = stores[rank] or None if together or known else _route_target(rank, stores)
     host = routable_address(master, interface, bind)
     return host, routable_address(master, interface) if is_wildcard(host) else host
 
 
 def is_own(host: str) -> bool:
-    """Whether the numeric address `host` is one of this host."""
+    """Return whether the numeric address `host` belongs to this host."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[
             0
@@ -62,12 +62,12 @@ def is_own(host: str) -> bool:
     return True
 
 
-def _way_out(rank: int, stores: Mapping[int, str]) -> str:
-    """Return an address the way to which begins where peers reach this host."""
+def _route_target(rank: int, stores: Mapping[int, str]) -> str:
+    """Return a remote address. The local address on the route to it is the one by which peers reach this host."""
     mine = stores[rank]
     if mine and not is_loopback(mine):
         return mine
-    # The store is on this host, or it is a file. Ranks on other hosts know better where this host is.
+    # The store is on this host, or it is a file. Use the addresses by which other hosts reach the store.
     others = {store for store in stores.values() if store and not is_loopback(store)}
     if mine and not others:
         return mine  # all ranks share one loopback
@@ -83,7 +83,7 @@ def _way_out(rank: int, stores: Mapping[int, str]) -> str:
 
 
 def _only_address() -> str:
-    """Return the address of this host if it has one; not those of its loopback."""
+    """Return the address of this host if it has exactly one, not counting the loopback."""
     found = {}
     for name in sorted(name for _, name in socket.if_nameindex()):
         with suppress(ValueError):
@@ -93,25 +93,25 @@ def _only_address() -> str:
         return next(iter(found.values()))
     there = ", ".join(f"{name} ({host})" for name, host in found.items()) or "only the loopback"
     raise RendezvousError(
-        "the ranks are on several hosts, and nothing tells by which address the others reach this one: name it with "
-        f"the option interface= or bind= (AIOCOLL_INTERFACE, AIOCOLL_BIND); there is {there}"
+        "the ranks are on several hosts, but the address by which others reach this host is not known; set the option "
+        f"interface= or bind= (AIOCOLL_INTERFACE, AIOCOLL_BIND); available: {there}"
     )
 
 
 def routable_address(master_host: str | None, interface: str | None = None, bind: str | None = None) -> str:
     """Return the local address by which peers should reach this rank.
 
-    It is `bind`, else the address of `interface`, else the one from which this host reaches the master: loopback for
-    a master on loopback, or for none. No packet is sent, but a name is resolved: call it from a thread if that may
-    take long.
+    It is `bind`, else the address of `interface`, else the local address on the route to the master. That is the
+    loopback if the master is on the loopback or None. No packet is sent, but names are resolved: call this from a
+    thread if that may take long.
 
     Args:
-        master_host: name or address of the master; decides between IPv4 and IPv6, too.
+        master_host: name or address of the master. It also determines whether IPv4 or IPv6 is used.
         interface: name of a network interface of this host.
         bind: an address of this host, or `"any"` for all of them (returns `"0.0.0.0"` or `"::"`).
 
     Raises:
-        ValueError: `bind` is no address of this host, or there is no such `interface`.
+        ValueError: `bind` is not an address of this host, or there is no such `interface`.
         RendezvousError: the master's name does not resolve, or there is no route to it.
     """
     if bind is not None and bind != "any":
@@ -128,7 +128,7 @@ def routable_address(master_host: str | None, interface: str | None = None, bind
 
 def _checked(bind: str) -> str:
     if is_wildcard(bind):
-        raise ValueError(f"bind={bind!r}: to listen on all addresses say bind='any'")
+        raise ValueError(f"bind={bind!r}: must be an address of this host; to listen on all addresses, set bind='any'")
     try:
         family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
     except OSError:
@@ -142,7 +142,7 @@ def _checked(bind: str) -> str:
 
 
 def _route(master_host: str, *, lookup_only: bool) -> tuple[int, str]:
-    """Return family and local address of the first way to the master."""
+    """Return the address family and the local address of the first route to the master."""
     try:
         found = socket.getaddrinfo(master_host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError as error:
@@ -158,8 +158,8 @@ def _route(master_host: str, *, lookup_only: bool) -> tuple[int, str]:
             except OSError as error:
                 reason = error.strerror
     raise RendezvousError(
-        f"no route from this host to the master at {master_host!r} ({reason}); check MASTER_ADDR, or name the way out "
-        "with the option interface= or bind="
+        f"no route from this host to the master at {master_host!r} ({reason}); check MASTER_ADDR, or set the option "
+        "interface= or bind="
     )
 
 
@@ -167,24 +167,24 @@ def interface_address(name: str, family: int = socket.AF_INET) -> str:
     """Return the address of the interface `name`: of `family` if it has one, else of the other family.
 
     Raises:
-        ValueError: there is no such interface, or it has no address; lists those that exist.
+        ValueError: there is no such interface, or it has no address. The message lists those that exist.
     """
     if not sys.platform.startswith("linux"):
-        raise ValueError(f"interface={name!r}: interfaces can be named on Linux only; give an address with bind=")
+        raise ValueError(f"interface={name!r}: only supported on Linux; set an address with bind=")
     known = [known for _, known in socket.if_nameindex()]
     if name not in known:
-        raise ValueError(f"interface={name!r}: there is none of this name here; there are {', '.join(known)}")
+        raise ValueError(f"interface={name!r} not found; available: {', '.join(known)}")
     by_family = (_ipv4_of, _ipv6_of) if family == socket.AF_INET else (_ipv6_of, _ipv4_of)
     for address_of in by_family:
         if address := address_of(name):
             return address
-    raise ValueError(f"interface={name!r}: it has no address; there are {', '.join(known)}")
+    raise ValueError(f"interface={name!r} has no address; available: {', '.join(known)}")
 
 
 def _ipv4_of(name: str) -> str | None:
     import fcntl  # not on Windows
 
-    # struct ifreq: the name in 16 bytes, then a sockaddr_in, whose address starts at its fifth byte; 40 bytes in all.
+    # struct ifreq has 40 bytes: the name in 16 bytes, then a sockaddr_in, whose address starts at its fifth byte.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()))
@@ -203,7 +203,7 @@ def _ipv6_of(name: str) -> str | None:
     for fields in map(str.split, lines):
         if len(fields) == _IF_INET6_FIELDS and fields[5] == name:
             found.setdefault(fields[3], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])))
-    # A link-local address means nothing without the interface it belongs to, so it is the last choice.
+    # A link-local address is only valid together with its interface, so it is the last choice.
     link = found.pop(_LINK_SCOPE, None)
     if found:
         return found.get(_GLOBAL_SCOPE) or next(iter(found.values()))

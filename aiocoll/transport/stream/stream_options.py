@@ -1,4 +1,4 @@
-"""The options of links over sockets."""
+"""Options of the stream transport."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["StreamOptions"]
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What the ranks of a `StreamTransport` may choose.
+    """The options of a `StreamTransport`.
 
     Attributes:
-        transport: `"tcp"`, `"unix"`, `"shm"` (one host; data through shared memory), or `"auto"`: as `"shm"` between
-            ranks of one host, TCP between hosts.
+        transport: `"tcp"`, `"unix"`, `"shm"` (one host; data through shared memory), or `"auto"`: `"shm"` between ranks
+            of one host, TCP between hosts.
         single_copy: whether ranks of one host may read large arrays in each other's memory.
-        host_id: pretend to be on another host (for tests).
-        epoch: of the job; ranks of another epoch are refused.
-        connect_timeout: seconds after which `connect` gives up.
-        handshake_timeout: seconds a peer has to prove the job key.
-        open_stream: makes of each connected socket the stream that carries all that follows.
-        carrier: the medium of data links in place of the sockets, if the ranks agree on it; see
+        host_id: name of the host to report instead of the real one (for tests).
+        epoch: epoch of the job. Connections from ranks of another epoch are rejected.
+        connect_timeout: seconds after which `connect` fails.
+        handshake_timeout: seconds within which a peer must prove the job key.
+        open_stream: makes the stream of a connected socket, before the handshake.
+        carrier: makes data links in place of sockets and shared memory, if the ranks agree on it; see
             `StreamTransport.agree_on_carrier`.
-        carries_all: the carrier has all data links, and not only those over TCP.
+        carries_all: the carrier makes all data links, not only those over TCP.
     """
 
     transport: Literal["auto", "tcp", "unix", "shm"] = "auto"

@@ -1,16 +1,17 @@
-"""A byte stream over several connections, for links that one of them does not fill.
+"""A byte stream over several connections, for networks that one connection does not fill.
 
-TCP sends a window per round trip, and the buffers of the kernel bound it. Several connections have several.
+TCP sends one window per round trip, and kernel buffers limit the window. Several connections have several windows.
 
-The bytes go in blocks, each whole over one connection: the first whose window has room for it, so that what is little
-keeps one window open; or that with the fewest bytes under way, if none has room:
+The bytes are sent in blocks, each over one connection. The first connection whose window has room for the block is
+used, so that a small amount of data keeps one window open. If none has room, the connection with the fewest bytes in
+flight is used. A block starts with a header:
 
     offset  size  (big endian)
          0     8  number of the block
-         8     4  its bytes, 1 to `BLOCK`
+         8     4  number of its bytes, 1 to `BLOCK`
 
-The receiver gives the blocks out in order. What is ahead of that on other connections it keeps, up to `AHEAD` bytes, so
-that these go on; the rest waits in the kernel.
+The receiver delivers the blocks in order. It keeps up to `AHEAD` bytes of later blocks from other connections, so that
+these connections continue to receive. The rest waits in the kernel.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from aiocoll.transport.byte_stream import Bytes, ByteStream
 
 __all__ = ["BLOCK", "StripedStream"]
 
-#: Bytes of a block at most: many times what its header costs, and few enough that all connections of a link carry a
-#: part of a segment.
+#: Maximum number of bytes in a block: large enough that the header costs little, and small enough that all connections
+#: of a link carry a part of each segment.
 BLOCK = 64 * 1024
-#: Bytes that are kept of blocks that came before their turn: what a fast, far link brings in the time of a loss.
+#: Maximum number of bytes kept of early blocks: as many as a fast, distant link delivers while it recovers from a loss.
 AHEAD = 8 << 20
 _HEAD = struct.Struct("!QI")
 _QUEUED = struct.Struct("=i")
-_MIDDLE = "the connection ended in the middle of a block"
+_INCOMPLETE = "the connection ended in the middle of a block"
 
 
 class _Stripe:
-    """One of the connections, and the block that it brings.
+    """A connection of the stream, and the block that arrives on it.
 
     Attributes:
         stream: the connection.
-        head: what has come of a header.
-        block: number of the block; None before its header has come.
-        left: bytes of it that have not been received.
-        ahead: those that have, if it was not its turn.
-        ended: nothing comes any more.
-        watched: the loop calls when something has come.
+        head: the received part of a header.
+        block: number of the block; None before its header has arrived.
+        left: number of bytes of the block that have not been received.
+        ahead: received bytes of the block, if earlier blocks are still missing.
+        ended: the connection delivers no more data.
+        watched: whether the event loop calls `_readable` when data arrives.
     """
 
     __slots__ = ("ahead", "block", "ended", "head", "left", "stream", "watched")
@@ -63,12 +64,12 @@ class _Stripe:
         self.ended = self.watched = False
 
     def queued(self) -> int:
-        """Return how many bytes have been sent, and not been acknowledged."""
+        """Return the number of bytes that have been sent but not acknowledged."""
         (nbytes,) = _QUEUED.unpack(fcntl.ioctl(self.stream.sock, termios.TIOCOUTQ, bytes(_QUEUED.size)))
         return int(nbytes)
 
     def find_block(self) -> None:
-        """Receive the header of a block, if it has come."""
+        """Receive the header of a block, if it has arrived."""
         space = memoryview(bytearray(_HEAD.size - len(self.head)))
         try:
             got = self.stream.receive_into(space)
@@ -77,48 +78,50 @@ class _Stripe:
         self.ended = not got
         self.head += space[:got]
         if self.ended and self.head:
-            raise ConnectionResetError(_MIDDLE)
+            raise ConnectionResetError(_INCOMPLETE)
         if len(self.head) == _HEAD.size:
             self.block, self.left = _HEAD.unpack(self.head)
             self.head = b""
             if not 1 <= self.left <= BLOCK:
-                raise ProtocolError(f"a block of {self.left} bytes has come; at most {BLOCK} are allowed")
+                raise ProtocolError(f"received a block of {self.left} bytes; the allowed range is 1 to {BLOCK}")
 
     def receive_into(self, space: memoryview) -> int:
-        """Receive some bytes of the block; return how many.
+        """Receive some bytes of the block; return their number.
 
         Raises:
-            BlockingIOError: none have come.
+            BlockingIOError: no bytes have arrived.
             OSError: the connection has ended.
         """
         got = self.stream.receive_into(space[: self.left])
         if not got:
-            raise ConnectionResetError(_MIDDLE)
+            raise ConnectionResetError(_INCOMPLETE)
         self.left -= got
         return got
 
 
 class StripedStream:
-    """See `aiocoll.transport.byte_stream.ByteStream`; the other end has to be one, too.
+    """A stream over several connections; see `aiocoll.transport.byte_stream.ByteStream`.
+
+    The other end must also be a `StripedStream`.
 
     Args:
-        loop: of the connections.
-        first: the connection that there is at first.
+        loop: event loop of the connections.
+        first: the first connection.
     """
 
     __slots__ = (
         "_ahead",
+        "_current",
+        "_delivered",
         "_error",
         "_expected",
-        "_given",
         "_head",
+        "_is_scheduled",
         "_kept",
         "_left",
         "_loop",
         "_next",
-        "_on",
         "_readable",
-        "_soon",
         "_stripes",
         "_writable",
         "bound",
@@ -134,36 +137,37 @@ class StripedStream:
         self._loop = loop
         self._readable: Callable[[], object] | None = None
         self._writable: Callable[[], object] | None = None
-        self._soon = False
+        self._is_scheduled = False
         self._error: OSError | None = None
-        # Of the block that is being sent: the connection, what has not been sent of its header, and of its bytes.
-        self._on = self._stripes[0]
+        # The block that is being sent: its connection, the unsent part of its header, the number of its unsent bytes,
+        # and the number of the next block.
+        self._current = self._stripes[0]
         self._head = memoryview(b"")
         self._left = 0
         self._next = 0
-        # The block that is to be given out, how much of it has been, and blocks that have come before their turn.
+        # The number of the block to deliver next, the bytes of it that have been delivered, and complete later blocks.
         self._expected = 0
-        self._given = 0
+        self._delivered = 0
         self._kept: dict[int, bytearray] = {}
-        # Bytes that have come before their turn, of whole blocks and parts.
+        # Number of bytes received of later blocks, complete or not.
         self._ahead = 0
 
     @property
     def connections(self) -> int:
-        """How many there are."""
+        """Number of connections."""
         return len(self._stripes)
 
     def add(self, stream: ByteStream) -> None:
-        """Use another connection, too; the other end does, or will have before it closes it."""
+        """Add a connection. The other end also adds it, before it closes the connection."""
         self._stripes.append(_Stripe(stream))
         self._watch()
 
     def send(self, data: Bytes) -> int:
-        """Send some bytes; return how many were taken."""
+        """Send some bytes; return the number of bytes that were accepted."""
         return self.send_parts((data,))
 
     def send_parts(self, parts: Iterable[Bytes]) -> int:
-        """As `send`, for several buffers in order."""
+        """Send some bytes of several buffers in order, as `send` does for one."""
         views = [memoryview(part) for part in parts]
         size, taken = sum(map(len, views)), 0
         while taken < size:
@@ -172,7 +176,7 @@ class StripedStream:
             wanted = min(self._left, size - taken)
             head = len(self._head)
             try:
-                sent = self._on.stream.send_parts([self._head, *_cut(views, taken, taken + wanted)])
+                sent = self._current.stream.send_parts([self._head, *_cut(views, taken, taken + wanted)])
             except BlockingIOError:
                 break
             self._head = self._head[sent:]
@@ -186,13 +190,13 @@ class StripedStream:
         return taken
 
     def receive_into(self, space: memoryview) -> int:
-        """Receive some bytes; return how many, 0 if the other end sends no more."""
+        """Receive some bytes; return their number, or 0 if the other end sends no more."""
         got = 0
         try:
-            while got < len(space) and (more := self._give(space[got:])):
+            while got < len(space) and (more := self._deliver(space[got:])):
                 got += more
             for stripe in self._stripes:
-                self._keep(stripe)
+                self._store_early(stripe)
         except OSError as error:
             self._error = self._error or error
         self._watch()
@@ -205,26 +209,26 @@ class StripedStream:
         return 0
 
     def start_reading(self, readable: Callable[[], object]) -> None:
-        """Have `readable` called while there is something to receive."""
+        """Call `readable` whenever there is data to receive."""
         self._readable = readable
         for stripe in self._stripes:
             stripe.watched = False
         self._watch()
 
     def stop_reading(self) -> None:
-        """Call `readable` no more."""
+        """Stop calling `readable`."""
         self._readable = None
         self._watch()
 
     def start_writing(self, writable: Callable[[], object]) -> None:
-        """Have `writable` called while bytes would be taken."""
+        """Call `writable` whenever the stream accepts data."""
         self._writable = writable
-        self._on.stream.start_writing(writable)
+        self._current.stream.start_writing(writable)
 
     def stop_writing(self) -> None:
-        """Call `writable` no more."""
+        """Stop calling `writable`."""
         self._writable = None
-        self._on.stream.stop_writing()
+        self._current.stream.stop_writing()
 
     def shutdown(self) -> None:
         """Shut down the sending side of all connections."""
@@ -238,18 +242,18 @@ class StripedStream:
             stripe.stream.close()
 
     def _begin(self, nbytes: int) -> None:
-        """Begin a block of what is to be sent."""
+        """Start a block for the next `nbytes` to send, or for the maximum block size if that is less."""
         self._left = min(nbytes, BLOCK)
-        before = self._on
-        self._on = before if len(self._stripes) == 1 else self._choose(self._left)
-        if self._writable is not None and self._on is not before:
+        before = self._current
+        self._current = before if len(self._stripes) == 1 else self._choose(self._left)
+        if self._writable is not None and self._current is not before:
             before.stream.stop_writing()
-            self._on.stream.start_writing(self._writable)
+            self._current.stream.start_writing(self._writable)
         self._head = memoryview(_HEAD.pack(self._next, self._left))
         self._next += 1
 
     def _choose(self, nbytes: int) -> _Stripe:
-        """Return the connection for a block of so many bytes."""
+        """Return the connection on which to send a block of `nbytes`."""
         fewest = inf
         for stripe in self._stripes:
             queued = stripe.queued()
@@ -260,34 +264,34 @@ class StripedStream:
         return found
 
     def _find(self, block: int) -> _Stripe | None:
-        """Return the connection that brings a block."""
+        """Return the connection on which a block arrives; None if its header has not arrived."""
         return next((stripe for stripe in self._stripes if stripe.block == block), None)
 
-    def _look(self, stripe: _Stripe) -> None:
-        """Look for the header of a block; an error is raised when all that came on other connections is given out."""
+    def _receive_header(self, stripe: _Stripe) -> None:
+        """Receive the header of a block. A connection error is raised only after all other data has been delivered."""
         try:
             stripe.find_block()
         except OSError as error:
             stripe.ended = True
             self._error = self._error or error
         if stripe.block is not None and (stripe.block < self._expected or stripe.block in self._kept):
-            raise ProtocolError(f"block {stripe.block} has come twice")
+            raise ProtocolError(f"received block {stripe.block} twice")
 
-    def _give(self, space: memoryview) -> int:
-        """Give out some of the block whose turn it is; return how many bytes."""
+    def _deliver(self, space: memoryview) -> int:
+        """Deliver some bytes of the next block; return their number."""
         kept, stripe = self._kept.get(self._expected), None
         if kept is None:
             for each in self._stripes:
                 if each.block is None and not each.ended and self._find(self._expected) is None:
-                    self._look(each)
+                    self._receive_header(each)
             stripe = self._find(self._expected)
             if stripe is None:
                 return 0
             kept = stripe.ahead
-        if self._given < len(kept):
-            part = memoryview(kept)[self._given : self._given + len(space)]
+        if self._delivered < len(kept):
+            part = memoryview(kept)[self._delivered : self._delivered + len(space)]
             space[: len(part)] = part
-            self._given += len(part)
+            self._delivered += len(part)
             self._ahead -= len(part)
             got = len(part)
         else:
@@ -296,19 +300,19 @@ class StripedStream:
                 got = stripe.receive_into(space)
             except BlockingIOError:
                 return 0
-        if self._given == len(kept) and (stripe is None or not stripe.left):
+        if self._delivered == len(kept) and (stripe is None or not stripe.left):
             self._kept.pop(self._expected, None)
             self._expected += 1
-            self._given = 0
+            self._delivered = 0
             if stripe is not None:
                 stripe.block, stripe.ahead = None, bytearray()
         return got
 
-    def _keep(self, stripe: _Stripe) -> None:
-        """Receive what a connection brings before its turn."""
+    def _store_early(self, stripe: _Stripe) -> None:
+        """Receive later blocks that arrive on a connection, and keep them until their turn."""
         while self._ahead < AHEAD and not stripe.ended:
             if stripe.block is None:
-                self._look(stripe)
+                self._receive_header(stripe)
             if stripe.block in (None, self._expected):
                 return
             space = memoryview(bytearray(stripe.left))
@@ -324,10 +328,10 @@ class StripedStream:
                 stripe.block, stripe.ahead = None, bytearray()
 
     def _watch(self) -> None:
-        """Have the loop look for what can be received now, and not for what has to wait."""
-        going_on = [stripe for stripe in self._stripes if not stripe.ended]
+        """Watch the connections whose data can be received now, and stop watching those whose data must wait."""
+        open_stripes = [stripe for stripe in self._stripes if not stripe.ended]
         full = self._ahead >= AHEAD
-        due = [each for each in going_on or self._stripes[:1] if not full or each.block in (None, self._expected)]
+        due = [each for each in open_stripes or self._stripes[:1] if not full or each.block in (None, self._expected)]
         for stripe in self._stripes:
             if self._readable is not None and stripe in due:
                 if not stripe.watched:
@@ -336,24 +340,24 @@ class StripedStream:
             elif stripe.watched:
                 stripe.watched = False
                 stripe.stream.stop_reading()
-        if self._readable is not None and not self._soon and self._holds():
-            self._soon = True
-            self._loop.call_soon(self._again)
+        if self._readable is not None and not self._is_scheduled and self._has_buffered():
+            self._is_scheduled = True
+            self._loop.call_soon(self._read_again)
 
-    def _holds(self) -> bool:
-        """Whether there are bytes to give out that no poller tells of."""
+    def _has_buffered(self) -> bool:
+        """Return whether there are received bytes to deliver, which the event loop does not report."""
         stripe = self._find(self._expected)
-        return self._expected in self._kept or (stripe is not None and self._given < len(stripe.ahead))
+        return self._expected in self._kept or (stripe is not None and self._delivered < len(stripe.ahead))
 
-    def _again(self) -> None:
-        self._soon = False
+    def _read_again(self) -> None:
+        self._is_scheduled = False
         if self._readable is not None:
             self._readable()
             self._watch()
 
 
 def _cut(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """Return the bytes from `start` to `end` of all views, in order."""
+    """Return the bytes from `start` to `end` of the concatenated views, as views."""
     found = []
     for view in views:
         if start < len(view) and end > 0:

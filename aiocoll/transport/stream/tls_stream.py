@@ -1,4 +1,4 @@
-"""A byte stream with TLS 1.3 on a socket, from its first byte to its last."""
+"""A byte stream on a socket that is encrypted by TLS 1.3 from the first byte."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from aiocoll.transport.stream.plain_stream import SocketStream, open_plain
 
 __all__ = ["OpenEncrypted", "TlsStream", "open_tls"]
 
-#: Bytes of the largest record. One that was made leaves before any other, so what is sent after a `BlockingIOError`
-#: must begin with the same bytes, and as many of them in one piece.
+#: Maximum number of bytes in a TLS record. OpenSSL keeps an encrypted record until the socket accepts it. The next call
+#: after a `BlockingIOError` must therefore offer at least the same bytes again.
 _RECORD = 1 << 14
 _WAIT = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TlsStream(SocketStream):
-    """See `aiocoll.transport.byte_stream.ByteStream`.
+    """An encrypted stream; see `aiocoll.transport.byte_stream.ByteStream`.
 
     Args:
-        loop: whose readers and writers there will be.
-        sock: after its handshake; closed by `close`.
-        tls: what secures it.
-        who: the other end, for messages.
-        dialled: this end has opened the connection.
+        loop: the event loop that watches the socket.
+        sock: the socket after the TLS handshake; `close` closes it.
+        tls: the TLS contexts and certificates of this rank.
+        who: the address of the other end, for messages.
+        dialled: whether this end has opened the connection.
     """
 
-    __slots__ = ("_held", "_readable", "_soon", "_ssl", "_tls", "_who", "bound")
+    __slots__ = ("_held", "_is_scheduled", "_readable", "_ssl", "_tls", "_who", "bound")
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, tls: Tls, who: str, *, dialled: bool
@@ -47,22 +47,22 @@ class TlsStream(SocketStream):
         self._tls = tls
         self._who = who
         self._readable: Callable[[], object] | None = None
-        self._soon = False
-        # Bytes of the record that was made and is not taken yet.
+        self._is_scheduled = False
+        # Number of bytes in the encrypted record that the socket has not accepted yet.
         self._held = 0
 
     def check_rank(self, rank: int) -> None:
-        """Compare the certificate that was shown with the rank at the other end, if it is one of the user's CA."""
+        """Check that the certificate of the other end is for this rank, if the user's CA issues certificates."""
         if self._tls.job is not None:
             shown = names_in(self._ssl.getpeercert() or {})
             check_names(shown, rank_name(self._tls.job, rank), f"the certificate of {self._who}")
 
     def send(self, data: Bytes) -> int:
-        """Encrypt and send some bytes; return how many were taken."""
+        """Encrypt and send some bytes; return the number of bytes that were accepted."""
         rest = memoryview(data)
         sent, size = 0, len(rest)
         if size < self._held:
-            raise BlockingIOError  # not what was offered before
+            raise BlockingIOError  # fewer bytes than in the previous call
         while sent < size:
             record = rest[sent : sent + _RECORD]
             try:
@@ -79,7 +79,7 @@ class TlsStream(SocketStream):
         return sent
 
     def send_parts(self, parts: Iterable[Bytes]) -> int:
-        """As `send`, for several buffers; small ones share a record."""
+        """Encrypt and send some bytes of several buffers, as `send` does for one. Small buffers share a record."""
         sent = 0
         for piece in _pieces(parts):
             try:
@@ -94,7 +94,7 @@ class TlsStream(SocketStream):
         return sent
 
     def receive_into(self, space: memoryview) -> int:
-        """Receive and decrypt some bytes; return how many, 0 if the other end sends no more."""
+        """Receive and decrypt some bytes; return their number, or 0 if the other end sends no more."""
         got = 0
         while got < len(space):
             try:
@@ -108,44 +108,44 @@ class TlsStream(SocketStream):
             if not more:
                 return got
             got += more
-        self._look_again()
+        self._schedule_read()
         return got
 
     def start_reading(self, readable: Callable[[], object]) -> None:
-        """Have `readable` called while there is something to receive."""
+        """Call `readable` whenever there is data to receive."""
         self._readable = readable
         super().start_reading(self._read)
-        self._look_again()
+        self._schedule_read()
 
     def stop_reading(self) -> None:
-        """Call `readable` no more."""
+        """Stop calling `readable`."""
         self._readable = None
         super().stop_reading()
 
     def shutdown(self) -> None:
-        """Shut down the sending side of the socket: TLS of this Python cannot end one side and read the other."""
+        """Shut down the sending side of the socket. Python's TLS cannot end one direction and read on in the other."""
         socket.socket.shutdown(self._ssl, socket.SHUT_WR)
 
     def _read(self) -> None:
         if self._readable is not None:
-            self._soon = True  # what is left is looked for once, when all was received that is to be
+            self._is_scheduled = True  # check for remaining bytes once, after `_readable` has received its data
             try:
                 self._readable()
             finally:
-                self._soon = False
-            self._look_again()
+                self._is_scheduled = False
+            self._schedule_read()
 
     def _broken(self, error: ssl.SSLError) -> ConnectionError:
         return _broken(error, self._tls, self._who)
 
-    def _look_again(self) -> None:
-        """Have what was decrypted and not received looked for: no poller tells of it."""
-        if self._readable is not None and not self._soon and self._ssl.pending():
-            self._soon = True
-            self._loop.call_soon(self._again)
+    def _schedule_read(self) -> None:
+        """Schedule another read if there are decrypted bytes left, which the event loop does not report."""
+        if self._readable is not None and not self._is_scheduled and self._ssl.pending():
+            self._is_scheduled = True
+            self._loop.call_soon(self._read_again)
 
-    def _again(self) -> None:
-        self._soon = False
+    def _read_again(self) -> None:
+        self._is_scheduled = False
         self._read()
 
 
@@ -155,7 +155,7 @@ def _broken(error: ssl.SSLError, tls: Tls, who: str) -> ConnectionError:
 
 
 def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:
-    """Yield the bytes of `parts` in pieces that fill whole records, but for the last."""
+    """Yield the bytes of `parts` in pieces that fill whole records, except the last piece."""
     joined = bytearray()
     for part in parts:
         rest = memoryview(part)
@@ -175,14 +175,14 @@ def _pieces(parts: Iterable[Bytes]) -> Iterator[Bytes]:
 
 
 class OpenEncrypted:
-    """Opens the streams of a rank, see `aiocoll.transport.byte_stream.OpenStream`: plain ones, until TCP is encrypted.
+    """A function that opens streams; plain until `encrypt` is called. See `aiocoll.transport.byte_stream.OpenStream`.
 
     Args:
-        options: of its group.
+        options: TLS options of the group.
         rank: this rank.
 
     Attributes:
-        tls: what encrypts connections over TCP; None: nothing.
+        tls: the TLS contexts for TCP connections; None if they are not encrypted.
     """
 
     def __init__(self, options: TlsOptions, rank: int) -> None:
@@ -192,16 +192,16 @@ class OpenEncrypted:
         self.tls: Tls | None = None
 
     async def encrypt(self, encrypted: bool) -> None:
-        """Encrypt connections over TCP from now on, or do not.
+        """Set whether TCP connections are encrypted from now on.
 
         Raises:
-            ValueError: the files of the user's CA cannot be used.
-            BackendUnavailableError: there are none, and no certificate can be made.
+            ValueError: the certificate files of the user cannot be used.
+            BackendUnavailableError: there are no such files, and no certificate can be made.
         """
         self.tls = await asyncio.to_thread(self._prepare) if encrypted else None
 
     async def renew(self) -> None:
-        """Read the files again for connections to come, if they are encrypted."""
+        """Read the certificate files again for future connections, if these are encrypted."""
         if self.tls is not None:
             await self.encrypt(True)
 
@@ -217,7 +217,7 @@ async def open_tls(tls: Tls, loop: asyncio.AbstractEventLoop, sock: socket.socke
 
     Raises:
         ConnectionResetError: the other end does not speak TLS 1.3, or ended the connection.
-        WrongCertificateError: one end does not take the certificate of the other.
+        WrongCertificateError: one end rejects the certificate of the other.
     """
     context = tls.client if dialled else tls.server
     secured = context.wrap_socket(sock, server_side=not dialled, do_handshake_on_connect=False)

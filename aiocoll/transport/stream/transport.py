@@ -1,9 +1,9 @@
-"""Links between processes: dialled as a socket, unix on one host, TCP between hosts, and opened by the handshake.
+"""The stream transport: links between processes over unix sockets on one host and over TCP between hosts.
 
-A rank accepts connections here; `dial` opens them, and `crossing` says which of several becomes the link. The rule
-for all three: nothing that has not proven the job key has any effect on a rank that has. An unproven connection takes
-one of a few places (`unproven`), for a few seconds, until a newer one needs it; nothing waits for it, and whatever it
-sent changes no answer to a peer.
+This module accepts connections, `dial` opens them, and `crossing` chooses the link if there are several. One rule holds
+for all three: a peer that has not proven the job key has no effect on ranks that have. An unproven connection occupies
+one of a few places (`unproven`) for a few seconds, or until a newer connection needs the place. No rank waits for it,
+and its data changes no reply to a peer.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from aiocoll.users import peer_trouble
 
 __all__ = ["StreamTransport"]
 
-#: Seconds until a unix socket is tried again whose backlog is full, or for which a descriptor was lacking.
+#: Seconds until a unix socket is dialled again after its backlog was full or no descriptor was available.
 _TRY_AGAIN = 0.01
 
-#: What the accepting end of a further connection says of it.
+#: The confirmation of the end that accepts a further connection of a link.
 _TAKEN = b"\x01"
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)  # not on Windows
@@ -53,14 +53,14 @@ _DEFAULTS: Final = StreamOptions()
 
 
 class StreamTransport:
-    """Sockets between the ranks of a job; see `aiocoll.transport.base.Transport`.
+    """The transport of one rank over sockets and shared memory; see `aiocoll.transport.base.Transport`.
 
     Args:
         runtime: clock, timers and randomness.
-        rank: of this process in the job.
-        world_size: ranks of the job.
+        rank: rank of this process in the job.
+        world_size: number of ranks in the job.
         job: name of the job, or the 16 bytes of its id.
-        key: the job key; None only as long as nothing leaves this host.
+        key: the job key; may be None only if all connections stay on this host.
         options: timeouts and the kinds of connections.
     """
 
@@ -69,7 +69,7 @@ class StreamTransport:
     heartbeat_accepted: Callable[[int, ByteStream], None]
     look: Callable[[], bool] = staticmethod(lambda: False)
     linger: Callable[[bool], bool] = staticmethod(lambda moved: False)
-    #: How many connections a data link to the host of this name is to have.
+    #: Returns the number of connections of a data link to a host, by the host's name in its card.
     connections: Callable[[str], int] = staticmethod(lambda host: 1)
 
     def __init__(
@@ -96,10 +96,10 @@ class StreamTransport:
         self._unix: str | None = None
         self._tcp: tuple[str, int] | None = None
         self._listeners = address.Listeners(runtime, self._greet)
-        # Handshakes that others have begun with us, each with what ends it; those ended early;
+        # Tasks of handshakes that peers have started, each with its timeout; and tasks that were evicted.
         self._serving: dict[asyncio.Task[bool], Patience] = {}
         self._evicted: set[asyncio.Task[bool]] = set()
-        # ... and those among them in which nothing has been proven. Then, what else goes on.
+        # The tasks in which the peer has not proven the job key yet; and other tasks in the background.
         self._unproven: Unproven[asyncio.Task[bool]] = Unproven(world_size, self._evict)
         self._background: set[asyncio.Task[None]] = set()
         wanted = transport in ("auto", "shm") and not options.carries_all
@@ -122,20 +122,20 @@ class StreamTransport:
 
     @property
     def trouble(self) -> str:
-        """Why there is no link yet to a rank that is dialled, or was until that was cancelled; "" if none is."""
+        """Reason why a dialled rank has not been reached; "" if no rank is dialled. It stays after a cancelled dial."""
         return self._dialler.trouble
 
     def all_met(self) -> None:
-        """From now on a host from which nothing comes is lost; before that it may not be up yet."""
+        """Treat silent hosts as unreachable from now on. Before this call, a silent host may still be starting."""
         self._dialler.impatient = True
 
     def agree_on_carrier(self, used: bool) -> None:
-        """Use the carrier of the options or not, as all ranks do; data links are made only after this."""
+        """Set whether all ranks use the carrier of the options. Data links are made only after this call."""
         self._links.carrier_use.agree(used)
 
     @property
     def card(self) -> Card:
-        """Where this rank can be reached now."""
+        """The card of this rank, with its current addresses."""
         tcp = list(self._tcp) if self._tcp else None
         return {
             "host": self._addresses.host,
@@ -159,14 +159,14 @@ class StreamTransport:
         """Return why the unix socket of another rank cannot be reached; None if it can.
 
         Raises:
-            AuthenticationError: it is another user's.
+            AuthenticationError: the socket belongs to another user.
         """
         while True:
             try:
                 with await address.reach(self._runtime.loop, socket.AF_UNIX, address.unix_address(name)) as sock:
                     foreign = peer_trouble(sock)
             except OSError as error:
-                if address.is_missing(error) or not address.may_pass(error):
+                if address.is_missing(error) or not address.is_transient(error):
                     return f"unix socket {name} cannot be reached ({error.strerror})"
                 await self._runtime.sleep(_TRY_AGAIN)
                 continue
@@ -175,9 +175,9 @@ class StreamTransport:
             return None
 
     def stand_apart(self, host: str, trouble: str) -> None:
-        """Count as on the host named `host` from now on: ranks of the old one cannot be reached by unix sockets."""
+        """From now on, identify as being on `host`, because ranks of this host cannot be reached by unix sockets."""
         self._addresses.host = host
-        self._addresses.apart = trouble
+        self._addresses.unix_trouble = trouble
 
     async def listen_tcp(
         self,
@@ -186,17 +186,17 @@ class StreamTransport:
         advertise_port: int | None = None,
         ports: tuple[int, int] | None = None,
     ) -> Card:
-        """Listen on a TCP port of the numeric address `host`, too; return the new card.
+        """Start to listen on a TCP port of the numeric address `host`; return the new card.
 
         Args:
             host: address to listen on.
-            advertise: the address to advertise to peers, if it is another one; must be given for a wildcard `host`.
-            advertise_port: the port to advertise to peers, if it is another one.
-            ports: the first and the last of which one is to be taken; None: any free one.
+            advertise: the address to publish to peers if it is not `host`; required if `host` is a wildcard.
+            advertise_port: the port to publish to peers if it is not the local port.
+            ports: the first and the last port to try; None for any free port.
 
         Raises:
             AuthenticationError: other machines can reach `host`, and there is no job key.
-            RendezvousError: `host` is no address of this host, or none of `ports` is free.
+            RendezvousError: `host` is not an address of this host, or no port in `ports` is free.
             ValueError: `advertise` is missing, or `transport="unix"`.
         """
         if self._transport in ("unix", "shm"):
@@ -211,15 +211,15 @@ class StreamTransport:
         return self.card
 
     async def connect(self, peer: int, card: Card, kind: ConnKind) -> Link | None:
-        """Open a link of `kind` to rank `peer`, whose card this is.
+        """Open a link of `kind` to rank `peer`, which has published `card`.
 
         Returns:
-            The link; None if the link that `peer` opened is the one that stays (it was passed to `accepted`).
+            The link; None if the link that `peer` opened is used instead (it was passed to `accepted`).
 
         Raises:
             AuthenticationError: the other end does not belong to this job, or is another rank.
-            RendezvousError: no transport that is allowed leads from here to there.
-            PeerLostError: the peer cannot be reached; names address, reason and time spent.
+            RendezvousError: no allowed transport can reach the peer.
+            PeerLostError: the peer cannot be reached. The message names address, reason and elapsed time.
             GroupClosedError: the transport was closed.
         """
         target = self._addresses.find(peer, card)
@@ -237,30 +237,30 @@ class StreamTransport:
         return link
 
     async def connect_heartbeat(self, peer: int, card: Card) -> ByteStream | None:
-        """Open a connection for heartbeats; returns and raises what `connect` does."""
+        """Open a connection for heartbeats. It has the same results and errors as `connect`."""
         target = self._addresses.find(peer, card)
         return await self._dialler.connect((peer, ConnKind.HEARTBEAT), target, self._links.adopt_bare)
 
     async def connect_probe(self, peer: int, card: Card) -> ByteStream:
-        """Open a connection to `transport.stream.probe.measure` the way to a rank; raises what `connect` does."""
+        """Open a connection for `transport.stream.probe.measure`. It raises the same errors as `connect`."""
         target = self._addresses.find(peer, card)
         stream = await self._dialler.connect((peer, ConnKind.PROBE), target, self._links.adopt_bare)
-        assert stream is not None  # a link, which it might be refused for, is never made of it
+        assert stream is not None  # None would mean a link of this kind, but a probe never becomes a link
         return stream
 
     def carrier(self, peer: int) -> tuple[str, str | None]:
-        """Return what carries data to `peer` ("none" before the first), and why it is not shared memory."""
-        trouble = self._dialler.detours.get(peer) or self._addresses.apart or self._links.sharing.trouble
+        """Return the medium of the data link to `peer` ("none" before the first), and why it is not shared memory."""
+        trouble = self._dialler.detours.get(peer) or self._addresses.unix_trouble or self._links.sharing.trouble
         return self._links.carrier(peer), trouble
 
     def catch_up(self) -> None:
-        """Read what peers have put into shared memory: a socket may tell of their end before."""
+        """Read what peers have written to shared memory: a socket may report their end before that is read."""
         self._links.sharing.catch_up()
         if self._carrier is not None:
             self._carrier.catch_up()
 
     async def aclose(self) -> None:
-        """Stop listening, end the handshakes and dials in progress, let peers unmap memory; open links stay open."""
+        """Stop listening, cancel handshakes and dials in progress, and let peers unmap memory. Open links stay open."""
         self.close()
         for task in (*self._serving, *self._background):
             task.cancel()
@@ -274,7 +274,7 @@ class StreamTransport:
             await asyncio.wait(unfinished)
 
     def close(self) -> None:
-        """Stop listening, and let peers unmap memory; the loop may be closed."""
+        """Stop listening, and let peers unmap memory. The event loop may be closed."""
         self._listeners.close()
         self.registered_memory.close()
         if self._carrier is not None:
@@ -285,7 +285,7 @@ class StreamTransport:
 
     def _greet(self, sock: socket.socket) -> None:
         if sock.family == _AF_UNIX and (foreign := peer_trouble(sock)) is not None:
-            logger.debug("rank %d refused a process that %s", self.rank, foreign, extra=self._log_extra)
+            logger.debug("rank %d refused a connection that %s", self.rank, foreign, extra=self._log_extra)
             sock.close()
             return
         task = self._runtime.create_task(self._serve(sock), f"aiocoll-accept-{self.rank}")
@@ -314,15 +314,15 @@ class StreamTransport:
             sock.close()
 
     def _warn(self, why: WrongCertificateError) -> None:
-        """Log that a certificate was refused: whose clock or files are wrong may wait for this rank in vain.
+        """Log that a certificate was rejected. A peer with a wrong clock or wrong files may otherwise wait in vain.
 
-        All count as repetitions of one warning, since anybody can show any certificate.
+        All such warnings count as repetitions of one, since any process can present any certificate.
         """
         if (repeated := self._repeats.admit("certificate", self._runtime.time())) is not None:
             logger.warning("rank %d refused a connection: %s%s", self.rank, why, repeated, extra=self._log_extra)
 
     async def _serve(self, sock: socket.socket) -> bool:
-        """Answer a handshake; whether the socket is now in use."""
+        """Answer a handshake; return whether the socket is now in use."""
         stream = await self._open_stream(self._runtime.loop, sock, dialled=False)
         hand_over = None
         try:
@@ -336,7 +336,7 @@ class StreamTransport:
         return True
 
     async def _answer(self, stream: ByteStream) -> Callable[[], None] | None:
-        """Answer a handshake; return the call that hands over its result, None if there is another connection."""
+        """Answer a handshake; return a function that passes on the new link, or None if a link already exists."""
         exchange = ServerHandshake(self._identity, self._key, self._runtime.random_bytes, stream.bound)
         send_message(stream, exchange.challenge(await receive_message(stream, handshake.HELLO_SIZE)))
         if exchange.refusal is not None:
@@ -360,7 +360,7 @@ class StreamTransport:
         if exchange.refusal is not None:
             send_message(stream, verdict)
             raise wrong or exchange.refusal
-        assert key is not None  # asked for everything that is not refused
+        assert key is not None  # `decide` sets it unless the connection is rejected
         task = asyncio.current_task()
         assert task is not None
         self._proven(task, stream.sock)
@@ -373,11 +373,11 @@ class StreamTransport:
         return hand_over
 
     def _proven(self, task: asyncio.Task[bool], sock: socket.socket) -> None:
-        """Wait for this peer as long as it lives: it may have a link as soon as it has sent its last message.
+        """Remove the timeout of a peer that has proven the job key: it may use the link after its last message.
 
-        It closes the connection when it gives up, as the kernel does when its process ends. If its host is gone, or a
-        network in between has forgotten the connection, keepalive probes find that, or the retransmission of the last
-        message ends after minutes.
+        The peer closes the connection when it gives up, and its kernel does so when its process ends. If the host is
+        down, or a router has dropped the connection, keepalive probes detect it. Otherwise the retransmission of the
+        last message fails after minutes.
         """
         self._serving[task].cancel()
         self._unproven.release(task)
@@ -390,7 +390,7 @@ class StreamTransport:
             return partial(self.heartbeat_accepted, peer.rank, stream)
         if peer.kind is ConnKind.PROBE:
             await self._links.adopt_bare(stream, peer)
-            return partial(self._start, "measured", self._be_measured, stream)
+            return partial(self._start, "measured", self._answer_probe, stream)
         if peer.kind is ConnKind.STRIPE:
             await self._links.adopt_bare(stream, peer)
             return partial(self._add_connection, peer.rank, stream)
@@ -403,13 +403,13 @@ class StreamTransport:
         task.add_done_callback(self._background.discard)
 
     async def _add_connections(self, peer: int, target: DialAddress, count: int) -> None:
-        """Open further connections of a data link; without them it goes on with those that there are."""
+        """Open further connections of a data link. If that fails, the link continues with its present connections."""
         for _ in range(count):
             try:
                 stream = await self._dialler.connect((peer, ConnKind.STRIPE), target, self._links.adopt_bare)
             except (AiocollError, OSError):
                 return
-            assert stream is not None  # as a probe
+            assert stream is not None  # None would mean a link of this kind, but a stripe never becomes one
             added = False
             try:
                 await receive_message(stream, len(_TAKEN))
@@ -421,16 +421,16 @@ class StreamTransport:
                     stream.close()
 
     def _add_connection(self, peer: int, stream: ByteStream) -> None:
-        """Use a connection that a peer has opened for a data link; it does so when it has heard of that."""
+        """Add a connection that a peer has opened to a data link, and confirm it, so that the peer adds it as well."""
         if self._links.add(peer, stream):
             send_message(stream, _TAKEN)
         else:
             stream.close()
 
-    async def _be_measured(self, stream: ByteStream) -> None:
+    async def _answer_probe(self, stream: ByteStream) -> None:
         try:
             await answer(stream, self._runtime.time)
         except OSError:
-            pass  # the other end has what it wanted
+            pass  # the other end has finished its measurement
         finally:
             stream.close()

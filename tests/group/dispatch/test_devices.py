@@ -171,7 +171,7 @@ def test_its_library_is_a_backend() -> None:
     assert names.sole_backend({"cpu": "aio", "abacus": "beads"}) == "aio"
     with pytest.raises(ValueError, match="such as 'cpu:aio,cuda:nccl,abacus:beads'"):
         BackendConfig("abacus:")
-    with pytest.raises(ValueError, match=r"\(only 'aio' and 'nccl' and 'beads' go together\)"):
+    with pytest.raises(ValueError, match=r"\(only 'aio' and 'nccl' and 'beads' can be combined\)"):
         names.sole_backend({"cpu": "fake", "abacus": "beads"})
 
 
@@ -180,7 +180,7 @@ def test_device_is_served_once_whoever_registers_it() -> None:
     assert Backend.backend_list.count("beads") == 1
     assert BackendConfig().device_backend_map == {"cpu": "aio", "cuda": "aio", "abacus": "aio"}
     for other in ("aio", "nccl"):
-        with pytest.raises(ValueError, match=f"library='{other}' is another backend: choose the name .* 'abacus' dev"):
+        with pytest.raises(ValueError, match=f"library='{other}' is another backend; use the name .* 'abacus' dev"):
             names.serve_device("abacus", other)
     assert Backend.default_device_backend_map["abacus"] == "beads"
 

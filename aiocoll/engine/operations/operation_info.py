@@ -6,10 +6,10 @@ from aiocoll.engine.operations.base import Operation
 from aiocoll.engine.operations.signature import P2P
 from aiocoll.hooks import OperationInfo
 
-__all__ = ["told"]
+__all__ = ["operation_info"]
 
 
-def told(operation: Operation, error: BaseException | None, seconds: float | None) -> OperationInfo:
+def operation_info(operation: Operation, error: BaseException | None, seconds: float | None) -> OperationInfo:
     """Build the `OperationInfo` that hooks receive.
 
     Args:
