@@ -155,16 +155,16 @@ SLURM = OF_SLURM | {"AIOCOLL_PORT": "31000"}
         (
             {"JOB_COMPLETION_INDEX": "0"},
             "Kubernetes (JOB_COMPLETION_INDEX)",
-            "AIOCOLL_WORLD_SIZE is missing in the environment, where Kubernetes was recognised by JOB_COMPLETION_INDEX"
-            ": give the container that variable, with the `completions` of the Job",
+            "AIOCOLL_WORLD_SIZE is missing in the environment, but JOB_COMPLETION_INDEX shows that Kubernetes started "
+            "this process: give the container that variable, with the `completions` of the Job",
             False,
         ),
         (
             {"MASTER_ADDR": "127.0.0.1"},
             "explicit variables (MASTER_ADDR)",
             "world_size is missing: give world_size= with init_method='env://', set WORLD_SIZE in the environment, or "
-            "start the ranks with `aiocoll run`, torchrun, mpiexec or srun; a program that nothing has started as a "
-            "rank is a group of one with AIOCOLL_SINGLETON=1",
+            "start the ranks with `aiocoll run`, torchrun, mpiexec or srun; for a group of one rank without "
+            "a launcher, set AIOCOLL_SINGLETON=1",
             True,
         ),
     ],

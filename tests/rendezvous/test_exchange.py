@@ -12,7 +12,7 @@ import pytest
 from aiocoll import RendezvousError, TCPStore, new_group
 from aiocoll.errors import StoreUnavailableError
 from aiocoll.meeting.cards import call_off
-from aiocoll.rendezvous.exchange import run_unless
+from aiocoll.rendezvous.exchange import run_until_notice
 from aiocoll.runtime import Runtime
 
 
@@ -29,7 +29,7 @@ async def news(turns: float) -> Exception | None:
 
 
 def either(doing: Coroutine[Any, Any, None], turns: float) -> Coroutine[Any, Any, None]:
-    return run_unless(Runtime.of(asyncio.get_running_loop()), doing, news(turns), "a test")
+    return run_until_notice(Runtime.of(asyncio.get_running_loop()), doing, news(turns), "a test")
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 10])

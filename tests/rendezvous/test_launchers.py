@@ -141,20 +141,23 @@ def test_what_a_launcher_has_started_is_no_group_of_one() -> None:
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({name: text for name, text in MPICH.items() if name != "PMI_RANK"}, "PMI_RANK is missing .* PMI-1 .* PMI_FD"),
+        ({name: text for name, text in MPICH.items() if name != "PMI_RANK"}, "PMI_RANK is missing .* PMI_FD .* PMI-1"),
         (MPICH | {"PMI_FD": ""}, "PMI_FD is missing"),
-        (MPICH | {"PMI_RANK": "3"}, "PMI_RANK=3, PMI_SIZE=3: PMI-1 tells no such rank"),
+        (MPICH | {"PMI_RANK": "3"}, "PMI_RANK=3, PMI_SIZE=3: PMI-1 set an invalid rank"),
         (MPICH | {"PMI_SIZE": "three"}, r"PMI_SIZE='three' in the environment must be a number \(PMI-1 sets it\)"),
         (MPICH | {"MPI_LOCALNRANKS": "x"}, "MPI_LOCALNRANKS='x' in the environment must be a number"),
-        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=0: Open MPI tells"),
-        (OPEN_MPI_5 | {"PMIX_NAMESPACE": ""}, "PMIX_NAMESPACE is missing .* Open MPI was recognised"),
+        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=0: Open MPI set"),
+        (OPEN_MPI_5 | {"PMIX_NAMESPACE": ""}, "PMIX_NAMESPACE is missing .* shows that Open MPI started"),
         (KUBERNETES | {"JOB_COMPLETION_INDEX": "-1"}, "JOB_COMPLETION_INDEX=-1, AIOCOLL_WORLD_SIZE=3"),
         (
             {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "a-1"},
-            "AIOCOLL_WORLD_SIZE is missing in the environment, where Kubernetes was recognised by JOB_COMPLETION_INDEX"
-            ": give the container that variable, with the `completions` of the Job",
+            "AIOCOLL_WORLD_SIZE is missing in the environment, but JOB_COMPLETION_INDEX shows that Kubernetes started "
+            "this process: give the container that variable, with the `completions` of the Job",
         ),
-        (KUBERNETES | {"HOSTNAME": "train-it-2"}, "HOSTNAME='train-it-2' .* which ends with -1, its JOB_COMPLETION_IN"),
+        (
+            KUBERNETES | {"HOSTNAME": "train-it-2"},
+            "HOSTNAME='train-it-2' .* must end with -1, the JOB_COMPLETION_INDEX",
+        ),
         (KUBERNETES | {"HOSTNAME": ""}, "HOSTNAME is missing"),
         (KUBERNETES | {"AIOCOLL_PORT": "0"}, "AIOCOLL_PORT='0' in the environment must be a port number"),
         (SLURM | {"SLURM_PROCID": "1_0"}, "SLURM_PROCID='1_0' in the environment must be a number"),
@@ -171,7 +174,7 @@ def test_what_is_missing_or_wrong_is_named(env: dict[str, str], message: str) ->
 
 def test_open_mpi_that_does_not_tell_where() -> None:
     for job in ("456392705", "prterun-vm@1", "slurm.pmix.1.0"):
-        with pytest.raises(RendezvousError, match=r"Open MPI .* does not tell where .* MASTER_PORT .* `aiocoll run`"):
+        with pytest.raises(RendezvousError, match=r"Open MPI .* name no host .* MASTER_PORT .* `aiocoll run`"):
             found(OPEN_MPI_5 | {"PMIX_NAMESPACE": job})
     uri = "1314521088.0;tcp6://[fe80::b9b,2620:10d::3]:43370"
     assert address(found(OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": uri}))[0] == "fe80::b9b"
@@ -182,11 +185,11 @@ def test_half_of_the_variables_are_not_mixed_with_a_launcher() -> None:
     with pytest.raises(ValueError, match="world_size is missing") as caught:
         found(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
     assert str(caught.value).endswith(
-        "; Slurm has started this process (SLURM_STEP_ID), and is asked if you give neither rank= nor world_size= and "
-        "unset MASTER_ADDR, MASTER_PORT"
+        "; Slurm started this process (SLURM_STEP_ID): to use its variables, omit rank= and world_size= and unset"
+        " MASTER_ADDR, MASTER_PORT"
     )
     without_port = {name: text for name, text in EXPLICIT.items() if name != "MASTER_PORT"}
-    with pytest.raises(ValueError, match=r"^MASTER_PORT missing .*; PMI-1 has started this process \(PMI_FD\)"):
+    with pytest.raises(ValueError, match=r"^MASTER_PORT missing .*; PMI-1 started this process \(PMI_FD\)"):
         found(SLURM | MPICH | without_port)
     with pytest.raises(ValueError, match=r"^world_size is missing.*; Kubernetes .* world_size=$"):
         find_where(None, None, 1, None, KUBERNETES, "")
@@ -224,8 +227,8 @@ def test_url_may_have_the_numbers(scheme: str, query: str, rank: int | None, wor
 @pytest.mark.parametrize(
     ("query", "rank", "world_size", "message"),
     [
-        ("rank=1&world_size=3", 1, None, "has rank, and rank= is given, too: give one of them"),
-        ("rank=1&world_size=3", None, 3, "has world_size, and world_size= is given, too"),
+        ("rank=1&world_size=3", 1, None, "contains rank, and rank= is given: pass only one of them"),
+        ("rank=1&world_size=3", None, 3, "contains world_size, and world_size= is given"),
         ("rank=one&world_size=3", None, None, "rank must be a number, not 'one'"),
         ("rank=3&world_size=3", None, None, "rank=3, world_size=3: world_size must be positive and rank 0 to"),
         ("rank=1", None, None, "world_size is missing: give world_size="),
@@ -284,7 +287,7 @@ def test_jobs_of_several_hosts_have_ports_of_their_own() -> None:
 def test_between_hosts_a_key_is_asked_for(env: dict[str, str]) -> None:
     launcher = recognise(env)
     assert launcher is not None
-    with pytest.raises(AuthenticationError, match=f"^{launcher.name} has started .* AIOCOLL_JOB_KEY_FILE.*mpi=pmi2"):
+    with pytest.raises(AuthenticationError, match=f"^{launcher.name} started .* AIOCOLL_JOB_KEY_FILE.*mpi=pmi2"):
         found(env).open(1.0, None, OPTIONS)
     found(env).open(1.0, b"sixteen bytes or more", OPTIONS)
 

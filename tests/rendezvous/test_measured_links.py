@@ -112,7 +112,7 @@ def test_what_leaders_publish_is_read() -> None:
     + [msgpack.packb([[1, float(bad), 1.0]]) for bad in ("nan", "inf")],
 )
 def test_whatever_else_is_refused(value: bytes) -> None:
-    with pytest.raises(RendezvousError, match="rank 0 published invalid links in the store"):
+    with pytest.raises(RendezvousError, match="rank 0 published invalid link figures in the store"):
         read_links({0: value, 1: msgpack.packb([])}, cards("ab"))
 
 
@@ -145,7 +145,7 @@ async def test_the_ranks_of_one_host_go_by_what_it_does(tmp_path: Path, monkeypa
     async def measured(*_: Any) -> LinkFigures:
         return SLOW
 
-    monkeypatch.setattr(measured_links, "_measured", measured)
+    monkeypatch.setattr(measured_links, "_measure_link", measured)
     for each in await machines("aab", tmp_path):
         assert each["world"].alpha == Tuning().tcp.alpha + 25e-3
         assert each["host"].alpha == Tuning(medium="shm").machine.alpha
@@ -158,7 +158,7 @@ async def test_a_rank_says_how_many_connections_it_opens(
     async def measured(*_: Any) -> LinkFigures:
         return LinkFigures(1.0, 1e12)
 
-    monkeypatch.setattr(measured_links, "_measured", measured)
+    monkeypatch.setattr(measured_links, "_measure_link", measured)
 
     async def rank(number: int) -> int:
         how = GroupOptions(host_id=str(number), job_key=b"k" * 32, bind="127.0.0.1", connections=most)

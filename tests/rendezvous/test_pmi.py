@@ -139,11 +139,11 @@ async def test_those_who_do_not_come_are_told_of_and_may_come_later(
         with pytest.raises(RendezvousError) as caught:
             await ask(launcher, 0)(None, options, "", 0.2)
         assert str(caught.value) == (
-            "rank 0 waited 0.2 s at the barrier of the launcher (PMI): all 2 processes that it has started have to "
+            "rank 0 waited 0.2 s at the launcher's barrier (PMI): all 2 processes that the launcher started must "
             "make a group, with init_method='env://'"
         )
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-            "rank 0 waited 0.05 s at the barrier of the launcher (PMI): not all 2 processes have come; waiting on"
+            "rank 0 waited 0.05 s at the launcher's barrier (PMI): not all 2 processes have arrived; still waiting"
         ]
         first, second = await all_find(launcher, 2)
         assert first == second
@@ -151,22 +151,22 @@ async def test_those_who_do_not_come_are_told_of_and_may_come_later(
 
 
 WRONG = [
-    ("init", "cmd=response_to_init rc=-1\n", "'init' as PMI-1 does, but with 'cmd=response_to_init rc=-1'"),
-    ("init", "cmd=response_to_init pmi_version=1 rc=0", "has closed its connection"),
-    ("init", "\n", "but with 'no command'"),
-    ("init", "\x00\xff=\xfe ===\n", "but with 'no command'"),
-    ("init", "x" * 50_000, "a line has no end"),
-    ("get_my_kvsname", "cmd=my_kvsname rc=0\n", "'get_my_kvsname' as PMI-1 does, but with 'cmd=my_kvsname rc=0'"),
-    ("get_my_kvsname", "cmd=barrier_out rc=0\n", "but with 'cmd=barrier_out rc=0'"),
-    ("get_my_kvsname", "", "has closed its connection"),
-    ("barrier_in", "", "has closed its connection"),
-    ("barrier_in", f"cmd=get_result rc=0 value={'5' * 64}\n", "'barrier_in' as PMI-1 does, but with 'cmd=get_result "),
-    ("get", "cmd=get_result rc=1\n", "but with 'cmd=get_result rc=1'"),
-    ("get", "cmd=get_result rc=0 value=\n", "but with 'cmd=get_result rc=0'"),
-    ("get", "cmd=get_result rc=0 value=xyz\n", "did not hand over what rank 0 has published"),
-    ("get", "cmd=get_result rc=0 value=2020\n", "did not hand over what rank 0 has published"),
-    ("get", f"cmd=get_result rc=0 value={b'ho st 1 0'.hex()}\n", "did not hand over what rank 0 has published"),
-    ("finalize", "cmd=finalize_ack rc=7\n", "'finalize' as PMI-1 does"),
+    ("init", "cmd=response_to_init rc=-1\n", "sent 'cmd=response_to_init rc=-1' in reply to 'init'"),
+    ("init", "cmd=response_to_init pmi_version=1 rc=0", "closed its connection"),
+    ("init", "\n", "sent 'no command'"),
+    ("init", "\x00\xff=\xfe ===\n", "sent 'no command'"),
+    ("init", "x" * 50_000, "a line exceeds 16384 bytes"),
+    ("get_my_kvsname", "cmd=my_kvsname rc=0\n", "sent 'cmd=my_kvsname rc=0' in reply to 'get_my_kvsname'"),
+    ("get_my_kvsname", "cmd=barrier_out rc=0\n", "sent 'cmd=barrier_out rc=0'"),
+    ("get_my_kvsname", "", "closed its connection"),
+    ("barrier_in", "", "closed its connection"),
+    ("barrier_in", f"cmd=get_result rc=0 value={'5' * 64}\n", "sent 'cmd=get_result rc=0' in reply to 'barrier_in'"),
+    ("get", "cmd=get_result rc=1\n", "sent 'cmd=get_result rc=1'"),
+    ("get", "cmd=get_result rc=0 value=\n", "sent 'cmd=get_result rc=0'"),
+    ("get", "cmd=get_result rc=0 value=xyz\n", "returned an invalid store address"),
+    ("get", "cmd=get_result rc=0 value=2020\n", "returned an invalid store address"),
+    ("get", f"cmd=get_result rc=0 value={b'ho st 1 0'.hex()}\n", "returned an invalid store address"),
+    ("finalize", "cmd=finalize_ack rc=7\n", "in reply to 'finalize'"),
 ]
 
 
@@ -186,10 +186,10 @@ async def test_wrong_answers_are_errors_and_stay_so(
 
 async def test_a_launcher_that_is_gone(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2, {"init": ""}) as launcher:
-        with pytest.raises(RendezvousError, match="has closed its connection"):
+        with pytest.raises(RendezvousError, match="closed its connection"):
             await find(launcher, 1)
         store = PmiStore(launcher.environment(1)["PMI_FD"], 1, 2, True, 0)
-        with pytest.raises(RendezvousError, match=r"cannot be asked any more \(PMI\): Broken pipe"):
+        with pytest.raises(RendezvousError, match=r"the connection to the launcher \(PMI\) failed: Broken pipe"):
             await store.find(None, OPTIONS, "", LIMIT)
 
 

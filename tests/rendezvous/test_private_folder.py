@@ -64,7 +64,7 @@ def test_one_that_is_not_ours_alone_is_refused(temporary: Path, runtime: Path, w
             os.chown(folder, 65534, -1)
         else:
             pytest.skip("only root can give a folder away")
-    with pytest.raises(RendezvousError, match=rf"{folder} is not a folder of this user alone.*XDG_RUNTIME_DIR"):
+    with pytest.raises(RendezvousError, match=rf"{folder} is not private to this user.*XDG_RUNTIME_DIR"):
         private_folder({})
 
 

@@ -198,7 +198,7 @@ async def test_closing_one_group_leaves_the_others() -> None:
 async def test_another_world_size_for_the_same_job_is_refused() -> None:
     store = HashStore()
     async with new_group(store=store, rank=0, world_size=1):
-        with pytest.raises(ValueError, match="world_size=2, but the groups of this job have 1 ranks"):
+        with pytest.raises(ValueError, match="world_size=2, but other groups of this job have 1 ranks"):
             await new_group(store=store, rank=0, world_size=2)
     await store.aclose()
 
@@ -238,8 +238,8 @@ async def test_a_connection_that_is_not_made_is_named_on_both_sides(
     store = HashStore()
     place = r"127\.0\.0\.1 port \d+"
     expected = [
-        rf"rank\(s\) 1 \(at {place}\) have not connected to rank 0 at {place}: do they run, and do "
-        r"firewalls let them\?",
+        rf"rank\(s\) 1 \(at {place}\) have not connected to rank 0 at {place}; check that they "
+        r"run and that firewalls permit the connection",
         rf"rank 0 cannot be reached at {place}: it does not answer \(tried for \d\.\d s\)",
     ]
 
@@ -252,7 +252,7 @@ async def test_a_connection_that_is_not_made_is_named_on_both_sides(
     await together(2, rank)
     told = [record.getMessage() for record in caplog.records]
     for number, text in enumerate(expected):
-        warning = rf"rank {number} of 2 did not meet the others within 0.5 s: {text}; waiting on"
+        warning = rf"rank {number} of 2 did not meet the others within 0.5 s: {text}; still waiting"
         assert len([line for line in told if re.fullmatch(warning, line)]) == 1
     await store.aclose()
 
@@ -262,7 +262,9 @@ async def test_waiting_for_a_rank_is_warned_of(caplog: pytest.LogCaptureFixture)
     options = GroupOptions(warn_after=0.05)
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.2 s"):
         await new_group(store=store, rank=0, world_size=2, timeout=0.2, options=options)
-    expected = "rank 0 waited 0.05 s for rank(s) 1 of 2: are they running with the same master address?; waiting on"
+    expected = (
+        "rank 0 waited 0.05 s for rank(s) 1 of 2: check that they run and use the same master address; still waiting"
+    )
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [expected]
     await store.aclose()
 
@@ -277,7 +279,7 @@ async def test_a_process_in_the_place_of_a_lost_one_is_told_of_join() -> None:
 
     await together(2, rank)
     with pytest.raises(
-        RendezvousError, match=r"for rank\(s\) 1 of 2: ranks have met on this store before: .* pass join=True"
+        RendezvousError, match=r"for rank\(s\) 1 of 2: ranks have already met on this store; .* pass join=True"
     ):
         await new_group(store=store, world_size=2, timeout=0.1)
     await store.aclose()
@@ -425,7 +427,7 @@ async def test_under_torchrun_on_several_hosts_a_port_is_asked_for(environment: 
     environment.setenv("MASTER_PORT", "29500")
     environment.setenv("WORLD_SIZE", "4")
     environment.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(RendezvousError, match="under torchrun on several hosts set AIOCOLL_PORT"):
+    with pytest.raises(RendezvousError, match="torchrun started ranks on several hosts: set AIOCOLL_PORT"):
         new_group(rank=0)
 
 

@@ -150,7 +150,7 @@ def test_wrong_sizes(size: Any, error: type[Exception]) -> None:
 
 def test_a_meeting_has_to_be_entered() -> None:
     for ask in (Meeting(1).ticket, Meeting(1).newcomer):
-        with pytest.raises(ValueError, match="the meeting has not begun: enter it"):
+        with pytest.raises(ValueError, match="the meeting has not been entered: use"):
             ask()
 
 
@@ -283,7 +283,7 @@ async def test_a_meeting_tells_the_ranks_who_is_gone(hosts: int) -> None:
 
 async def test_deaths_are_those_of_a_ticket_of_the_meeting() -> None:
     async with Meeting(1) as meeting, Meeting(1) as other:
-        with pytest.raises(ValueError, match="is not one of this meeting"):
+        with pytest.raises(ValueError, match="belongs to another meeting"):
             meeting.report_death(other.ticket(0), "gone")
 
 
