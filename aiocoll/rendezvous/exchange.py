@@ -13,7 +13,7 @@ from aiocoll.errors import RendezvousError, StoreUnavailableError
 from aiocoll.meeting.cards import ENDED, CardCache, raise_if_called_off
 from aiocoll.runtime import Runtime
 from aiocoll.store import Store
-from aiocoll.store.base import settled
+from aiocoll.store.base import wait_until_done
 from aiocoll.store.deadline import last_request
 from aiocoll.transport.base import Card
 
@@ -96,7 +96,7 @@ async def run_until_notice(
         await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
         lost = task.done() and not task.cancelled() and isinstance(task.exception(), StoreUnavailableError)
         if lost:
-            await settled(watcher, _NOTICE_GRACE)
+            await wait_until_done(watcher, _NOTICE_GRACE)
         if (lost or not task.done()) and watcher.done() and watcher.exception() is None and (error := watcher.result()):
             raise error
         await task

@@ -220,7 +220,7 @@ async def test_calls_and_waits_outlast_a_restart(own: RedisServer, opened: Open)
     own.kill()
     calling = asyncio.create_task(other.set("after", b"2"))
     await until(lambda: other.trouble)
-    why = "nothing listens there (connection refused); is it running, and is the url right?"
+    why = "nothing listens there (connection refused); check that the server runs and the url is correct"
     assert other.trouble == f"no store at {own.url}: {why}"
     other.timeout = 0.1
     with pytest.raises(StoreUnavailableError, match=r"connection refused.*; tried for 0\.1 s"):
@@ -330,7 +330,7 @@ async def test_a_server_that_is_silent_for_a_while(own: RedisServer, opened: Ope
     adding = asyncio.create_task(store.add("n", 1))
     await asyncio.sleep(0)
     store.timeout = 0.3
-    with pytest.raises(StoreUnavailableError, match=r"no store at .*: no answer; is the url right.*tried for 0\.3 s"):
+    with pytest.raises(StoreUnavailableError, match=r"no store at .*: no answer; check the url.*tried for 0\.3 s"):
         await store.set("k", b"gave up before it was sent")
     own.thaw()
     async with asyncio.timeout(SOON):
@@ -460,7 +460,7 @@ async def test_a_password_is_proven_and_shown_nowhere(
         shown = [repr(store), str(store), repr(vars(store))]
         wrong, none = opened(url.replace("2F2", "2F3"), timeout=5.0), opened(server.url, timeout=5.0)
         for each, what in (
-            (wrong, r"refuses user or password: .*; correct them in the url"),
+            (wrong, r"refused user or password: .*; correct them in the url"),
             (none, "NOAUTH|required"),
         ):
             with pytest.raises(StoreUnavailableError, match=what) as raised:
@@ -545,7 +545,9 @@ async def test_a_user_with_the_rights_that_are_documented(own: RedisServer, open
     assert await waiting == b"here"
     own.tell("ACL", "SETUSER", "ranks", "resetchannels")
     strange = opened(url)
-    with pytest.raises(StoreUnavailableError, match=r"forbids what the store needs .*channels aiocoll:\*") as raised:
+    with pytest.raises(
+        StoreUnavailableError, match=r"denies a permission that the store needs .*channels aiocoll:\*"
+    ) as raised:
         await strange.get("never")
     assert isinstance(raised.value, AuthenticationError)
 
@@ -572,7 +574,7 @@ async def test_another_kind_of_server_is_not_taken_for_redis(opened: Open) -> No
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
         where = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        for scheme, why in (("redis", ""), ("rediss", "what listens there does not speak TLS as expected")):
+        for scheme, why in (("redis", ""), ("rediss", "the program that listens there does not use TLS as expected")):
             with pytest.raises(
                 StoreUnavailableError, match=rf"no store at {scheme}://{where}/0: {why}.*tried for 0\.2 s"
             ):
@@ -595,7 +597,7 @@ async def test_both_ends_show_a_certificate(secured: RedisServer, opened: Open, 
     stranger = opened(secured.tls_url, tls_ca=secured.ca, timeout=0.3)
     with pytest.raises(
         StoreUnavailableError,
-        match=r"no store at rediss://localhost:\d+/0: .*if it asks for certificates, give tls_cert",
+        match=r"no store at rediss://localhost:\d+/0: .*if it requires certificates, pass tls_cert",
     ):
         await stranger.set("k", b"v")
     wrong = opened(
@@ -603,7 +605,7 @@ async def test_both_ends_show_a_certificate(secured: RedisServer, opened: Open, 
     )
     with pytest.raises(
         StoreUnavailableError,
-        match=r"no store at rediss://localhost:\d+/0: .*if it asks for certificates, give tls_cert",
+        match=r"no store at rediss://localhost:\d+/0: .*if it requires certificates, pass tls_cert",
     ):
         await wrong.set("k", b"v")
 
@@ -622,7 +624,7 @@ async def test_certificates_of_others_are_refused_at_once(
     redis: RedisServer, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Authority(tmp_path, "other")
-    refused = r"the certificate of rediss://.* is refused \(.*\): give the certificates of its CA by tls_ca="
+    refused = r"the certificate of rediss://.* was refused \(.*\): pass the certificates of its CA as tls_ca="
     by_number = redis.tls_url.replace("localhost", "127.0.0.1")
     for url, ca in ((redis.tls_url, None), (redis.tls_url, str(other.file)), (by_number, redis.ca)):
         with pytest.raises(StoreUnavailableError, match=refused) as raised:
@@ -662,7 +664,7 @@ async def test_plain_text_and_tls_are_told_apart(redis: RedisServer, opened: Ope
     with pytest.raises(StoreUnavailableError, match=r"tried for 0\.2 s"):
         await opened(plain, timeout=0.2).set("k", b"v")
     encrypted = redis.url.replace("redis://127.0.0.1", "rediss://localhost")
-    with pytest.raises(StoreUnavailableError, match=r"no answer; is the url right, .*tried for 0\.2 s"):
+    with pytest.raises(StoreUnavailableError, match=r"no answer; check the url, .*tried for 0\.2 s"):
         await opened(encrypted, tls_ca=redis.ca, timeout=0.2).set("k", b"v")
 
 

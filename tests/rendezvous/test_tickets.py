@@ -112,7 +112,7 @@ async def test_who_waits_when_a_meeting_ends_is_told() -> None:
         ticket = meeting.ticket()
         async with ticket.where().open(LIMIT, ticket.key, GroupOptions.resolve(None, {})) as store:
             await store.wait(["aiocoll/1/card/0"])
-    with pytest.raises(StoreUnavailableError, match=r"its process \(.*who holds a meeting\) has ended"):
+    with pytest.raises(StoreUnavailableError, match=r"its process \(.*the owner of the meeting\) has ended"):
         async with asyncio.timeout(LIMIT / 4):
             await waiting
 

@@ -73,7 +73,7 @@ async def test_symlink_is_refused(tmp_path, log):
 async def test_file_open_to_others_is_refused(log, mode):
     path, _ = log
     path.chmod(mode)
-    with pytest.raises(StoreError, match=f"can be opened by others \\(mode {mode:04o}\\): chmod 600 it"):
+    with pytest.raises(StoreError, match=f"can be opened by other users \\(mode {mode:04o}\\): run chmod 600"):
         await FileStore(path).list_keys()
 
 

@@ -149,7 +149,7 @@ async def test_values_that_never_stand_still_end_the_wait() -> None:
             self.count += 1
             return b"%d" % self.count
 
-    with pytest.raises(StoreTimeoutError, match="values of 2 keys kept changing for 0 s: get fewer at once"):
+    with pytest.raises(StoreTimeoutError, match="values of 2 keys kept changing for 0 s: read fewer keys at once"):
         await Restless({}).multi_get(["a", "b"], timeout=0)
 
 
@@ -178,7 +178,7 @@ async def test_keys_and_queues_of_one_name_are_apart() -> None:
     assert await store.delete_key("k")
     assert await store.queue_pop("k") == b"item"
     for call in (store.set("aiocoll:queue:k", b""), store.check(["aiocoll:queue:k"]), store.get("aiocoll:queue:k")):
-        with pytest.raises(ValueError, match="begins with 'aiocoll:queue:', which is for queues: choose another name"):
+        with pytest.raises(ValueError, match="begins with 'aiocoll:queue:', the prefix of queues: choose another name"):
             await call
 
 

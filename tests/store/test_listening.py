@@ -64,8 +64,7 @@ async def test_a_name_may_become_known_late(monkeypatch: pytest.MonkeyPatch) -> 
     assert where == ("127.0.0.1", None)
     assert clock.slept == [0.5] * 3
     assert (
-        told
-        == ["the store cannot listen on 'localhost', which cannot be resolved (Name or service not known) as yet"] * 3
+        told == ["the store cannot listen yet on 'localhost', which cannot be resolved (Name or service not known)"] * 3
     )
 
 
@@ -93,8 +92,8 @@ async def test_a_name_that_means_the_loopback_here(monkeypatch: pytest.MonkeyPat
 async def test_without_a_key_it_stays_there_and_says_what_that_means(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await found(monkeypatch, "myhost", Names("127.0.1.1"), key=None) == (
         "127.0.1.1",
-        "the store listens on 127.0.1.1 only, since 'myhost' resolves to it here (/etc/hosts?), so ranks on other "
-        "hosts cannot reach it: give its real address, and a job key",
+        "the store listens on 127.0.1.1 only, since 'myhost' resolves to it here (see /etc/hosts), so ranks on other "
+        "hosts cannot reach it: pass its real address, and a job key",
     )
 
 

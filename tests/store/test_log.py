@@ -72,7 +72,7 @@ async def assert_refused(path, content: bytes, message: str) -> None:
 
 
 def damaged(at: int, why: str = "") -> str:
-    return rf"store is damaged at byte {at} \(.*{re.escape(why)}.*\), so its history is lost from there on: end the job"
+    return rf"store is damaged at byte {at} \(.*{re.escape(why)}.*\), and the later history is lost: end the job"
 
 
 async def test_every_byte_flipped(path) -> None:
@@ -174,7 +174,7 @@ WRONG: list[tuple[bytes, str]] = [
             (["get", "a"], "record get: not a command of this version"),
             (["queue_pop", "a"], "record queue_pop: not a command"),
             (["cancel"], "record cancel: not a command"),
-            (["set"], "record set: no store command 'set' with 0 arguments"),
+            (["set"], "record set: unknown store command 'set' with 0 arguments"),
             (["set", "a", "text"], "record set: value must be bytes, got str"),
             (["set", None, b""], "record set: key must be str, got NoneType"),
             (["set", "a" * 1025, b""], "record set: key 'aaa"),
@@ -200,7 +200,7 @@ async def test_a_record_longer_than_any(path) -> None:
     header = path.read_bytes()[:HEADER_SIZE]
     prefix = (MAX_RECORD + 1).to_bytes(4, "little")
     sized = zlib.crc32(prefix, zlib.crc32(header)).to_bytes(4, "little")
-    await assert_refused(path, header + prefix + sized + bytes(100), rf"a record of {MAX_RECORD + 1} bytes, the limit")
+    await assert_refused(path, header + prefix + sized + bytes(100), rf"a record has {MAX_RECORD + 1} bytes, the limit")
 
 
 async def test_a_member_that_has_read_more_than_is_left(path) -> None:
@@ -211,7 +211,7 @@ async def test_a_member_that_has_read_more_than_is_left(path) -> None:
         assert await old.list_keys() == KEYS
         path.write_bytes(whole[:third])
         with pytest.raises(
-            StoreError, match=rf"damaged at byte {end} \(the file has {third} bytes, less than were read"
+            StoreError, match=rf"damaged at byte {end} \(the file has {third} bytes, fewer than have been read"
         ):
             await old.set("d", b"")
         assert path.read_bytes() == whole[:third]

@@ -276,17 +276,17 @@ async def test_too_many_waits_of_one_client(server):
     async with client(server) as store:
         results = await asyncio.gather(*(store.get("k", timeout=0.5) for _ in range(1025)), return_exceptions=True)
         errors = [str(error) for error in results if not isinstance(error, StoreTimeoutError)]
-        assert errors == ["1024 waits in one client: await some of them first"]
+        assert errors == ["one client has 1024 waits in progress: await some of them first"]
 
 
 async def test_answers_and_commands_over_the_frame_limit(server):
     async with client(server) as store:
         large = bytes(8 << 20)
-        with pytest.raises(StoreError, match=r"\d+ bytes in one command or answer, the limit is 16777216"):
+        with pytest.raises(StoreError, match=r"\d+ bytes in one command or reply, the limit is 16777216"):
             await store.multi_set(["a", "b"], [large, large])
         await store.set("a", large)
         await store.set("b", large)
-        with pytest.raises(StoreError, match="ask for fewer keys at once"):
+        with pytest.raises(StoreError, match="use fewer keys at once"):
             await store.multi_get(["a", "b"])
         assert await store.num_keys() == 2
 
@@ -354,7 +354,7 @@ async def test_a_name_that_means_this_machine(monkeypatch, name):
     replaced(monkeypatch, store_sought=resolve)
     with pytest.raises(StoreUnavailableError) as caught:
         await TCPStore(name, port, timeout=0.02).get("k")
-    said = "at this address? 'master' means 127.0.1.1 here, which is this machine itself (/etc/hosts?) (tried for"
+    said = "at this address; 'master' resolves to 127.0.1.1 here, this machine itself (see /etc/hosts) (tried for"
     assert (said in str(caught.value)) == (name == "master")
 
 
@@ -417,7 +417,7 @@ async def test_silent_clients_take_no_memory_for_tls():
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(MIN_PLACES):
             await stack.enter_async_context(raw_connection(server))
-        await until(lambda: len(server._greeting) == MIN_PLACES)
+        await until(lambda: len(server._unencrypted) == MIN_PLACES)
         async with client(server, encryption="tls") as store:  # came last, so all others have been looked at
             await store.set("k", b"1")
         assert resident() - before < MIN_PLACES * (64 << 10)
@@ -539,7 +539,7 @@ async def test_a_server_ends_while_a_client_is_not_encrypted_yet(begun):
     async with raw_connection(server) as (reader, writer):
         if begun:
             writer.write(b"\x16\x03\x01\x02\x00\x01")
-        await until(lambda: server._greeting)
+        await until(lambda: server._unencrypted)
         await server.aclose()
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
@@ -647,7 +647,7 @@ async def test_answers_that_no_store_gives_end_the_connection_by_name(server, co
             await other.queue_push("q", b"")
             with monkeypatch.context() as lying:
                 replaced(lying, store_reply=lambda session, number, *_, say=answer: send(session, [number, *say]))
-                with pytest.raises(StoreUnavailableError, match=r"store 127.0.0.1:\d+: .* answer to " + command):
+                with pytest.raises(StoreUnavailableError, match=r"store 127.0.0.1:\d+: .* reply to " + command):
                     await call(store)
             await other.num_keys()
 
@@ -713,7 +713,7 @@ async def test_server_closes_once_from_any_thread():
     server = StoreServer(LOCAL, 0, key=KEY)
     server.close()
     assert server.start() == (LOCAL, server.port)
-    with pytest.raises(RuntimeError, match="was started before"):
+    with pytest.raises(RuntimeError, match="has already been started"):
         server.start()
     threads = [threading.Thread(target=server.close) for _ in range(4)]
     for thread in threads:
