@@ -55,7 +55,7 @@ def own(tmp_path: Path) -> Iterator[RedisServer]:
 # -- waits
 
 
-async def test_a_wait_is_told_when_its_key_is_there(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_wait_is_notified_when_its_key_appears(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
     store, other = opened(own.url), opened(own.url)
     waits = [asyncio.create_task(each.get(f"k{number}")) for number in range(3) for each in (store, other)]
@@ -69,7 +69,7 @@ async def test_a_wait_is_told_when_its_key_is_there(own: RedisServer, opened: Op
         assert await pop == b"item"
 
 
-async def test_a_key_that_comes_while_a_wait_begins_is_seen(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_key_set_while_a_wait_starts_is_found(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
     store, other = opened(own.url), opened(own.url)
     keeps_listening = asyncio.create_task(store.get("last"))
@@ -81,7 +81,7 @@ async def test_a_key_that_comes_while_a_wait_begins_is_seen(own: RedisServer, op
         await keeps_listening
 
 
-async def test_closing_ends_waits_at_once(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_aclose_ends_waits_at_once(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
     store = opened(own.url)
     waits = [asyncio.create_task(store.get("never")), asyncio.create_task(store.queue_pop("never"))]
@@ -95,7 +95,7 @@ async def test_closing_ends_waits_at_once(own: RedisServer, opened: Open, limits
                 await wait
 
 
-async def test_closing_while_a_wait_looks_leaves_nobody_listening(own: RedisServer, opened: Open) -> None:
+async def test_aclose_during_a_read_leaves_no_subscription(own: RedisServer, opened: Open) -> None:
     """It has been told that its key is not there, and is about to wait for a change."""
     store = opened(own.url)
     ask = store._client.call
@@ -112,7 +112,7 @@ async def test_closing_while_a_wait_looks_leaves_nobody_listening(own: RedisServ
     assert not [task.get_name() for task in asyncio.all_tasks() if "changes" in task.get_name()]
 
 
-async def test_a_wait_that_was_told_in_vain_waits_again(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_wait_continues_after_a_notification_without_item(own: RedisServer, opened: Open, limits: Limits) -> None:
     """It does not ask on and on."""
     limits(redis_look_every=math.inf)
     store, other = opened(own.url), opened(own.url)
@@ -129,7 +129,7 @@ async def test_a_wait_that_was_told_in_vain_waits_again(own: RedisServer, opened
         assert await waiting == b"2"
 
 
-async def test_absent_and_empty_are_not_the_same(redis: RedisServer, opened: Open) -> None:
+async def test_absent_key_differs_from_an_empty_value(redis: RedisServer, opened: Open) -> None:
     store = opened(redis.url, job="swapping")
     for old, new, done in (
         (b"", b"1", False),
@@ -144,7 +144,7 @@ async def test_absent_and_empty_are_not_the_same(redis: RedisServer, opened: Ope
     assert await store.names() == []
 
 
-async def test_all_waits_of_a_store_share_a_connection(own: RedisServer, opened: Open) -> None:
+async def test_waits_of_a_store_share_one_connection(own: RedisServer, opened: Open) -> None:
     store = opened(own.url)
     waits = [asyncio.create_task(store.get(str(number))) for number in range(100)]
     await store.set("here", b"")
@@ -163,13 +163,13 @@ async def test_all_waits_of_a_store_share_a_connection(own: RedisServer, opened:
         assert await again == b"2"
 
 
-async def test_many_clients_add_to_one_number(redis: RedisServer, opened: Open) -> None:
+async def test_concurrent_clients_add_to_one_number(redis: RedisServer, opened: Open) -> None:
     stores = [opened(redis.url, job="adding") for _ in range(20)]
     sums = await asyncio.gather(*(store.add("n", 1) for store in stores * 10))
     assert sorted(sums) == list(range(1, 201))
 
 
-async def test_jobs_are_apart(redis: RedisServer, opened: Open) -> None:
+async def test_jobs_on_one_server_are_independent(redis: RedisServer, opened: Open) -> None:
     one, two = opened(redis.url, job="one"), opened(redis.url, job="two")
     await one.set("k", b"1")
     await one.queue_push("q", b"1")
@@ -178,7 +178,7 @@ async def test_jobs_are_apart(redis: RedisServer, opened: Open) -> None:
         await two.get("k", timeout=0.01)
 
 
-async def test_it_knows_the_address_of_the_server(redis: RedisServer, opened: Open) -> None:
+async def test_reached_is_the_address_of_the_server(redis: RedisServer, opened: Open) -> None:
     store = opened(redis.url.replace("127.0.0.1", "localhost"))
     assert (store.reached, store.trouble) == ("", None)
     await store.set("k", b"")
@@ -186,7 +186,7 @@ async def test_it_knows_the_address_of_the_server(redis: RedisServer, opened: Op
 
 
 @pytest.mark.parametrize("assigned", [False, True])
-async def test_ranks_meet_shrink_and_grow(own: RedisServer, assigned: bool) -> None:
+async def test_ranks_on_a_redis_server_meet_shrink_and_grow(own: RedisServer, assigned: bool) -> None:
     """Each rank and the newcomer has a store of its own."""
     options = GroupOptions(transport="unix")
 
@@ -211,7 +211,7 @@ async def test_ranks_meet_shrink_and_grow(own: RedisServer, assigned: bool) -> N
 # -- outages
 
 
-async def test_calls_and_waits_outlast_a_restart(own: RedisServer, opened: Open) -> None:
+async def test_calls_and_waits_survive_a_server_restart(own: RedisServer, opened: Open) -> None:
     store, other = opened(own.url), opened(own.url)
     await store.set("before", b"1")
     waiting = asyncio.create_task(store.get("after"))
@@ -234,7 +234,7 @@ async def test_calls_and_waits_outlast_a_restart(own: RedisServer, opened: Open)
     assert other.trouble is None
 
 
-async def test_a_wait_ends_although_the_server_is_gone(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_wait_times_out_without_a_server(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_patience=0.1)
     store = opened(own.url)
     await store.set("k", b"")
@@ -246,7 +246,7 @@ async def test_a_wait_ends_although_the_server_is_gone(own: RedisServer, opened:
                     await wait("k", timeout=timeout)
 
 
-async def test_connections_that_break_are_made_again(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_broken_connections_are_replaced(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_look_every=math.inf)
     store, other = opened(own.url), opened(own.url)
     for number in range(5):
@@ -299,7 +299,7 @@ async def answers_lost(server: RedisServer, every: int, requests: list[bytes]) -
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
-async def test_a_change_whose_answer_was_lost_is_made_once(own: RedisServer, opened: Open, every: int) -> None:
+async def test_change_with_a_lost_reply_is_made_once(own: RedisServer, opened: Open, every: int) -> None:
     requests: list[bytes] = []
     async with answers_lost(own, every, requests) as url:
         store = opened(url)
@@ -321,7 +321,9 @@ async def test_a_change_whose_answer_was_lost_is_made_once(own: RedisServer, ope
     assert await store.get("log") == b"x" * 10
 
 
-async def test_a_server_that_is_silent_for_a_while(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_requests_to_a_stalled_server_are_carried_out_once(
+    own: RedisServer, opened: Open, limits: Limits
+) -> None:
     """Requests that it finds when it goes on were sent several times, and are carried out once."""
     limits(redis_patience=0.05)
     store = opened(own.url)
@@ -344,7 +346,7 @@ async def test_a_server_that_is_silent_for_a_while(own: RedisServer, opened: Ope
 
 
 @pytest.mark.parametrize("how", ["FLUSHALL", "restart", pytest.param("DEL aiocoll:", marks=pytest.mark.slow)])
-async def test_lost_data_is_an_error_everywhere(own: RedisServer, opened: Open, how: str) -> None:
+async def test_lost_data_raises_in_every_client(own: RedisServer, opened: Open, how: str) -> None:
     store, other, third = (opened(own.url) for _ in range(3))
     await other.set("k", b"v")
     await third.check(["k"])
@@ -371,7 +373,7 @@ async def test_lost_data_is_an_error_everywhere(own: RedisServer, opened: Open, 
     assert await fresh.list_keys() == ["k"]
 
 
-async def test_an_older_copy_of_the_data_is_lost_data(own: RedisServer, opened: Open) -> None:
+async def test_older_copy_of_the_data_counts_as_lost(own: RedisServer, opened: Open) -> None:
     store, other = opened(own.url), opened(own.url)
     await store.set("k", b"old")
     await other.set("l", b"old")
@@ -388,7 +390,7 @@ async def test_an_older_copy_of_the_data_is_lost_data(own: RedisServer, opened: 
 # -- what is left on the server
 
 
-async def test_entries_expire_unless_a_client_is_there(own: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_entries_expire_without_a_client(own: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_renew_every=0.02)
     day = 86_400_000
     store = opened(own.url, job="j")
@@ -408,7 +410,7 @@ async def test_entries_expire_unless_a_client_is_there(own: RedisServer, opened:
         assert day - 60_000 < int(own.tell("PTTL", "aiocoll:j")) <= day
 
 
-async def test_neither_keys_nor_arrays_go_there(own: RedisServer) -> None:
+async def test_server_receives_neither_job_keys_nor_arrays(own: RedisServer) -> None:
     secret, payload = b"the key of this job, 32 bytes ..", 1234.5678
     reader, writer = await asyncio.open_connection("127.0.0.1", own.port, limit=1 << 24)
     writer.write(request("MONITOR"))
@@ -447,7 +449,7 @@ def texts(error: BaseException) -> str:
     return "\n".join(shown)
 
 
-async def test_a_password_is_proven_and_shown_nowhere(
+async def test_password_is_used_and_never_shown(
     tmp_path: Path, opened: Open, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -498,14 +500,14 @@ async def test_a_password_is_proven_and_shown_nowhere(
         "",
     ],
 )
-def test_urls_that_are_none_are_refused(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     need_redis()
     with pytest.raises(ValueError, match=r"url must be redis://\[\[user\]:password@\]host\[:port\]\[/db\]") as raised:
         RedisStore(url)
     assert "hunter" not in texts(raised.value)
 
 
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     need_redis()
     with pytest.raises(TypeError, match="url must be str, got bytes"):
         RedisStore(b"redis://host")  # type: ignore[arg-type]
@@ -525,7 +527,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         RedisStore("rediss://host", tls_certificate=files.certificate, tls_key=files.key)
 
 
-async def test_a_user_with_the_rights_that_are_documented(own: RedisServer, opened: Open) -> None:
+async def test_documented_permissions_suffice(own: RedisServer, opened: Open) -> None:
     listed = re.search(r"the commands (EVAL[^.]*)\.", RedisStore.__doc__ or "")
     assert listed is not None
     commands = re.findall("[A-Z]{3,}", listed[1])
@@ -552,7 +554,7 @@ async def test_a_user_with_the_rights_that_are_documented(own: RedisServer, open
     assert isinstance(raised.value, AuthenticationError)
 
 
-async def test_what_the_server_refuses_is_said(own: RedisServer, opened: Open) -> None:
+async def test_request_refused_by_the_server_is_explained(own: RedisServer, opened: Open) -> None:
     store = opened(own.url, job="j")
     await store.set("k", b"v")
     own.tell("CONFIG", "SET", "maxmemory", "1")
@@ -566,7 +568,7 @@ async def test_what_the_server_refuses_is_said(own: RedisServer, opened: Open) -
         await opened(own.url, job="other").set("k", b"w")
 
 
-async def test_another_kind_of_server_is_not_taken_for_redis(opened: Open) -> None:
+async def test_server_of_another_kind_is_refused(opened: Open) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -592,7 +594,7 @@ def secured(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-async def test_both_ends_show_a_certificate(secured: RedisServer, opened: Open, tmp_path: Path) -> None:
+async def test_both_ends_verify_certificates(secured: RedisServer, opened: Open, tmp_path: Path) -> None:
     files = Authority(tmp_path, "clients").make("DNS:client", file="client")
     stranger = opened(secured.tls_url, tls_ca=secured.ca, timeout=0.3)
     with pytest.raises(
@@ -610,7 +612,7 @@ async def test_both_ends_show_a_certificate(secured: RedisServer, opened: Open, 
         await wrong.set("k", b"v")
 
 
-async def test_a_certificate_for_clients(tmp_path: Path, opened: Open) -> None:
+async def test_required_client_certificate_is_presented(tmp_path: Path, opened: Open) -> None:
     authority = Authority(tmp_path)
     files = authority.make("DNS:localhost", file="server")
     own = authority.make("DNS:client", file="client")
@@ -620,7 +622,7 @@ async def test_a_certificate_for_clients(tmp_path: Path, opened: Open) -> None:
         assert await store.get("k") == b"v"
 
 
-async def test_certificates_of_others_are_refused_at_once(
+async def test_certificate_of_another_ca_is_refused_at_once(
     redis: RedisServer, opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Authority(tmp_path, "other")
@@ -637,9 +639,7 @@ async def test_certificates_of_others_are_refused_at_once(
     await opened(redis.tls_url).set("k", b"v")
 
 
-async def test_a_connection_to_a_silent_server_is_closed_at_once(
-    redis: RedisServer, opened: Open, limits: Limits
-) -> None:
+async def test_connection_to_a_silent_server_closes_at_once(redis: RedisServer, opened: Open, limits: Limits) -> None:
     """TLS would wait until the server closes it, too."""
     stores = [opened(redis.url), opened(redis.tls_url, tls_ca=redis.ca)]
     for store in stores:
@@ -658,7 +658,7 @@ async def test_a_connection_to_a_silent_server_is_closed_at_once(
             redis.thaw()
 
 
-async def test_plain_text_and_tls_are_told_apart(redis: RedisServer, opened: Open, limits: Limits) -> None:
+async def test_plain_text_and_tls_mismatch_is_explained(redis: RedisServer, opened: Open, limits: Limits) -> None:
     limits(redis_patience=0.1)
     plain = redis.tls_url.replace("rediss://localhost", "redis://127.0.0.1")
     with pytest.raises(StoreUnavailableError, match=r"tried for 0\.2 s"):
@@ -671,7 +671,7 @@ async def test_plain_text_and_tls_are_told_apart(redis: RedisServer, opened: Ope
 # -- without the package
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(

@@ -33,17 +33,17 @@ def either(doing: Coroutine[Any, Any, None], turns: float) -> Coroutine[Any, Any
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 10])
-async def test_news_that_have_arrived_win_against_the_loss_of_the_store(turns: int) -> None:
+async def test_arrived_notice_takes_precedence_over_store_loss(turns: int) -> None:
     with pytest.raises(RendezvousError, match="on purpose"):
         await either(lost(), turns)
 
 
-async def test_loss_of_the_store_without_news_is_raised() -> None:
+async def test_store_loss_without_a_notice_is_raised() -> None:
     with pytest.raises(StoreUnavailableError, match="the store is gone"):
         await either(lost(), math.inf)
 
 
-async def test_other_errors_and_the_end_do_not_wait_for_news() -> None:
+async def test_other_outcomes_do_not_wait_for_a_notice() -> None:
     async def fails() -> None:
         raise ValueError("wrong")
 

@@ -53,7 +53,7 @@ ARRAYS: dict[str, Callable[[ProcessGroup, Any], Work[Any]]] = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 1024])
-async def test_every_collective_ends_at_once_and_moves_nothing(world_size: int) -> None:
+async def test_fake_collective_completes_at_once_and_moves_nothing(world_size: int) -> None:
     for rank in {0, world_size - 1}:
         async with fake(rank, world_size) as pg:
             assert (pg.rank(), pg.size(), pg.global_ranks) == (rank, world_size, tuple(range(world_size)))
@@ -69,7 +69,7 @@ async def test_every_collective_ends_at_once_and_moves_nothing(world_size: int) 
             await pg.drain()
 
 
-async def test_results_are_what_they_are_otherwise() -> None:
+async def test_fake_results_have_the_usual_form() -> None:
     async with fake(1, 4) as pg:
         x = np.ones(3)
         assert await pg.allreduce(x) is x
@@ -81,7 +81,7 @@ async def test_results_are_what_they_are_otherwise() -> None:
         assert len(await pg.gather(None, x, 1) or ()) == 4
 
 
-async def test_numbers_and_keys_are_taken_as_always() -> None:
+async def test_fake_calls_take_sequence_numbers_and_keys() -> None:
     async with fake(0, 3) as pg:
         assert [pg.barrier().seq, pg.allreduce(1, key="a").seq, pg.allreduce(1, key="a").seq] == [1, 1, 2]
         assert [pg.allgather_object(1, key="a").seq, pg.barrier().seq, pg.allgather_object(1).seq] == [3, 2, 3]
@@ -89,7 +89,7 @@ async def test_numbers_and_keys_are_taken_as_always() -> None:
         assert pg.barrier().seq == 4
 
 
-async def test_objects_are_the_callers_own() -> None:
+async def test_fake_object_calls_return_own_objects() -> None:
     mine = {"rank": 2, "numbers": (1, 2)}
     async with fake(2, 4) as pg:
         assert await pg.broadcast_object(mine, 2) is mine
@@ -107,7 +107,7 @@ async def test_objects_are_the_callers_own() -> None:
 
 
 @pytest.mark.parametrize(("rank", "lowest"), [(0, 1), (1, 0), (2, 0)])
-async def test_messages_come_from_whom_they_are_asked_of(rank: int, lowest: int) -> None:
+async def test_fake_receive_reports_the_requested_source(rank: int, lowest: int) -> None:
     async with fake(rank, 3) as pg:
         x = np.arange(3.0)
         peer = other(pg)
@@ -127,7 +127,7 @@ async def test_messages_come_from_whom_they_are_asked_of(rank: int, lowest: int)
 
 
 @pytest.mark.parametrize("row", WRONG, ids=lambda row: row[2][:40])
-async def test_arguments_are_checked_as_always(row: Row) -> None:
+async def test_fake_calls_check_their_arguments(row: Row) -> None:
     call, error, message = row
     async with fake(0, 2) as pg:
         with pytest.raises(error, match=message):
@@ -135,7 +135,7 @@ async def test_arguments_are_checked_as_always(row: Row) -> None:
         assert pg.barrier().seq == 1
 
 
-async def test_nothing_comes_in() -> None:
+async def test_fake_incoming_waits_until_the_group_closes() -> None:
     async with fake(0, 2) as pg:
         coming = asyncio.ensure_future(anext(pg.incoming()))
         await asyncio.sleep(0)
@@ -144,7 +144,7 @@ async def test_nothing_comes_in() -> None:
         await coming
 
 
-async def test_a_group_ends_as_always() -> None:
+async def test_fake_group_closes_as_usual() -> None:
     pg = await fake(0, 100)
     other_group = await fake(0, 100)
     told = asyncio.ensure_future(pg.wait_revoked())
@@ -162,7 +162,7 @@ async def test_a_group_ends_as_always() -> None:
             each.barrier()
 
 
-async def test_groups_with_fewer_and_more_ranks() -> None:
+async def test_fake_group_shrinks_and_grows() -> None:
     async with fake(2, 5, name="jobs") as pg:
         await pg.allreduce(1)
         async with await pg.shrink([0, 4]) as smaller:
@@ -177,7 +177,7 @@ async def test_groups_with_fewer_and_more_ranks() -> None:
                 assert (await larger.allgather_object(1)) == [1] * 6
 
 
-async def test_groups_of_some_of_the_ranks() -> None:
+async def test_fake_subgroups_have_the_given_ranks() -> None:
     async with fake(3, 1024) as pg:
         part = await pg.split_group([1, 3, 5])
         assert part is not None
@@ -194,7 +194,7 @@ async def test_groups_of_some_of_the_ranks() -> None:
         pair.barrier()
 
 
-async def test_coalesced_calls_take_one_number() -> None:
+async def test_fake_block_takes_one_sequence_number() -> None:
     async with fake(1, 1024) as pg:
         async with pg.coalescing():
             works = [pg.allreduce(np.ones(3)) for _ in range(4)]
@@ -203,7 +203,7 @@ async def test_coalesced_calls_take_one_number() -> None:
         assert pg.barrier().seq == 2
 
 
-async def test_the_recorder_tells_of_every_call() -> None:
+async def test_fake_calls_are_in_the_flight_recorder() -> None:
     async with fake(0, 3) as pg:
         for call in ARRAYS.values():
             call(pg, np.ones(6))
@@ -214,7 +214,7 @@ async def test_the_recorder_tells_of_every_call() -> None:
         assert {entry["state"] for entry in entries} == {"finished"}
 
 
-async def test_its_place_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fake_rank_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     async with new_group("fake", device="cuda") as pg:
@@ -229,13 +229,15 @@ async def test_its_place_may_come_from_the_environment(monkeypatch: pytest.Monke
         ({"join": True}, "join=True: leave out rank, world_size, name and backend"),
     ],
 )
-def test_what_it_cannot_do_without(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_group_without_rank_or_size_is_refused(
+    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match=message):
         new_group("fake", **given)
 
 
-async def test_a_hundred_thousand_ranks_are_cheap() -> None:
+async def test_fake_group_of_100000_ranks_is_cheap() -> None:
     async with fake(99_999, 100_000) as pg:
         for call in (pg.allreduce, pg.scan):
             assert call(x := np.ones(1_000_000)) is not None

@@ -88,7 +88,7 @@ def address(where: Where) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("name", "env", "place"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_each_is_recognised(name: str, env: dict[str, str], place: tuple[str, int | None]) -> None:
+def test_launcher_is_recognised_by_its_variables(name: str, env: dict[str, str], place: tuple[str, int | None]) -> None:
     launcher = recognise(env)
     assert launcher is not None
     assert launcher.name == name
@@ -108,7 +108,7 @@ def test_each_is_recognised(name: str, env: dict[str, str], place: tuple[str, in
         assert (found(first).url, found(first).hosts) == (where.url, True)
 
 
-def test_the_order_of_the_table() -> None:
+def test_launchers_have_a_fixed_precedence() -> None:
     assert [launcher.name for launcher in LAUNCHERS] == NAMES
     together: dict[str, str] = {}
     for name, env, _ in reversed(ROWS):
@@ -118,7 +118,7 @@ def test_the_order_of_the_table() -> None:
         assert launcher.name == name
 
 
-def test_nothing_is_recognised_where_nothing_has_started_ranks() -> None:
+def test_environment_without_a_launcher_is_not_recognised() -> None:
     for env in (
         {},
         {"AIOCOLL_WORLD_SIZE": "3", "HOSTNAME": "x-1"},
@@ -133,7 +133,7 @@ def test_nothing_is_recognised_where_nothing_has_started_ranks() -> None:
         assert found(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 1
 
 
-def test_what_a_launcher_has_started_is_no_group_of_one() -> None:
+def test_singleton_variable_is_ignored_under_a_launcher() -> None:
     for _, env, _ in ROWS:
         assert found(env | {"AIOCOLL_SINGLETON": "1"}).world_size == 3
 
@@ -167,12 +167,12 @@ def test_what_a_launcher_has_started_is_no_group_of_one() -> None:
         ({name: text for name, text in SLURM.items() if name != "SLURM_JOB_ID"}, "SLURM_JOB_ID is missing"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(env: dict[str, str], message: str) -> None:
+def test_missing_or_invalid_variable_is_named(env: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         found(env)
 
 
-def test_open_mpi_that_does_not_tell_where() -> None:
+def test_open_mpi_without_a_host_name_is_refused() -> None:
     for job in ("456392705", "prterun-vm@1", "slurm.pmix.1.0"):
         with pytest.raises(RendezvousError, match=r"Open MPI .* name no host .* MASTER_PORT .* `aiocoll run`"):
             found(OPEN_MPI_5 | {"PMIX_NAMESPACE": job})
@@ -180,7 +180,7 @@ def test_open_mpi_that_does_not_tell_where() -> None:
     assert address(found(OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": uri}))[0] == "fe80::b9b"
 
 
-def test_half_of_the_variables_are_not_mixed_with_a_launcher() -> None:
+def test_incomplete_variables_are_not_mixed_with_a_launcher() -> None:
     """It says which one would be asked without them."""
     with pytest.raises(ValueError, match="world_size is missing") as caught:
         found(SLURM | {"MASTER_ADDR": "n01", "MASTER_PORT": "29500"})
@@ -197,7 +197,7 @@ def test_half_of_the_variables_are_not_mixed_with_a_launcher() -> None:
         found({name: text for name, text in EXPLICIT.items() if name != "MASTER_ADDR"})
 
 
-def test_arguments_count_before_launchers() -> None:
+def test_arguments_take_precedence_over_launchers() -> None:
     env = SLURM | {"MASTER_ADDR": "n07", "MASTER_PORT": "29500"}
     where = find_where(None, None, 2, 5, env, "")
     assert (where.rank, where.world_size, *address(where)) == (2, 5, "n07", 29500)
@@ -217,7 +217,7 @@ def test_arguments_count_before_launchers() -> None:
         ("world_size=3", 1, None),
     ],
 )
-def test_url_may_have_the_numbers(scheme: str, query: str, rank: int | None, world_size: int | None) -> None:
+def test_url_query_sets_rank_and_world_size(scheme: str, query: str, rank: int | None, world_size: int | None) -> None:
     env = {"MASTER_ADDR": "n08", "MASTER_PORT": "1", "RANK": "7", "WORLD_SIZE": "9"}
     where = find_where(f"{scheme}?{query}", None, rank, world_size, env, "")
     assert (where.rank, where.world_size) == (1, 3)
@@ -234,16 +234,16 @@ def test_url_may_have_the_numbers(scheme: str, query: str, rank: int | None, wor
         ("rank=1", None, None, "world_size is missing: give world_size="),
     ],
 )
-def test_wrong_numbers_in_a_url_are_named(query: str, rank: int | None, world_size: int | None, message: str) -> None:
+def test_invalid_numbers_in_a_url_are_named(query: str, rank: int | None, world_size: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         find_where(f"tcp://n08:1?{query}", None, rank, world_size, {}, "")
 
 
-def test_other_queries_belong_to_the_name_of_a_file() -> None:
+def test_other_query_is_part_of_the_file_name() -> None:
     assert find_where("file:///there?rank#1", None, 0, 1, {}, "").url == "file:///there?rank#1"
 
 
-def test_rank_0_hosts_where_a_program_has_changed_the_port_of_its_launcher() -> None:
+def test_rank_0_hosts_the_store_if_the_program_changed_the_port() -> None:
     launched = EXPLICIT | {"RANK": "0", "AIOCOLL_STORE": "launcher", "AIOCOLL_STORE_PORT": "29500"}
     assert not found(launched).hosts
     assert not found(launched | {"MASTER_ADDR": "localhost"}).hosts
@@ -253,7 +253,7 @@ def test_rank_0_hosts_where_a_program_has_changed_the_port_of_its_launcher() -> 
     assert not found(launched | {"MASTER_PORT": "29501"}).hosts
 
 
-def test_jobs_of_one_host_meet_at_a_socket_of_their_user(tmp_path: Path) -> None:
+def test_jobs_on_one_host_use_private_unix_sockets(tmp_path: Path) -> None:
     """Its name differs for each job."""
     alone = {"XDG_RUNTIME_DIR": str(tmp_path)}
     slurm = SLURM | alone | {"SLURM_STEP_NUM_NODES": "1"}
@@ -273,7 +273,7 @@ def test_jobs_of_one_host_meet_at_a_socket_of_their_user(tmp_path: Path) -> None
     assert not found(slurm).several_hosts
 
 
-def test_jobs_of_several_hosts_have_ports_of_their_own() -> None:
+def test_jobs_on_several_hosts_have_different_ports() -> None:
     ports = [address(found(SLURM | {"SLURM_JOB_ID": str(job)}))[1] for job in range(200)]
     ports += [address(found(SLURM | {"SLURM_STEP_ID": str(step)}))[1] for step in range(3, 200)]
     # Those that two of 397 jobs have in common, where 4,096 are to choose from: about 19.
@@ -284,7 +284,7 @@ def test_jobs_of_several_hosts_have_ports_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI_5, KUBERNETES, SLURM], ids=["Open MPI", "Kubernetes", "Slurm"])
-def test_between_hosts_a_key_is_asked_for(env: dict[str, str]) -> None:
+def test_store_between_hosts_needs_a_key(env: dict[str, str]) -> None:
     launcher = recognise(env)
     assert launcher is not None
     with pytest.raises(AuthenticationError, match=f"^{launcher.name} started .* AIOCOLL_JOB_KEY_FILE.*mpi=pmi2"):
@@ -292,7 +292,7 @@ def test_between_hosts_a_key_is_asked_for(env: dict[str, str]) -> None:
     found(env).open(1.0, b"sixteen bytes or more", OPTIONS)
 
 
-def test_the_service_of_a_job() -> None:
+def test_kubernetes_service_name_is_used() -> None:
     assert address(found(KUBERNETES | {"AIOCOLL_SERVICE": "mesh"}))[0] == "train-it-0.mesh"
     assert address(found(KUBERNETES | {"HOSTNAME": "train-it-1.mesh.default.svc"}))[0] == "train-it-0.train-it"
     assert address(found(KUBERNETES | {"AIOCOLL_PORT": "31000"}))[1] == 31000
@@ -314,14 +314,14 @@ def test_the_service_of_a_job() -> None:
         ("[1-3]", "1"),
     ],
 )
-def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+def test_first_host_of_a_slurm_list_is_found(nodes: str, first: str) -> None:
     assert address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == first
 
 
 @pytest.mark.parametrize(
     "nodes", [",a", "a[", "a[]", "a[1-]", "a[-1]", "a[1", "a]", "a[x]", "a b", "a[1]]", "é1", "a\n"]
 )
-def test_what_is_no_list(nodes: str) -> None:
+def test_invalid_slurm_list_is_refused(nodes: str) -> None:
     with pytest.raises(ValueError, match="must be a list of hosts"):
         found(SLURM | {"SLURM_STEP_NODELIST": nodes})
 
@@ -341,14 +341,14 @@ HOST = st.lists(PART, min_size=1, max_size=4)
 
 @settings(deadline=None)
 @given(st.lists(HOST, min_size=1, max_size=4))
-def test_any_list(hosts: list[list[tuple[str, str]]]) -> None:
+def test_first_host_of_any_slurm_list_is_found(hosts: list[list[tuple[str, str]]]) -> None:
     nodes = ",".join("".join(text for _, text in host) for host in hosts)
     assert address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0] == "".join(first for first, _ in hosts[0])
 
 
 @settings(deadline=None)
 @given(st.text("ab0-[], \n", min_size=1, max_size=20))
-def test_any_text_is_a_list_or_refused(nodes: str) -> None:
+def test_any_text_is_parsed_or_refused_as_slurm_list(nodes: str) -> None:
     try:
         host = address(found(SLURM | {"SLURM_STEP_NODELIST": nodes}))[0]
     except ValueError as error:
@@ -360,7 +360,7 @@ def test_any_text_is_a_list_or_refused(nodes: str) -> None:
 # -- local ranks
 
 
-def test_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_numbers_are_read_from_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, env, _ in ROWS[0], *ROWS[2:]:
         assert local_numbers(env) == ((0, 1) if name == "Kubernetes" else (1, 2))
     assert local_numbers({}) == local_numbers(EXPLICIT) == (None, None)
@@ -378,7 +378,7 @@ def test_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "env", "address"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_who_may_read_the_memory_of_ranks(
+def test_single_copy_permits_only_the_launcher(
     name: str, env: dict[str, str], address: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a launcher has started; nobody else is named, and nobody where single copy is off."""

@@ -80,7 +80,7 @@ async def test_rank_0_publishes_address_and_key(size: int, stores: dict[str, Pmi
             await TCPStore(first.host, first.port, key=bytes(32), timeout=5)
 
 
-async def test_groups_one_after_the_other_ask_once(
+async def test_consecutive_groups_send_one_request(
     stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with PmiLauncher(2) as launcher:
@@ -105,7 +105,7 @@ async def test_groups_one_after_the_other_ask_once(
         assert launcher.entered == 2
 
 
-async def test_loops_of_several_threads_ask_once(stores: dict[str, PmiStore]) -> None:
+async def test_loops_of_several_threads_send_one_request(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         started = threading.Barrier(3)
 
@@ -119,7 +119,7 @@ async def test_loops_of_several_threads_ask_once(stores: dict[str, PmiStore]) ->
         assert launcher.entered == 2
 
 
-async def test_one_who_waits_no_longer_does_not_end_it_for_others(stores: dict[str, PmiStore]) -> None:
+async def test_cancelled_waiter_does_not_cancel_the_request_of_others(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         tasks = [asyncio.create_task(find(launcher, 1)) for _ in range(3)]
         await until(lambda: launcher.entered == 1)
@@ -131,7 +131,7 @@ async def test_one_who_waits_no_longer_does_not_end_it_for_others(stores: dict[s
         assert launcher.entered == 2
 
 
-async def test_those_who_do_not_come_are_told_of_and_may_come_later(
+async def test_late_processes_are_reported_and_may_still_arrive(
     stores: dict[str, PmiStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with PmiLauncher(2) as launcher:
@@ -171,7 +171,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("command", "answer", "message"), WRONG, ids=range(len(WRONG)))
-async def test_wrong_answers_are_errors_and_stay_so(
+async def test_invalid_reply_raises_now_and_later(
     command: str, answer: str, message: str, stores: dict[str, PmiStore]
 ) -> None:
     async with PmiLauncher(2, {command: answer}) as launcher:
@@ -184,7 +184,7 @@ async def test_wrong_answers_are_errors_and_stay_so(
         assert all(len(asked) == len(set(asked)) for asked in launcher.asked)  # nothing is said twice
 
 
-async def test_a_launcher_that_is_gone(stores: dict[str, PmiStore]) -> None:
+async def test_closed_launcher_connection_is_reported(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2, {"init": ""}) as launcher:
         with pytest.raises(RendezvousError, match="closed its connection"):
             await find(launcher, 1)
@@ -193,7 +193,7 @@ async def test_a_launcher_that_is_gone(stores: dict[str, PmiStore]) -> None:
             await store.find(None, OPTIONS, "", LIMIT)
 
 
-async def test_all_are_told_why_rank_0_has_no_store(stores: dict[str, PmiStore]) -> None:
+async def test_error_of_rank_0_reaches_all_ranks(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(3) as launcher:
         for _ in range(2):
             first, *others = await all_find(launcher, 3, bind="192.0.2.7")
@@ -204,7 +204,7 @@ async def test_all_are_told_why_rank_0_has_no_store(stores: dict[str, PmiStore])
                 assert str(other) == f"rank 0 could not serve the store: {first}"
 
 
-async def test_a_long_reason_is_cut(stores: dict[str, PmiStore]) -> None:
+async def test_long_error_of_rank_0_is_truncated(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         first, other = await all_find(launcher, 2, interface="é" * 600)
         assert len(str(first)) > 600
@@ -212,7 +212,7 @@ async def test_a_long_reason_is_cut(stores: dict[str, PmiStore]) -> None:
         assert len(str(other)) > 200
 
 
-async def test_a_port_that_is_given(stores: dict[str, PmiStore]) -> None:
+async def test_given_port_is_used(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(2) as launcher:
         port = free_port()
         variables = launcher.environment(0) | {"AIOCOLL_PORT": str(port)}
@@ -223,7 +223,7 @@ async def test_a_port_that_is_given(stores: dict[str, PmiStore]) -> None:
         assert first.port == port
 
 
-async def test_a_key_of_ones_own_is_not_published(stores: dict[str, PmiStore]) -> None:
+async def test_key_from_elsewhere_is_not_published(stores: dict[str, PmiStore]) -> None:
     async with PmiLauncher(3) as launcher:
         first, one, other = await asyncio.gather(
             find(launcher, 0, OWN_KEY), find(launcher, 1, OWN_KEY), find(launcher, 2)
@@ -233,7 +233,7 @@ async def test_a_key_of_ones_own_is_not_published(stores: dict[str, PmiStore]) -
         assert bytes.fromhex(put).decode() == f"127.0.0.1 {first.port} "
 
 
-async def test_between_hosts_rank_0_publishes_where_others_reach_it(stores: dict[str, PmiStore]) -> None:
+async def test_rank_0_publishes_its_address_for_other_hosts(stores: dict[str, PmiStore]) -> None:
     """It does not know where they are: it goes by the options."""
     async with PmiLauncher(2) as launcher:
         apart = {"MPI_LOCALNRANKS": "1"}
@@ -248,7 +248,9 @@ async def test_between_hosts_rank_0_publishes_where_others_reach_it(stores: dict
         assert (first.port, first.key) == (other.port, other.key)
 
 
-async def test_a_library_of_mpi_may_ask_later(stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mpi_library_may_use_the_launcher_later(
+    stores: dict[str, PmiStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", ModuleType("mpi4py.MPI"))
     async with PmiLauncher(2) as launcher:
         first, other = await all_find(launcher, 2)
@@ -257,7 +259,7 @@ async def test_a_library_of_mpi_may_ask_later(stores: dict[str, PmiStore], monke
         assert launcher.is_blocking(0)
 
 
-def test_what_is_no_socket_of_a_launcher_is_refused() -> None:
+def test_descriptor_that_is_not_a_socket_is_refused() -> None:
     with open(os.devnull) as file, socket.socket() as closed:
         gone = closed.detach()
         os.close(gone)

@@ -29,12 +29,12 @@ def runtime(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_is_that_of_the_session(runtime: Path) -> None:
+def test_private_folder_is_the_runtime_directory(runtime: Path) -> None:
     assert private_folder({"XDG_RUNTIME_DIR": str(runtime)}) == str(runtime)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, None])
-def test_else_it_is_made(temporary: Path, runtime: Path, mode: int | None) -> None:
+def test_private_folder_is_created_if_needed(temporary: Path, runtime: Path, mode: int | None) -> None:
     if mode is None:
         runtime.rmdir()
     else:
@@ -47,7 +47,7 @@ def test_else_it_is_made(temporary: Path, runtime: Path, mode: int | None) -> No
 
 
 @pytest.mark.parametrize("what", ["of another user", "open to others", "a link", "a file", "nowhere"])
-def test_one_that_is_not_ours_alone_is_refused(temporary: Path, runtime: Path, what: str) -> None:
+def test_folder_of_other_users_is_refused(temporary: Path, runtime: Path, what: str) -> None:
     folder = temporary / f"aiocoll-{os.geteuid()}"
     if what == "a link":
         folder.symlink_to(runtime)
@@ -68,7 +68,7 @@ def test_one_that_is_not_ours_alone_is_refused(temporary: Path, runtime: Path, w
         private_folder({})
 
 
-async def test_ranks_of_torchrun_meet_there(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_of_torchrun_meet_in_the_private_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a long name of a run, with / and more, " * 5)

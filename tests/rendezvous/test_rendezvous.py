@@ -64,7 +64,7 @@ async def check(pg: ProcessGroup) -> str:
 # -- ways to meet
 
 
-async def test_in_a_store_of_the_callers_which_stays_open() -> None:
+async def test_caller_store_stays_open() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -77,7 +77,7 @@ async def test_in_a_store_of_the_callers_which_stays_open() -> None:
     await store.aclose()
 
 
-async def test_in_a_file(tmp_path: Path) -> None:
+async def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
     async def rank(rank: int) -> None:
         async with new_group(init_method=f"file://{tmp_path}/meet?here#now", rank=rank, world_size=3) as pg:
             await check(pg)
@@ -87,7 +87,7 @@ async def test_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "unix", "tcp", "shm"])
-async def test_over_tcp(transport: Any, port: int) -> None:
+async def test_ranks_meet_over_tcp(transport: Any, port: int) -> None:
     async def rank(rank: int) -> None:
         options = GroupOptions(transport=transport)
         async with new_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, options=options) as pg:
@@ -96,7 +96,7 @@ async def test_over_tcp(transport: Any, port: int) -> None:
     await together(3, rank)
 
 
-async def test_from_the_environment(environment: pytest.MonkeyPatch, port: int) -> None:
+async def test_ranks_meet_by_environment_variables(environment: pytest.MonkeyPatch, port: int) -> None:
     environment.setenv("MASTER_ADDR", "127.0.0.1")
     environment.setenv("MASTER_PORT", str(port))
     environment.setenv("WORLD_SIZE", "2")
@@ -109,7 +109,7 @@ async def test_from_the_environment(environment: pytest.MonkeyPatch, port: int) 
     await together(2, rank)
 
 
-async def test_rank_and_size_come_from_the_environment(environment: pytest.MonkeyPatch, port: int) -> None:
+async def test_rank_and_world_size_come_from_the_environment(environment: pytest.MonkeyPatch, port: int) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
         environment.setenv(name, str(value))
     pg = await new_group()
@@ -118,7 +118,7 @@ async def test_rank_and_size_come_from_the_environment(environment: pytest.Monke
     await pg.shutdown()
 
 
-async def test_a_rank_may_come_late(port: int) -> None:
+async def test_rank_0_may_start_last(port: int) -> None:
     """The one that hosts the store comes last."""
     came: list[int] = []
 
@@ -133,7 +133,7 @@ async def test_a_rank_may_come_late(port: int) -> None:
     assert came[-1] == 0
 
 
-async def test_groups_one_after_the_other_on_one_address(port: int) -> None:
+async def test_consecutive_groups_may_use_one_address(port: int) -> None:
     async def rank(rank: int) -> list[ProcessGroup]:
         kept = []
         for _ in range(4):
@@ -206,7 +206,7 @@ async def test_another_world_size_for_the_same_job_is_refused() -> None:
 # -- not meeting
 
 
-async def test_the_missing_are_named() -> None:
+async def test_missing_ranks_are_named() -> None:
     store = HashStore()
 
     async def rank(rank: int) -> None:
@@ -218,14 +218,14 @@ async def test_the_missing_are_named() -> None:
     await store.aclose()
 
 
-async def test_a_missing_rank_0_is_no_mystery() -> None:
+async def test_missing_rank_0_is_explained() -> None:
     store = HashStore()
     with pytest.raises(RendezvousError, match=r"rank 1 waited 0.1 s for rank\(s\) 0 of 2"):
         await new_group(store=store, rank=1, world_size=2, timeout=0.1)
     await store.aclose()
 
 
-async def test_a_connection_that_is_not_made_is_named_on_both_sides(
+async def test_missing_connection_is_named_on_both_sides(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All have come, but nothing answers: also in a warning, long before the time is over."""
@@ -257,7 +257,7 @@ async def test_a_connection_that_is_not_made_is_named_on_both_sides(
     await store.aclose()
 
 
-async def test_waiting_for_a_rank_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+async def test_late_rank_is_reported_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     store = HashStore()
     options = GroupOptions(warn_after=0.05)
     with pytest.raises(RendezvousError, match=r"rank 0 waited 0\.2 s"):
@@ -269,7 +269,7 @@ async def test_waiting_for_a_rank_is_warned_of(caplog: pytest.LogCaptureFixture)
     await store.aclose()
 
 
-async def test_a_process_in_the_place_of_a_lost_one_is_told_of_join() -> None:
+async def test_process_that_replaces_a_rank_is_advised_to_join() -> None:
     """The store assigns it a rank of a second meeting, to which nobody else comes."""
     store = HashStore()
 
@@ -287,7 +287,7 @@ async def test_a_process_in_the_place_of_a_lost_one_is_told_of_join() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4), (3, 4, 3), (4, 3, 3)])
 @pytest.mark.parametrize("backwards", [False, True])
-async def test_world_sizes_that_differ_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
+async def test_different_world_sizes_are_named_on_every_rank(sizes: tuple[int, ...], backwards: bool) -> None:
     """At once: nobody waits for the time to be over."""
     store = HashStore()
 
@@ -308,7 +308,7 @@ async def test_world_sizes_that_differ_are_named_on_every_rank(sizes: tuple[int,
     await store.aclose()
 
 
-async def test_a_rank_that_is_taken_is_refused() -> None:
+async def test_taken_rank_is_refused() -> None:
     """Two stores of one name space: as from two processes that were given the same rank."""
     store = HashStore()
     first = PrefixStore("job", store)
@@ -323,7 +323,7 @@ async def test_a_rank_that_is_taken_is_refused() -> None:
     await store.aclose()
 
 
-async def test_meeting_can_be_cancelled(port: int) -> None:
+async def test_rendezvous_can_be_cancelled(port: int) -> None:
     """And the next attempt finds everything as it was."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
@@ -336,14 +336,14 @@ async def test_meeting_can_be_cancelled(port: int) -> None:
     await together(2, rank)
 
 
-async def test_port_0_is_a_free_port_for_a_single_rank() -> None:
+async def test_port_0_is_permitted_for_a_single_rank() -> None:
     async with new_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1) as pg:
         assert await pg.allreduce(1) == 1
 
 
 @pytest.mark.parametrize("encryption", ["auto", "tls", "none"])
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::0", "::ffff:0.0.0.0"])
-async def test_wildcard_as_the_master_is_this_host(
+async def test_wildcard_master_address_means_this_host(
     host: str, encryption: str, port: int, environment: pytest.MonkeyPatch
 ) -> None:
     """As a destination it means the loopback, so both ends agree on whether the connection is encrypted."""
@@ -408,7 +408,7 @@ async def test_wildcard_as_the_master_is_this_host(
         ({"timeout": "soon"}, {}, TypeError, "timeout must be seconds"),
     ],
 )
-def test_wrong_arguments_are_named_at_the_call(
+def test_invalid_arguments_are_named_at_the_call(
     given: dict[str, Any],
     env: dict[str, str],
     error: type[Exception],
@@ -421,7 +421,7 @@ def test_wrong_arguments_are_named_at_the_call(
         new_group(**{"rank": 0, "world_size": 2, **given})
 
 
-async def test_under_torchrun_on_several_hosts_a_port_is_asked_for(environment: pytest.MonkeyPatch) -> None:
+async def test_torchrun_on_several_hosts_needs_a_port(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("TORCHELASTIC_RUN_ID", "run")
     environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     environment.setenv("MASTER_PORT", "29500")
@@ -431,7 +431,7 @@ async def test_under_torchrun_on_several_hosts_a_port_is_asked_for(environment: 
         new_group(rank=0)
 
 
-async def test_options_of_the_environment_are_checked(environment: pytest.MonkeyPatch) -> None:
+async def test_options_from_the_environment_are_checked(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("AIOCOLL_TRANSPORT", "carrier pigeon")
     store = HashStore()
     with pytest.raises(ValueError, match="AIOCOLL_TRANSPORT='carrier pigeon': must be one of"):
@@ -442,7 +442,7 @@ async def test_options_of_the_environment_are_checked(environment: pytest.Monkey
 # -- the current group
 
 
-async def test_the_current_group_belongs_to_a_context() -> None:
+async def test_current_group_belongs_to_a_context() -> None:
     store = HashStore()
     assert current_process_group() is None
 
@@ -467,7 +467,7 @@ async def test_the_current_group_belongs_to_a_context() -> None:
     await store.aclose()
 
 
-async def test_the_context_manager_closes_what_it_made() -> None:
+async def test_context_manager_closes_its_group() -> None:
     store = HashStore()
     async with new_group(store=store, rank=0, world_size=1) as pg:
         assert (await pg.allreduce(np.ones(2)) == 1).all()

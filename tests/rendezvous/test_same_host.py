@@ -61,7 +61,7 @@ def carriers(pg: ProcessGroup) -> list[tuple[str, str | None]]:
 
 
 @pytest.mark.parametrize("machines", ["01", "001", "010", "0101", "0012", "0123"])
-async def test_copies_of_one_machine(machines: str) -> None:
+async def test_copies_of_one_machine_count_as_several_hosts(machines: str) -> None:
     """They have one boot id, so all ranks believe to be on one host."""
     store, owners, size = HashStore(), {}, len(machines)
 
@@ -90,7 +90,7 @@ async def test_copies_of_one_machine(machines: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["unix", "shm"])
-async def test_who_insists_on_one_host_is_told_why_it_is_none(transport: str) -> None:
+async def test_transport_of_one_host_is_refused_with_the_reason(transport: str) -> None:
     store, owners = HashStore(), {}
 
     async def rank(number: int) -> None:
@@ -133,7 +133,7 @@ def started(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("key", [KEY, None])
-async def test_another_user(key: bytes | None, port: int) -> None:
+async def test_rank_of_another_user_needs_a_key(key: bytes | None, port: int) -> None:
     """As a container without root beside a process of its host: TCP with the key, or an error on both at once."""
     there = f"tcp://127.0.0.1:{port}"
     group = new_group(init_method=there, rank=0, world_size=2, timeout=30, options=GroupOptions(job_key=key))

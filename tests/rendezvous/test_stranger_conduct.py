@@ -203,7 +203,9 @@ async def job(there: tuple[str, int], transport: str, world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "world_size"), [("unix", 3), ("tcp", 2), ("tcp", 4), ("shm", 2), ("hosts", 3)])
 @pytest.mark.parametrize("conduct", [hold, repeat, flood, half_open])
-async def test_strangers_at_every_listener(conduct: Conduct, transport: str, world_size: int) -> None:
+async def test_strangers_at_every_listener_do_not_disturb_a_job(
+    conduct: Conduct, transport: str, world_size: int
+) -> None:
     """Rank and store, unix and TCP, all kinds of links; on "hosts", heartbeats as well."""
     unix = transport in ("unix", "shm")
     server = StoreServer(f"unix:@aiocoll-test-{os.urandom(8).hex()}" if unix else "127.0.0.1", key=KEY)

@@ -95,7 +95,7 @@ def medians(parts: list[list[float]]) -> list[float]:
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 @pytest.mark.parametrize("conduct", ["hold", "repeat"])
-async def test_what_holding_and_repeating_cost(
+async def test_holding_and_repeating_strangers_cost_little(
     conduct: str, transport: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_them, without = map(medians, await measured("work", conduct, transport))
@@ -110,7 +110,7 @@ async def test_what_holding_and_repeating_cost(
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
-async def test_how_long_flooding_delays_a_meeting(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_flooding_strangers_delay_a_rendezvous_little(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
     with_them, without = map(list, map(chain.from_iterable, await measured("meet", "flood", transport)))
     with capsys.disabled():
         print(

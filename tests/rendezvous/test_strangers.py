@@ -129,7 +129,7 @@ def resident() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_ranks_with_different_keys(transport: str) -> None:
+async def test_ranks_with_different_keys_do_not_meet(transport: str) -> None:
     """All pairs of ranks at once: rank 0 waits as long as it may."""
     await asyncio.gather(*(do_not_meet(transport, *keys) for keys in [(KEY, OTHER), (KEY, None), (None, KEY)]))
 
@@ -155,13 +155,13 @@ async def do_not_meet(transport: str, first: bytes | None, second: bytes | None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_nobody_starts_off_loopback_without_a_key(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rank_outside_the_loopback_needs_a_key(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOCOLL_JOB_KEY_FILE", raising=False)
     with pytest.raises(AuthenticationError, match=r"there is no job key: .*`aiocoll run`.*token_hex"):
         await new_group(init_method="tcp://192.0.2.1:29500", rank=rank, world_size=2, timeout=5)
 
 
-async def test_nobody_listens_to_other_machines_without_a_key() -> None:
+async def test_listener_for_other_machines_needs_a_key() -> None:
     store = HashStore()
     options = GroupOptions(transport="tcp", bind="any")
     groups = [new_group(store=store, rank=rank, world_size=2, timeout=5, options=options) for rank in range(2)]
@@ -196,7 +196,7 @@ async def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
 @pytest.mark.usefixtures("overheard")
-async def test_what_was_recorded_opens_no_link(flavour: str, kind: ConnKind) -> None:
+async def test_replayed_handshake_opens_no_link(flavour: str, kind: ConnKind) -> None:
     async with listening(flavour) as rank, listening(flavour, 1) as peer:
         async with Proxy(*where(rank.card), None) as proxy:
             card = {**rank.card, "unix": proxy.name} if flavour == "unix" else {**rank.card, "tcp": proxy.endpoint}
@@ -213,7 +213,7 @@ async def test_what_was_recorded_opens_no_link(flavour: str, kind: ConnKind) -> 
 
 
 @pytest.mark.usefixtures("overheard")
-async def test_what_was_recorded_changes_no_store() -> None:
+async def test_replayed_requests_do_not_change_a_store() -> None:
     server = StoreServer(key=KEY)
     there = server.start()
     async with Proxy.tcp(there, None) as proxy:
@@ -230,7 +230,7 @@ async def test_what_was_recorded_changes_no_store() -> None:
 
 @pytest.mark.parametrize("kind", [CONTROL, DATA])
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_a_rank_does_not_talk_to_itself(flavour: str, kind: ConnKind) -> None:
+async def test_reflected_challenge_is_refused(flavour: str, kind: ConnKind) -> None:
     """Somebody who cannot answer a challenge has the challenged rank answer it."""
     async with listening(flavour, 1) as rank:
         with pytest.raises(HandshakeRefusedError, match="rank 1 and rank 1 of 2 cannot be peers"):
@@ -240,7 +240,7 @@ async def test_a_rank_does_not_talk_to_itself(flavour: str, kind: ConnKind) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(ConnKind))
-async def test_an_echo_is_no_answer(kind: ConnKind) -> None:
+async def test_echoed_handshake_is_refused(kind: ConnKind) -> None:
     """What comes back is what was said, made up to the right length."""
     loop = asyncio.get_running_loop()
     listener = address.open_tcp("127.0.0.1")
@@ -302,7 +302,7 @@ async def test_another_user_cannot_connect() -> None:
     await server.aclose()
 
 
-async def test_another_user_is_not_connected_to() -> None:
+async def test_socket_of_another_user_is_refused() -> None:
     name = f"@aiocoll-test-{os.urandom(8).hex()}"
     code = "sock.bind('\\0' + sys.argv[1][1:]); sock.listen(); print('ready', flush=True); sys.stdin.read()"
     with as_nobody(code, name) as process:
@@ -317,7 +317,7 @@ async def test_another_user_is_not_connected_to() -> None:
 # -- lengths
 
 
-async def test_a_length_takes_no_memory_in_a_store() -> None:
+async def test_announced_length_uses_no_memory_in_a_store() -> None:
     """Members that announce the longest frame there is, and send nothing of it."""
     server = StoreServer(key=KEY)
     there = server.start()
@@ -339,7 +339,7 @@ async def test_a_length_takes_no_memory_in_a_store() -> None:
 
 
 @pytest.mark.parametrize("flavour", ["unix", "tcp"])
-async def test_a_length_takes_no_memory_in_a_link(flavour: str) -> None:
+async def test_announced_length_uses_no_memory_in_a_link(flavour: str) -> None:
     async with listening(flavour) as rank:
         before = resident()
         for _ in range(8):
@@ -356,7 +356,7 @@ async def test_a_length_takes_no_memory_in_a_link(flavour: str) -> None:
 # -- crowds
 
 
-async def test_a_peer_that_has_proven_itself_is_not_crowded_out() -> None:
+async def test_proven_peer_is_not_displaced() -> None:
     """It was promised a link: to lose that would be a death."""
     async with listening("unix") as rank:
         with await dialled(*where(rank.card)) as sock:
@@ -386,7 +386,7 @@ def many_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp", "shm"])
-async def test_a_thousand_strangers_disturb_nobody(transport: str) -> None:
+async def test_1000_strangers_do_not_disturb_a_job(transport: str) -> None:
     """Silent and garbage connections at the store and at each rank, while the ranks meet, dial and reduce."""
     server = StoreServer(key=KEY)
     there = server.start()

@@ -23,7 +23,7 @@ def filled(*items: bytes) -> StoreCore:
     return core
 
 
-def test_what_is_put_back_comes_first_again() -> None:
+def test_returned_item_is_popped_first() -> None:
     core = filled(b"1", b"2", b"3")
     first, second = popped(core, 2)
     core.apply("queue_return", ("q", second))
@@ -32,7 +32,7 @@ def test_what_is_put_back_comes_first_again() -> None:
     assert popped(core, 4) == [b"1", b"2", b"3", None]
 
 
-def test_what_is_put_back_goes_to_who_has_waited_longest() -> None:
+def test_returned_item_goes_to_longest_waiting_pop() -> None:
     core = filled()
     got: list[tuple[str, Any]] = []
     for name in ("first", "second"):
@@ -72,7 +72,7 @@ def room(core: StoreCore) -> tuple[int, int]:
     return keys, nbytes
 
 
-def test_what_is_stored_is_counted_and_what_is_taken_is_not(small: StoreCore) -> None:
+def test_limits_count_stored_items_and_not_removed_ones(small: StoreCore) -> None:
     assert room(small) == (4, 20)
     small.apply("set", ("a", bytes(5)))
     assert room(small) == (3, 15)
@@ -92,7 +92,7 @@ def test_what_is_stored_is_counted_and_what_is_taken_is_not(small: StoreCore) ->
     assert room(small) == (1, 10)
 
 
-def test_a_store_may_be_full_to_the_last_byte(small: StoreCore) -> None:
+def test_store_accepts_values_up_to_the_byte_limit(small: StoreCore) -> None:
     small.apply("queue_push", ("q", bytes(20)))
     with pytest.raises(StoreError, match="20 bytes of values"):
         small.apply("queue_push", ("q", b"x"))
@@ -103,7 +103,7 @@ def test_a_store_may_be_full_to_the_last_byte(small: StoreCore) -> None:
     assert small.apply("list_keys", ("",)) == ["k"]
 
 
-def test_what_a_limit_refuses_changes_nothing(small: StoreCore) -> None:
+def test_command_over_a_limit_changes_nothing(small: StoreCore) -> None:
     got: list[Any] = []
     small.apply("set", ("a", bytes(15)))
     small.start("get", ("b",), got.append)
@@ -123,7 +123,7 @@ def test_what_a_limit_refuses_changes_nothing(small: StoreCore) -> None:
     assert room(small) == (3, 5)
 
 
-def test_what_is_put_back_is_counted_and_goes_past_the_limits(small: StoreCore) -> None:
+def test_returned_item_is_counted_and_may_exceed_the_limits(small: StoreCore) -> None:
     small.apply("queue_push", ("q", bytes(6)))
     item = small.apply("queue_take", ("q",))
     small.apply("queue_return", ("q", item))
@@ -159,7 +159,7 @@ def test_what_is_put_back_is_counted_and_goes_past_the_limits(small: StoreCore) 
         ("queue_return", ("q", b"1"), 1),
     ],
 )
-def test_every_change_is_counted_and_nothing_else(command: str, arguments: tuple[Any, ...], changes: int) -> None:
+def test_change_counter_counts_only_changes(command: str, arguments: tuple[Any, ...], changes: int) -> None:
     core = filled(b"1", b"2")
     core.apply("set", ("a", b"2"))
     before = core.changes
@@ -168,7 +168,7 @@ def test_every_change_is_counted_and_nothing_else(command: str, arguments: tuple
 
 
 @pytest.mark.parametrize("kept", [None, "a/"])
-def test_what_is_forgotten_takes_no_room(limits: Limits, kept: str | None) -> None:
+def test_forgotten_entries_free_their_space(limits: Limits, kept: str | None) -> None:
     limits(store_entries=6, store_size=32)
     core = StoreCore()
     for name in ("a/1", "b/1"):

@@ -48,7 +48,7 @@ def distant(clients: int) -> list[DistantStore]:
     return [DistantStore(entries, turns % 3) for turns in range(clients)]
 
 
-async def test_changes_of_one_key_all_count() -> None:
+async def test_concurrent_changes_of_one_key_all_count() -> None:
     stores = distant(8)
     sums = await asyncio.gather(*(store.add("n", 1) for store in stores))
     assert sorted(sums) == list(range(1, 9))
@@ -56,14 +56,14 @@ async def test_changes_of_one_key_all_count() -> None:
     assert await stores[0].get("log") == b"x" * 8
 
 
-async def test_a_key_is_deleted_once() -> None:
+async def test_concurrent_deletes_remove_a_key_once() -> None:
     stores = distant(8)
     await stores[0].set("k", b"")
     deleted = await asyncio.gather(*(store.delete_key("k") for store in stores))
     assert sorted(deleted) == [False] * 7 + [True]
 
 
-async def test_each_item_is_popped_once_and_in_the_order_of_its_pusher() -> None:
+async def test_queue_items_are_popped_once_and_in_push_order() -> None:
     stores = distant(9)
     popped: list[list[bytes]] = []
 
@@ -86,7 +86,7 @@ async def test_each_item_is_popped_once_and_in_the_order_of_its_pusher() -> None
 
 @pytest.mark.parametrize("turns", range(24))
 @pytest.mark.parametrize("again", [None, 0, 1, 2, 4])
-async def test_a_pop_that_is_cancelled_at_any_turn_keeps_the_items(turns: int, again: int | None) -> None:
+async def test_pop_cancelled_at_any_turn_keeps_the_items(turns: int, again: int | None) -> None:
     """`again`: the second cancellation, which the first one has not ended yet, comes so many turns later."""
     near, far, _ = distant(3)
     for item in (b"0", b"1"):
@@ -107,7 +107,7 @@ async def test_a_pop_that_is_cancelled_at_any_turn_keeps_the_items(turns: int, a
     assert await near.queue_len("q") == 0
 
 
-async def test_a_pop_that_is_cancelled_while_the_store_closes() -> None:
+async def test_pop_cancelled_while_the_store_closes_keeps_the_item() -> None:
     near, far, _ = distant(3)
     await near.queue_push("q", b"item")
     pop = asyncio.create_task(far.queue_pop("q"))
@@ -120,7 +120,7 @@ async def test_a_pop_that_is_cancelled_while_the_store_closes() -> None:
     assert await near.queue_pop("q") == b"item"
 
 
-async def test_several_values_are_those_of_one_instant() -> None:
+async def test_multi_get_returns_values_of_one_instant() -> None:
     near, far, other = distant(3)
     await near.multi_set(["a", "b"], [b"0", b"0"])
     ended = asyncio.Event()
@@ -141,7 +141,7 @@ async def test_several_values_are_those_of_one_instant() -> None:
     await asyncio.gather(change(), look(far), look(other))
 
 
-async def test_values_that_never_stand_still_end_the_wait() -> None:
+async def test_multi_get_of_changing_values_times_out() -> None:
     class Restless(MinimalStore):
         count = 0
 
@@ -153,7 +153,7 @@ async def test_values_that_never_stand_still_end_the_wait() -> None:
         await Restless({}).multi_get(["a", "b"], timeout=0)
 
 
-async def test_a_long_wait_looks_at_one_key_at_a_time() -> None:
+async def test_long_wait_reads_one_key_at_a_time() -> None:
     looks: list[str] = []
 
     class Seen(MinimalStore):
@@ -170,7 +170,7 @@ async def test_a_long_wait_looks_at_one_key_at_a_time() -> None:
     await waiting
 
 
-async def test_keys_and_queues_of_one_name_are_apart() -> None:
+async def test_key_and_queue_of_one_name_are_independent() -> None:
     store = MinimalStore({})
     await store.set("k", b"key")
     await store.queue_push("k", b"item")
@@ -182,7 +182,7 @@ async def test_keys_and_queues_of_one_name_are_apart() -> None:
             await call
 
 
-async def test_a_queue_holds_as_much_as_a_value() -> None:
+async def test_queue_is_limited_to_the_size_of_a_value() -> None:
     store = MinimalStore({})
     await store.queue_push("q", bytes(7 * MIB))
     with pytest.raises(StoreError, match=r"queue 'q' would hold 8388.* bytes, the limit is 8388608: pop items first"):
@@ -190,7 +190,7 @@ async def test_a_queue_holds_as_much_as_a_value() -> None:
     assert await store.queue_pop("q") == bytes(7 * MIB)
 
 
-async def test_a_part_of_a_store_uses_what_the_store_does_better() -> None:
+async def test_prefix_store_uses_overridden_methods() -> None:
     asked: list[Any] = []
 
     class Quick(MinimalStore):
@@ -203,7 +203,7 @@ async def test_a_part_of_a_store_uses_what_the_store_does_better() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-async def test_ranks_meet_split_and_wait(world_size: int) -> None:
+async def test_ranks_on_a_minimal_store_meet_split_and_wait(world_size: int) -> None:
     everybody = range(world_size)
 
     async def rank(pg: ProcessGroup) -> tuple[int, int]:
@@ -219,7 +219,7 @@ async def test_ranks_meet_split_and_wait(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-async def test_a_group_grows(world_size: int) -> None:
+async def test_group_on_a_distant_store_grows(world_size: int) -> None:
     """Each rank and the newcomer is a client of its own, the way to the server takes time."""
     entries: dict[str, bytes] = {}
 
@@ -238,7 +238,7 @@ async def test_a_group_grows(world_size: int) -> None:
     assert results == [list(range(world_size + 1))] * (world_size + 1)
 
 
-async def test_a_store_that_is_gone_is_named() -> None:
+async def test_closed_store_is_named_in_the_error() -> None:
     store = MinimalStore({})
     await store.aclose()
     with pytest.raises(StoreUnavailableError, match="this MinimalStore is closed"):

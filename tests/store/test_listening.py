@@ -56,7 +56,7 @@ async def found(
     return await find_address(host, bind, key=key, runtime=clock, timeout=3.0, trouble=lambda _: None)
 
 
-async def test_a_name_may_become_known_late(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_name_that_resolves_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, store_resolve=Names("127.0.0.1", unknown=3).resolve)
     clock: Any = Clock()
     told: list[str] = []
@@ -68,7 +68,7 @@ async def test_a_name_may_become_known_late(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-async def test_a_name_that_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unknown_name_raises_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     message = (
         r"the store cannot listen on 'master', which cannot be resolved \(Name or service not known\); tried for "
         r"3\.0 s: it must be a name or an address of this machine, where rank 0 hosts the store"
@@ -77,19 +77,21 @@ async def test_a_name_that_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> Non
         await found(monkeypatch, "master", Names(unknown=100))
 
 
-async def test_of_several_addresses_the_one_of_this_machine_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_own_address_is_chosen_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await found(monkeypatch, "localhost", Names(FOREIGN, "127.0.0.1")) == ("127.0.0.1", None)
 
 
 @pytest.mark.parametrize("bind", [None, "127.0.0.1"])
-async def test_a_name_that_means_the_loopback_here(monkeypatch: pytest.MonkeyPatch, bind: str | None) -> None:
+async def test_name_of_the_loopback_listens_on_bind_or_all_addresses(
+    monkeypatch: pytest.MonkeyPatch, bind: str | None
+) -> None:
     where, drawback = await found(monkeypatch, "myhost", Names("127.0.1.1"), bind)
     assert drawback is None
     assert where in ("::", "0.0.0.0") if bind is None else where == bind
     assert local_address(where) == "127.0.0.1"
 
 
-async def test_without_a_key_it_stays_there_and_says_what_that_means(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_name_of_the_loopback_without_a_key_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await found(monkeypatch, "myhost", Names("127.0.1.1"), key=None) == (
         "127.0.1.1",
         "the store listens on 127.0.1.1 only, since 'myhost' resolves to it here (see /etc/hosts), so ranks on other "
@@ -98,11 +100,11 @@ async def test_without_a_key_it_stays_there_and_says_what_that_means(monkeypatch
 
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "localhost.localdomain", "ip6-localhost"])
-async def test_a_name_of_the_loopback_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+async def test_localhost_listens_on_the_loopback(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert await found(monkeypatch, name, Names("127.0.0.1")) == ("127.0.0.1", None)
 
 
-async def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_address_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     message = rf"cannot listen on service, which means {FOREIGN} here: it is not an address of this machine, where rank"
     with pytest.raises(StoreUnavailableError, match=message):
         await found(monkeypatch, "service", Names(FOREIGN))
@@ -112,7 +114,7 @@ async def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) ->
     assert (await found(monkeypatch, "service", Names(FOREIGN), "any"))[0] in ("::", "0.0.0.0")
 
 
-async def test_a_master_finds_its_own_store_wherever_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_master_connects_to_its_own_store_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
     async with TCPStore(FOREIGN, 0, is_master=True, bind="any", key=KEY) as store:
         await store.set("k", b"v")
         assert await store.get("k") == b"v"
@@ -121,7 +123,7 @@ async def test_a_master_finds_its_own_store_wherever_it_listens(monkeypatch: pyt
             assert await other.get("k") == b"v"
 
 
-async def test_why_others_may_not_reach_it_is_told_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable_listener_is_explained_by_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, store_resolve=Names("127.0.0.1").resolve)
     async with TCPStore("myhost", 0, is_master=True) as store:
         assert store.trouble is not None

@@ -75,7 +75,7 @@ def damaged(at: int, why: str = "") -> str:
     return rf"store is damaged at byte {at} \(.*{re.escape(why)}.*\), and the later history is lost: end the job"
 
 
-async def test_every_byte_flipped(path) -> None:
+async def test_log_with_any_flipped_byte_is_refused(path) -> None:
     whole = path.read_bytes()
     records = ends(whole)
     for position in range(len(whole)):
@@ -91,7 +91,7 @@ async def test_every_byte_flipped(path) -> None:
             )
 
 
-async def test_every_bit_of_a_length_flipped(path) -> None:
+async def test_log_with_any_flipped_length_bit_is_refused(path) -> None:
     """Also where it seems to reach beyond the end of the file, as that of a record cut short does."""
     whole = path.read_bytes()
     for start in ends(whole)[:-1]:
@@ -103,7 +103,7 @@ async def test_every_bit_of_a_length_flipped(path) -> None:
 
 
 @pytest.mark.slow
-async def test_every_truncation_of_a_damaged_log(path) -> None:
+async def test_truncated_damaged_log_is_refused(path) -> None:
     """A tail that is torn excuses nothing before it."""
     whole = path.read_bytes()
     first, second, *_ = ends(whole)
@@ -116,7 +116,7 @@ async def test_every_truncation_of_a_damaged_log(path) -> None:
 
 
 @pytest.mark.parametrize("filler", [b"\0", b"\xff"])
-async def test_a_tail_that_no_writer_leaves(path, filler: bytes) -> None:
+async def test_tail_that_no_writer_leaves_is_refused(path, filler: bytes) -> None:
     """Such as the zeros that a crash of the host leaves in place of records, which others may have read."""
     whole = path.read_bytes()
     for start in ends(whole):
@@ -127,7 +127,7 @@ async def test_a_tail_that_no_writer_leaves(path, filler: bytes) -> None:
         await assert_refused(path, whole[:start] + filler * (len(whole) - start), damaged(last))
 
 
-async def test_a_tail_shorter_than_any_record_is_torn(path) -> None:
+async def test_tail_shorter_than_a_record_is_cut_off(path) -> None:
     whole = path.read_bytes()
     for nbytes in range(1, PREFIX_SIZE):
         for filler in (b"\0", b"\xff"):
@@ -138,7 +138,7 @@ async def test_a_tail_shorter_than_any_record_is_torn(path) -> None:
             assert await keys_of(path) == ["b", "c"]
 
 
-async def test_records_removed_swapped_repeated_or_of_another_log(path) -> None:
+async def test_rearranged_records_are_refused(path) -> None:
     whole = path.read_bytes()
     first, second, third, end = ends(whole)
     header, a, b, c = whole[:first], whole[first:second], whole[second:third], whole[third:end]
@@ -191,19 +191,19 @@ WRONG: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("payload", "said"), WRONG, ids=[f"{number}" for number in range(len(WRONG))])
-async def test_records_that_say_what_no_store_writes(path, payload: bytes, said: str) -> None:
+async def test_invalid_record_contents_are_refused(path, payload: bytes, said: str) -> None:
     whole = log_of(path.read_bytes()[:HEADER_SIZE], msgpack.packb(["set", "text", b"text"]), payload)
     await assert_refused(path, whole, damaged(ends(whole)[1], said))
 
 
-async def test_a_record_longer_than_any(path) -> None:
+async def test_record_over_the_limit_is_refused(path) -> None:
     header = path.read_bytes()[:HEADER_SIZE]
     prefix = (MAX_RECORD + 1).to_bytes(4, "little")
     sized = zlib.crc32(prefix, zlib.crc32(header)).to_bytes(4, "little")
     await assert_refused(path, header + prefix + sized + bytes(100), rf"a record has {MAX_RECORD + 1} bytes, the limit")
 
 
-async def test_a_member_that_has_read_more_than_is_left(path) -> None:
+async def test_file_shorter_than_what_was_read_is_refused(path) -> None:
     """Whoever has read what is gone does not write after it, and nobody else's history joins its own."""
     whole = path.read_bytes()
     *_, third, end = ends(whole)
@@ -224,7 +224,7 @@ async def test_a_member_that_has_read_more_than_is_left(path) -> None:
             await old.list_keys()
 
 
-async def test_what_looks_damaged_is_believed_under_the_lock_only(path) -> None:
+async def test_apparent_damage_is_checked_under_the_lock(path) -> None:
     """A writer that replaces a torn tail lets a reader see some of both."""
     whole = path.read_bytes()
     async with FileStore(path) as reader:
@@ -244,7 +244,7 @@ async def test_what_looks_damaged_is_believed_under_the_lock_only(path) -> None:
             await waiting
 
 
-async def test_a_reader_that_looks_while_the_tail_is_replaced(path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reader_of_a_half_replaced_tail_recovers(path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sees the pages of one write come one by one."""
     whole = path.read_bytes()
     torn = whole[: ends(whole)[-2]] + seal(b"x" * 40, 7)[0][:-1]
@@ -265,7 +265,7 @@ async def test_a_reader_that_looks_while_the_tail_is_replaced(path, monkeypatch:
 
 
 @pytest.mark.parametrize("interrupted", ["packb", "pwrite", "before pwrite"])
-async def test_a_call_that_is_interrupted_leaves_the_history_of_the_file(
+async def test_interrupted_call_keeps_the_history_of_the_file(
     path, monkeypatch: pytest.MonkeyPatch, interrupted: str
 ) -> None:
     pwrite = os.pwrite
@@ -286,7 +286,7 @@ async def test_a_call_that_is_interrupted_leaves_the_history_of_the_file(
         assert [await each.queue_len("q") for each in (store, other)] == [expected + 1, expected + 1]
 
 
-async def test_a_replay_that_is_interrupted_applies_nothing_twice(path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interrupted_replay_applies_records_once(path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with FileStore(path) as writer:
         for _ in range(3):
             await writer.add("n", 1)
@@ -304,7 +304,7 @@ async def test_a_replay_that_is_interrupted_applies_nothing_twice(path, monkeypa
         assert await reader.get("n") == b"3"
 
 
-async def test_a_file_that_cannot_be_read(path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreadable_file_is_named_in_the_error(path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise OSError(5, "Input/output error")
 
